@@ -2,7 +2,7 @@
 
 python benchmarks/agreement.py strategies [key=value ...]           # from one process, in fp32
 python benchmarks/agreement.py drift [--steps 10 40 160]            # of two processes from one, by the number of steps
-python benchmarks/agreement.py bits [--steps 40] [--only ResNet]    # exact.logical_ranks=8, on any number of processes
+python benchmarks/agreement.py bits [--steps 40]                    # exact.logical_ranks=8, on any number of processes
 
 strategies: recipes are trained for some steps with clipping and augmentation: BasicNet with its dropout at a low learning rate, the
 default recipe (AdamW at 1e-3, dropout), and a ResNet of timm whose batch norm is synchronised. dp is one device where there are no
@@ -22,11 +22,11 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import measuring
 import torch
-from measuring import ArgumentParser, last_step, made_by, start_command, table, wait_until
+from measuring import SMALL, last_step, start_command, table, wait_until
 from torch import Tensor
 
 from lockstep import ROOT
@@ -35,10 +35,7 @@ from lockstep.checkpoints.weights import read
 from lockstep.extras import comparison
 from lockstep.reporting.runs_page import Report
 
-SHORT = [
-    "data.source=embedded", "data.batch_size=64", "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
-    "trainer.enable_progress_bar=false", "trainer.max_epochs=100",
-]  # fmt: skip
+SHORT = [*SMALL, "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.max_epochs=100"]
 
 
 def on(strategy: str, processes: int = 1) -> list[str]:
@@ -48,29 +45,23 @@ def on(strategy: str, processes: int = 1) -> list[str]:
 # --- relative differences of two runs ---
 
 
-class Difference(NamedTuple):
-    loss: float  # the greatest of any step
-    weights: float  # of all weights and buffers as one vector
-    tensor: float  # the greatest of any; small ones, such as biases that began at zero, differ most
-
-
 def trained(runs_dir: Path, name: str, *overrides: str) -> Report:
     measuring.train([f"run={name}", f"runs_dir={runs_dir}", *SHORT, "trainer.precision=32-true", *overrides])
     return comparison.find(name, runs_dir)
 
 
-def difference(reference: Report, other: Report) -> Difference:
+def difference(reference: Report, other: Report) -> tuple[float, float, float]:
+    """Of the losses, the greatest of any step; of all weights and buffers as one vector; and the greatest of any tensor: small ones, such as
+    biases that began at zero, differ most."""
     losses = [run.curves["train/loss"].values for run in (reference, other)]
     weights: list[dict[str, Any]] = [read(r.folder / "checkpoints" / "last.ckpt").weights for r in (reference, other)]
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
         raise RuntimeError(f"{other.folder} did not do the steps of {reference.folder}")
     floating = [key for key, value in weights[0].items() if value.is_floating_point()]
     vectors = [torch.cat([each[key].double().flatten() for key in floating]) for each in weights]
-    return Difference(
-        loss=max(comparison.relative(a, b) for a, b in zip(*losses, strict=True)),
-        weights=comparison.tensor_difference(*vectors),
-        tensor=max(comparison.tensor_difference(weights[0][key], weights[1][key]) for key in floating),
-    )
+    loss = max(comparison.relative(a, b) for a, b in zip(*losses, strict=True))
+    tensor = max(comparison.tensor_difference(weights[0][key], weights[1][key]) for key in floating)
+    return loss, comparison.tensor_difference(*vectors), tensor
 
 
 # --- strategies ---
@@ -89,11 +80,10 @@ RECIPES: dict[str, tuple[list[str], int, float]] = {  # overrides, steps, limit 
     DEFAULT: ([], 40, 5e-4),
     BATCH_NORM: (NORM, 50, 1e-6),
 }
-SETUPS = [  # strategy, processes, accumulation
-    ("single", 1, 2), ("single", 1, 4), ("dp", 1, 1), ("ddp", 2, 1), ("ddp", 4, 1), ("ddp", 2, 2), ("fsdp", 2, 1), ("fsdp", 4, 1), ("fsdp", 2, 2),
-]  # fmt: skip
+SEVERAL = [(strategy, *size) for strategy in ("ddp", "fsdp") for size in ((2, 1), (4, 1), (2, 2))]
+SETUPS = [("single", 1, 2), ("single", 1, 4), ("dp", 1, 1), *SEVERAL]  # strategy, processes, accumulation
 RESUMED = ("ddp, resumed from one process", 2, 1)
-HEAD = ["recipe", "steps", "strategy", "processes", "accumulation", "loss, greatest of all steps", "weights", "weights, greatest of all tensors"]  # fmt: skip
+HEAD = ["recipe", "steps", "strategy", "processes", "accumulation", "greatest loss", "weights", "greatest tensor"]
 
 
 def setups(recipe: str) -> list[tuple[str, int, int]]:
@@ -116,7 +106,7 @@ def strategies(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
                 trained(runs_dir, run, *common, f"trainer.max_steps={steps // 2}", *on("single"))
             options = [*on(strategy, world), f"trainer.accumulate_grad_batches={accumulate}"]
             apart = difference(reference, trained(runs_dir, run, *whole, *options))
-            good &= apart.weights <= limit
+            good &= apart[1] <= limit
             rows.append([recipe, f"{steps}", name, f"{world}", f"{accumulate}", *(f"{value:.1e}" for value in apart)])
             print(" | ".join(rows[-1]), file=sys.stderr)
     return table(HEAD, rows), good
@@ -143,7 +133,7 @@ def drift(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
         for steps in args.steps:
             common = [f"trainer.max_steps={steps}", "trainer.log_every_n_steps=1", *recipe]
             one, two = (trained(runs_dir, f"{number}-{steps}-{len(x)}", *common, *x) for x in ([], more))
-            rows[-1].append(f"{difference(one, two).weights:.1g}")
+            rows[-1].append(f"{difference(one, two)[1]:.1g}")
         print(" | ".join(rows[-1]), file=sys.stderr)
     return table(["", *(f"{steps} steps" for steps in args.steps)], rows), True
 
@@ -152,21 +142,33 @@ def drift(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
 
 PARTS = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers")
 TRAIN = str(ROOT / "train.py")
-TIMM = ["model=timm", "data.image_size=32", "trainer.precision=bf16-mixed"]
-RESNET = ["model.name=resnet18", "augment=[standard,mixup]", "callbacks=[default,ema]", "trainer.gradient_clip_val=0.5"]
 EXACT = {
     "BasicNet, the defaults": ["trainer.precision=bf16-mixed"],
     "BasicNet, float32": ["trainer.precision=32-true"],
-    "ResNet-18": [*TIMM, *RESNET],
-    "ConvNeXt": [*TIMM, "model.name=test_convnext", "optim.no_decay=true", "task.label_smoothing=0.1"],
-}
+    "ResNet-18": [
+        "model=timm", "model.name=resnet18", "data.image_size=32", "augment=[standard,mixup]", "callbacks=[default,ema]",
+        "trainer.gradient_clip_val=0.5", "trainer.precision=bf16-mixed",
+    ],
+}  # fmt: skip
+
+
+def alone(strategy: str, processes: int = 1) -> list[str]:
+    """The arguments of Python for a run that starts its own processes."""
+    return [TRAIN, *on(strategy, processes)]
+
+
+def torchrun(processes: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", TRAIN, "strategy=ddp"]
+
+
 # Each a list of stages; all but the last are killed at a fraction of the steps, and the next one resumes.
 WAYS: dict[str, list[list[str]]] = {
-    "one process": [on("single")],
-    **{f"{strategy}, {n} processes": [on(strategy, n)] for strategy, n in (("ddp", 2), ("ddp", 4), ("ddp", 8), ("fsdp", 2), ("fsdp", 4))},
-    "one process, killed, ddp on 4, killed, fsdp on 2": [on("single"), on("ddp", 4), on("fsdp", 2)],
-    "torchrun on 4, killed, on 2, killed, on 8": [["torchrun", "4"], ["torchrun", "2"], ["torchrun", "8"]],
-}  # fmt: skip
+    "one process": [alone("single")],
+    **{f"ddp, {n} processes": [alone("ddp", n)] for n in (2, 4, 8)},
+    **{f"fsdp, {n} processes": [alone("fsdp", n)] for n in (2, 4)},
+    "one process, killed, ddp on 4, killed, fsdp on 2": [alone("single"), alone("ddp", 4), alone("fsdp", 2)],
+    "torchrun on 4, killed, on 2, killed, on 8": [torchrun(4), torchrun(2), torchrun(8)],
+}
 
 
 def train(stages: list[list[str]], overrides: list[str], run: Path, steps: int) -> None:
@@ -174,11 +176,7 @@ def train(stages: list[list[str]], overrides: list[str], run: Path, steps: int) 
     given = [*overrides, f"runs_dir={run.parent}", f"run={run.name}", f"trainer.max_steps={steps}", "resume=auto"]
     log = run.parent / f"{run.name}.log"
     for number, stage in enumerate(stages, start=1):
-        launch = [TRAIN, *stage]
-        if stage[0] == "torchrun":
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stage[1]}"]
-            launch = [*torchrun, TRAIN, "strategy=ddp"]
-        process = start_command([sys.executable, *launch, *given], log)
+        process = start_command([sys.executable, *stage, *given], log)
         if number < len(stages):  # killed once its log shows a step, whose checkpoint may be still to come
             step = steps * number // len(stages)
             wait_until(lambda: last_step(run / "metrics.csv") >= step or process.poll() is not None, math.inf, 0.2)  # noqa: B023
@@ -200,31 +198,29 @@ def digest(run: Path) -> str:
 
 
 def bits(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
-    recipes = {name: overrides for name, overrides in EXACT.items() if args.only in name}
     common = [*SHORT, "exact.logical_ranks=8", "trainer.log_every_n_steps=10", "checkpoint.every_n_steps=10"]
-    cells: dict[str, list[str]] = {way: [] for way in WAYS}  # by recipe
-    for i, (recipe, overrides) in enumerate(recipes.items()):
-        for j, (way, stages) in enumerate(WAYS.items()):
-            train(stages, [*common, *overrides], runs_dir / f"{i}-{j}", args.steps)
-            cells[way].append(digest(runs_dir / f"{i}-{j}"))
-            print(f"{recipe}, {way}: {cells[way][-1]}", flush=True)
-    same = all(len(set(column)) == 1 for column in zip(*cells.values(), strict=True))
-    return table(["", *recipes], [[way, *row] for way, row in cells.items()]), same
+    rows: list[list[str]] = []
+    for way, stages in WAYS.items():
+        rows.append([way])
+        for recipe, overrides in EXACT.items():
+            run = runs_dir / f"{len(rows)}-{len(rows[-1])}"
+            train(stages, [*common, *overrides], run, args.steps)
+            rows[-1].append(digest(run))
+            print(f"{recipe}, {way}: {rows[-1][-1]}", flush=True)
+    _, *columns = zip(*rows, strict=True)
+    return table(["", *EXACT], rows), all(len(set(digests)) == 1 for digests in columns)
 
 
 def main() -> int:
-    parser = ArgumentParser(description=__doc__)
+    parser = measuring.parser(__doc__)
     parts = parser.add_subparsers(dest="what", required=True, metavar="strategies|drift|bits")
     parts.add_parser("strategies").add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
     parts.add_parser("drift").add_argument("--steps", type=int, nargs="+", default=[10, 40, 160])
-    of_bits = parts.add_parser("bits")
-    of_bits.add_argument("--steps", type=int, default=40)
-    of_bits.add_argument("--only", default="", help="recipes whose name has this in it")
+    parts.add_parser("bits").add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         shown, good = {"strategies": strategies, "drift": drift, "bits": bits}[args.what](args, Path(folder))
-    print(made_by())
-    print(shown)
+    measuring.show(shown)
     return int(not good)
 
 

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import platform
+import re
 import select
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import measuring
-from measuring import ArgumentParser, made_by, some_of
+from measuring import some_of
 
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
@@ -81,33 +82,18 @@ def ratio(contenders: Contenders, name: str, other: str | None) -> float | None:
     return measuring.ratio(contenders[name].speeds, contenders[str(other)].speeds)
 
 
-def shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-COLUMNS = (
-    "contender", "precision", "images/s: median (least to most, n)", "to plain", "to its upper bound", "waiting for data",
-    "peak memory, MiB", "accuracy",
-)  # fmt: skip
-
-
 def table(contenders: Contenders) -> str:
     rows = []
     for name, figures in contenders.items():
         speed = measuring.spread(figures.speeds, ",.0f" if min(figures.speeds) >= 100 else ",.1f")
+        ratios = (ratio(contenders, name, other) for other in (PLAIN, UPPER_BOUNDS.get(name)))
+        values = zip([*ratios, figures.waiting, figures.accuracy], (".2f", ".2f", ".1%", ".2%"), strict=True)
+        cells = ["" if value is None else format(value, form) for value, form in values]
         peaks = (figures.turns[-1].get(key) for key in ("peak_bytes", "peak_device_bytes"))
-        cells = [
-            name,
-            figures.precision,
-            f"{speed.rstrip(')')}, {len(figures.turns)})",
-            shown(ratio(contenders, name, PLAIN), ".2f"),
-            shown(ratio(contenders, name, UPPER_BOUNDS.get(name)), ".2f"),
-            shown(figures.waiting, ".1%"),
-            " + ".join(f"{size / 2**20:,.0f}" for size in peaks if size is not None),
-            shown(figures.accuracy, ".2%"),
-        ]
-        rows.append(cells)
-    return measuring.table(COLUMNS, rows)
+        memory = " + ".join(f"{size / 2**20:,.0f}" for size in peaks if size is not None)
+        rows.append([name, figures.precision, f"{speed.rstrip(')')}, {len(figures.turns)})", *cells, memory])
+    head = ["contender", "precision", "images/s (range, n)", "to plain", "to upper bound", "waiting", "accuracy", "MiB"]
+    return measuring.table(head, rows)
 
 
 def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) -> Iterator[str]:
@@ -125,17 +111,12 @@ def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
 
 
 # Ratios, with room for the noise of a shared machine: 2.9, 1.7, 0.88 and 0.93 were seen with --quick on two cores. The first holds where the default precision is a lower one.
-FASTER_BY_DEFAULT = {("lockstep", "plain"): 1.5}
-LIMITS = {
-    ("lockstep equal precision", "plain"): 1.15,
-    ("lockstep", "upper bound"): 0.75,
-    ("lockstep equal precision", "upper bound equal precision"): 0.75,
-}
+FASTER_BY_DEFAULT = {("lockstep", PLAIN): 1.5}
+LIMITS = {("lockstep equal precision", PLAIN): 1.15, **dict.fromkeys(UPPER_BOUNDS.items(), 0.75)}
 MOST_WAITING = 0.05  # 0.01 to 0.02 were seen
 PEERS = ("plain", "accelerate", "transformers")
 Kinds = dict[str, tuple[str, list[str]]]  # name: what it is, its options
 EQUAL = ["trainer.precision=32-true"]
-EQUAL_ON_GPUS = ["tf32=true"]  # products and convolutions; in a plain loop torch has it for convolutions alone
 OURS: Kinds = {
     "lockstep": ("lockstep", []),
     "lockstep equal precision": ("lockstep", EQUAL),
@@ -172,9 +153,8 @@ def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
     """Options of all contenders, and a line about them. The data is prepared here, once."""
     overrides = [
         *RECIPES[args.recipe], f"data.batch_size={args.batch_size}", f"trainer.accelerator={args.device}",
-        "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false",
-        *(["strategy=ddp"] if args.world > 1 else []), *(["data.source=embedded"] if args.quick else []),
-        *([f"data.root={args.data_root}"] if args.data_root else []),
+        "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false", *["strategy=ddp"] * (args.world > 1),
+        *["data.source=embedded"] * args.quick, *([f"data.root={args.data_root}"] if args.data_root else []),
     ]  # fmt: skip
     cfg = compose_config("train", overrides)
     data = create_data(cfg.data)
@@ -188,9 +168,10 @@ def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
 
 
 def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
-    """`options`, with TF32 for all that compute in fp32 on a GPU: the peers and Lockstep in equal precision."""
+    """`options`, with TF32 for all that compute in fp32 on a GPU: the peers and Lockstep in equal precision. It is for products and
+    convolutions; in a plain loop torch has it for convolutions alone."""
     equal = kind in (*PEERS, "plain_our_net") or options == EQUAL
-    return [*options, *(EQUAL_ON_GPUS if equal and device == "cuda" else [])]
+    return [*options, *["tf32=true"] * (equal and device == "cuda")]
 
 
 class Contender:
@@ -204,35 +185,35 @@ class Contender:
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[:world]) if device == "cuda" else ""}
         env |= {"OMP_NUM_THREADS": str(max(1, cores() // world))} if world > 1 else {}
         self.log, pipe = folder / f"{name}.log", subprocess.PIPE
-        command = [sys.executable, *torchrun, *script]
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log.open("w"), text=True, env=env)
+        streams: dict[str, Any] = {
+            "stdin": pipe,
+            "stdout": pipe,
+            "stderr": self.log.open("w"),
+            "text": True,
+            "bufsize": 1,
+        }
+        self.process: Any = subprocess.Popen([sys.executable, *torchrun, *script], env=env, **streams)
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], ANSWER_S)
-        line = self.process.stdout.readline() if ready else ""
-        if not line:
-            end = "\n".join(self.log.read_text().splitlines()[-30:])
-            why = "ended before its time" if ready else f"did not answer within {ANSWER_S} s"
-            raise TrainingFailed(f"the contender {self.name} {why}; the end of its log:\n{end}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        if line := self.process.stdout.readline() if ready else "":
+            found: dict[str, Any] = json.loads(line)
+            return found
+        end = "\n".join(self.log.read_text().splitlines()[-30:])
+        why = "ended before its time" if ready else f"did not answer within {ANSWER_S} s"
+        raise TrainingFailed(f"the contender {self.name} {why}; the end of its log:\n{end}")
 
     def train(self, steps: int) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
+        print(steps, file=self.process.stdin)
         return self.answer()
 
     def end(self) -> None:
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()  # which ends it
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.process.terminate()
-            self.process.wait()
+        self.process.terminate()
+        self.process.wait()
 
 
 def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -> dict[str, Figures]:
@@ -253,10 +234,9 @@ def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -
             for process in processes if i % 2 == 0 else processes[::-1]:
                 figures[process.name].turns.append(process.train(args.segment))
             say(" · ".join(f"{name} {found.speeds[-1]:,.1f}" for name, found in figures.items()))
-        if args.accuracy:
-            for process in processes:
-                if not process.name.startswith("upper bound"):
-                    figures[process.name].accuracy = process.train(REST)["accuracy"]
+        for process in processes if args.accuracy else ():
+            if not process.name.startswith("upper bound"):
+                figures[process.name].accuracy = process.train(REST)["accuracy"]
     return figures
 
 
@@ -267,13 +247,13 @@ def say(line: str) -> None:
 def machine(device: str) -> str:
     """The processor, and the GPU."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    if device == "cpu":
-        return cpu
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return f"{cpu}; {done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else 'a GPU'}"
+    model = re.search(r"model name\s*: (.*)", info.read_text() if info.is_file() else "")
+    names = [model[1] if model else platform.machine()]
+    if device == "cuda":
+        import torch
+
+        names.append(torch.cuda.get_device_name())
+    return "; ".join(names)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -281,15 +261,14 @@ def main(args: argparse.Namespace) -> None:
     contenders = chosen(args.peers, args.world, args.also)
     figures = measure(args, overrides, contenders | (NETWORKS if args.networks else {}))
     peers = [f"{name} {version(name)}" for name in PEERS[1:] if name in figures]
-    print(made_by(*peers, machine(args.device)))
-    print(f"{about}\n\n{table(figures)}\n")
+    measuring.show(f"{about}\n\n{table(figures)}\n", *peers, machine(args.device))
     limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
     if found := list(problems(figures, limits if args.check else {})):
         raise TrainingFailed("; ".join(found))
 
 
 def arguments() -> argparse.Namespace:
-    parser = ArgumentParser(description=__doc__)
+    parser = measuring.parser(__doc__)
     parser.add_argument("--recipe", choices=RECIPES, default="basic_net")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--world", type=int, default=1, help="processes of each contender")

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from measuring import ArgumentParser
+import measuring
 from PIL import Image
 
 from lockstep import ROOT
@@ -28,7 +28,7 @@ LARGEST = 150_000  # bytes
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__)
+    parser = measuring.parser(__doc__)
     parser.add_argument("pages", nargs="+", metavar="name=page")
     pages = parser.parse_args().pages
     if why := missing():
@@ -46,9 +46,8 @@ def main() -> None:
                 driver.execute_script("document.documentElement.style.scrollPaddingTop = 0")
                 driver.execute_script(f"document.getElementById('{section}').scrollIntoView()")
                 driver.execute_script("document.querySelector('nav').style.position = 'static'")
-            top = driver.execute_script("return scrollY")
             path = FOLDER / f"report-{name}.png"
-            screenshot(driver, path, width=width, height=height, top=top)
+            screenshot(driver, path, width=width, height=height)
             print(path, path.stat().st_size)
             assert path.stat().st_size < LARGEST, path
 
@@ -89,15 +88,13 @@ def show(driver: Any, page: Path, *, width: int, height: int = 800, dark: bool =
     driver.get(page.resolve().as_uri())
 
 
-def screenshot(driver: Any, path: Path, *, width: int, height: int | None = None, top: float = 0) -> None:
-    """Of all of the page, or of `height` pixels from `top`."""
-    whole = driver.execute_script("return document.documentElement.scrollHeight")
-    clip = {"x": 0, "y": top, "width": width, "height": height or whole, "scale": 1}
+def screenshot(driver: Any, path: Path, *, width: int, height: int) -> None:
+    """Of what the window shows."""
+    clip = {"x": 0, "y": driver.execute_script("return scrollY"), "width": width, "height": height, "scale": 1}
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
-    image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-        path, optimize=True
-    )  # a third of the bytes
+    few = image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)  # a third of the bytes
+    few.save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -44,7 +44,6 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, val_count
 from lockstep.training.arithmetic import completes_step
 
-T = TypeVar("T")
 END = -1
 
 
@@ -76,16 +75,13 @@ class Turns:
             self.answer(images=self.images, seconds=seconds, waited_s=waited_s, **peaks())
             self.wait()
 
-    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """`batches`, with the time that each takes to come counted as waiting."""
-        iterator, end = iter(batches), object()
-        while True:
-            began_s = time.perf_counter()
-            batch: Any = next(iterator, end)
+        began_s = time.perf_counter()
+        for batch in batches:
             self.waited_s = (self.waited_s or 0.0) + time.perf_counter() - began_s
-            if batch is end:
-                return
             yield batch
+            began_s = time.perf_counter()
 
     def wait(self) -> None:
         steps = self.granted()
@@ -120,11 +116,8 @@ def synchronise() -> None:
 
 
 def peaks() -> dict[str, int | None]:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-        "peak_device_bytes": torch.cuda.max_memory_allocated() if on_gpu() else None,
-    }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"peak_bytes": peak, "peak_device_bytes": torch.cuda.max_memory_allocated() if on_gpu() else None}
 
 
 class ByTurns(pl.Callback):
@@ -136,9 +129,7 @@ class ByTurns(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.turns.begin()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.turns.waited_s = getattr(self.data, "waited_s", None)
         if completes_step(trainer, batch_idx):
             self.turns.stepped(batch["count"] * trainer.accumulate_grad_batches)
@@ -169,14 +160,12 @@ class UpperBound(pl.Callback):
             self.turns.stepped(len(label_B))
 
 
-def fit(
-    turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound], net: torch.nn.Module | None = None
-) -> None:
+def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound], net: nn.Module | None = None) -> None:
     """What train.py does, without the report; `net` replaces the config's network."""
 
     def job(settings: Settings) -> None:
         work, trainer = ready(settings, net)
-        trainer.callbacks.append(callback(turns, work.data))  # type: ignore[attr-defined]
+        trainer.callbacks.append(callback(turns, work.data))
         turns.about["precision"] = str(trainer.precision)
         build.fit(settings, trainer, work)
         turns.answer(accuracy=build.evaluate(settings, work.data, work)["test/acc"])
@@ -188,25 +177,12 @@ MNIST = ((0.1307,), (0.3081,))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-class BasicNet(nn.Module):
-    """pytorch/examples, mnist/main.py."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, 1)
-        self.conv2 = nn.Conv2d(32, 64, 3, 1)
-        self.dropout1 = nn.Dropout(0.25)
-        self.dropout2 = nn.Dropout(0.5)
-        self.fc1 = nn.Linear(9216, 128)
-        self.fc2 = nn.Linear(128, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.conv1(x))
-        x = F.relu(self.conv2(x))
-        x = self.dropout1(F.max_pool2d(x, 2))
-        x = F.relu(self.fc1(torch.flatten(x, 1)))
-        x = self.fc2(self.dropout2(x))
-        return F.log_softmax(x, dim=1)
+def basic_net() -> nn.Module:
+    """That of pytorch/examples, mnist/main.py."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(),
+        nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10), nn.LogSoftmax(1),
+    )  # fmt: skip
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -238,20 +214,16 @@ class Work:
         val = val_count(total, cfg.data.val_fraction)
         train = data.train[Split(total, val, total - val).indices(np.arange(total - val))]
         mnist = data.name == "mnist"
-        transform = transforms.Compose(
-            [
-                *([] if mnist else [transforms.Resize((cfg.data.image_size, cfg.data.image_size))]),
-                transforms.ToTensor(),
-                transforms.Normalize(*(MNIST if mnist else IMAGENET)),
-            ]
-        )
+        steps = [transforms.ToTensor(), transforms.Normalize(*(MNIST if mnist else IMAGENET))]
+        resized = [] if mnist else [transforms.Resize((cfg.data.image_size, cfg.data.image_size))]
+        transform = transforms.Compose([*resized, *steps])
         self.train = Images(train["input"], train["target"], transform)
         self.test = Images(data.test.arrays["input"], data.test.arrays["target"], transform)
         if net is None and not mnist:
             import timm  # not in the memory of those that have no use for it
 
             net = timm.create_model(cfg.model.name, num_classes=10)
-        self.net: nn.Module = net or BasicNet()
+        self.net: nn.Module = net or basic_net()
         self.loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if net else F.nll_loss
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
@@ -268,11 +240,24 @@ class Work:
 
 
 def local_device() -> torch.device:
-    if not on_gpu():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu() else torch.device("cpu")
+    if on_gpu():
+        torch.cuda.set_device(device)
     return device
+
+
+def loop(turns: Turns, work: Work, net: nn.Module, optimizer: Any, loader: Any, backward: Callable) -> None:
+    device = next(net.parameters()).device
+    turns.begin()
+    for epoch in range(work.epochs):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        for image_BCHW, label_B in turns.timed(loader):
+            optimizer.zero_grad()
+            backward(work.loss(net(image_BCHW.to(device)), label_B.to(device)))
+            optimizer.step()
+            turns.stepped(len(label_B))
+    turns.answer(accuracy=work.accuracy())
 
 
 def plain(turns: Turns, overrides: list[str], network: nn.Module | None = None) -> None:
@@ -284,18 +269,7 @@ def plain(turns: Turns, overrides: list[str], network: nn.Module | None = None) 
         net = DistributedDataParallel(net, device_ids=[device] if on_gpu() else None)
         sampler = DistributedSampler(work.train)
     loader = DataLoader(work.train, batch_size=work.batch // turns.world, shuffle=sampler is None, sampler=sampler)
-    optimizer = work.optimizer(net)
-    turns.begin()
-    for epoch in range(work.epochs):
-        if sampler is not None:
-            sampler.set_epoch(epoch)
-        for image_BCHW, label_B in turns.timed(loader):
-            optimizer.zero_grad()
-            loss = work.loss(net(image_BCHW.to(device)), label_B.to(device))
-            loss.backward()
-            optimizer.step()
-            turns.stepped(len(label_B))
-    turns.answer(accuracy=work.accuracy())
+    loop(turns, work, net, work.optimizer(net), loader, Tensor.backward)
 
 
 def accelerate(turns: Turns, overrides: list[str]) -> None:
@@ -305,22 +279,12 @@ def accelerate(turns: Turns, overrides: list[str]) -> None:
     assert accelerator.num_processes == turns.world
     loader = DataLoader(work.train, batch_size=work.batch // turns.world, shuffle=True)
     net, optimizer, loader = accelerator.prepare(work.net, work.optimizer(work.net), loader)
-    turns.begin()
-    for _ in range(work.epochs):
-        for image_BCHW, label_B in turns.timed(loader):
-            optimizer.zero_grad()
-            loss = work.loss(net(image_BCHW), label_B)
-            accelerator.backward(loss)
-            optimizer.step()
-            turns.stepped(len(label_B))
-    turns.answer(accuracy=work.accuracy())
+    loop(turns, work, net, optimizer, loader, accelerator.backward)
 
 
 def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    return {
-        "image": torch.stack([image for image, _ in samples]),
-        "label": torch.tensor([label for _, label in samples]),
-    }
+    images, labels = zip(*samples, strict=True)
+    return {"image": torch.stack(images), "label": torch.tensor(labels)}
 
 
 def transformers(turns: Turns, overrides: list[str]) -> None:
@@ -365,7 +329,7 @@ CONTENDERS: dict[str, Callable[[Turns, list[str]], None]] = {
     "transformers": transformers,
     "lockstep": lambda turns, overrides: fit(turns, overrides, ByTurns),
     # what the engine gives the plain loop's network: cross-entropy of its log-probabilities is their likelihood
-    "lockstep_plain_net": lambda turns, overrides: fit(turns, overrides, ByTurns, BasicNet()),
+    "lockstep_plain_net": lambda turns, overrides: fit(turns, overrides, ByTurns, basic_net()),
     "upper_bound": lambda turns, overrides: fit(turns, overrides, UpperBound),
 }
 

@@ -5,10 +5,8 @@ python benchmarks/faults.py [--rounds 3] [--runs 5] [--seed 0] [--only 17]
 The runs train 40 steps with all that has a state, under every strategy, on one host and on two (network namespaces). Each round injects
 each fault once into each strategy. A run ends well with the right result, bit by bit (weights, optimizer, metrics.csv, test metrics, files),
 at once or when its command is run again; or with a clear error: exit code 2 or 1, no traceback, the file, the rank or the signal by
-name. What was saved before the fault must be there after it. Exit code 1 if a run ends badly. Needs Linux, root and iproute2.
-
-Each cell of the table: runs · right result · clear error. A cell is empty if the strategy cannot have the fault, or if no run was drawn.
-`shards` is fsdp with `checkpoint.sharded=true`; `nodes` are two hosts with a process each.
+name. What was saved before the fault must be there after it. Exit code 1 if a run ends badly. Needs Linux, root and iproute2. `shards` is
+fsdp with `checkpoint.sharded=true`; `nodes` are two hosts with a process each.
 """
 
 import os
@@ -22,16 +20,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hosts
 import measuring
 import psutil
-from measuring import ArgumentParser, made_by, wait_until
+from measuring import start_command, wait_until
 
 from lockstep import ROOT
 from lockstep.checkpoints.finding import found_in, is_checkpoint, step_of
@@ -83,6 +81,7 @@ class Run:
 
     def __init__(self, folder: Path, setup: str, nodes: list[hosts.Host], draw: random.Random) -> None:
         self.setup, self.folder, self.logs, self.draw = setup, folder / "work", folder, draw
+        self.saves = self.folder / "runs" / "run"
         self.folder.mkdir(parents=True)
         self.nodes = nodes if "nodes" in setup else []
         self.groups: list[int] = []
@@ -90,37 +89,26 @@ class Run:
         self.stopped: list[int] = []  # for good
         self.flipped: dict[Path, tuple[bytes, bytes]] = {}  # the content of a file before and after
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "runs" / "run" / "checkpoints"
-
     def start(self) -> None:
         if not (self.folder / "data").exists():  # here: a small disk may be mounted by now
             write_mnist(self.folder / "data", 640, 103)
         port, self.commands, self.outputs = next(ports), [], []
+        (self.logs / "enter.py").write_text(ENTER)
         for rank, node in enumerate(self.nodes or [None]):  # type: ignore[list-item]
-            place = {"OMP_NUM_THREADS": "1"}
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
             if node:
-                (self.logs / "enter.py").write_text(ENTER)
-                place |= {"NODE_RANK": str(rank), "MASTER_ADDR": self.nodes[0].address, "MASTER_PORT": str(port)}
-                place |= {"FAULT_HOST": node.name, forked.HOOK: str(self.logs / "enter.py"), "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
+                env |= {"NODE_RANK": str(rank), "MASTER_ADDR": self.nodes[0].address, "MASTER_PORT": str(port)}
+                env |= {"FAULT_HOST": node.name, forked.HOOK: str(self.logs / "enter.py"), "GLOO_SOCKET_IFNAME": "eth0"}
             self.outputs.append(self.logs / f"{len(list(self.logs.glob('*.log')))}.log")
-            with self.outputs[-1].open("wb") as log:
-                self.commands.append(
-                    forked.Popen([sys.executable, str(ROOT / "train.py"), *COMMAND, *SETUPS[self.setup]], cwd=self.folder,
-                                 env={**os.environ, **place}, stdin=forked.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-                )  # fmt: skip
+            command = [sys.executable, str(ROOT / "train.py"), *COMMAND, *SETUPS[self.setup]]
+            self.commands.append(start_command(command, self.outputs[-1], forked.Popen, cwd=self.folder, env=env))
         self.groups = [command.pid for command in self.commands]
 
     def ended(self) -> bool:
         return None not in [command.poll() for command in self.commands]
 
     def begun(self) -> bool:
-        return (self.folder / "runs" / "run" / "config.yaml").exists()
-
-    def writes(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return any(self.checkpoints.glob("*.part"))
+        return (self.saves / "config.yaml").exists()
 
     def wait(self, true: Callable[[], bool], every_s: float = 0.002) -> None:
         """Until it is true or the run has ended."""
@@ -141,6 +129,9 @@ class Run:
         ranks = [pid for pid in found if pid not in self.groups] or found
         return [self.draw.choice(ranks)] if ranks else []
 
+    def one_node(self) -> list[int]:
+        return [self.draw.choice(self.groups)]
+
     def finish(self) -> list[int]:
         """The exit codes of the commands. Raises Badly if they do not end, or leave processes."""
         if self.stopped and self.nodes:  # the other node's command ends; a scheduler then kills what is left
@@ -156,8 +147,8 @@ class Run:
             raise Badly(f"processes were left {GONE_S:.0f} s after the command")
         return [command.wait() for command in self.commands]
 
-    def kill(self) -> None:
-        send(signal.SIGKILL, self.processes())
+    def kill(self, groups: list[int] | None = None) -> None:
+        send(signal.SIGKILL, self.processes(groups))
 
     def repair(self) -> None:
         (self.folder / "filler").unlink(missing_ok=True)
@@ -171,16 +162,13 @@ class Run:
 
     def saved(self) -> int:
         """The most steps of a complete checkpoint."""
-        try:
-            found = [path for path in found_in(self.folder / "runs" / "run") if is_checkpoint(path)]
-            return max(map(step_of, found), default=0)
-        except (OSError, StopIteration):  # replaced just now
-            return 0
+        with suppress(OSError, StopIteration):  # replaced just now
+            return max(map(step_of, filter(is_checkpoint, found_in(self.saves))), default=0)
+        return 0
 
     def compared(self, whole: Path) -> str:
-        a, b = (folder / "runs" / "run" for folder in (whole, self.folder))
-        extra = files(a) ^ files(b)
-        return "; ".join([*measuring.differences(a, b), *([f"files: {sorted(extra)}"] if extra else [])])
+        lines, extra = measuring.differences(whole, self.saves), files(whole) ^ files(self.saves)
+        return "; ".join(lines + ([f"files: {sorted(extra)}"] if extra else []))
 
 
 def files(folder: Path) -> set[str]:
@@ -189,23 +177,11 @@ def files(folder: Path) -> set[str]:
     return {str(path) for path in found if path.parts[0] != "logs"}
 
 
-def said(paths: Iterable[Path]) -> str:
-    return "".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in paths)
+def said(logs: Iterable[Path]) -> str:
+    return "".join(f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}" for log in logs)
 
 
 # --- faults ---
-
-
-def signal_rank(what: signal.Signals, run: Run) -> None:
-    send(what, run.one_rank())
-
-
-def terminate_command(run: Run) -> None:
-    send(signal.SIGTERM, [run.draw.choice(run.groups)])
-
-
-def kill_node(run: Run) -> None:
-    send(signal.SIGKILL, run.processes([run.draw.choice(run.groups)]))
 
 
 def stop_and(then: signal.Signals, run: Run) -> None:
@@ -234,15 +210,14 @@ def fill(run: Run) -> None:
 
 def flip(place: str, pattern: str, run: Run) -> None:
     """Changes one bit of one of the files, as soon as there are any; kills the run afterwards, or not."""
-    there: list[Path] = []
 
-    def found() -> bool:
-        there[:] = [path for path in (run.folder / place).rglob(pattern) if path.is_file() and path.stat().st_size]
-        return bool(there) or not run.processes()
+    def there() -> list[Path]:
+        return [path for path in (run.folder / place).rglob(pattern) if path.is_file() and path.stat().st_size]
 
-    if not wait_until(found, FILES_S, 0.0) or not there:
+    wait_until(lambda: bool(there()) or not run.processes(), FILES_S, 0.0)
+    if not (found := there()):
         return
-    path = run.draw.choice(sorted(there))
+    path = run.draw.choice(sorted(found))
     with suppress(FileNotFoundError), path.open("r+b") as file:
         before = file.read()
         at = run.draw.randrange(len(before))
@@ -281,11 +256,11 @@ class Fault:
 
 
 FAULTS = {
-    "kill -9 of a rank": Fault(partial(signal_rank, signal.SIGKILL)),
-    "kill -9 of a rank that saves": Fault(partial(signal_rank, signal.SIGKILL), saving=True),
-    "kill -9 of a command with its ranks (a node)": Fault(kill_node),
-    "kill -15 of a rank": Fault(partial(signal_rank, signal.SIGTERM)),
-    "kill -15 of a command": Fault(terminate_command),
+    "kill -9 of a rank": Fault(lambda run: send(signal.SIGKILL, run.one_rank())),
+    "kill -9 of a rank that saves": Fault(lambda run: send(signal.SIGKILL, run.one_rank()), saving=True),
+    "kill -9 of a command with its ranks (a node)": Fault(lambda run: run.kill(run.one_node())),
+    "kill -15 of a rank": Fault(lambda run: send(signal.SIGTERM, run.one_rank())),
+    "kill -15 of a command": Fault(lambda run: send(signal.SIGTERM, run.one_node())),
     "kill -STOP, later -CONT": Fault(partial(stop_and, signal.SIGCONT)),
     "kill -STOP, later -9": Fault(partial(stop_and, signal.SIGKILL)),
     "kill -STOP for good": Fault(stop_for_good, several=True),
@@ -302,9 +277,9 @@ FAULTS = {
 
 
 class Reference(NamedTuple):
-    """The folder of a run without faults, and how long it took to begin and to end."""
+    """What a run without faults left, and how long it took to begin and to end."""
 
-    folder: Path
+    saves: Path
     begun_s: float
     total_s: float
 
@@ -320,15 +295,15 @@ def check_message(run: Run, codes: list[int], killed: bool) -> None:
         raise Badly(f"ended by {signal.Signals(-min(codes)).name}")
 
 
-def inject(run: Run, fault: Fault, begun_s: float, total_s: float) -> int | None:
+def inject(run: Run, fault: Fault, whole: Reference) -> int | None:
     """Waits for a random moment. Returns the steps that were saved by then; None if the run ended before."""
     saving = fault.saving or run.draw.random() < 0.2
     early = not saving and run.draw.random() < 0.3
     if not early:
         run.wait(run.begun)
-    wait_until(run.ended, run.draw.uniform(0, total_s if early else 0.9 * (total_s - begun_s)), 0.002)
+    wait_until(run.ended, run.draw.uniform(0, whole.total_s if early else 0.9 * (whole.total_s - whole.begun_s)), 0.002)
     if saving:
-        run.wait(run.writes)
+        run.wait(lambda: any(run.saves.glob("checkpoints/*.part")))
         time.sleep(run.draw.uniform(0, 0.005))
     if run.ended():
         return None
@@ -340,8 +315,7 @@ def inject(run: Run, fault: Fault, begun_s: float, total_s: float) -> int | None
 def verdict(run: Run, fault: Fault, whole: Reference) -> str | None:
     """`right` or `clear`; None if the fault came too late. Raises Badly."""
     run.start()
-    saved = inject(run, fault, whole.begun_s, whole.total_s)
-    if saved is None:
+    if (saved := inject(run, fault, whole)) is None:
         return None
     codes = run.finish()
     check_message(run, codes, killed=True)
@@ -350,18 +324,17 @@ def verdict(run: Run, fault: Fault, whole: Reference) -> str | None:
         raise Badly(f"{saved} steps were saved, and {run.saved()} are left")
     run.repair()
     for _ in range(2):
-        if not any(codes):
-            break
-        run.start()
-        codes = run.finish()
-        check_message(run, codes, killed=False)
-        if any(codes) and not fault.refusal:
-            raise Badly(f"the rerun command fails with exit code {max(codes)}")
-        run.bring_back("data")  # what was rejected comes back from a copy
+        if any(codes):
+            run.start()
+            codes = run.finish()
+            check_message(run, codes, killed=False)
+            if any(codes) and not fault.refusal:
+                raise Badly(f"the rerun command fails with exit code {max(codes)}")
+            run.bring_back("data")  # what was rejected comes back from a copy
     if any(codes):
         return "clear"
     run.bring_back("runs")  # what was damaged after its last use, and would be rejected at the next
-    if told := run.compared(whole.folder):
+    if told := run.compared(whole.saves):
         raise Badly(told)
     return "right"
 
@@ -374,11 +347,11 @@ def reference(folder: Path, setup: str, nodes: list[hosts.Host]) -> Reference:
     begun_s = time.monotonic() - began_s
     if any(run.finish()):
         raise RuntimeError(f"{setup}: the run without faults failed\n{said(run.outputs)}")
-    return Reference(run.folder, begun_s, time.monotonic() - began_s)
+    return Reference(run.saves, begun_s, time.monotonic() - began_s)
 
 
 def outcome(case: Case, folder: Path, nodes: list[hosts.Host], draw: random.Random, whole: Reference) -> str:
-    """`right`, `clear` or `badly`, of a fault in a run, which is started again if it ended before the fault."""
+    """One of KINDS, of a fault in a run, which is started again if it ended before the fault."""
     name, setup = case
     fault = FAULTS[name]
     kind, why = None, ""
@@ -400,24 +373,23 @@ def outcome(case: Case, folder: Path, nodes: list[hosts.Host], draw: random.Rand
 
 def cases(rounds: int, draw: random.Random) -> list[Case]:
     """In random order."""
-    found = [(name, setup) for setup in SETUPS for name in FAULTS]
-    found = [(name, setup) for name, setup in found if "nodes" in setup or not FAULTS[name].network]
+    found = [(name, setup) for setup in SETUPS for name in FAULTS if "nodes" in setup or not FAULTS[name].network]
     found = [(name, setup) for name, setup in found if len(SETUPS[setup]) > 1 or not FAULTS[name].several] * rounds
     draw.shuffle(found)
     return found
 
 
-def table(tally: Counter[tuple[str, str, str]]) -> str:
-    rows = []
-    for fault in FAULTS:
-        counts = {setup: [tally[fault, setup, kind] for kind in ("right", "clear", "badly")] for setup in SETUPS}
-        cells = [f"{sum(each)} · {each[0]} · {each[1]}" if any(each) else "" for each in counts.values()]
-        rows.append([fault, *cells, str(sum(each[2] for each in counts.values()))])
-    return measuring.table(["fault", *SETUPS, "badly"], rows)
+KINDS = ("right", "clear", "badly")
+
+
+def table(tally: Counter[tuple[str, str]]) -> str:
+    rows = [[fault, *(str(tally[fault, kind]) for kind in KINDS)] for fault in FAULTS]
+    totals = [str(sum(int(row[place]) for row in rows)) for place in range(1, 1 + len(KINDS))]
+    return measuring.table(["fault", *KINDS], [*rows, ["all", *totals]])
 
 
 def main() -> int:
-    parser = ArgumentParser(description=__doc__)
+    parser = measuring.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of every fault under every strategy")
     parser.add_argument("--runs", type=int, help="only so many, drawn from the rounds")
     parser.add_argument("--seed", type=int, default=0, help="of the order, the moments and the places")
@@ -428,19 +400,17 @@ def main() -> int:
         print(f"without two hosts and without a full disk: {reason}")
         todo = [case for case in todo if "nodes" not in case[1][1] and FAULTS[case[1][0]].inject is not fill]
     todo = [case for case in todo if not args.only or case[0] in args.only][: args.runs]
-    tally: Counter[tuple[str, str, str]] = Counter()
-    two: AbstractContextManager[list[hosts.Host]] = nullcontext([]) if reason else hosts.hosts(2)
+    tally: Counter[tuple[str, str]] = Counter()
+    two: Any = nullcontext([]) if reason else hosts.hosts(2)
     with tempfile.TemporaryDirectory() as name, two as nodes:
         folder = Path(name)
         forked.start_server(folder)
         whole = cache(lambda setup: reference(folder, setup, nodes))
         for number, case in todo:
             draw = random.Random(f"{args.seed} {number}")
-            tally[*case, outcome(case, folder / str(number), nodes, draw, whole(case[1]))] += 1
-    totals = {kind: sum(n for key, n in tally.items() if key[2] == kind) for kind in ("right", "clear", "badly")}
-    print(made_by())
-    print(f"{table(tally)}\n\n{', '.join(f'{count} {kind}' for kind, count in totals.items())}")
-    return 1 if totals["badly"] else 0
+            tally[case[0], outcome(case, folder / str(number), nodes, draw, whole(case[1]))] += 1
+    measuring.show(table(tally))
+    return int(any(kind == "badly" for _, kind in tally))
 
 
 if __name__ == "__main__":

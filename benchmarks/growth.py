@@ -16,51 +16,46 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+import timeit
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import measuring
 import numpy as np
 import psutil
-from measuring import ArgumentParser, in_turns, last_step, made_by, ratio, some_of, spread, table
+from measuring import CPU, SMALL, in_turns, last_step, ratio, some_of, spread, table
+from numpy.typing import NDArray
 
 import lockstep
 from lockstep.data.sampler import BLOCK, Split, TrainBatches
-from lockstep.machine.world import cores
 
 GIB, MIB = 2**30, 2**20
+
+
+def places(args: argparse.Namespace) -> list[str]:
+    return [f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache"]
 
 
 def train(args: argparse.Namespace, *options: str) -> dict[str, Any]:
     """The report of a run in processes of its own, also where it is one."""
     print("train.py " + " ".join(options), file=sys.stderr)
     source = f"data.root={args.data_root.resolve()}" if args.data_root else "data.source=embedded"
-    common = [
-        f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache", "trainer.accelerator=cpu", "trainer.limit_val_batches=0",
-        "trainer.limit_test_batches=1", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false", source,
-    ]  # fmt: skip
-    return measuring.train([*common, *options])
+    short = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=1", "trainer.enable_checkpointing=false"]
+    return measuring.train([*places(args), *CPU, source, *short, *options])
 
 
 # --- what processes hold: memory, open files, threads ---
 
 
-class Memory(NamedTuple):
-    """Of a process, in bytes. `pss` counts a page that n processes share as 1/n: its sum over all of them is what they use."""
-
-    pss: int = 0
-    own: int = 0  # pages that belong to no file: what the process allocated itself
-    mapped: int = 0  # its mapped files of a folder, shared or not
-    mapped_pss: int = 0  # the same, with shared pages divided
-
-
-def total(memories: Iterable[Memory]) -> Memory:
-    return Memory(*map(sum, zip(Memory(), *memories, strict=True)))
+# Of a process, in bytes. `PSS` counts a page that n processes share as 1/n: its sum over all of them is what they use. `OWN`: pages that
+# belong to no file, which the process allocated itself. `MAPPED`: the PSS of its mapped files of a folder.
+PSS, OWN, MAPPED = range(3)
+Memory = NDArray[np.int64]
 
 
 def memory_of(process: psutil.Process, folder: Path | None = None) -> Memory:
@@ -68,10 +63,9 @@ def memory_of(process: psutil.Process, folder: Path | None = None) -> Memory:
     try:
         maps = process.memory_maps()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return Memory()
-    files = [each for each in maps if folder and each.path.startswith(f"{folder}/")]
-    pss, own = sum(each.pss for each in maps), sum(each.anonymous for each in maps)
-    return Memory(pss, own, sum(each.rss for each in files), sum(each.pss for each in files))
+        return np.zeros(3, np.int64)
+    mapped = (each.pss for each in maps if folder and each.path.startswith(f"{folder}/"))
+    return np.array([sum(each.pss for each in maps), sum(each.anonymous for each in maps), sum(mapped)])
 
 
 def descendants() -> list[psutil.Process]:
@@ -101,13 +95,12 @@ def repeatedly(look: Callable[[], None], every_s: float) -> Iterator[None]:
 
 def watched(args: argparse.Namespace, *options: str, folder: Path | None = None) -> tuple[Memory, Memory, int]:
     """Of a run: the most memory that any one process had, and that all of them had at a time; the number of parameters."""
-    each, together = Memory(), Memory()
+    each = together = np.zeros(3, np.int64)
 
     def look() -> None:
         nonlocal each, together
-        now = [memory_of(process, folder) for process in psutil.Process().children()]
-        together = Memory(*map(max, together, total(now)))
-        each = Memory(*map(max, each, *now)) if now else each
+        if now := [memory_of(process, folder) for process in psutil.Process().children()]:
+            each, together = np.maximum(each, np.max(now, 0)), np.maximum(together, np.sum(now, 0))
 
     with repeatedly(look, every_s=0.1):
         report = train(args, *options)
@@ -119,7 +112,7 @@ Held = tuple[int, tuple[float, ...]]  # by a process: after so many steps, as in
 
 
 def held(process: psutil.Process, step: int) -> Held:
-    return step, (memory_of(process).own / MIB, process.num_fds(), process.num_threads())
+    return step, (memory_of(process)[OWN] / MIB, process.num_fds(), process.num_threads())
 
 
 def held_during(run: Callable[[], Any], metrics: Path) -> dict[str, list[Held]]:
@@ -138,14 +131,17 @@ def held_during(run: Callable[[], Any], metrics: Path) -> dict[str, list[Held]]:
     return {name: looks for name, looks in seen.items() if len(looks) > most / 2}
 
 
+POINTS = (0.1, 0.5, 0.99)  # of the steps: at the end a process closes
+
+
 def held_rows(processes: dict[str, list[Held]], steps: int) -> list[list[str]]:
-    """Each process: what it held after a tenth, a half and 99% of the steps: at the end it closes."""
-    found = []
+    """Each process: what it held at POINTS."""
+    rows = []
     for name, looks in processes.items():
-        points = [min((abs(step - at * steps), values) for step, values in looks)[1] for at in (0.1, 0.5, 0.99)]
+        points = [min((abs(step - at * steps), values) for step, values in looks)[1] for at in POINTS]
         for kind, values in zip(KINDS, zip(*points, strict=True), strict=True):
-            found.append([name, kind, *(f"{value:,.0f}" for value in values)])
-    return found
+            rows.append([name, kind, *(f"{value:,.0f}" for value in values)])
+    return rows
 
 
 # --- world ---
@@ -172,20 +168,17 @@ def world(args: argparse.Namespace) -> str:
     for (kind, n), batch in batches.items():
         own = found[f"{kind} {n}"]
         faster = ratio(own, found[f"{kind} {args.worlds[0]}"])
-        rows.append([kind, str(n), str(batch), spread(own), f"{faster:.2f}", f"{faster / min(n, cores()):.0%}"])
-    rows.append([alone, "1", "256", spread(found[alone]), "", ""])
-    head = ["what", "processes", "batch", "images/s, median (least to most)", "times one process", "of what the cores allow"]  # fmt: skip
-    text = f"BasicNet under ddp, one thread per process, {args.steps} steps. Processes share the cores where they are more."
-    return f"{text}\n\n{table(head, rows)}"
+        rows.append([kind, str(n), str(batch), spread(own), f"{faster:.2f}"])
+    rows.append([alone, "1", "256", spread(found[alone]), ""])
+    head = ["what", "processes", "batch", "images/s, median (least to most)", "times one process"]
+    return f"BasicNet under ddp, one thread per process, {args.steps} steps.\n\n{table(head, rows)}"
 
 
 # --- memory ---
 
 # A vision transformer of 1,024 channels, half as deep as ViT-L/16: 4 x 152M x 16 bytes (ddp, AdamW) and the libraries fit into 16 GiB.
 VIT = ["model=timm", "model.name=vit_large_patch16_224", "data=mnist"]
-SHORT = [
-    "data.image_size=32", "data.batch_size=8", "optim=adamw", "data.eval_batch_size=8", "trainer.max_steps=3", "trainer.precision=32-true",
-]  # fmt: skip
+SHORT = ["data.image_size=32", "data.batch_size=8", "data.eval_batch_size=8", "trainer.max_steps=3", "trainer.precision=32-true"]  # fmt: skip
 BYTES = 16  # of a parameter under AdamW in fp32: weight, gradient, two moments
 
 
@@ -193,33 +186,27 @@ def memory(args: argparse.Namespace) -> str:
     """GiB, the most that one process had, sampled several times a second; `own` are pages that belong to no file. The base is a run
     with BasicNet. Under fsdp each process makes the whole network before it keeps its part, and gathers one block at a time."""
     rows, count = [], 0
-    base = watched(args, "model=basic_net", "strategy=ddp", "trainer.devices=1", *SHORT)[0].own
+    base = watched(args, "model=basic_net", "strategy=ddp", "trainer.devices=1", *SHORT)[0][OWN]
     for strategy in ("ddp", "fsdp"):
         for n in args.worlds:
             setup = [f"strategy={strategy}", f"trainer.devices={n}"]
             each, together, count = watched(args, *VIT, *SHORT, f"+model.depth={args.depth}", *setup)
             theory = BYTES * count / (n if strategy == "fsdp" else 1)
-            sizes = [theory, each.own - base, each.own, together.pss]
+            sizes = [theory, each[OWN] - base, together[PSS]]
             rows.append([strategy, str(n), *(f"{size / GIB:.2f}" for size in sizes)])
-    head = ["strategy", "processes", "weights, gradients, AdamW in theory", "own, above the base", "own", "all processes (PSS)"]  # fmt: skip
-    text = (
-        f"vit_large_patch16_224 with {args.depth} of its 24 blocks, {count / 1e6:.0f} million parameters: {4 * count / GIB:.2f} GiB. "
-        f"The base is {base / GIB:.2f} GiB."
-    )
-    return f"{text}\n\n{table(head, rows)}"
+    head = ["strategy", "processes", "weights, gradients, AdamW in theory", "own, above the base", "all (PSS)"]
+    net = f"vit_large_patch16_224 with {args.depth} of its 24 blocks, {count / 1e6:.0f} million parameters"
+    return f"{net}: {4 * count / GIB:.2f} GiB. The base is {base / GIB:.2f} GiB.\n\n{table(head, rows)}"
 
 
 # --- data ---
 
 # Small images and a small network: all that counts is that the whole of the data is read.
-READING = [
-    "model=basic_net", "data.image_size=8", "data.batch_size=512", "trainer.max_epochs=3", "trainer.log_every_n_steps=20", "strategy=ddp",
-]  # fmt: skip
+READING = ["strategy=ddp", "data.image_size=8", "data.batch_size=512", "trainer.max_epochs=3"]
 
 
 def data(args: argparse.Namespace) -> str:
-    """MiB of the decoded files that the ranks of a real run have mapped, the most at a time. PSS counts a page that n processes share
-    as 1/n for each."""
+    """MiB of the decoded files that the ranks of a real run have in memory, the most at a time (PSS)."""
     rows, cache = [], (args.folder / "cache").resolve()
     name = "cifar10" if args.data_root else "mnist"
     options = [f"data={name}", *READING]
@@ -227,9 +214,8 @@ def data(args: argparse.Namespace) -> str:
     size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/*.npy"))
     for n in args.worlds:
         _, together, _ = watched(args, *options, f"trainer.devices={n}", folder=cache)
-        mapped, pss = together.mapped / MIB, together.mapped_pss / MIB
-        rows.append([str(n), f"{mapped:.1f}", f"{pss:.1f}", f"{together.mapped_pss / size:.3f}"])
-    head = ["processes", "mapped, summed over the processes", "of that in memory (PSS)", "PSS / size"]
+        rows.append([str(n), f"{together[MAPPED] / MIB:.1f}", f"{together[MAPPED] / size:.3f}"])
+    head = ["processes", "in memory, MiB", "of all data"]
     text = f"ddp over three epochs of {name}, whose images and labels are {size / MIB:.1f} MiB."
     return f"{text}\n\n{table(head, rows)}"
 
@@ -289,22 +275,17 @@ def torch_sampler(samples: int, world: int) -> tuple[float, int]:
         next(indices)
         return indices
 
-    if samples <= 10**6:
-        begin()  # warm
-    began_s = time.perf_counter()
-    begin()
-    elapsed_s = time.perf_counter() - began_s
-    return elapsed_s, grown_bytes(begin)
+    begin()  # warm
+    return timeit.timeit(begin, number=1), grown_bytes(begin)
 
 
 def sampler(_: argparse.Namespace) -> str:
     """`TrainBatches` computes where a bijection sends the samples of the steps ahead. DistributedSampler lists a permutation of all."""
     rows = []
 
-    def add(name: str, samples: int, seconds: float, resumed_s: float, n_bytes: float) -> None:
-        rows.append(
-            [name, f"{samples:.0e}", *(f"{value:,.3g}" for value in (1e3 * seconds, 1e3 * resumed_s, n_bytes / 1e6))]
-        )
+    def add(name: str, samples: int, first_s: float, resumed_s: float, grown_bytes: float) -> None:
+        values = (1e3 * first_s, 1e3 * resumed_s, grown_bytes / 1e6)
+        rows.append([name, f"{samples:.0e}", *(f"{value:,.3g}" for value in values)])
 
     for name, (processes, batch) in SETUPS.items():
         for samples in SIZES:
@@ -312,42 +293,36 @@ def sampler(_: argparse.Namespace) -> str:
             if len(batches) > 1:
                 seconds, resumed_s = (first_s(batches, start) for start in (0, len(batches) // 2))
                 add(name, samples, seconds, resumed_s, grown_bytes(partial(pass_through, batches)))
-    measured = {samples: torch_sampler(samples, 4096) for samples in SIZES if samples <= MEASURED}
     for samples in SIZES:
-        seconds, n_bytes = (value * max(1.0, samples / MEASURED) for value in measured[min(samples, MEASURED)])
+        if samples <= MEASURED:
+            measured = torch_sampler(samples, 4096)
+        seconds, n_bytes = (value * max(1.0, samples / MEASURED) for value in measured)
         add("DistributedSampler (above 1e7 in theory)", samples, seconds, seconds, n_bytes)
-    head = [
-        "sampler",
-        "samples",
-        "first batch of an epoch, ms",
-        "resumed in the middle, ms",
-        "process grew by (VmHWM), MB",
-    ]
+    head = ["sampler", "samples", "first batch of an epoch, ms", "resumed in the middle, ms", "process grew by, MB"]
     text = f"One process plays rank n/2, of 4,096 for DistributedSampler; medians of {REPEAT}. Blocks have {BLOCK:,} indices."
     return f"{text}\n\n{table(head, rows)}"
 
 
 # --- long ---
 
+LONG_STEPS = 20_000
 LONG = [
-    "run=long", "model=basic_net", "data.source=embedded", "data.image_size=8", "data.batch_size=16", "strategy=ddp", "trainer.devices=2",
-    "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "logger=[csv,tensorboard,wandb]", "logger.wandb.mode=offline",
-    "trainer.log_every_n_steps=20", "checkpoint.every_n_steps=200", "checkpoint.save_top_k=3",
+    *SMALL, "run=long", "data.image_size=8", "data.batch_size=16", "strategy=ddp", "trainer.devices=2", "logger=[csv,tensorboard,wandb]",
+    "logger.wandb.mode=offline", "trainer.log_every_n_steps=20", "checkpoint.every_n_steps=200", "checkpoint.save_top_k=3",
+    f"trainer.max_steps={LONG_STEPS}",
 ]  # fmt: skip
 
 
 def long(args: argparse.Namespace) -> str:
     """Of the ranks and the processes that they start; memory is that of pages that belong to no file."""
-    place = [f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache"]
-    run = partial(measuring.train, [*LONG, *place, f"trainer.max_steps={args.long_steps}"])
+    run = partial(measuring.train, [*places(args), *LONG])
     processes = held_during(run, args.folder / "runs/long/metrics.csv")
-    head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 0.99))]
-    return table(head, held_rows(processes, args.long_steps))
+    head = ["process", "", *(f"after {at * LONG_STEPS:,.0f} steps" for at in POINTS)]
+    return table(head, held_rows(processes, LONG_STEPS))
 
 
 # --- predict: a CSV lists simulated files, and a black image stands for each, so the disk and Pillow are left out ---
 
-PREDICTING = ["trainer.accelerator=cpu", "data.num_workers=0", "trainer.enable_progress_bar=false"]
 PATH = "2026/november/{:012}.jpg"
 
 
@@ -362,32 +337,25 @@ def predict(args: argparse.Namespace) -> str:
         (folder / "data" / name).mkdir(parents=True)
         for number in range(10):
             Image.new("L", (8, 8), number).save(folder / "data" / name / f"{number}.png")
-    run = ["run=small", f"runs_dir={folder}/runs", *PREDICTING]
-    images = ["data=folder", f"data.root={folder}/data", f"data.cache_dir={folder}/cache", "data.channels=1", "data.image_size=8"]  # fmt: skip
-    lockstep.train([*run, *images, "data.batch_size=8", "trainer.max_steps=1"])
+    run = ["run=small", f"runs_dir={folder}/runs", "data.num_workers=0", *CPU]
+    images = ["data=folder", f"data.root={folder}/data", "data.channels=1", "data.image_size=8", "data.batch_size=8"]
+    lockstep.train([*run, *images, f"data.cache_dir={folder}/cache", "trainer.max_steps=1"])
     with patch.object(Images, "read", lambda self, _: {"input": np.zeros((self.channels, 8, 8), np.uint8)}):
         for count in args.files:
             with (folder / "list.csv").open("w") as file:
                 file.writelines(["path\n", *(f"{PATH.format(number)}\n" for number in range(count))])
-            output, began_s = folder / f"{count}.csv", time.perf_counter()
-            lockstep.predict([*run, f"input={folder}/list.csv", f"output={output}", "data.eval_batch_size=1000"])
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            began_s = time.perf_counter()
+            lockstep.predict([*run, f"input={folder}/list.csv", f"output={folder}/{count}.csv", "data.eval_batch_size=1000"])  # fmt: skip
             rate = count / (time.perf_counter() - began_s)
-            rows.append([f"{count:,}", f"{peak / MIB:,.0f}", f"{output.stat().st_size / MIB:,.1f}", f"{rate:,.0f}"])
-    return table(["files", "peak memory, MiB", "table, MiB", "files/s"], rows)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            rows.append([f"{count:,}", f"{peak / MIB:,.0f}", f"{rate:,.0f}"])
+    return table(["files", "peak memory, MiB", "files/s"], rows)
 
 
 # --- the page ---
 
 
-SECTIONS = {
-    "world": ("Images per second by number of processes", world),
-    "memory": ("Memory by number of processes", memory),
-    "sampler": ("Time to shuffle", sampler),
-    "data": ("Data shared by the processes", data),
-    "long": ("Memory of a long run", long),
-    "predict": ("Predicting files", predict),
-}
+SECTIONS = {each.__name__: each for each in (world, memory, sampler, data, long, predict)}
 
 
 def numbers(text: str) -> list[int]:
@@ -395,22 +363,20 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__)
+    parser = measuring.parser(__doc__)
     parser.add_argument("--only", type=some_of(SECTIONS), default=",".join(SECTIONS), help="sections")
     parser.add_argument("--worlds", type=numbers, default="1,2,4", help="numbers of processes, from 1 on")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="of each run of the section world")
     parser.add_argument("--depth", type=int, default=12, help="blocks of the network of the section memory")
-    parser.add_argument("--long-steps", type=int, default=20_000, help="of the run of the section long")
     parser.add_argument("--files", type=numbers, default="10000,100000,200000,1000000", help="of the section predict")
     parser.add_argument("--data-root", type=Path, help="has MNIST and CIFAR-10; without it, the embedded images")
     args = parser.parse_args()
-    print(made_by())
+    print(measuring.made_by())
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
         for name in args.only:
-            title, section = SECTIONS[name]
-            print(f"## {title}\n\n{section(args)}\n", flush=True)
+            print(f"## {name}\n\n{SECTIONS[name](args)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Host:
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> "subprocess.Popen[bytes]":
         """Starts a command there. gloo finds its interface by the machine's name, which these hosts share, so it is set here."""
         environment = {**os.environ, **env, "GLOO_SOCKET_IFNAME": "eth0"}
-        return start_command(["ip", "netns", "exec", self.name, *command], log, cwd, environment)
+        return start_command(["ip", "netns", "exec", self.name, *command], log, cwd=cwd, env=environment)
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]

@@ -14,14 +14,16 @@ import math
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measuring
 import numpy as np
 import torch
-from measuring import ArgumentParser, in_turns, made_by, table
+from measuring import in_turns, show, table
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
@@ -33,12 +35,7 @@ from lockstep.augment.mixing import beta
 from lockstep.data import Folder
 from lockstep.data.images import Files
 
-
-def spent_s(work: Callable[[], object]) -> float:
-    """Seconds of the processor."""
-    began_s = time.process_time()
-    work()
-    return time.process_time() - began_s
+spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # seconds of the processor
 
 
 # --- augment ---
@@ -46,11 +43,18 @@ def spent_s(work: Callable[[], object]) -> float:
 SIZES = (32, 224)
 COLUMNS = ("equal pixels", "at most one level apart", "Lockstep, ms", "torchvision, ms")
 Reference = Callable[[Tensor, int], Tensor]  # of an image and its place in the batch
-BLENDS = {
+BY_NAME: dict[str, Callable[[Tensor, float], Tensor]] = {  # torchvision's, of an image and a magnitude
+    "identity": lambda image, _: image,
+    "rotate": F.rotate,
     "brightness": F.adjust_brightness,
     "contrast": F.adjust_contrast,
     "color": F.adjust_saturation,
     "sharpness": F.adjust_sharpness,
+    "posterize": lambda image, bits: F.posterize(image, int(bits)),
+    "solarize": F.solarize,
+    "autocontrast": lambda image, _: F.autocontrast(image),
+    "equalize": lambda image, _: F.equalize(image),
+    "invert": lambda image, _: F.invert(image),
 }
 
 
@@ -60,21 +64,14 @@ def new_draws(count: int) -> Draws:
 
 def of_policy(image: Tensor, name: str, magnitude: float) -> Tensor:
     """One operation of a policy by torchvision."""
-    if name in BLENDS:
-        return BLENDS[name](image, magnitude)
-    if name in ("autocontrast", "equalize", "invert"):
-        return getattr(F, name)(image)  # type: ignore[no-any-return]
-    if name in ("posterize", "solarize"):
-        return F.posterize(image, int(magnitude)) if name == "posterize" else F.solarize(image, magnitude)
-    if name == "identity" or not magnitude:
-        return image
-    if name == "rotate":
-        return F.rotate(image, magnitude)
-    moved = [0.0, 0.0]
-    moved["xy".index(name[-1])] = math.degrees(math.atan(magnitude)) if name.startswith("shear") else magnitude
+    if name in BY_NAME:
+        return BY_NAME[name](image, magnitude)
+    moved, is_x = [0.0, 0.0], name[-1] == "x"
     if name.startswith("shear"):
+        moved[not is_x] = math.degrees(math.atan(magnitude))
         return F.affine(image, angle=0.0, translate=[0, 0], scale=1.0, shear=moved, center=[0, 0])
-    return F.affine(image, angle=0.0, translate=[int(m) for m in moved], scale=1.0, shear=[0.0, 0.0])
+    moved[not is_x] = int(magnitude)
+    return F.affine(image, angle=0.0, translate=moved, scale=1.0, shear=[0.0, 0.0])
 
 
 def policy(operation: Any, image: Tensor, times: int) -> Reference:
@@ -136,9 +133,8 @@ def compared(image: Tensor, operation: augment.Operation, reference: Reference, 
     """Cells of COLUMNS."""
     batch = {"input": image, "index": torch.arange(len(image)), "count": len(image)}
 
-    def ours() -> Tensor:
-        made: Tensor = operation(batch, new_draws(len(image)))["input"]
-        return made
+    def ours() -> Any:
+        return operation(batch, new_draws(len(image)))["input"]
 
     def theirs() -> Tensor:
         return torch.stack([reference(one, place) for place, one in enumerate(image)])
@@ -146,11 +142,7 @@ def compared(image: Tensor, operation: augment.Operation, reference: Reference, 
     apart = (ours().int() - theirs().int()).abs()
     equal, close = ((apart <= levels).float().mean() for levels in (0, 1))
     taken_s = in_turns({"ours": partial(spent_s, ours), "theirs": partial(spent_s, theirs)}, turns, warm_up=1)
-    return [
-        f"{equal:.2%}",
-        f"{close:.2%}",
-        *(f"{1000 * statistics.median(seconds):.1f}" for seconds in taken_s.values()),
-    ]
+    return [f"{equal:.2%}", f"{close:.2%}", *(f"{1000 * statistics.median(each):.1f}" for each in taken_s.values())]
 
 
 def augmentation(args: argparse.Namespace) -> str:
@@ -195,36 +187,23 @@ def by_a_worker(folder: Path) -> str:
 
 
 def into_the_cache(folder: Path, images: int) -> str:
-    """Building the cache of `images` files of the first size, only checking them, and opening the cache again."""
+    """Building the cache of `images` files of the first size."""
     write_jpeg(folder / "one.jpg", *JPEGS[0])
-    content = (folder / "one.jpg").read_bytes()
     for place in range(images):
         path = folder / "classes" / str(place % 2) / f"{place}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-    def opened(decode: str) -> None:
-        data = Folder(root=str(folder / "classes"), decode=decode, cache_dir=str(folder / "cache"), image_size=SIDE)
-        data.prepare()
-        assert len(data.train)
-
-    built_s, checked_s, again_s = (spent_s(partial(opened, decode)) for decode in ("cache", "workers", "cache"))
-    cells = [f"{images:,}", f"{images / built_s:,.0f}", f"{images / checked_s:,.0f}", f"{again_s:.2f}"]
-    return table(["files", "decoded into the cache, images/s", "checked, images/s", "opened again, s"], [cells])
+        path.write_bytes((folder / "one.jpg").read_bytes())
+    data = Folder(root=str(folder / "classes"), decode="cache", cache_dir=str(folder / "cache"), image_size=SIDE)
+    return f"Decoded into the cache, per core: {images / spent_s(data.prepare):,.0f} images/s of {JPEGS[0]}."
 
 
 def decoding(args: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        width, height = JPEGS[0]
-        return (
-            f"To {SIDE} x {SIDE} RGB.\n\n{by_a_worker(folder)}\n\n{width} x {height}, from files to a data set that is ready, per core. "
-            f"`checked`: before a run with `data.decode=workers`.\n\n{into_the_cache(folder, args.images)}"
-        )
+        return f"To {SIDE} x {SIDE} RGB.\n\n{by_a_worker(Path(name))}\n\n{into_the_cache(Path(name), args.images)}"
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__)
+    parser = measuring.parser(__doc__)
     parts = parser.add_subparsers(dest="what", required=True, metavar="augment|decoding")
     part = parts.add_parser("augment")
     part.add_argument("--batch", type=int, default=32)
@@ -232,8 +211,7 @@ def main() -> None:
     part = parts.add_parser("decoding")
     part.add_argument("--images", type=int, default=2000, help="files of the cache that is built")
     args = parser.parse_args()
-    print(made_by())
-    print(augmentation(args) if args.what == "augment" else decoding(args))
+    show(augmentation(args) if args.what == "augment" else decoding(args))
 
 
 if __name__ == "__main__":

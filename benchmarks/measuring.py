@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import io
 import os
 import shlex
 import statistics
@@ -11,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import lockstep
@@ -22,19 +21,12 @@ from lockstep.machine import process
 from lockstep.machine.world import cores
 from lockstep.run import versions
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from lockstep.training.workload import TaskWorkload
-
 T = TypeVar("T")
 
 
-class ArgumentParser(argparse.ArgumentParser):
+def parser(doc: str | None) -> argparse.ArgumentParser:
     """Shows the docstring of a script as it is written."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **given)
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
@@ -52,6 +44,10 @@ def made_by(*more: str) -> str:
     """How a table was made: a line for the page that holds it."""
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return f"Made by `{command}` with {', '.join([versions(), *more])}, on {cores()} CPU cores.\n"
+
+
+def show(text: str, *more: str) -> None:
+    print(f"{made_by(*more)}\n{text}", flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -89,6 +85,10 @@ def wait_until(true: Callable[[], bool], limit_s: float, every_s: float = 0.05) 
     return True
 
 
+CPU = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+SMALL = [*CPU, "data.source=embedded"]
+
+
 def last_step(metrics: Path) -> int:
     """The last step in metrics.csv; 0 before the first. A line that is half written has no greater number."""
     lines = metrics.read_text().splitlines()[1:] if metrics.is_file() else []
@@ -99,38 +99,32 @@ def last_step(metrics: Path) -> int:
 # --- runs ---
 
 
-def start_command(
-    command: Sequence[str], log: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
-) -> "subprocess.Popen[bytes]":
-    """Starts a command as a process group of its own; its output is appended to `log`."""
+def start_command(command: Sequence[str], log: Path, popen: Any = subprocess.Popen, **options: Any) -> Any:
+    """Starts a command as a process group of its own; its output is appended to `log`. `options`: cwd and env of Popen."""
+    nothing = subprocess.DEVNULL
     with log.open("ab") as file:
-        return subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-        )
+        return popen(command, stdin=nothing, stdout=file, stderr=file, start_new_session=True, **options)
 
 
-def differences(
-    reference: Path, run: Path, sections: Sequence[str] = ("data", "log", "metrics", "weights"), tolerance: float = 0.0
-) -> list[str]:
-    """Between the folders of two runs, in sections of compare_runs.py; without a tolerance, bit by bit."""
+def differences(reference: Path, run: Path, tolerance: float = 0.0) -> list[str]:
+    """Between the folders of two runs, but for their configs; without a tolerance, bit by bit."""
     runs = (comparison.find(folder.name, folder.parent) for folder in (reference, run))
     found = comparison.compare(*runs, exact=not tolerance, tolerance=tolerance)
-    return [line for name in sections for line in found[name]]
+    return [line for name in ("data", "log", "metrics", "weights") for line in found[name]]
 
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """Standard output of this process and of those that it starts goes nowhere."""
     sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
+    kept = os.dup(1)
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        os.dup2(nowhere.fileno(), 1)
+        try:
             yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def train(overrides: list[str]) -> dict[str, Any]:
@@ -139,10 +133,9 @@ def train(overrides: list[str]) -> dict[str, Any]:
         return lockstep.train(overrides)
 
 
-def ready(settings: Settings, net: Any = None) -> "tuple[TaskWorkload, Trainer]":
+def ready(settings: Settings, net: Any = None) -> tuple[Any, Any]:
     """Task and trainer of a run, with its folder; `net` takes the place of the config's network."""
     from lockstep import build
-    from lockstep.training.workload import TaskWorkload
 
     settings.folder.path.mkdir(parents=True, exist_ok=True)
     process.owned = True
@@ -151,7 +144,6 @@ def ready(settings: Settings, net: Any = None) -> "tuple[TaskWorkload, Trainer]"
     data = build.data(settings.with_numbers())
     with patch.object(build, "network", lambda *_, **__: net) if net is not None else contextlib.nullcontext():
         work = build.workload(settings, data)
-    assert isinstance(work, TaskWorkload)
     return work, build.trainer(settings, work)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.settings import Settings
 from lockstep.launch import start
 from lockstep.reporting.recorder import Recorder
 
@@ -23,8 +24,7 @@ def noting(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-module: Any = start
-recorder: Any = Recorder
-module.check_classes = noting("classes", module.check_classes)
-module.Settings.identified = noting("torch", module.Settings.identified)
-recorder.open = noting("run", recorder.open)
+for owner, name, stage in (
+    (start, "check_classes", "classes"), (Settings, "identified", "torch"), (Recorder, "open", "run"),
+):  # fmt: skip
+    setattr(owner, name, noting(stage, getattr(owner, name)))

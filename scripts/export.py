@@ -19,20 +19,15 @@ from lockstep.launch.exits import exit_code
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", help="a run's name in ./runs, its directory, or a checkpoint; of a run, the checkpoint that it tested"
+        "what", help="a run's name in ./runs, its directory (then the checkpoint that it tested), or a checkpoint"
     )
     parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        help="where to write; default: exports/<run>, of a sweep's job exports/<sweep>-<job>",
+        "folder", nargs="?", type=Path, help="default: exports/<run>, of a sweep's job exports/<sweep>-<job>"
     )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx; needs lockstep[onnx]")
     parser.add_argument("--pt2", action="store_true", help="also write model.pt2, for torch.export.load")
     parser.add_argument(
-        "--files",
-        "--images",
-        help="compare on these files, if the run's data is not here: what predict.py takes as its input",
+        "--files", "--images", help="compare on these files, as predict.py takes them: the run's data is elsewhere"
     )
     args = parser.parse_args()
     path = tested_checkpoint(args.what, "export")

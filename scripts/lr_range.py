@@ -24,16 +24,9 @@ EDGE = 0.1  # the first steps, whose average has few losses, and the last are no
 DIVERGED = 4.0  # the curve ends where the loss is this many times the smallest
 ITS_OWN = ("schedule", "optim.lr", "trainer.max_epochs", "trainer.max_steps")  # keys that it sets
 OVERRIDES = [
-    "trainer.max_epochs=-1",
-    "trainer.log_every_n_steps=1",
-    "trainer.limit_val_batches=0",
-    "trainer.limit_test_batches=0",
-    "trainer.enable_checkpointing=false",
-    "callbacks=[]",
-    "logger=csv",
-    "schedule=exponential",
-    "schedule.final_fraction=1.0",
-]
+    "trainer.max_epochs=-1", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0",
+    "trainer.enable_checkpointing=false", "callbacks=[]", "logger=csv", "schedule=exponential", "schedule.final_fraction=1.0",
+]  # fmt: skip
 
 
 def rates(low: float, high: float, steps: int) -> list[float]:
@@ -76,36 +69,30 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if not (0 < args.low < args.high and args.steps >= 10):
         raise UserError("--low must be above 0 and below --high, and --steps at least 10.")
-    own = [
-        f"trainer.max_steps={args.steps}",
-        f"optim.lr={args.high}",
-        f"schedule.initial_fraction={args.low / args.high}",
-    ]
-    given = [override for override in args.overrides if not sets_itself(override)]
-    if dropped := [override for override in args.overrides if sets_itself(override)]:
+    length = [f"trainer.max_steps={args.steps}", f"optim.lr={args.high}"]
+    dropped = [override for override in args.overrides if sets_itself(override)]
+    if dropped:
         print(f"without {' '.join(dropped)}, which the test sets itself")
-    report = train([*OVERRIDES, *own, *given])
+    given = [override for override in args.overrides if override not in dropped]
+    report = train([*OVERRIDES, *length, f"schedule.initial_fraction={args.low / args.high}", *given])
     if rank_of() != 0:
         return
     folder = report.folder
-    losses = [row["train/loss"] for row in RunFolder(folder).metrics() if "train/loss" in row]
-    loss = smoothed(losses)
+    loss = smoothed([row["train/loss"] for row in RunFolder(folder).metrics() if "train/loss" in row])
     rate = rates(args.low, args.high, args.steps)[: len(loss)]
     steepest, smallest = suggestion(rate, loss)
     points = [(math.log10(x), y) for x, y in zip(rate, loss, strict=True)]
+    mark = "suggested", math.log10(steepest)
+    svg = chart("Loss by learning rate", "log10 of optim.lr", {"loss": points}, mark=mark)
     note = f"the loss falls fastest there; it is smallest at {smallest:.2g}, which is too high"
-    told = f"optim.lr={steepest:.2g} ({note})"
     values = {
         "name": "optim.lr",
         "value": f"{steepest:.2g}",
         "note": note,
         "heading": "Smoothed loss over learning rate",
-        "svg": chart(
-            "Loss by learning rate", "log10 of optim.lr", {"loss": points}, mark=("suggested", math.log10(steepest))
-        ),
     }
-    write_text(folder / "lr_range.html", render("chart.html.j2", folder.name, values))
-    print(f"{told}\ncurve: {folder / 'lr_range.html'}")
+    write_text(folder / "lr_range.html", render("chart.html.j2", folder.name, {**values, "svg": svg}))
+    print(f"optim.lr={steepest:.2g} ({note})\ncurve: {folder / 'lr_range.html'}")
 
 
 if __name__ == "__main__":

@@ -62,9 +62,7 @@ BUILDERS = (  # of a wheel, into a folder
 def check(folder: Path, package: str) -> None:
     """Raises UserError if the folder is not empty or the name is not a valid package name."""
     if not package.isidentifier() or keyword.iskeyword(package) or package in ("lockstep", "hydra_plugins", "tests"):
-        raise UserError(
-            f"--package {package} is not a valid package name. Use letters, digits and _, for example --package flowers."
-        )
+        raise UserError(f"--package {package} is not a valid package name. Use letters, digits and _, such as flowers.")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty. Use a different folder.")
 
@@ -180,11 +178,8 @@ def build_wheel() -> Wheel:
 
 def full(folder: Path, package: str) -> None:
     """Copies every file tracked by git, with Lockstep's name replaced."""
-    words = {
-        "lockstep": package,
-        "Lockstep": package.replace("_", " ").title().replace(" ", ""),
-        "LOCKSTEP": package.upper(),
-    }
+    title = package.replace("_", " ").title().replace(" ", "")
+    words = {"lockstep": package, "Lockstep": title, "LOCKSTEP": package.upper()}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         raise UserError("--full copies a git checkout of Lockstep, and git ls-files failed here. Clone Lockstep first.")
@@ -212,9 +207,7 @@ def main() -> None:
     requirement = args.lockstep or git_requirement()
     if args.upgrade:
         if args.package or args.full or not (args.folder / "pyproject.toml").is_file():
-            raise UserError(
-                "--upgrade takes the folder of an existing thin project, and of the options --lockstep alone."
-            )
+            raise UserError("--upgrade takes the folder of an existing thin project, and no option but --lockstep.")
         depend(args.folder, requirement, None if requirement else build_wheel())
         now = requirement or "the wheel in wheels/"
         print(f"{args.folder} now depends on {now}: cd {args.folder} && uv run pytest")

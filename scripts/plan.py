@@ -39,12 +39,11 @@ def costs_of(settings: Settings) -> tuple[Any, int]:
     from lockstep.callbacks import Freeze
     from lockstep.extras.planning import costs
 
-    settings = settings.with_numbers()
-    cfg = settings.cfg.copy()
+    cfg = settings.with_numbers().cfg.copy()
     settings = settings.but(cfg)
-    for key in ("pretrained", "checkpoint_path"):
+    for key, nothing in {"pretrained": False, "checkpoint_path": None}.items():
         if cfg.model.get(key):
-            cfg.model[key] = None if key == "checkpoint_path" else False
+            cfg.model[key] = nothing
     data: Any = build.data(settings)
     with torch.device("meta"):
         work = build.workload(settings, data)
@@ -77,15 +76,12 @@ def plans(settings: Settings, costs: Any, args: argparse.Namespace) -> list[tupl
             accumulate = settings.steps.micro_batches(world)
             if logical_ranks % world or batch % (world * accumulate):
                 continue
-            of = Setting(
-                world, args.nodes, shards, in_half(settings), batch // (world * accumulate), accumulate, copies
-            )
+            micro_batch = batch // (world * accumulate)
+            of = Setting(world, args.nodes, shards, in_half(settings), micro_batch, accumulate, copies)
             speed = {"utilisation": args.utilisation, "between_nodes": args.between_nodes}
             found.append((name, of, plan(costs, of, device, **speed)))
     if not found:
-        raise UserError(
-            f"data.batch_size={batch} cannot be divided by any of these numbers of devices. Set others with --devices."
-        )
+        raise UserError(f"data.batch_size={batch} cannot be divided by any of these numbers of devices. Set --devices.")
     return found
 
 
@@ -121,12 +117,8 @@ def measure(overrides: list[str], costs: Any) -> str:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = train([*overrides, f"trainer.max_steps={STEPS}", "trainer.max_epochs=-1", "trainer.log_every_n_steps=2", "trainer.limit_val_batches=0",
                     "trainer.limit_test_batches=0", "trainer.enable_checkpointing=false", "logger=csv"])  # fmt: skip
-    half, micro_batch, accumulate = (
-        "mixed" in report["precision"],
-        report["micro_batch"],
-        report["accumulate_grad_batches"],
-    )
-    of = Setting(1, 1, False, half, micro_batch, accumulate)
+    half = "mixed" in report["precision"]
+    of = Setting(1, 1, False, half, report["micro_batch"], report["accumulate_grad_batches"])
     predicted = plan(costs, of, DEVICES["h100"], utilisation=1.0).memory_bytes
     rate = report[f"train/{report['unit']}_per_s"] or float("nan")
     return (
@@ -155,9 +147,7 @@ def main() -> None:
     if args.on not in DEVICES:
         raise UserError(f"--on {args.on}: the known kinds are {', '.join(DEVICES)}.")
     if not 0 < args.utilisation <= 1 or min(*args.devices, args.nodes) < 1:
-        raise UserError(
-            "--utilisation is a share of the peak, above 0 and at most 1. --devices and --nodes are at least 1."
-        )
+        raise UserError("--utilisation is a share of the peak, above 0 to 1. --devices and --nodes are at least 1.")
     settings = checked(args.overrides)
     if args.measure and settings.world.size > 1:
         raise UserError("--measure trains in this process. Remove strategy and trainer.devices.")

@@ -218,13 +218,8 @@ def main() -> None:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--runs-dir", type=Path, default=argparse.SUPPRESS, help="default: runs")
     chosen = argparse.ArgumentParser(add_help=False)
-    chosen.add_argument(
-        "--where",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="'key=value'",
-        help="may be repeated; all conditions must hold",
-    )
+    where_help = "may be repeated; all conditions must hold"
+    chosen.add_argument("--where", action="append", default=argparse.SUPPRESS, metavar="'key=value'", help=where_help)
     chosen.add_argument("--sort", default=argparse.SUPPRESS, metavar="[-]key", help="default: the newest last")
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common, chosen])
@@ -246,19 +241,17 @@ def main() -> None:
     if (args.format != "table" and args.command) or ((args.where or args.sort) and not picks):
         raise UserError(f"--where, --sort and --format have no effect on {args.command}. Remove them.")
     runs = find_runs(args.runs_dir)
+    if args.command is not None and args.run is not None:
+        runs = named(runs, args.run, args.runs_dir)
     if args.command == "html":
-        chosen_runs, _ = arranged(
-            runs if args.run is None else named(runs, args.run, args.runs_dir), args.where, args.sort
-        )
+        chosen_runs, _ = arranged(runs, args.where, args.sort)
         if not chosen_runs:
             raise UserError("no run meets the conditions. Leave out a --where.")
         write_text(args.out, runs_page(chosen_runs, args.runs_dir, args.out.resolve()))
         print(f"{len(chosen_runs)} runs: {args.out}")
-        return
-    if args.command is None:
+    elif args.command is None:
         print_runs(*arranged(runs, args.where, args.sort), args.format)
-        return
-    for run in runs if args.run is None else named(runs, args.run, args.runs_dir):
+    for run in runs if args.command in ("show", "failed") else ():
         if args.command == "show":
             show(run)
         elif has_failed(run, args.stale_min):

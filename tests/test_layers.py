@@ -16,29 +16,9 @@ LOCKSTEP = SRC / "lockstep"
 # `strategies`, which save and load them. `reporting` comes before the callbacks, which print. `build` joins all of these, and `launch`
 # runs the scripts that call `build`. `extras` are not needed to train: scripts use them, and configs name them.
 ORDER = (
-    "errors",
-    "machine",
-    "compat",
-    "run",
-    "config",
-    "models",
-    "data",
-    "augment",
-    "tasks",
-    "training",
-    "checkpoints",
-    "strategies",
-    "reporting",
-    "callbacks",
-    "build_trainer",
-    "build",
-    "launch",
-    "extras",
-    "__init__",
-    "testing",
-    "__main__",
-    "hydra_plugins",
-)
+    "errors", "machine", "compat", "run", "config", "models", "data", "augment", "tasks", "training", "checkpoints", "strategies",
+    "reporting", "callbacks", "build_trainer", "build", "launch", "extras", "__init__", "testing", "__main__", "hydra_plugins",
+)  # fmt: skip
 EVERYWHERE = {"ROOT", "PACKAGE", "WHEEL", "CONFIGS", "__version__"}  # constants of the package itself
 
 HEAVY = {
@@ -154,13 +134,7 @@ def test_what_runs_before_the_config_is_checked_imports_nothing_heavy():
 
 def is_private(name: object) -> bool:
     """One underscore in front, which no name of ours has."""
-    return (
-        isinstance(name, str)
-        and name not in HYDRA_KEYS
-        and name.isidentifier()
-        and name[0] == "_"
-        and name[1:2] not in ("", "_")
-    )
+    return isinstance(name, str) and name.isidentifier() and name not in HYDRA_KEYS and bool(re.match("_[^_]", name))
 
 
 def names(path: Path) -> Iterator[object]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,24 +29,28 @@ print("".join(output.get("text", "") for output in book.cells[-1].outputs))
 """
 
 
+@dataclass(frozen=True)
 class Installed:
     """The Python that has the wheel, in a folder to work in."""
 
-    def __init__(self, home: Path, work: Path, options: list[str]) -> None:
-        self.bin, self.work, self.options = home / "bin", work, options
-        # PYTHONPATH would put the checkout before the wheel.
-        self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    bin: Path
+    work: Path
+    options: list[str]
 
     def run(self, *command: str | Path, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess:
-        environment = {**self.environment, **more}
-        folder = cwd or self.work
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        # PYTHONPATH would put the checkout before the wheel.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+        return subprocess.run(command, cwd=cwd or self.work, env=env, capture_output=True, text=True, timeout=300)
 
-    def lockstep(self, *args: str, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess:
-        return self.run(self.bin / "lockstep", *args, cwd=cwd, **more)
+    def lockstep(self, *args: str) -> str:
+        """What a command prints that succeeds."""
+        done = self.run(self.bin / "lockstep", *args)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-    def report(self, run: str, folder: Path | None = None) -> dict:
-        return json.loads(((folder or self.work) / "runs" / run / "report.json").read_text())
+
+def report(folder: Path, run: str) -> dict:
+    return json.loads((folder / "runs" / run / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -56,34 +61,29 @@ def installed(tmp_path_factory, mnist, cache) -> Installed:
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "env", with_pip=True)
     (packages,) = (folder / "env/lib").glob("python*/site-packages")
-    subprocess.run(
-        [folder / "env/bin/python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel], check=True
-    )
+    install = [folder / "env/bin/python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
+    subprocess.run(install, check=True)
     (packages / "rest.pth").write_text(sysconfig.get_paths()["purelib"])
     (folder / "work").mkdir()
     few = ["trainer.limit_train_batches=2", "trainer.accelerator=cpu"]
-    return Installed(folder / "env", folder / "work", [f"data.root={mnist}", f"data.cache_dir={cache}", *few])
+    return Installed(folder / "env/bin", folder / "work", [f"data.root={mnist}", f"data.cache_dir={cache}", *few])
 
 
 def test_the_command_trains_and_evaluates_in_an_empty_folder(installed):
-    done = installed.lockstep("train", "run=pair", *TWO, *installed.options)
-    assert done.returncode == 0, done.stderr
-    assert (installed.report("pair")["status"], installed.report("pair")["world_size"]) == ("done", 2)
-    done = installed.lockstep("train", "run=one", *installed.options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"evaluate it: {installed.bin / 'lockstep'} eval run=one"  # as typed
-    report = installed.report("one")
-    assert (report["status"], report["train/steps"], report["git_sha"]) == ("done", 2, None)
-    done = installed.lockstep("eval", "run=one", *TWO)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((installed.work / "runs/one/eval.json").read_text())
-    assert figures["test/loss"] == pytest.approx(report["test/loss"], rel=1e-5)
-    assert "</html>" in (installed.work / "runs/one/report.html").read_text()
-    assert installed.lockstep("runs").stdout.count("done") == 2
-    assert installed.lockstep("runs", "html").returncode == 0
-    done = installed.lockstep("predict", "run=one", "input=test", *TWO)
-    assert done.returncode == 0, done.stderr
-    assert len((installed.work / "runs/one/predictions.csv").read_text().splitlines()) == 1 + report["test/count"]
+    installed.lockstep("train", "run=pair", *TWO, *installed.options)
+    pair = report(installed.work, "pair")
+    assert (pair["status"], pair["world_size"]) == ("done", 2)
+    out = installed.lockstep("train", "run=one", *installed.options)
+    assert out.splitlines()[-1] == f"evaluate it: {installed.bin / 'lockstep'} eval run=one"  # as typed
+    one, folder = report(installed.work, "one"), installed.work / "runs/one"
+    assert (one["status"], one["train/steps"], one["git_sha"]) == ("done", 2, None)
+    installed.lockstep("eval", "run=one", *TWO)
+    assert json.loads((folder / "eval.json").read_text())["test/loss"] == pytest.approx(one["test/loss"], rel=1e-5)
+    assert "</html>" in (folder / "report.html").read_text()
+    assert installed.lockstep("runs").count("done") == 2
+    installed.lockstep("runs", "html")
+    installed.lockstep("predict", "run=one", "input=test", *TWO)
+    assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + one["test/count"]
 
 
 def test_mistakes_and_help_come_without_torch(installed):
@@ -93,7 +93,7 @@ def test_mistakes_and_help_come_without_torch(installed):
         (["tran"], 2, "did you mean train?"),
         (["train", "optim.lrr=1"], 2, "did you mean optim.lr?"),
     ):
-        done = installed.lockstep(*args, PYTHONPROFILEIMPORTTIME="1")
+        done = installed.run(installed.bin / "lockstep", *args, PYTHONPROFILEIMPORTTIME="1")
         assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done
         assert "| torch\n" not in done.stderr.replace(" ", "").replace("|", "| ")
 
@@ -110,7 +110,7 @@ def test_a_python_file_of_a_thin_project_trains_in_two_processes(installed, tmp_
     assert done.returncode == 0, done.stderr
     file, *said = done.stdout.splitlines()[-1].split()
     assert (Path(file).is_relative_to(installed.bin.parent), said) == (True, ["tulip", "2", "False"])
-    assert installed.report("pair", root)["seed"] == 7
+    assert report(root, "pair")["seed"] == 7
 
 
 def test_a_notebook_trains_in_two_processes(installed, tmp_path):

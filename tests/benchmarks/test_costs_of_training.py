@@ -17,13 +17,12 @@ def test_what_the_framework_costs_is_measured(cache, monkeypatch):
     more = f"data.cache_dir={cache}"
     ways = {"bare loop": costs.bare_loop(3), "Lightning alone": costs.lightning_alone(3)}
     ways["Lockstep"] = costs.all_of_lockstep(3, more)
-    assert all(seconds > 0 for seconds in ways.values())
-    assert costs.all_of_lockstep(3, more, "trainer.enable_checkpointing=false") > 0
+    assert all(ms > 0 for ms in ways.values())
     with pytest.raises(IndexError):
         costs.all_of_lockstep(3, more, "trainer.max_steps=4")
-    *_, last = costs.overhead_table({name: [seconds] for name, seconds in ways.items()}).splitlines()
-    above = (ways["Lockstep"] - ways["bare loop"]) * 1e3
-    assert last.startswith("| Lockstep |") and float(last.split("|")[-2]) == pytest.approx(above, abs=0.01)
+    *_, last = costs.overhead_table({name: [ms] for name, ms in ways.items()}).splitlines()
+    above_ms = ways["Lockstep"] - ways["bare loop"]
+    assert last.startswith("| Lockstep |") and float(last.split("|")[-2]) == pytest.approx(above_ms, abs=0.01)
 
 
 def test_what_a_save_costs():

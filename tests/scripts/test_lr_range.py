@@ -28,13 +28,11 @@ def test_a_loss_that_diverges_cuts_the_curve():
         lr_range.suggestion([1e-3, 1e-2], [1.0, 1.0])
 
 
-@pytest.mark.parametrize(
-    ("given", "told"), [(["--low", "1", "--high", "0.1"], "below --high"), (["--steps", "3"], "at least 10")]
-)
-def test_bounds_that_make_no_sense_are_refused(given, told, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["lr_range.py", *given])
-    with pytest.raises(UserError, match=told):
-        lr_range.main()
+def test_bounds_that_make_no_sense_are_refused(monkeypatch):
+    for given, told in (("--low 1 --high 0.1", "below --high"), ("--steps 3", "at least 10")):
+        monkeypatch.setattr(sys, "argv", ["lr_range.py", *given.split()])
+        with pytest.raises(UserError, match=told):
+            lr_range.main()
 
 
 @pytest.mark.parametrize(
@@ -44,15 +42,9 @@ def test_a_range_of_rates_is_trained_and_drawn(strategy, tmp_path, mnist, cache,
     monkeypatch.chdir(tmp_path)
     own = ["schedule=cosine", "++schedule.warmup_steps=100", "trainer.max_epochs=1"]  # keys that the test sets itself
     devices = ["trainer.devices=2"] if strategy in ("ddp", "fsdp") else []
-    given = [
-        f"data.root={mnist}",
-        f"data.cache_dir={cache}",
-        "data.batch_size=16",
-        "trainer.accelerator=cpu",
-        "run=a",
-        "runs_dir=elsewhere",
-    ]
-    options = [*given, *own, f"strategy={strategy}", *devices, "--steps", "20", "--high", "0.1"]
+    given = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=16", "run=a", "runs_dir=elsewhere"]
+    length = ["--steps", "20", "--high", "0.1"]
+    options = [*given, *own, "trainer.accelerator=cpu", f"strategy={strategy}", *devices, *length]
     monkeypatch.setattr(sys, "argv", ["lr_range.py", *options])
     lr_range.main()
     out = capsys.readouterr().out

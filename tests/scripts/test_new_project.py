@@ -27,9 +27,13 @@ def texts(folder: Path) -> dict[str, str]:
     return {p.relative_to(folder).as_posix(): p.read_text(errors="replace") for p in found}
 
 
-def committed(folder: Path) -> list[str]:
-    done = subprocess.run(["git", "ls-files"], cwd=folder, capture_output=True, text=True, check=True)
-    return sorted(done.stdout.split())
+def run(command: str, folder: Path, timeout_s: float = 900, **environment: str) -> str:
+    """What a shell prints, in a folder and outside of the tests' environment."""
+    outside = ("LOCKSTEP", "TEST_", "PYTEST", "PYTHON", "VIRTUAL")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(outside)} | environment
+    done = subprocess.run(command, shell=True, cwd=folder, env=env, timeout=timeout_s, capture_output=True, text=True)
+    assert done.returncode == 0, command + done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def test_a_thin_project_is_whole_and_tidy_and_has_its_own_name(data, tmp_path, m
     left = ("my_project", "LOCKSTEP_ADDRESS", *(word for words in new_project.WORDS.values() for word in words))
     assert not [(name, word) for name, text in found.items() for word in left if word in name + text]
     assert str(ROOT) not in "".join(found.values())
-    assert committed(tmp_path / "a") == sorted(found)
+    assert sorted(run("git ls-files", tmp_path / "a").split()) == sorted(found)
     named = {word for word in re.findall(r"[\w/.-]+", found["README.md"]) if word.endswith((".py", ".yaml"))}
     assert {word.rpartition("/")[2] for word in named} - {"new_project.py", ".yaml"} <= {Path(n).name for n in found}
     # It depends on a wheel inside it and on the tested versions.
@@ -68,12 +72,9 @@ def test_a_thin_project_is_whole_and_tidy_and_has_its_own_name(data, tmp_path, m
     assert {"torch", "lightning", "pytest"} <= {pin.partition("==")[0] for pin in pins}
     assert "://" not in found["pyproject.toml"]
     # Tidy, by the ruff that it pins; and no method calls nothing but the one that it overrides.
-    ruff = [sys.executable, "-m", "ruff"]
-    version = subprocess.run([*ruff, "--version"], capture_output=True, text=True).stdout.split()[1]
-    assert f"ruff=={version}" in pins
-    for command in (["check"], ["format", "--check"]):
-        done = subprocess.run([*ruff, *command, "."], cwd=tmp_path / "a", capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+    ruff = f"{sys.executable} -m ruff"
+    assert f"ruff=={run(f'{ruff} --version', tmp_path).split()[1]}" in pins
+    run(f"{ruff} check . && {ruff} format --check .", tmp_path / "a")
     assert "return super()" not in "".join(text for name, text in found.items() if name.startswith("src/"))
 
 
@@ -106,14 +107,10 @@ def test_a_thin_project_is_upgraded_by_one_command(tmp_path, monkeypatch, capsys
 )
 def test_the_default_is_the_remote_that_has_this_commit(remote, pushed, expected, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("a")
-    commands = [
-        "init -q -b main",
-        "add file",
-        "-c user.name=a -c user.email=a commit -qm a",
-        f"remote add origin {remote}",
-    ]
-    for command in [*commands, *(["update-ref refs/remotes/origin/main HEAD"] if pushed else [])]:
-        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    commit = "git add file && git -c user.name=a -c user.email=a commit -qm a"
+    run(f"git init -q -b main && {commit} && git remote add origin {remote}", tmp_path)
+    if pushed:
+        run("git update-ref refs/remotes/origin/main HEAD", tmp_path)
     monkeypatch.setattr(new_project, "ROOT", tmp_path.resolve())
     assert new_project.git_requirement() == (expected and expected.format(new_project.git("rev-parse", "HEAD")))
     (tmp_path / "file").write_text("not committed")
@@ -129,10 +126,9 @@ def test_a_checkout_without_a_tool_to_build_it_says_so(tmp_path, monkeypatch, ca
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    ("requirement", "said"),
-    [("lockstep @ git+https://example.org/lockstep.git", "(https://example.org/lockstep)"), ("lockstep>=0.2", "Trains with Lockstep: ")],
-)  # fmt: skip
+@pytest.mark.parametrize(("requirement", "said"), [
+    ("lockstep @ git+https://example.org/lockstep.git", "(https://example.org/lockstep)"), ("lockstep>=0.2", "Trains with Lockstep: "),
+])  # fmt: skip
 def test_a_thin_project_may_depend_on_an_address_or_a_release(requirement, said, tmp_path, monkeypatch):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", requirement) == 0
     text = texts(tmp_path / "a")["pyproject.toml"]
@@ -162,22 +158,11 @@ def test_what_cannot_be_begun_is_refused_and_nothing_is_written(folder, args, to
 @pytest.mark.parametrize("source", ["wheel", "address"])
 def test_a_clone_elsewhere_trains_and_passes_its_own_workflow(data, source, tmp_path):
     """Without the checkout that made it, and in an environment of its own; it needs a package index."""
-    outside = ("LOCKSTEP", "TEST_", "PYTEST", "PYTHON", "VIRTUAL")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(outside)}
-
-    def run(command: str, folder: Path) -> str:
-        streams = {"capture_output": True, "text": True}
-        done = subprocess.run(command, shell=True, cwd=folder, env=environment, timeout=900, **streams)
-        assert done.returncode == 0, command + done.stdout + done.stderr
-        return done.stdout
-
     run(f"git clone -q {ROOT} checkout && git clone -q --bare {ROOT} bare.git", tmp_path)
     address = f"--lockstep 'lockstep @ git+file://{tmp_path}/bare.git'" if source == "address" else ""
     make = f"{sys.executable} checkout/scripts/new_project.py made --package flowers --data {data} {address}"
-    run(
-        f"PYTHONPATH=checkout/src {make} && rm -rf checkout && mkdir elsewhere && git clone -q made elsewhere/flowers",
-        tmp_path,
-    )
+    run(f"PYTHONPATH=checkout/src {make} && rm -rf checkout", tmp_path)
+    run("mkdir elsewhere && git clone -q made elsewhere/flowers", tmp_path)
     clone = tmp_path / "elsewhere/flowers"
     readme = (clone / "README.md").read_text()
     if "uv run tests/made.py" in readme:
@@ -197,18 +182,7 @@ def test_the_tests_of_a_full_project_pass(tmp_path, monkeypatch):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--full") == 0
     found = texts(tmp_path / "a")
     assert not [name for name, text in found.items() if name.endswith(".py") and "lockstep" in (name + text).lower()]
-    done = run_tests(tmp_path / "a", "-n0", "--collect-only", "-m", "")  # every file of tests finds what it imports
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = os.pathsep.join([str(tmp_path / "a/src"), str(ROOT / "src")])  # as where it is installed
     some = "tests/test_layers.py tests/config tests/data/test_folder.py tests/test_strategies_agree.py"
-    done = run_tests(tmp_path / "a", "-n0", *some.split())
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def run_tests(folder: Path, *args: str) -> subprocess.CompletedProcess:
-    """The project's tests as in an environment where it is installed."""
-    path = os.pathsep.join([str(folder / "src"), str(ROOT / "src")])
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "TEST_", "PYTEST"))}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args],
-        cwd=folder, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+    for args in ("--collect-only -m ''", some):  # every file of tests finds what it imports
+        run(f"{sys.executable} -m pytest -q -p no:cacheprovider -n0 {args}", tmp_path / "a", 1800, PYTHONPATH=path)

@@ -43,14 +43,12 @@ def config_yaml(run: str, *overrides: str) -> str:
     return OmegaConf.to_yaml(compose_config("train", [f"run={run}", *overrides]), resolve=True)
 
 
-def write(folder: Path, report: dict[str, Any] | str | None, *overrides: str, config: bool = True) -> Path:
+def write(folder: Path, report: dict[str, Any] | str, *overrides: str, config: bool = True) -> Path:
     """A run's folder as report.Recorder leaves it: the config resolved, the report flat."""
-    folder.mkdir(parents=True)
+    (folder / "checkpoints").mkdir(parents=True)
     if config:
-        (folder / "checkpoints").mkdir()
         (folder / "config.yaml").write_text(config_yaml(folder.name, *overrides))
-    if report is not None:
-        (folder / "report.json").write_text(report if isinstance(report, str) else json.dumps(report))
+    (folder / "report.json").write_text(report if isinstance(report, str) else json.dumps(report))
     return folder
 
 
@@ -81,11 +79,11 @@ def runs(tmp_path, monkeypatch) -> Path:
     written(root / "half", 1200)
     write(root / "here", report("running", 180))
     (root / "here" / "report.json.part").write_text("{")
-    (root / "here" / "wandb" / "run-1" / "files").mkdir(parents=True)
-    (root / "here" / "wandb" / "run-1" / "files" / "config.yaml").write_text("wandb_version: 1")
-    (root / "exported").mkdir()
+    (root / "here" / "wandb" / "files").mkdir(parents=True)
+    (root / "here" / "wandb" / "files" / "config.yaml").write_text("wandb_version: 1")
+    for name in ("exported", "begun.part"):
+        (root / name).mkdir()
     (root / "exported" / "config.yaml").write_text(config_yaml("several"))
-    (root / "begun.part").mkdir()
     (root / "begun.part" / "report.json.part").write_text("{")
     return root
 
@@ -135,37 +133,25 @@ def test_columns_are_the_figures_that_the_runs_monitored_and_their_speeds(tmp_pa
     heading, *rows = [cells(line.replace("┃", "│")) for line in call()[1].splitlines() if line[0] in "┃│"]
     figures = ["val perplexity", "test perplexity", "val loss", "test loss", "sequences/s", "images/s"]
     assert heading == ["run", "status", "model", "data", "strategy", "steps", *figures, "age"]
-    assert [row[6:12] for row in rows] == [
-        ["7.5000", "8.2500", "", "", "12.5000", ""],
-        ["", "", "0.5000", "0.2500", "", ""],
-    ]
-
-
-def test_a_pipe_gets_whole_names_and_values_as_they_are(runs, call):
-    name = "a-long-sweep-of-many-things-" + "x" * 150 + "/0"
-    write(runs / name, report("failed", 0, error="[bold]no[/bold] :smile:"))
-    _, out, _ = call("--where", f"run={name}", "--where", "error!=x")
-    assert name in out
-    assert "[bold]no[/bold] :smile:" in out
+    values = ["7.5000", "8.2500", "", "", "12.5000", ""], ["", "", "0.5000", "0.2500", "", ""]
+    assert [row[6:12] for row in rows] == [*values]
+    name = "a-long-sweep-of-many-things-" + "x" * 150 + "/0"  # whole in a pipe, with values as they are
+    write(Path("runs", name), report("failed", 0, error="[bold]no[/bold] :smile:"))
+    out = call("--where", f"run={name}", "--where", "error!=x")[1]
+    assert name in out and "[bold]no[/bold] :smile:" in out
 
 
 @pytest.mark.parametrize(
     ("conditions", "names"),
     [
-        (["status=done"], ["old", "several"]),
         (["status!=done"], ["sweep/0", "sweep/1", "half", "here"]),
-        (["strategy=ddp"], ["several"]),
-        (["test/acc>0.91"], ["old"]),
         (["test/acc>=0.91"], ["old", "several"]),
-        (["test/acc<=.96"], ["old", "several"]),
         (["test/acc = 0.910"], ["several"]),
         (["test/acc!=0.91"], ["old"]),  # a run without the key is in no result
         (["test/acc<high"], []),
         (["train/images_per_s=null"], ["several"]),
         (["train/images_per_s>1"], ["old"]),  # null has no place among numbers
-        (["optim.lr<1e-2"], ["several", "sweep/0", "half", "here"]),
         (["optim.betas=[0.9, 0.999]", "compile=false"], ["old", "several", "sweep/0", "half", "here"]),
-        (["compile>a"], []),
         (["strategy.bucket_cap_mb>1"], ["several"]),
         ([f"started>{iso(4 * DAY_S)[:10]}"], ["several", "sweep/0", "here"]),
         (["status=done", "optim.lr<1", "test/acc>0.95"], ["old"]),
@@ -182,7 +168,6 @@ def test_runs_without_the_key_are_sorted_last_both_ways(runs, call):
     assert listed(call, "--sort", "-test/acc") == ["old", "several", *rest]
     assert listed(call, "--sort", "-train/images_per_s")[0] == "old"  # null is no value
     assert listed(call, "--sort=optim.lr") == ["several", "sweep/0", "half", "here", "old", "sweep/1"]
-    assert listed(call, "--sort", "-strategy")[-2:] == ["several", "sweep/1"]
 
 
 def test_csv_and_json_parse_back_and_a_table_has_the_digits_of_what_was_asked_for(runs, call):
@@ -196,12 +181,11 @@ def test_csv_and_json_parse_back_and_a_table_has_the_digits_of_what_was_asked_fo
     _, out, _ = call("--format", "csv", "--sort", "optim.lr")
     table = list(csv.DictReader(io.StringIO(out)))
     assert [row["run"] for row in table] == list(rows)
-    assert table[0] == dict.fromkeys(table[0], "") | {
-        key: "" if value is None else str(value) for key, value in rows["several"].items()
-    }
+    values = {key: "" if value is None else str(value) for key, value in rows["several"].items()}
+    assert table[0] == dict.fromkeys(table[0], "") | values
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"status": "done"', "\x00\x01", "{}", None])
+@pytest.mark.parametrize("content", ["[1]", '{"status": "done"', "\x00\x01", "{}", None])
 def test_damaged_files_hide_no_run(runs, call, content):
     report_file = runs / "several" / "report.json"
     if content is None:
@@ -233,9 +217,7 @@ def test_show_tells_the_report_the_config_and_the_files(runs, call):
 def test_what_is_unknown_is_told_with_what_is_near(runs, call):
     for args, told in (
         (["show", "sevral"], "error: sevral: there is no such run in runs/ (did you mean several?). Runs there: "),
-        (["failed", "swep"], "error: swep: there is no such run in runs/ (did you mean sweep?). Runs there: "),
         (["--where", "tets/acc>1"], "error: tets/acc is not a key of any run (did you mean test/acc?).\n"),
-        (["--where", "optim.rl=1"], "error: optim.rl is not a key of any run (did you mean optim.lr?).\n"),
         (["--sort", "-staretd"], "error: staretd is not a key of any run (did you mean started?).\n"),
         (["--where", "test/acc"], "error: --where test/acc has no comparison. Quote it"),
         (["--runs-dir", "rnus"], "error: rnus/ does not exist."),
@@ -283,32 +265,36 @@ def without(cfg: Any, *keys: str) -> dict[str, Any]:
     return {key: value for key, value in OmegaConf.to_container(cfg).items() if key not in ("resume", "run", *keys)}
 
 
-def test_only_what_failed_is_run_again(runs, call):
+def test_what_failed_and_what_wrote_nothing_for_long_is_run_again(runs, call):
     write(runs / "stopped", report("interrupted", 0))
-    for status in ("preempted", "pruned", "running", "done"):
-        write(runs / status, report(status, 0))
+    states = ("preempted", "pruned", "running", "done")
+    for status in states:
+        checkpoint(write(runs / status, report(status, 0)))
     assert list(commands(call)) == ["sweep/0", "sweep/1", "stopped"]
     assert list(commands(call, "sweep")) == ["sweep/0", "sweep/1"]
-    assert list(commands(call, "sweep/1")) == ["sweep/1"]
+    place = shutil.copytree(runs, runs.parent / "other place")
+    for args in (["failed", "sweep", "--runs-dir", str(place)], ["--runs-dir", str(place), "failed", "sweep"]):
+        typed = [shlex.split(line)[2:] for line in call(*args)[1].splitlines()]
+        assert [compose_config("train", overrides).runs_dir for overrides in typed] == [str(place)] * 2
     assert commands(call, "old") == {}
-
-
-def test_a_run_that_wrote_nothing_for_long_has_failed(runs, call):
     for name in ("here", "sweep/0"):
         checkpoint(runs / name)
-    for status in ("preempted", "pruned", "running", "done"):
-        checkpoint(write(runs / status, report(status, 0)))
-        written(runs / status, 31 * 60)
     (runs / "here" / "metrics.csv").write_text("")
-    written(runs / "half", 29 * 60)
-    written(runs / "here", 31 * 60)
-    assert sorted(commands(call)) == ["here", "preempted", "running", "sweep/0", "sweep/1"]
+    for name, minutes in {**dict.fromkeys((*states, "here"), 31), "half": 29}.items():
+        written(runs / name, minutes * 60)
+    assert sorted(commands(call)) == ["here", "preempted", "running", "stopped", "sweep/0", "sweep/1"]
     assert "half" in commands(call, "--stale-min", "28")
     os.utime(runs / "here" / "metrics.csv")
     assert "here" not in commands(call)
 
 
-def test_a_job_of_a_sweep_gets_its_overrides(runs, call):
+def test_a_job_of_a_sweep_gets_its_overrides_and_a_run_that_says_too_little_is_a_comment(runs, call):
+    write(runs / "lost", {"status": "failed"}, config=False)
+    (write(runs / "broken", report("failed", 0)) / "config.yaml").write_text("optim: {")
+    comments = [line for line in call("failed")[1].splitlines() if line.startswith("#")]
+    assert comments == [f"# {name}: its files do not say how to run it again" for name in ("broken", "lost")]
+    for name in ("broken", "lost"):
+        shutil.rmtree(runs / name)
     typed = ["model=timm", "model.name='a b'", "data.mean=[0.1, 0.2]", "+model.x={a: 1}", "~callbacks.throughput"]
     sweeps.record(RunFolder(runs / "sweep" / "2"), ["run=sweep", "resume=auto", "runs_dir=x", *typed], failed=True)
     write(runs / "sweep" / "3", report("failed", 0, overrides="optim.lr=0.1 seed=3"), "optim.lr=0.1", "seed=3")
@@ -331,11 +317,8 @@ def test_a_run_with_a_checkpoint_needs_nothing_else(runs, call):
     [
         ["++trainer.max_time.minutes=5", "trainer.devices=[0,1]", "trainer.precision='16'", "optim.eps=1e-12", "seed=null", "~callbacks.throughput"],
         ["data.root='/with space/and=more'", "data.cache_dir='it\\'s \"quoted\"'", "augment=[light,mixup]", "augment.shift.pixels=2", "callbacks=[default,early_stopping]"],
-        pytest.param(["model=resnet50d", "data=cifar10", "optim=sgd", "schedule=step", "strategy=fsdp", "strategy.blocks=[A,B]"], marks=pytest.mark.slow),
-        pytest.param(["model=timm", "model.name=vit_tiny.augreg", "model.pretrained=true", "++model.drop_rate=0.1", "++model.img.size=3"], marks=pytest.mark.slow),
-        pytest.param(["callbacks=[ema]", "callbacks.ema.decay=0.5", "logger=[csv,wandb]", "logger.wandb.tags=[a b,'1',c]"], marks=pytest.mark.slow),
-        pytest.param(["experiment=mnist_basic_net", "debug=overfit", "augment=strong", "~augment.erase"], marks=pytest.mark.slow),
-        pytest.param(["experiment=mnist_airbench", "init_from=runs/old/checkpoints/last.ckpt", "callbacks=[]", "logger=[]"], marks=pytest.mark.slow),
+        pytest.param(["model=timm", "model.name=vit_tiny.augreg", "++model.img.size=3", "strategy=fsdp", "strategy.blocks=[A,B]", "callbacks=[ema]", "callbacks.ema.decay=0.5", "logger=[csv,wandb]", "logger.wandb.tags=[a b,'1',c]"], marks=pytest.mark.slow),
+        pytest.param(["experiment=mnist_airbench", "debug=overfit", "augment=strong", "~augment.erase", "init_from=runs/old/checkpoints/last.ckpt", "callbacks=[]", "logger=[]"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -366,40 +349,12 @@ def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
         started(["run=on", *found["on-again"][1:]])
 
 
-def test_a_run_that_says_too_little_is_a_comment(runs, call):
-    write(runs / "lost", {"status": "failed"}, config=False)
-    (write(runs / "broken", report("failed", 0)) / "config.yaml").write_text("optim: {")
-    out = call("failed")[1].splitlines()
-    assert [line for line in out if line.startswith("#")] == [
-        "# broken: its files do not say how to run it again", "# lost: its files do not say how to run it again",
-    ]  # fmt: skip
-    assert len(out) == 4
-
-
-def test_another_runs_dir_is_typed_as_well(runs, call):
-    place = runs.parent / "other place"
-    runs.rename(place)
-    for args in (["failed", "--runs-dir", str(place)], ["--runs-dir", str(place), "failed"]):
-        lines = call(*args)[1].splitlines()
-        assert len(lines) == 2
-        for line in lines:
-            assert compose_config("train", shlex.split(line)[2:]).runs_dir == str(place)
-
-
 @example("null")
 @example("True")
 @example("inf")
 @example("1e5")
 @example("it's \\")
-@given(
-    st.one_of(
-        st.text(st.characters(codec="utf-8", exclude_characters="\0")),
-        st.integers(),
-        st.floats(allow_nan=False),
-        st.booleans(),
-        st.none(),
-    )
-)
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0")) | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none())  # fmt: skip
 def test_hydra_reads_a_value_back(value):
     typed = ledger.typed([value])
     (back,) = OverridesParser.create().parse_override(f"key={typed}").value()
@@ -412,9 +367,8 @@ def test_from_a_shell_without_torch(runs):
     code += f"runpy.run_path({str(ROOT / 'scripts' / 'runs.py')!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, "failed"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        "lockstep train run=sweep/0 resume=auto", "lockstep train run=sweep/1 optim.lr=0.1 seed=3",
-    ]  # fmt: skip
+    again = "lockstep train run=sweep/0 resume=auto", "lockstep train run=sweep/1 optim.lr=0.1 seed=3"
+    assert done.stdout.splitlines() == [*again]
 
 
 @pytest.mark.slow

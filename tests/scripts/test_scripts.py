@@ -12,13 +12,10 @@ import consolidate
 import export as export_script
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 
 import lockstep
 from lockstep import ROOT
-from lockstep.config.schema import GROUPS
 from lockstep.errors import UserError
-from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 
 pytestmark = pytest.mark.xdist_group("scripts")
@@ -69,22 +66,11 @@ def test_a_model_is_found_by_name_directory_or_checkpoint(runs, monkeypatch, tmp
         lockstep.load_model(moved)
 
 
-def test_a_lightning_module_is_not_exported(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.extras.export.target_of", lambda *_: LightningModule)
-    config = {**{group: {} for group in GROUPS}, "task": {"_target_": "mine.Module"}}
-    torch.save({"state_dict": {}, "config": config, "DataModule": {"about": {}}}, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=r"a.ckpt: mine.Module is a LightningModule, which makes"):
-        export(tmp_path / "a.ckpt", tmp_path / "export")
-    assert not (tmp_path / "export").exists()
-
-
 def run_main(monkeypatch, capsys, module, *args: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, args)])
     returned: list[int | None] = []
     code = exit_code(lambda: returned.append(module.main()))
-    code = code if code else returned[0] or 0
-    out, err = capsys.readouterr()
-    return code, out, err
+    return code or returned[0] or 0, *capsys.readouterr()
 
 
 def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
@@ -100,50 +86,46 @@ def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
         assert (code, err.startswith("error: "), told in err) == (2, True, True), err
 
 
-def test_two_runs_of_one_command_are_identical(runs, monkeypatch, capsys):
+def test_where_two_runs_differ_is_told(runs, monkeypatch, capsys):
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", runs / "again", "--exact")
     assert code == 0, out
     assert out.splitlines()[-1] == "the results are identical, bit by bit"
     assert out.count("no difference") == 5
-
-
-def test_where_two_runs_differ_is_told(runs, monkeypatch, capsys):
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", runs / "b")
     assert code == 1
-    assert "  seed: 0 | 1" in out
-    assert "  checkpoint.save_top_k: 1 | 2" in out
-    assert "data: no difference" in out
-    assert "train/loss: 6 of 6 rows differ, the first at step 1" in out
-    assert "last: state_dict:" in out
-    assert "the results differ" in out
+    for told in ("  seed: 0 | 1", "  checkpoint.save_top_k: 1 | 2", "data: no difference", "last: state_dict:", "the results differ",
+                 "train/loss: 6 of 6 rows differ, the first at step 1"):  # fmt: skip
+        assert told in out
 
 
 def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, capsys):
     shutil.copytree(runs / "a", tmp_path / "bit")
     path = tmp_path / "bit" / "checkpoints" / "last.ckpt"
     content = torch.load(path, weights_only=True)
-    weight = content["state_dict"]["net.classifier.1.weight"]
-    weight.view(-1)[7] = torch.nextafter(weight.view(-1)[7], torch.tensor(1.0))
+    weight = content["state_dict"]["net.classifier.1.weight"].view(-1)
+    weight[7] = torch.nextafter(weight[7], torch.tensor(1.0))
     torch.save(content, path)
-    assert run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")[0] == 0
-    code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit", "--exact")
-    assert code == 1
-    assert "1 of 8 tensors differ, the most net.classifier.1.weight" in out
+
+    def compared(*options: str) -> tuple[int, str]:
+        return run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit", *options)[:2]
+
+    assert compared()[0] == 0
+    code, out = compared("--exact")
+    assert code == 1 and "1 of 8 tensors differ, the most net.classifier.1.weight" in out
     lines = (tmp_path / "bit" / "metrics.csv").read_text().splitlines(keepends=True)
     (tmp_path / "bit" / "metrics.csv").write_text("".join(lines[:3] + lines[4:]))
-    code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")
-    assert code == 1
-    assert "train/loss: 6 rows | 5 rows; only in the first at steps [3]" in out
+    code, out = compared()
+    assert code == 1 and "train/loss: 6 rows | 5 rows; only in the first at steps [3]" in out
 
 
-@pytest.mark.parametrize("cpus", ["8", None])
-def test_the_cores_that_sbatch_was_asked_for_reach_each_task(cpus, tmp_path):
+def test_the_cores_that_sbatch_was_asked_for_reach_each_task(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "${SRUN_CPUS_PER_TASK-unset} $*"\n')
     srun.chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
-    env = {**clean, "PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({"SLURM_CPUS_PER_TASK": cpus} if cpus else {})
-    script = ["bash", str(ROOT / "scripts/slurm.sbatch"), "strategy=ddp"]
-    done = subprocess.run(script, env=env, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.split()[0] == (cpus or "unset")
-    assert done.stdout.strip().endswith("train.py resume=auto strategy=ddp")
+    for cpus, expected in (({"SLURM_CPUS_PER_TASK": "8"}, "8"), ({}, "unset")):
+        env = {**clean, "PATH": f"{tmp_path}:{os.environ['PATH']}", **cpus}
+        script = ["bash", str(ROOT / "scripts/slurm.sbatch"), "strategy=ddp"]
+        done = subprocess.run(script, env=env, capture_output=True, text=True, check=True, cwd=tmp_path)
+        assert done.stdout.split()[0] == expected
+        assert done.stdout.strip().endswith("train.py resume=auto strategy=ddp")
