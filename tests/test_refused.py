@@ -281,7 +281,7 @@ TWO = "trainer.accumulate_grad_batches=2"
     [
         ("run=a +optim.foo=1", "foo"),
         ("run=a optim=sgd optim.momentum=0", "momentum"),
-        ("run=a trainer.limit_train_batches=0.001", "the run's 0 steps"),
+        ("run=a trainer.limit_train_batches=0.001", "leaves nothing of an epoch to train"),
         ("run=a trainer.val_check_interval=13", r"`val_check_interval` \(13\) must be less than or equal to the number of the training batches \(12\)"),
         ("run=a trainer.min_steps=50", "trainer.min_steps=50 is more than the run's 12 steps"),
         (f"run=a {TWO} trainer.val_check_interval=0.3", "after 7 micro-batches, within a step of 2"),

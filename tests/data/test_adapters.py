@@ -190,7 +190,7 @@ def test_texts_are_classes_a_part_of_each_is_held_out_and_splits_are_taken(tmp_p
     ({"input": "y", "target": "kind"}, {}, r"data.input=y: there is no such column; .* has x, kind, price"),
     ({"input": "x", "target": "prize"}, {}, r"no such column \(did you mean price\?\)"),
     ({"root": "."}, {}, "is not a folder written by `save_to_disk`"),
-    ({"root": "nowhere"}, {}, "does not exist"),
+    ({"root": "nowhere"}, {}, "is not a folder written"),
     ({"input": "x", "target": "kind"}, {"test": {"x": [[0.0] * 3], "kind": ["cow"], "price": [0.0]}},
      r"kind=cow of the test part is not one of the 2 classes of train"),
     ({"input": "x", "target": "even"}, {"test": {"x": [[0.0] * 3], "even": [-1]}}, r"even=-1 of the test part is not one of the 2 classes"),

@@ -162,7 +162,7 @@ def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):
 
 def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[dict]:
     """The charts of these columns of metrics.csv, for a task with these metrics."""
-    task = SimpleNamespace(panels=lambda: [(name, "", (f"val/{name}",)) for name in columns])
+    task = SimpleNamespace(curves=lambda: [(name, "", (f"val/{name}",)) for name in columns])
     series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
     module = SimpleNamespace(task=task, metrics=metrics, arithmetic=None, network_arguments={})
     return list(pages.drawn_curves(TaskWorkload(module, None), series, {}))

@@ -10,7 +10,7 @@ from lockstep.config import rules
 from lockstep.config.instantiate import ENGINE_DATA, data_set_problems, problems, to_plain
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, is_shipped, wrong_values
 from lockstep.config.settings import Settings
-from lockstep.config.targets import foreign_names, unnamed
+from lockstep.config.targets import foreign_names, target_of, unnamed
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean
 
@@ -142,6 +142,8 @@ def task(settings: Settings) -> Iterator[str]:
     for group in ("model", "optim", "schedule"):
         if not cfg[group]:
             yield f"{group}=none is for a LightningModule with its own {group}; task={settings.title('task')} needs one. Choose it with {group}=<name>."
+    if not is_shipped(cfg.task) and getattr(target_of(cfg.task._target_, "task"), "between_samples", False):
+        yield from whole_batch_problems(settings)
 
 
 def module(settings: Settings) -> Iterator[str]:
