@@ -93,6 +93,16 @@ def write_cifar10(root: Path, per_file: int) -> dict[str, str]:
     return {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in Cifar10.md5}
 
 
+class Touch:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
 @pytest.fixture(scope="session")
 def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """640 training and 103 test images: neither world sizes nor batches divide the latter."""

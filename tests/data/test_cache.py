@@ -107,24 +107,18 @@ def flip(path: Path, place: int) -> None:
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: flip(folder / "train" / "input.npy", -100),
-        lambda folder: (folder / "test" / "target.npy").unlink(),
-        lambda folder: (folder / "test" / "input.npy").write_bytes(b"\x93NUMPY"),
-        lambda folder: (folder / "about.json").write_text("{"),
-        lambda folder: flip(folder / "about.json", 20),
-    ],
-    ids=["bit", "file", "cut off", "about", "sha256"],
-)
+@pytest.mark.parametrize("damage", [
+    lambda folder: flip(folder / "train" / "input.npy", -100), lambda folder: (folder / "test" / "target.npy").unlink(),
+    lambda folder: (folder / "test" / "input.npy").write_bytes(b"\x93NUMPY"),
+    lambda folder: (folder / "about.json").write_text("{"), lambda folder: flip(folder / "about.json", 20),
+], ids=["bit", "file", "cut off", "about", "sha256"])  # fmt: skip
 def test_a_damaged_cache_is_decoded_again_with_a_warning(root, cache, damage, capsys):
     first = prepared(root, cache).cached
     damage(first.folder)
     second = prepared(root, cache).cached
     assert second == first
     assert same(arrays(second), decoded(root))
-    assert capsys.readouterr().err == f"WARNING: the decoded data in {first.folder} is damaged and is decoded again.\n"
+    assert f"the decoded data in {first.folder} is damaged and is decoded again" in capsys.readouterr().err
 
 
 def test_data_that_is_changed_under_a_run_is_noticed_once_and_cheaply(root, cache, monkeypatch):
@@ -145,13 +139,9 @@ def test_data_that_is_changed_under_a_run_is_noticed_once_and_cheaply(root, cach
     assert data.fingerprint == before  # what is mapped stays
 
 
+# The standard: empty is as good as not set. A file cannot be written into.
 @pytest.mark.parametrize(
-    ("xdg", "expected"),
-    [
-        ("", "home/.cache/lockstep"),  # the standard: empty is as good as not set
-        ("xdg", "xdg/lockstep"),
-        ("file", "temporary/*"),  # it cannot be written
-    ],
+    ("xdg", "expected"), [("", "home/.cache/lockstep"), ("xdg", "xdg/lockstep"), ("file", "temporary/*")]
 )
 def test_the_cache_is_in_the_users_cache_folder_or_among_the_temporary_files(tmp_path, monkeypatch, xdg, expected):
     (tmp_path / "file").touch()

@@ -14,7 +14,7 @@ import torch
 from in_process import report
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from shipped_data import stand_in_trainer
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import StackDataset, TensorDataset, get_worker_info
 
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
@@ -23,7 +23,6 @@ from lockstep.data.loaders import FromWorkers, Indexed, InMemory, fetch
 from lockstep.data.sampler import EvalSampler, Split, TrainBatches
 from lockstep.errors import LostProcess, TrainingFailed, UserError
 
-SPLIT = Split(103, 10, 90)
 DEVICES = [None, torch.device("cpu"), *[torch.device("cuda")] * torch.cuda.is_available()]
 
 
@@ -32,24 +31,6 @@ def arrays() -> Arrays:
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (103, 3, 4, 5), dtype=np.uint8)
     return Arrays(input=images, target=random.integers(0, 10, 103))
-
-
-class Pairs(Dataset):
-    """The same samples as a torch Dataset, which gives them one at a time."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.arrays = arrays.arrays
-
-    def __len__(self) -> int:
-        return len(self.arrays["target"])
-
-    def __getitem__(self, place: int):
-        return torch.from_numpy(self.arrays["input"][place]), int(self.arrays["target"][place])
-
-
-class Dicts(Pairs):
-    def __getitem__(self, place: int):
-        return dict(zip(("input", "target"), super().__getitem__(place), strict=True))
 
 
 class MapStyle:
@@ -63,66 +44,37 @@ class MapStyle:
         return {name: array[indices] for name, array in self.arrays.items()}
 
 
-def samplers() -> list:
-    evaluation = Split(103, 0, 103, shuffled=False)
-    return [
-        TrainBatches(SPLIT, batch=20, seed=3, rank=1, world=2),
-        EvalSampler(evaluation, batch=40, rank=1, world=2),  # the last batch has places without a sample
-    ]
-
-
-def assert_same(batches: list, expected: list) -> None:
-    for batch, other in zip(batches, expected, strict=True):
-        assert batch.keys() == other.keys() == {"input", "target", "index", "count"}
-        count = batch["count"]
-        assert count == other["count"] == int((batch["index"] >= 0).sum())
-        assert torch.equal(batch["index"], other["index"])
-        assert (batch["index"][:count] >= 0).all()  # the real ones come first
-        for name in ("input", "target"):
-            assert torch.equal(batch[name][:count], other[name][:count])
-            assert len(batch[name]) == len(batch["index"])
-
-
 @pytest.mark.parametrize("at_once", [0, 10 * 60 * 2, 2**19])  # a batch, three, all
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("which", [0, 1])
-def test_memory_and_workers_give_the_same_batches(arrays, which, device, at_once, monkeypatch):
+@pytest.mark.parametrize("sampler", [
+    TrainBatches(Split(103, 10, 90), batch=20, seed=3, rank=1, world=2),
+    EvalSampler(Split(103, 0, 103, shuffled=False), batch=40, rank=1, world=2),  # the last batch has places without a sample
+], ids=["train", "eval"])  # fmt: skip
+def test_memory_and_workers_give_the_same_batches_of_samples_in_any_form(arrays, sampler, device, at_once, monkeypatch):
     monkeypatch.setattr(loaders, "AT_ONCE", at_once)
-    memory = [
-        {name: value.cpu() if torch.is_tensor(value) else value for name, value in batch.items()}
-        for batch in InMemory(arrays, device).batches(samplers()[which])
-    ]
-    assert len(memory) == len(samplers()[which]) > 1
-    assert np.array_equal(memory[0]["input"], arrays.arrays["input"][memory[0]["index"]])
-    assert (memory[-1]["count"] < len(memory[-1]["index"])) == (which == 1)
-    assert_same(memory, list(FromWorkers(arrays, samplers()[which], num_workers=0).batches()))
+    named = {name: torch.from_numpy(array) for name, array in arrays.arrays.items()}
+    forms = (arrays, TensorDataset(*named.values()), StackDataset(**named), MapStyle(arrays))
+    of_forms = [FromWorkers(samples_of(form), sampler, num_workers=0).batches() for form in forms]
+    batches = [InMemory(arrays, device).batches(sampler), *of_forms]
+    seen = 0
+    for index_B, *several in zip(sampler, *batches, strict=True):
+        count = int((index_B >= 0).sum())
+        assert (index_B[:count] >= 0).all()  # the real ones come first
+        seen += count
+        for batch in several:
+            assert (batch.keys(), batch["count"]) == ({*named, "index", "count"}, count)
+            assert np.array_equal(batch["index"], index_B)
+            for name, values in named.items():
+                assert torch.equal(batch[name][:count].cpu(), values[index_B[:count]])
+                assert len(batch[name]) == len(index_B)
+    assert seen == (40 if isinstance(sampler, TrainBatches) else 43)
 
 
-@pytest.mark.parametrize("form", [Pairs, Dicts, MapStyle])
-def test_samples_give_the_same_batches_in_any_form(arrays, form):
-    for sampler in samplers():
-        own = FromWorkers(samples_of(form(arrays)), sampler, num_workers=0)
-        assert_same(list(InMemory(arrays, None).batches(sampler)), list(own.batches()))
-
-
-def test_arrays_of_different_lengths_are_rejected(arrays):
-    with pytest.raises(ValueError, match=r"one length.*'input': 103, 'target': 102"):
-        Arrays(input=arrays.arrays["input"], target=arrays.arrays["target"][1:])
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "size", "expected"),
-    [
-        ("cuda", "auto", 100, "cuda"),  # a tenth of what is free
-        ("cuda", "auto", 101, None),
-        ("cuda", True, 900, "cuda"),
-        ("cuda", False, 1, None),
-        ("cpu", "auto", 1, None),
-    ],
-)
-def test_images_live_on_the_gpu_where_they_are_asked_to_or_take_little_of_it(
-    device, asked, size, expected, monkeypatch
-):
+@pytest.mark.parametrize(("device", "asked", "size", "expected"), [
+    ("cuda", "auto", 100, "cuda"),  # a tenth of what is free
+    ("cuda", "auto", 101, None), ("cuda", True, 900, "cuda"), ("cuda", False, 1, None), ("cpu", "auto", 1, None),
+])  # fmt: skip
+def test_images_live_on_the_gpu_if_they_are_asked_to_or_take_little_of_it(device, asked, size, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 4000))
     data = SimpleNamespace(device=torch.device(device), on_device=asked)
     images = Arrays(input=np.zeros((size, 1), np.uint8))
@@ -132,7 +84,10 @@ def test_images_live_on_the_gpu_where_they_are_asked_to_or_take_little_of_it(
 @pytest.mark.parametrize(
     ("value", "sizes"), [([[1.0], [2.0, 3.0]], "1, 2"), ([np.ones((2, 4)), np.ones((3, 4))], r"\(2, 4\), \(3, 4\)")]
 )
-def test_numbers_of_several_shapes_are_rejected_by_name(value, sizes):
+def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, value, sizes):
+    with pytest.raises(ValueError, match=r"one length.*'input': 103, 'target': 102"):
+        Arrays(input=arrays.arrays["input"], target=arrays.arrays["target"][1:])
+
     class Ragged:
         def __getitem__(self, indices: np.ndarray) -> dict:
             return {"input": np.ones((len(indices), 3)), "tags": [["a"], ["b", "c"]], "tokens": value}
@@ -149,27 +104,20 @@ def test_numbers_of_several_shapes_are_rejected_by_name(value, sizes):
 # --- the datamodule ---
 
 
-class Named(Dataset):
-    """Samples of two inputs, with the names of their files."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, place):
-        return {"left": place, "right": torch.full((3,), place, dtype=torch.uint8), "file": f"{place}.png"}
-
-
 class TwoInputs(DataSet):
+    """With the names of files."""
+
     def __init__(self):
-        self.train = self.test = Named()
+        right, files = [torch.full((3,), i, dtype=torch.uint8) for i in range(20)], [f"{i}.png" for i in range(20)]
+        self.train = self.test = StackDataset(left=range(20), right=right, file=files)
 
     def preprocess(self, batch):
         return {**batch, "right": batch["right"] / 255}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    ("plugin", "expected"), [(DoublePrecision(), torch.float64), (HalfPrecision("bf16-true"), torch.bfloat16)]
+    ("plugin", "expected", "workers"),
+    [(DoublePrecision(), torch.float64, 0), (HalfPrecision("bf16-true"), torch.bfloat16, 1)],
 )
 def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected, workers):
     data = DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, num_workers=workers)
@@ -180,6 +128,8 @@ def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected
     assert batch["file"] == [f"{place}.png" for place in batch["index"].tolist()]
     assert data.example(3)["file"] == ["0.png", "1.png", "2.png"]
     assert data.dataset.show(data.raw("train", [0])) == {}  # a page shows `input`, which this data lacks
+    with pytest.raises(UserError, match=r"data.on_device=true has no effect"):
+        DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, on_device=True)  # it is not held in memory
     *_, last = data.test_dataloader()
     assert last["file"][: last["count"]] == [f"{place}.png" for place in range(16, 20)]
 

