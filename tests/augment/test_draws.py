@@ -13,9 +13,8 @@ def numbers(count: int = 10_000, name: str = "augment.x", seed: int = 0, epoch: 
 
 
 def test_seed_epoch_sample_copy_name_and_number_each_make_a_difference():
-    of = [
-        numbers(), numbers(seed=1), numbers(epoch=1), numbers(name="augment.y"), numbers(name="augment.xx"), numbers(repeats=3),
-    ]  # fmt: skip
+    others = [{"seed": 1}, {"epoch": 1}, {"name": "augment.y"}, {"name": "augment.xx"}, {"repeats": 3}]
+    of = [numbers(), *(numbers(**other) for other in others)]
     of[-1].state_B[::3] = 0  # the first copy has the numbers of an only one
     bits = np.concatenate([each.bits(4).flatten() for each in of])
     different = len(set(bits.tolist()))
@@ -67,7 +66,7 @@ def test_partners_are_neighbours_of_the_same_copy():
         assert np.array_equal(partner_B % repeats, place_B % repeats)
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.8, 1.0, 3.0])
+@pytest.mark.parametrize("alpha", [0.1, 0.8, 3.0])
 def test_the_weights_of_mixup_have_a_beta_distribution(alpha):
     made = np.sort(beta(numbers(200_000), alpha).astype(np.float64))
     drawn = np.sort(np.random.default_rng(0).beta(alpha, alpha, 200_000))

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from timm.data.mixup import mixup_target
-from timm.loss import BinaryCrossEntropy
-from torch.nn import functional as F
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
 from lockstep.augment import Augmentation, Cutmix, Flip, Mixup, MixupOrCutmix, RandomErasing, Rotate
 from lockstep.data import Images
 from lockstep.errors import UserError
-from lockstep.tasks import Classification, Regression, Segmentation
+from lockstep.tasks import Classification, Regression, Segmentation, Task
 from lockstep.training.metrics import of_partners, weighted_loss
 
 MIXES = {"mixup": Mixup(alpha=0.8), "cutmix": Cutmix(), "mixup_cutmix": MixupOrCutmix()}
@@ -31,21 +30,13 @@ def classification(**options: object) -> Classification:
     return task
 
 
-def test_mixup_is_the_weighted_mean_of_two_neighbours_of_numbers_and_not_of_tokens():
-    partner = torch.arange(16) ^ 1
-    for own, rounding in ((batch_of()["input"], 0.5001), (torch.randn(16, 7), 1e-5)):
-        batch = {**batch_of(), "input": own}
-        made = mixed("mixup", batch)
-        share = made["share"].view(-1, *[1] * (own.dim() - 1))
-        torch.testing.assert_close(
-            made["input"].float(), share * own + (1 - share) * own[partner], atol=rounding, rtol=0
-        )
-        assert made["input"].dtype == own.dtype
-        assert torch.equal(made["target"], batch["target"])
-    with pytest.raises(UserError, match=r"mixup changes images of bytes .*; `input` is int64 of shape \(16, 7\)"):
-        mixed("mixup", {**batch_of(), "input": torch.ones(16, 7, dtype=torch.int64)})
-    with pytest.raises(UserError, match=r"augment.mixup mixes pairs, and a batch has 3 samples"):
-        mixed("mixup", batch_of(3))
+def test_mixup_of_numbers_is_the_weighted_mean_of_two_neighbours():
+    """tests/augment/test_references.py has images."""
+    batch = {**batch_of(), "input": torch.randn(16, 7)}
+    made, other = mixed("mixup", batch), batch["input"][torch.arange(16) ^ 1]
+    share = made["share"][:, None]
+    torch.testing.assert_close(made["input"], share * batch["input"] + (1 - share) * other)
+    assert torch.equal(made["target"], batch["target"])
 
 
 def test_mixup_or_cutmix_gives_each_sample_one_of_them():
@@ -59,36 +50,21 @@ def test_mixup_or_cutmix_gives_each_sample_one_of_them():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", MIXES)
-def test_the_loss_is_the_cross_entropy_of_timms_soft_targets(name, smoothing):
+@pytest.mark.parametrize(("name", "loss"), [*((name, "cross_entropy") for name in MIXES), ("mixup", "bce")])
+def test_the_loss_is_the_one_of_timms_soft_targets(name, loss, smoothing):
     batch, logits_BK = mixed(name, batch_of()), torch.randn(16, 5)
-    task = classification(label_smoothing=smoothing)
-    alone_B, weight_B = weighted_loss(
-        task, logits_BK, batch_of()
-    )  # samples that are not mixed have their loss as it is
+    task, theirs = classification(loss=loss, label_smoothing=smoothing), SoftTargetCrossEntropy()
+    if loss == "bce":
+        theirs = BinaryCrossEntropy(smoothing=smoothing)
+        torch.testing.assert_close(task.loss(logits_BK, batch).mean(), theirs(logits_BK, batch["target"]))
+    alone_B, weight_B = weighted_loss(task, logits_BK, batch_of())  # not mixed
     assert torch.equal(alone_B, task.loss(logits_BK, batch_of())) and weight_B is None
     loss_B, weight_B = weighted_loss(task, logits_BK, batch)
     assert weight_B is None
     for place, share in enumerate(batch["share"].tolist()):
         pair = batch["target"][[place, place ^ 1]]
-        soft = mixup_target(pair, 5, share, smoothing)[0]  # of a batch, whose partner is the one from its end
-        expected = -(soft * logits_BK[place].log_softmax(0)).sum()
-        torch.testing.assert_close(loss_B[place], expected)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_binary_cross_entropy_is_timms(smoothing):
-    logits_BK, batch = torch.randn(16, 5), batch_of()
-    task = classification(loss="bce", label_smoothing=smoothing)
-    theirs = BinaryCrossEntropy(smoothing=smoothing)
-    torch.testing.assert_close(task.loss(logits_BK, batch).mean(), theirs(logits_BK, batch["target"]))
-    made = mixed("mixup", batch)
-    loss_B, _ = weighted_loss(task, logits_BK, made)
-    for place, share in enumerate(made["share"].tolist()):
-        soft = mixup_target(made["target"][[place, place ^ 1]], 5, share, smoothing)
-        torch.testing.assert_close(loss_B[place], theirs(logits_BK[place : place + 1], soft[:1]))
-    with pytest.raises(UserError, match=r"task.class_weights has no effect with task.loss=bce"):
-        classification(loss="bce", class_weights=[1, 1, 1, 1, 1])
+        soft = mixup_target(pair, 5, share, smoothing)[:1]  # of a batch, whose partner is the one from its end
+        torch.testing.assert_close(loss_B[place], theirs(logits_BK[place : place + 1], soft))
 
 
 def test_mixing_twice_weighs_the_targets_as_the_images_are_weighed():
@@ -118,15 +94,28 @@ class Weighted(Regression):
         return batch["weight"]
 
 
-def test_weights_of_samples_are_mixed_with_their_losses():
-    batch = mixed("mixup", batch_of(weight=torch.rand(16), target=torch.randn(16)))
-    output = torch.randn(16, 1)
-    loss_B, weight_B = weighted_loss(Weighted(), output, batch)
-    for place, share in enumerate(batch["share"].tolist()):
-        errors = [(output[place, 0] - batch["target"][p]) ** 2 * batch["weight"][p] for p in (place, place ^ 1)]
-        torch.testing.assert_close(loss_B[place], share * errors[0] + (1 - share) * errors[1])
-        weights = [batch["weight"][p] for p in (place, place ^ 1)]
-        torch.testing.assert_close(weight_B[place], share * weights[0] + (1 - share) * weights[1])
+def weighted() -> tuple[Task, dict, torch.Tensor]:
+    return Weighted(), batch_of(weight=torch.rand(16), target=torch.randn(16)), torch.randn(16, 1)
+
+
+def of_masks() -> tuple[Task, dict, torch.Tensor]:
+    task = Segmentation()
+    task.bind({"classes": ["a", "b"], "image_size": 8})
+    return task, with_masks(16, size=(8, 8)), torch.randn(16, 2, 8, 8)
+
+
+@pytest.mark.parametrize("case", [weighted, of_masks])
+def test_losses_and_weights_of_samples_are_mixed(case):
+    task, before, output = case()
+    batch = mixed("mixup", before)
+    loss_B, weight_B = weighted_loss(task, output, batch)
+    share_B, swapped = batch["share"], torch.arange(16) ^ 1
+    partners = {**batch, **{name: batch[name][swapped] for name in ("target", "weight") if name in batch}}
+    (own_B, own_weight_B), (other_B, other_weight_B) = (
+        (task.loss(output, each), task.weight(each)) for each in (batch, partners)
+    )
+    torch.testing.assert_close(weight_B, share_B * own_weight_B + (1 - share_B) * other_weight_B)
+    torch.testing.assert_close(loss_B, share_B * own_B * own_weight_B + (1 - share_B) * other_B * other_weight_B)
 
 
 # --- masks: a mask says where its image is bright ---
@@ -135,13 +124,8 @@ def test_weights_of_samples_are_mixed_with_their_losses():
 def with_masks(count: int = 64, size: tuple[int, int] = (8, 10), **more: torch.Tensor) -> dict:
     coarse = torch.rand(count, 3, *size, generator=torch.Generator().manual_seed(0))
     images = (coarse * 255).round().to(torch.uint8)
-    return {
-        "input": images,
-        "target": (images[:, 0] > 127).long(),
-        "index": torch.arange(count),
-        "count": count,
-        **more,
-    }
+    target = (images[:, 0] > 127).long()
+    return {"input": images, "target": target, "index": torch.arange(count), "count": count, **more}
 
 
 def test_cutmix_pastes_masks_with_their_images_and_leaves_the_loss():
@@ -150,20 +134,6 @@ def test_cutmix_pastes_masks_with_their_images_and_leaves_the_loss():
     assert torch.equal(made["target"], (made["input"][:, 0] > 127).long())
     assert not torch.equal(made["target"], before["target"])
     assert "share" not in made and torch.equal(made["shape"], before["shape"])
-
-
-def test_mixup_mixes_the_losses_of_masks():
-    batch = Augmentation({"mixup": Mixup()})(with_masks(size=(8, 8)), seed=0, epoch=0)
-    task = Segmentation()
-    task.bind({"classes": ["a", "b"], "image_size": 8})
-    output = torch.randn(64, 2, 8, 8)
-    loss_B, weight_B = weighted_loss(task, output, batch)
-    losses = [
-        F.cross_entropy(output, batch["target"][p], reduction="none").mean((1, 2))
-        for p in (torch.arange(64), torch.arange(64) ^ 1)
-    ]
-    torch.testing.assert_close(loss_B, batch["share"] * losses[0] + (1 - batch["share"]) * losses[1])
-    torch.testing.assert_close(weight_B, torch.ones(64))
 
 
 @pytest.mark.parametrize(
@@ -188,8 +158,10 @@ def test_masks_stay_upon_their_images(operation, size):
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "depth": torch.zeros(64, 8, 10)}, r"augment.cut cannot paste a part of `depth`"),
     ({"mixup": Mixup(), "cut": Cutmix()}, {}, r"augment.cut pastes masks, .* Use augment="),
     ({"both": MixupOrCutmix()}, {}, r"augment.both pastes masks, .* Use augment="),
+    ({"mixup": Mixup()}, {"input": torch.ones(64, 7, dtype=torch.int64)}, r"mixup changes images of bytes .*; `input` is int64 of shape \(64, 7\)"),
+    ({"mixup": Mixup()}, {"index": torch.arange(3)}, r"augment.mixup mixes pairs, and a batch has 3 samples"),
     ({"flip": Flip()}, {"input": torch.zeros(64, 5)}, r"augment.flip changes images of bytes \(uint8, BCHW\); `input` is float32 of shape \(64, 5\)"),
 ])  # fmt: skip
-def test_what_cannot_follow_the_images_is_refused(operations, more, told):
+def test_what_cannot_be_mixed_or_follow_the_images_is_refused(operations, more, told):
     with pytest.raises(UserError, match=told):
         Augmentation(operations)({**with_masks(), **more}, seed=0, epoch=0)

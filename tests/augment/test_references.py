@@ -58,8 +58,8 @@ def test_operations_are_torchvisions(size):
 @pytest.mark.parametrize("kind", [TrivialAugment, RandAugment])
 def test_operations_of_policies_are_torchvisions(kind, name):
     """Those of TrivialAugment at the magnitudes that are drawn."""
-    for size in SIZES:
-        image, operation = images(*size), kind(operations=[name], **({"count": 1} if kind is RandAugment else {}))
+    operation = kind(operations=[name], **({"count": 1} if kind is RandAugment else {}))
+    for image in (images(*size) for size in SIZES):
         assert_close(name, operation, image, policy(operation, image, 1))
 
 
