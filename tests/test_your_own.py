@@ -18,10 +18,8 @@ from PIL import Image
 from your_own import FOLDER, Page, forget, samples_seen
 
 import lockstep
-from lockstep.checkpoints import finding
 from lockstep.errors import OutOfMemory, RunFailed, UserError
-from lockstep.extras import comparison, exported
-from lockstep.extras.export import export
+from lockstep.extras import comparison
 
 TWO = ("strategy=ddp", "trainer.devices=2")
 SHARDED = ("strategy=fsdp", "trainer.devices=2")
@@ -46,12 +44,8 @@ PAGES = [
     Page("language-model", ("model.width=16", "model.dropout=0", "data.sequence_length=16")),
     Page("task", ("model.width=8", *MNIST), generated=True),
     Page("contrastive", ("model.width=8", "data.eval_batch_size=50", *MNIST), generated=True),
-    Page(
-        "detection",
-        ("model.width=8", "data.count=70", "data.image_size=32", "trainer.check_val_every_n_epoch=1"),
-        generated=True,
-    ),
-]
+    Page("detection", ("model.width=8", "data.count=70", "data.image_size=32", "trainer.check_val_every_n_epoch=1"), generated=True),
+]  # fmt: skip
 QUICKEST = {"segmentation", "classifier"}  # of those with a task, data and a network of their own, and of the modules
 
 
@@ -146,26 +140,10 @@ def unpack(mnist: Path, root: Path) -> None:
         (root / "MNIST/raw" / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
 
 
-def skip_unless(condition: bool, reason: str) -> None:
-    if not condition:
-        pytest.skip(reason)
-
-
 # --- the files ---
 
 
-def files(page: Page, ending: str) -> list[str]:
-    return [name for name in page.files if name.endswith(ending)]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_needs_few_files_and_none_of_locksteps(page):
-    assert (len(files(page, ".py")) <= 2, len(files(page, ".yaml")) <= 1) == (True, True)
-    assert all(name.startswith(("src/mywork/", "configs/")) for name in page.files)
-    assert not [name for name in page.files if (lockstep.ROOT / name).exists()]
-
-
-def test_every_page_is_tested_and_the_index_has_its_lines():
+def test_every_page_is_tested_and_in_the_index_and_needs_few_files_and_none_of_locksteps():
     names = {path.stem for path in FOLDER.glob("*.md")} - {"README"}
     assert names == {case.page.name for case in CASES}
     rows = [re.sub(r"\) \(.*?\) ", ") ", line) for line in (FOLDER / "README.md").read_text().splitlines()]
@@ -174,6 +152,11 @@ def test_every_page_is_tested_and_the_index_has_its_lines():
         assert f"| [{title}]({page.name}.md) | {page.lines} |" in rows
         links = re.findall(r"\]\(([\w-]+\.md)\)", page.text)
         assert [link for link in links if not (FOLDER / link).is_file()] == []
+    for page in PAGES:
+        endings = [Path(name).suffix for name in page.files]
+        assert endings.count(".py") <= 2 and endings.count(".yaml") <= 1, page.name
+        assert all(name.startswith(("src/mywork/", "configs/")) for name in page.files)
+        assert not [name for name in page.files if (lockstep.ROOT / name).exists()]
 
 
 def test_a_key_that_the_class_does_not_have_is_refused(tmp_path, monkeypatch, mnist, cache):
@@ -189,74 +172,70 @@ def test_a_key_that_the_class_does_not_have_is_refused(tmp_path, monkeypatch, mn
 # --- the promises ---
 
 
-def test_a_run_prints_what_the_page_shows(runs):
-    """Its lines, whatever their numbers."""
-    skip_unless(not runs.case.module, "the page shows a run on all images")
-
-    def words(text: str) -> set[str]:
-        rows = re.findall(r"^│ (\S.*?) +│", text, re.MULTILINE)
-        plans = re.findall(r"^\S+: (\S+) \(.*? · (\S+) (?:from|\()", text, re.MULTILINE)
-        return {*rows, *(word for plan in plans for word in plan)}
-
-    shown = words(runs.case.page.text)
-    assert len(shown) >= 3
-    assert shown <= words(runs.printed)
+def printed_words(text: str) -> set[str]:
+    """Names of metrics, network and data: what a run prints, whatever its numbers."""
+    rows = re.findall(r"^│ (\S.*?) +│", text, re.MULTILINE)
+    plans = re.findall(r"^\S+: (\S+) \(.*? · (\S+) (?:from|\()", text, re.MULTILINE)
+    return {*rows, *(word for plan in plans for word in plan)}
 
 
-def test_every_step_has_a_row_and_the_run_is_done(runs):
+def test_a_run_prints_what_the_page_shows_and_logs_each_step(runs):
+    if not runs.case.module:  # of which the page shows a run on all images
+        shown = printed_words(runs.case.page.text)
+        assert len(shown) >= 3
+        assert shown <= printed_words(runs.printed)
     for run, report in runs.reports.items():
         steps = runs.case.steps if run != "single" or runs.case.name != "own_data" else 12
         assert (report["status"], report["train/steps"]) == ("done", steps)
         with Path("runs", run, "metrics.csv").open() as file:
             logged = [int(row["step"]) for row in csv.DictReader(file) if row[runs.case.loss]]
         assert logged == list(range(1, steps + 1))
+        if report["monitor"] is not None:
+            assert report["monitor"] in report
+            assert report["checkpoint"].startswith("checkpoints/best")
     printed = Path("runs/ddp/train.log").read_text()
     assert all(words in printed for words in runs.case.promises)
 
 
-def test_two_processes_see_the_batches_of_one(runs):
+def test_two_processes_see_the_batches_and_find_the_weights_of_one(runs):
     single, ddp = runs.samples("single"), runs.samples("ddp")
     if runs.case.name == "own_data":  # batches of its own in each process
         assert {len(samples) for samples in ddp.values()} == {2 * 96}
         return
-    assert (len(single), {len(samples) for samples in single.values()}) == (
-        runs.case.steps,
-        {16 if runs.case.module else 8},
-    )
+    assert len(single) == runs.case.steps
+    assert {len(samples) for samples in single.values()} == {16 if runs.case.module else 8}
     assert ddp == single
-    if not runs.case.module:
-        assert runs.samples("fsdp") == single
-
-
-def test_two_processes_find_the_weights_of_one(runs):
-    skip_unless(not runs.case.module, "a module averages its loss as it likes")
-    single = runs.weights("single")
+    if runs.case.module:  # which averages its loss as it likes
+        return
+    assert runs.samples("fsdp") == single
+    weights = runs.weights("single")
     for pair in ("ddp", "fsdp"):
-        assert float((runs.weights(pair) - single).norm() / single.norm()) < 1e-6
+        assert float((runs.weights(pair) - weights).norm() / weights.norm()) < 1e-6
         assert runs.reports[pair]["test/loss"] == pytest.approx(runs.reports["single"]["test/loss"], rel=1e-5)
 
 
 def test_a_killed_run_that_is_typed_again_ends_bit_identical(runs):
     assert runs.reports["killed"]["resumed_from"].endswith("last.ckpt")
     assert runs.samples("killed").keys() == runs.samples("ddp").keys()
-    found = comparison.compare(
-        *(comparison.find(run, Path("runs")) for run in ("ddp", "killed")), exact=True, tolerance=0
-    )
+    ddp, killed = (comparison.find(run, Path("runs")) for run in ("ddp", "killed"))
+    found = comparison.compare(ddp, killed, exact=True, tolerance=0)
     # Resuming steps a plateau's scheduler outside of Lightning's loop, which counts its steps.
     weights = [line for line in found["weights"] if not (runs.case.module and "scheduler_progress" in line)]
     assert (found["log"], found["metrics"], weights) == ([], [], [])
 
 
-def test_an_evaluation_repeats_the_figures(runs):
-    expected = {name: value for name, value in runs.reports["ddp"].items() if name.startswith("test")}
-    found = {name: value for name, value in runs.evaluation.items() if name.startswith("test")}
+def test_an_evaluation_repeats_the_figures_and_a_module_loads(runs):
+    report = runs.reports["ddp"]
+    expected, found = (
+        {name: value for name, value in figures.items() if name.startswith("test")}
+        for figures in (report, runs.evaluation)
+    )
     assert len(expected) >= 1
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_module_keeps_plain_hyper_parameters_and_every_optimizer_by_name_and_loads(runs):
-    skip_unless(bool(runs.case.module), "it is about LightningModules")
-    saved, report = state("ddp/checkpoints/last.ckpt"), runs.reports["ddp"]
+    if not runs.case.module:
+        return
+    # plain hyperparameters, and every optimizer by name
+    saved = state("ddp/checkpoints/last.ckpt")
     assert saved["config"]["task"]["_target_"].startswith("mywork.")
     assert set(saved["hyper_parameters"]) > {"lr" if runs.case.name == "gan" else "learning_rate"}
     named = [name for optimizer in saved["optimizer_states"] for name in optimizer["state"]]
@@ -269,45 +248,36 @@ def test_a_module_keeps_plain_hyper_parameters_and_every_optimizer_by_name_and_l
 
 
 PREDICTED = {
-    "segmentation": "mask",
-    "multilabel": "labels",
-    "regression": "price",
-    "language-model": "token",
-    "contrastive": "similarity",
+    "segmentation": "mask", "multilabel": "labels", "regression": "price", "language-model": "token", "contrastive": "similarity",
     "detection": "boxes",
-}
+}  # fmt: skip
 
 
 def test_a_prediction_has_a_row_for_each_test_sample_from_one_process_and_from_two(runs, tmp_path):
-    skip_unless(not runs.case.module, "these modules have no predict_step")
-    asked = ["run=ddp", "input=test", "trainer.accelerator=cpu"]
+    if runs.case.module:
+        pytest.skip("these modules have no predict_step")
     tables = []
     for name, more in {"one": (), "two": TWO}.items():
-        lockstep.predict([*asked, f"output={tmp_path}/{name}.jsonl", *more])
+        lockstep.predict(["run=ddp", "input=test", "trainer.accelerator=cpu", f"output={tmp_path}/{name}.jsonl", *more])
         tables.append([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()])
-    one, two = tables
-    assert [row["index"] for row in one] == [row["index"] for row in two] == list(range(runs.evaluation["test/count"]))
+    assert all([row["index"] for row in rows] == list(range(runs.evaluation["test/count"])) for rows in tables)
     column = PREDICTED.get(runs.case.name, "class")
-    number = (
-        column if runs.case.name == "contrastive" else "loss"
-    )  # whose loss depends on the other samples of its batch
-    assert {column, number} <= one[0].keys()
-    for a, b in zip(one, two, strict=True):
+    number = "similarity" if runs.case.name == "contrastive" else "loss"  # which depends on the batch there
+    assert {column, number} <= tables[0][0].keys()
+    for a, b in zip(*tables, strict=True):
         assert a[number] == pytest.approx(b[number], rel=1e-4, abs=1e-6)
-    if column == "mask":
-        for row, other in zip(one, two, strict=True):
-            masks = [np.asarray(Image.open(tmp_path / each["mask"])) for each in (row, other)]
+        if column == "mask":
+            masks = [np.asarray(Image.open(tmp_path / row["mask"])) for row in (a, b)]
             assert masks[0].shape == (16, 16)
             assert (masks[0] == masks[1]).mean() > 0.99
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch.onnx
-def test_masks_are_augmented_predicted_for_files_and_exported(runs, tmp_path):
+def test_masks_are_augmented_and_predicted_for_files(runs, tmp_path):
     """What the page of segmentation says to type after training, on photos of other sizes."""
-    skip_unless(runs.case.name == "segmentation", "it is about masks")
-    typed = [*runs.case.page.typed[1], *QUICK, *runs.case.page.quick]
-    lockstep.train(typed)
+    if runs.case.name != "segmentation":
+        pytest.skip("it is about masks")
+    lockstep.train([*runs.case.page.typed[1], *QUICK, *runs.case.page.quick])
     (tmp_path / "photos").mkdir()
     for i, size in enumerate([(20, 31), (16, 16), (50, 12)]):
         Image.effect_noise(size, 90).save(tmp_path / f"photos/{i}.png")
@@ -319,14 +289,3 @@ def test_masks_are_augmented_predicted_for_files_and_exported(runs, tmp_path):
             assert (mask.mode, mask.size) == ("L", image.size)
     drawn = re.findall(r'src="data:image/png;base64,([^"]+)"', (tmp_path / "table.jsonl.html").read_text())
     assert len(drawn) == len(rows) == 3
-    made = export(finding.tested_checkpoint("runs/light", "export"), tmp_path / "exported", ["onnx"])
-    for row, other in zip(exported.load(made).predict_files(row["path"] for row in rows), rows, strict=True):
-        with Image.open(tmp_path / other["mask"]) as mask:
-            assert (np.asarray(row["mask"]) == np.asarray(mask)).mean() > 0.99
-
-
-def test_the_monitored_figure_chooses_the_checkpoint(runs):
-    report = runs.reports["single"]
-    if report["monitor"] is not None:
-        assert report["monitor"] in report
-        assert report["checkpoint"].startswith("checkpoints/best")
