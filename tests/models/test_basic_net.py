@@ -34,7 +34,7 @@ def test_the_gradient_goes_where_the_value_went(dtype):
 
 
 @pytest.mark.parametrize("backend", [None, "eager"])
-def test_the_memory_format_stays_and_a_seed_repeats_the_mask(backend):
+def test_the_memory_format_stays_a_seed_repeats_the_mask_and_nothing_and_all_are_as_in_torch(backend):
     x, dropout = torch.rand(8, 16, 5, 5).contiguous(memory_format=torch.channels_last), Dropout(0.5)
     if backend:
         dropout.compile(backend=backend)
@@ -44,10 +44,6 @@ def test_the_memory_format_stays_and_a_seed_repeats_the_mask(backend):
     assert torch.equal(dropout(x), first)
     assert first.is_contiguous(memory_format=torch.channels_last)
     assert not torch.equal(dropout(x), first)
-
-
-def test_nothing_and_all_are_as_in_torch():
-    x = torch.rand(10)
     for p in (0.0, 1.0):
         assert torch.equal(Dropout(p)(x), nn.Dropout(p)(x))
     assert torch.equal(Dropout(0.5).eval()(x), x)
