@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pages import Text
-from pictures import COLOURS, write_pictures
 from PIL import Image
 
 from lockstep import ROOT
@@ -52,8 +51,13 @@ def samples_seen(run: Path) -> dict[int, list[float]]:
 
 def write_flowers(root: Path) -> None:
     """30 images of each of three classes, of different sizes, coloured by class."""
-    for name, colour in zip(("daisy", "rose", "tulip"), COLOURS, strict=True):
-        write_pictures(root / "flowers" / name, colour, 30)
+    random = np.random.default_rng(0)
+    for place, name in enumerate(("daisy", "rose", "tulip")):
+        (root / "flowers" / name).mkdir(parents=True)
+        for i in range(30):
+            pixels = random.integers(0, 120, (20 + i % 3, 24, 3), dtype=np.uint8)
+            pixels[..., place] += 100
+            Image.fromarray(pixels).save(root / "flowers" / name / f"{i}.png")
 
 
 def write_weather(root: Path) -> None:

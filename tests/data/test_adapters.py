@@ -64,6 +64,7 @@ def test_what_is_no_image_goes_to_the_network_as_it_is():
 
 
 def test_classes_are_those_of_the_dataset_or_of_its_targets():
+    assert "classes" not in torch_data(vectors(12)).about
     assert torch_data(Subset(pictures(), [3, 4])).about["classes"] == list(COLOURS)
     named = vectors(12)
     named.targets = [0, 2, 1] * 4
@@ -110,10 +111,8 @@ def test_random_transforms_are_noticed(tmp_path):
 # --- torchvision ---
 
 
-def named(dataset: str, root, **changes) -> Torchvision:
-    return Torchvision(
-        **{"dataset": dataset, "root": str(root), "cache_dir": str(root / "cache"), "image_size": 8, **changes}
-    )
+def named(dataset: str, root: Path, **changes) -> Torchvision:
+    return Torchvision(dataset=dataset, root=str(root), cache_dir=str(root / "cache"), image_size=8, **changes)
 
 
 def test_its_own_parts_are_taken_and_without_a_test_part_its_val_is_the_test(tmp_path):

@@ -48,9 +48,11 @@ def test_places_among_a_billion_samples_are_computed_one_by_one_and_no_two_share
     assert len(np.unique(permute(np.arange(count) * (n // count), n, 0, 0))) == count
 
 
-@pytest.mark.parametrize("pair", [lambda i: (i, 0), lambda i: (0, i)], ids=["seed", "epoch"])
+@pytest.mark.parametrize(
+    "pair", [lambda i: (i, 0), pytest.param(lambda i: (0, i), marks=pytest.mark.slow)], ids=["seed", "epoch"]
+)
 def test_all_orders_of_five_samples_are_equally_frequent(pair):
-    draws, orders = 1200, 120
+    draws, orders = 3600, 120  # with 8 ROUNDS chi2 is 224, and with 1,200 draws still 174
     seen = Counter(tuple(permute(np.arange(5), 5, *pair(i)).tolist()) for i in range(draws))
     expected = draws / orders
     chi2 = sum((count - expected) ** 2 / expected for count in seen.values()) + expected * (orders - len(seen))
