@@ -103,15 +103,9 @@ def test_a_rank_among_thousands_holds_no_more_of_a_billion_samples_than_its_next
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    data=st.data(),
-    count=st.integers(40, 700),
-    world=st.integers(1, 4),
-    accumulate=st.integers(1, 3),
-    epoch=EPOCHS,
-    block=st.sampled_from([1, 7, 64, 8192]),  # indices computed at once: it does not show
-)
+@given(st.data(), st.integers(40, 700), st.integers(1, 4), st.integers(1, 3), EPOCHS, st.sampled_from([1, 7, 64, 8192]))
 def test_resuming_yields_exactly_the_rest_of_the_epoch(data, count, world, accumulate, epoch, block):
+    """Whatever the number of indices that are computed at once."""
     split, rank = Split(700, 0, count), data.draw(st.integers(0, world - 1))
     batches = TrainBatches(split, batch=3 * world * accumulate, seed=9, rank=rank, world=world, accumulate=accumulate)
     batches.set_epoch(epoch)
