@@ -20,57 +20,40 @@ MNIST = ("data.root={mnist}", "data.cache_dir={cache}", "data.limit_train=48")
 
 
 def write_activity(root: Path) -> None:
-    random = np.random.default_rng(0)
-    parts = {
-        part: (random.normal(size=(n, 3, 40)).astype(np.float32), np.arange(n) % 4)
-        for part, n in (("train", 80), ("test", 20))
-    }
-    np.savez(
-        root / "activity.npz", **{f"{k}_{part}": v for part, xy in parts.items() for k, v in zip("xy", xy, strict=True)}
-    )
+    random, arrays = np.random.default_rng(0), dict[str, np.ndarray]()
+    for part, count in (("train", 80), ("test", 20)):
+        windows = random.normal(size=(count, 3, 40)).astype(np.float32)
+        arrays |= {f"x_{part}": windows, f"y_{part}": np.arange(count) % 4}
+    np.savez(root / "activity.npz", **arrays)
 
 
 DATA |= {"plain-loop": write_activity, "accelerate": write_houses, "transformers-trainer": write_flowers}
-PAGES = [
-    Page("plain-loop", ("data.num_workers=0",), folder=FOLDER),
-    Page("accelerate", ("schedule.warmup_steps=0",), folder=FOLDER),
-    Page(
-        "transformers-trainer",
-        (
-            "model.pretrained=false",
-            "model.name=test_resnet",
-            "schedule.warmup_steps=0",
-            "data.image_size=32",
-            "data.cache_dir={cache}",
-        ),
-        folder=FOLDER,
-    ),
-    Page("lightning-hydra-template", MNIST, folder=FOLDER),
-]
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
-
-@every_page
-@pytest.mark.filterwarnings(
-    "ignore:Attribute 'net' is an instance of `nn.Module`"  # Lightning's advice to modules of the template
+TINY = (
+    "model.pretrained=false",
+    "model.name=test_resnet",
+    "schedule.warmup_steps=0",
+    "data.image_size=32",
+    "data.cache_dir={cache}",
 )
-def test_the_example_trains(page, tmp_path, monkeypatch, mnist, cache):
+PAGES = {
+    "plain-loop": ("data.num_workers=0",), "accelerate": ("schedule.warmup_steps=0",), "transformers-trainer": TINY, "lightning-hydra-template": MNIST,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "quick"), PAGES.items())
+@pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance of `nn.Module`")  # advice to modules of the template
+def test_the_example_trains_and_what_was_there_before_is_python(name, quick, tmp_path, monkeypatch, mnist, cache):
+    page = Page(name, tuple(each.format(mnist=mnist, cache=cache) for each in quick), folder=FOLDER)
+    assert all(ast.parse(content) for language, content in page.blocks if language == "python")
     monkeypatch.chdir(page.write(tmp_path))
     given = [each for each in page.typed[0] if not each.startswith(("run=", "resume="))]
-    quick = [each.format(mnist=mnist, cache=cache) for each in page.quick]
     try:
-        report = lockstep.train([*given, *QUICK, *quick])
+        report = lockstep.train([*given, *QUICK, *page.quick])
     finally:
         forget()
     assert (report["status"], report["train/steps"]) == ("done", 2)
     assert json.loads(Path("runs/moved/report.json").read_text())[report["monitor"].replace("val/", "test/")] >= 0
 
 
-@every_page
-def test_what_was_there_before_is_python(page):
-    blocks = [content for language, content in page.blocks if language == "python"]
-    assert all(ast.parse(block) for block in blocks)
-
-
 def test_every_page_is_tested():
-    assert {path.stem for path in FOLDER.glob("*.md")} == {page.name for page in PAGES}
+    assert {path.stem for path in FOLDER.glob("*.md")} == PAGES.keys()

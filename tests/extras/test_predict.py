@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from PIL import Image
 import lockstep
 from lockstep.errors import UserError
 from lockstep.extras import tables
+from lockstep.launch.start import output_problems
 
 pytestmark = pytest.mark.xdist_group("predict")
 CPU = ["trainer.accelerator=cpu"]
@@ -76,8 +78,7 @@ def test_a_part_of_the_data_has_a_row_per_sample_and_the_accuracy_of_an_evaluati
     assert np.mean([row["class"] == row["target"] for row in rows]) == pytest.approx(figures["test/acc"], rel=1e-6)
     assert np.mean([row["loss"] for row in rows]) == pytest.approx(figures["test/loss"], rel=1e-5)
     assert list(rows[0]) == ["index", "target", "class", "probability", "loss"]
-    held_out = predict("run=digits", "input=val")
-    assert (len(held_out), len({row["index"] for row in held_out})) == (6, 6)
+    assert len({row["index"] for row in predict("run=digits", "input=val")}) == 6
 
 
 def test_a_folder_a_glob_and_a_csv_of_its_files_say_what_its_test_part_says(predict, place):
@@ -92,18 +93,17 @@ def test_a_folder_a_glob_and_a_csv_of_its_files_say_what_its_test_part_says(pred
         assert row["target"] == path.split("/")[0]
     globbed = predict("run=photos", "input=photos/r*/*.png")
     assert globbed == [row for row in of_folder if re.match(r"photos/r.*png", row["path"])]
-    (place / "photos/list.csv").write_text("target,path\n" + "".join(f"x,{path}\n" for path in reversed(of_part)))
-    listed = predict("run=photos", "input=photos/list.csv")
-    assert [(row["path"], row["target"]) for row in listed] == [(path, "x") for path in reversed(of_part)]
-    assert [row["class"] for row in listed] == [of_part[path]["class"] for path in reversed(of_part)]
-    (place / "photos/list.tsv").write_text("target\tpath\n" + "".join(f"x\t{path}\n" for path in reversed(of_part)))
-    assert [row["class"] for row in predict("run=photos", "input=photos/list.tsv")] == [row["class"] for row in listed]
+    for ending, between in (("csv", ","), ("tsv", "\t")):
+        lines = [("target", "path"), *(("x", path) for path in reversed(of_part))]
+        (place / f"photos/list.{ending}").write_text("".join(f"{between.join(line)}\n" for line in lines))
+        listed = predict("run=photos", f"input=photos/list.{ending}")
+        expected = [(path, "x", of_part[path]["class"]) for path in reversed(of_part)]
+        assert [(row["path"], row["target"], row["class"]) for row in listed] == expected
     assert predict("run=photos", f"input={place}/photos/red/0.png")[0]["class"] in COLOURS
 
 
 def test_the_most_probable_classes_and_all_probabilities_come_on_request(predict, place):
     rows = predict("run=photos", "input=test", "top_k=5", "probabilities=true")
-    net = lockstep.load_model("runs/photos")
     for row in rows:
         wide = {name: row[f"probability/{name}"] for name in COLOURS}
         ranked = sorted(wide, key=wide.get, reverse=True)
@@ -116,8 +116,9 @@ def test_the_most_probable_classes_and_all_probabilities_come_on_request(predict
         pixels = np.asarray(image.convert("RGB").resize((12, 12), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
     mean, std = (torch.tensor(data[key]).view(-1, 1, 1) for key in ("mean", "std"))
     with torch.inference_mode():
-        expected = net(((torch.tensor(pixels) / 255 - mean) / std)[None]).softmax(1)[0].tolist()
-    assert [row[f"probability/{name}"] for name in data["classes"]] == pytest.approx(expected, rel=1e-4)
+        logits_BK = lockstep.load_model("runs/photos")(((torch.tensor(pixels) / 255 - mean) / std)[None])
+    expected = dict(zip(data["classes"], logits_BK.softmax(1)[0].tolist(), strict=True))
+    assert {name: row[f"probability/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 # --- order and count ---
@@ -154,18 +155,13 @@ def test_broken_files_have_a_row_with_the_reason_and_the_others_their_prediction
     assert [Path(row["path"]).name for row in bad] == ["a.png", "cut.png"]
     assert all(row["class"] is None and row["probability"] is None for row in bad)
     assert len([row for row in rows if row["class"] in COLOURS]) == len(rows) - 2 == 6
-    said = capsys.readouterr().err
-    assert "WARNING: 2 of 8 files cannot be read" in said
-    assert str(broken / "red/cut.png") in said
+    assert re.search(r"WARNING: 2 of 8 files cannot be read(.|\n)*red/cut.png", capsys.readouterr().err)
     of_list = predict("run=photos", f"input={broken}/list.csv", ending="csv")
     assert [bool(row["error"]) for row in of_list] == [True, False, True]
     assert "No such file" in of_list[2]["error"]
-
-
-def test_nothing_is_written_if_all_files_are_broken(place, broken, tmp_path):
     with pytest.raises(UserError, match=r"none of 1 files can be read:\n  .*a\.png: cannot identify"):
-        lockstep.predict(["run=photos", f"input={broken}/a.png", f"output={tmp_path}/none/table.csv", *CPU])
-    assert not (tmp_path / "none").exists()
+        lockstep.predict(["run=photos", f"input={broken}/a.png", f"output={broken}/none/table.csv", *CPU])
+    assert not (broken / "none").exists()
 
 
 @pytest.mark.slow
@@ -203,36 +199,28 @@ def test_parquet_has_the_types_of_a_row_that_could_be_read(tmp_path, monkeypatch
     assert parquet.read_table(tmp_path / "a.parquet")["price"].to_pylist() == [None] * 4 + [0.5]
 
 
-def test_the_default_is_a_file_of_the_run_and_it_is_not_overwritten(place):
+def test_the_default_is_a_file_beside_the_checkpoint_and_it_is_not_overwritten(place, tmp_path):
     asked = ["run=digits", "input=test", *CPU]
     done = lockstep.predict(asked)
     assert done["output"] == "runs/digits/predictions.csv"
-    before = Path(done["output"]).read_bytes()
+    assert json.loads(Path("runs/digits/predict.json").read_text()) == done
     with pytest.raises(UserError, match=r"predictions.csv exists. Set a different file, or overwrite=true"):
         lockstep.predict(asked)
     assert lockstep.predict([*asked, "overwrite=true"])["count"] == 103
-    assert Path(done["output"]).read_bytes() == before
-    assert json.loads(Path("runs/digits/predict.json").read_text()) == done
-
-
-def test_a_checkpoint_that_was_moved_predicts_files_without_its_data(place, tmp_path):
-    checkpoint = tmp_path / "moved.ckpt"
-    checkpoint.write_bytes((place / "runs/photos/checkpoints/last.ckpt").read_bytes())
+    moved = shutil.copy(place / "runs/photos/checkpoints/last.ckpt", tmp_path / "moved.ckpt")  # without its data
     gone = ["data.root=nowhere", "data.cache_dir=nowhere"]
-    done = lockstep.predict([f"checkpoint={checkpoint}", "input=photos", *gone, *CPU])
+    done = lockstep.predict([f"checkpoint={moved}", "input=photos", *gone, *CPU])
     assert (done["output"], done["count"]) == (str(tmp_path / "predictions.csv"), 30)
 
 
 def test_the_gallery_is_one_file_with_the_pictures_and_what_is_said_of_them(predict, place, tmp_path):
     (place / "odd").mkdir()
-    name = "<b>&.png"
-    Image.new("RGB", (20, 20), COLOURS["red"]).save(place / "odd" / name)
-    rows = predict("run=photos", "input=odd", "gallery=true")
+    Image.new("RGB", (20, 20), COLOURS["red"]).save(place / "odd/<b>&.png")
+    (row,) = predict("run=photos", "input=odd", "gallery=true")
     page = (tmp_path / "table.jsonl.html").read_text()
-    assert len(re.findall(r'<img src="data:image/png;base64,', page)) == len(rows) == 1
-    assert "<b>&.png" not in page
-    assert "<small>&lt;b&gt;&amp;.png</small>" in page
-    assert f"<b>{rows[0]['class']}</b>" in page
+    assert page.count('<img src="data:image/png;base64,') == 1
+    assert "<small>&lt;b&gt;&amp;.png</small>" in page and "<b>&.png" not in page
+    assert f"<b>{row['class']}</b>" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")  # it needs no network
 
 
@@ -253,11 +241,10 @@ def test_the_gallery_begins_with_the_largest_losses_and_marks_what_is_wrong(pred
     [
         ([], r"input is missing; set input=<input>"),
         (["input=photos", "top_k=0", "gallery=2"], r"top_k=0 is invalid(.|\n)*gallery=2 is invalid"),
-        (["input=fotos", "output=a.xls"], r"its ending must be(.|\n)*input=fotos does not exist. Pass a folder of images, a glob in quotes"),
+        (["input=fotos", "output=a.xls"], r"its ending must be one of .csv, .json, .jsonl, .parquet(.|\n)*input=fotos does not exist. Pass a folder of images, a glob in quotes"),
         (["input=empty"], r"input=empty holds no images"),
         (["input=photos/*.tif"], r"input=photos/\*.tif matches no file"),
         (["input=bad.csv"], r"input=bad.csv has no column path; it has file"),
-        (["input=photos", "output=table.xlsx"], r"its ending must be one of .csv, .json, .jsonl, .parquet"),
         (["input=photos", "output=photos.csv"], r"output=photos.csv is a folder"),
         (["input=photos", "trainer.limit_test_batches=2"], r"trainer.limit_test_batches=2 has no effect in a prediction"),
         (["input=photos", "optim.lr=1"], r"optim.lr=1 has no effect in a prediction"),
@@ -273,15 +260,15 @@ def test_a_mistake_is_refused(place, given, said):
     assert sorted(place.rglob("*")) == before
 
 
-def test_parquet_without_pyarrow_is_refused(place, monkeypatch):
+def test_parquet_without_pyarrow_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    from lockstep.launch.start import output_problems
-
     assert "Run uv pip install pyarrow, or set output=a.csv" in next(output_problems(Path("a.parquet"), False))
 
 
-def test_a_mistake_is_told_by_the_command_before_torch_is_imported(forked_command):
-    done = forked_command("predict.py", "input=x", env={"PYTHONPROFILEIMPORTTIME": ""})
-    assert (done.code, "Run " in done.err and "predict.py run=<name> input=<folder>" in done.err) == (2, True), done
-    done = forked_command("predict.py", "run=nothing", "input=x", "-m")
-    assert (done.code, "predict.py takes one run at a time" in done.err) == (2, True), done
+def test_a_mistake_is_told_by_the_command(forked_command):
+    for args, said in {
+        ("input=x",): "predict.py run=<name> input=<folder>",
+        ("run=a", "input=x", "-m"): "takes one run at a time",
+    }.items():
+        done = forked_command("predict.py", *args)
+        assert (done.code, said in done.err) == (2, True), done
