@@ -152,17 +152,21 @@ def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(folder,
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     monkeypatch.setenv("LOCKSTEP_PROJECT", str(place))
-    lockstep.predict([f"run={name}", f"runs_dir={place}/runs", "input=images", "output=table.csv", *CPU])
+    asked = [f"run={name}", f"runs_dir={place}/runs", *CPU]
+    lockstep.predict([*asked, "input=images", "output=table.csv"])
     own, table = ((tmp_path / file).read_text().replace("own-mask", "table-mask") for file in ("own.csv", "table.csv"))
     numbers = re.compile(r"\b[01]\.\d+\b")
     assert numbers.sub("", own) == numbers.sub("", table)
     assert list(map(float, numbers.findall(own))) == pytest.approx(list(map(float, numbers.findall(table))), rel=1e-4)
-    for row in csv.DictReader(table.splitlines()) if name == "masks" else ():
-        assert bool(row["error"]) == row["path"].endswith("broken.png") == (not row["mask"])
-        if row["mask"]:
-            assert Path(row["mask"]).read_bytes() == Path(row["mask"].replace("table", "own")).read_bytes()
-            with Image.open(row["path"]) as image, Image.open(row["mask"]) as mask:
-                assert mask.size == ImageOps.exif_transpose(image).size
+    if name == "masks":
+        for row in csv.DictReader(table.splitlines()):
+            assert bool(row["error"]) == row["path"].endswith("broken.png") == (not row["mask"])
+            if row["mask"]:
+                assert Path(row["mask"]).read_bytes() == Path(row["mask"].replace("table", "own")).read_bytes()
+                with Image.open(row["path"]) as image, Image.open(row["mask"]) as mask:
+                    assert mask.size == ImageOps.exif_transpose(image).size
+        lockstep.predict([*asked, "input=test", "gallery=true", "output=part.csv"])
+        assert "<b>" not in Path("part.csv.html").read_text()  # a mask is drawn, and the loss is no prediction
 
 
 @pytest.mark.slow
