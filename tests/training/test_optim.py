@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.errors import UserError
-from lockstep.models import BasicNet
 from lockstep.training import optim, schedules
 
 # --- Groups of parameters ---
@@ -30,6 +29,7 @@ def by_parameter(groups, lr: float) -> dict[int, tuple[float, float]]:
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
 def test_groups_of_timms_networks_are_timms(name):
     net = timm.create_model(name, num_classes=7)
+    assert optim.head_of(net) is net.get_classifier()  # of other networks, the last layer
     spared = net.no_weight_decay() if hasattr(net, "no_weight_decay") else ()
     own = optim.groups(net, lr=0.1, weight_decay=0.05, no_decay=True, layer_decay=0.75)
     expected = param_groups_layer_decay(net, weight_decay=0.05, layer_decay=0.75, no_weight_decay_list=spared)
@@ -46,12 +46,6 @@ def test_layers_of_other_networks_are_their_blocks_in_order():
     found = by_parameter(optim.groups(net, lr=1.0, layer_decay=0.5, head_lr=9.0), 1.0)
     rates = {name: found[id(p)][0] for name, p in net.named_parameters() if not name.endswith("bias")}
     assert rates == {"scale": 0.125, "0.weight": 0.125, "2.0.weight": 0.25, "2.1.weight": 0.5, "3.weight": 9.0}
-
-
-def test_the_head_is_the_classifier_or_the_last_layer():
-    vit, own = timm.create_model("test_vit", num_classes=7), BasicNet(in_channels=1, image_size=28, num_classes=7)
-    assert optim.head_of(vit) is vit.get_classifier()
-    assert [len(p) for p in optim.head_of(own).parameters()] == [7, 7]
 
 
 # --- Schedules ---
