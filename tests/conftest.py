@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import json
 import os
 import pickle
 import shutil
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import forked as forked_processes
 import numpy as np
@@ -156,12 +157,10 @@ class Commands:
         return self.start(script, *args, env=env).done(timeout_s)
 
     def start(self, script: str, *args: str, env: dict[str, str] | None = None) -> Started:
-        given = (
-            [] if script in ("eval.py", "predict.py") else [f"data.root={self.data}", f"data.cache_dir={self.cache}"]
-        )
+        data = [f"data.root={self.data}", f"data.cache_dir={self.cache}"] if script == "train.py" else []
         out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         process = self.popen(
-            [sys.executable, str(ROOT / script), *given, *args],
+            [sys.executable, str(ROOT / script), *data, *args],
             cwd=self.folder,
             env={**os.environ, **(env or {})},
             stdout=out,
@@ -169,6 +168,11 @@ class Commands:
             start_new_session=True,
         )
         return Started(process, out, err, self.folder)
+
+    def report(self, run: str) -> dict[str, Any]:
+        """Empty if the run has none."""
+        file = self.folder / "runs" / run / "report.json"
+        return json.loads(file.read_text()) if file.exists() else {}
 
     def files(self) -> list[str]:
         """What the commands left in their folder."""

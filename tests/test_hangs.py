@@ -11,7 +11,7 @@ from pathlib import Path
 import forked
 import pytest
 from forked import until, working_in
-from in_process import SMALL, report
+from in_process import SMALL
 
 from lockstep import ROOT
 
@@ -48,64 +48,53 @@ def torchrun(port: int, rank: int) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "body", "words"),
+    ("rank", "body", "words", "elsewhere"),
     [
-        (1, STOPPED, r"error: rank 1 of 2 hung \(no answer, as from a stopped process\)"),
-        (0, STOPPED, r"error: \[rank 1\] rank 0 of 2, or the launcher that keeps its store, hung \(no answer"),
-        (1, "time.sleep(600)", r"error: rank 1 of 2 hung \(in .*hook.py:\d+ \(hook\)\)"),
+        (1, STOPPED, r"error: rank 1 of 2 hung \(no answer, as from a stopped process\)", None),
+        (0, STOPPED, r"error: \[rank 1\] rank 0 of 2, or the launcher that keeps its store, hung \(no answer", None),
+        (1, "time.sleep(600)", r"error: rank 1 of 2 hung \(in .*hook.py:\d+ \(hook\)\)", None),
+        # A request to the store of a stopped process waits for ever, so they are monitored between `fit` and `test` too.
+        (0, STOPPED, "", "lockstep.build.evaluate"),
+        (1, STOPPED, "", "lockstep.build.evaluate"),
+        # What rank 0 does in the end is done by it alone.
+        (0, STOPPED, "", "lockstep.reporting.recorder.Recorder.__exit__"),
     ],
-    ids=["stopped", "stopped with the store", "stuck"],
 )
-def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_command, tmp_path):
+def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, elsewhere, forked_command, tmp_path):
+    env = hook(tmp_path, {rank: body}, elsewhere, "True") if elsewhere else hook(tmp_path, {rank: body})
+    options = ["strategy.timeout_s=20", *(["trainer.max_steps=2"] if elsewhere else [])]
+    started = forked_command.start("train.py", "run=a", *TWO, *options, env=env)
+    until((forked_command.folder / "runs/a/logs").exists)
     began_s = time.monotonic()
-    env = hook(tmp_path, {rank: body})
-    done = forked_command("train.py", "run=a", *TWO, "strategy.timeout_s=20", env=env, timeout_s=120)
-    assert done.code == 1, done
-    assert time.monotonic() - began_s < 60  # of which a busy machine takes 20 to begin
+    done = started.done(120)
     said = [line for line in done.err.splitlines() if line.startswith("error:")]
-    assert re.match(words, said[0]), done
-    assert not [line for line in said[1:] if "the connection to another process is lost" not in line], done
-    logs = [path.read_text() for path in sorted((forked_command.folder / "runs/a/logs").iterdir())]
-    stacks = {each for each, log in enumerate(logs) if "no batch finished for" in log}
-    assert stacks == ({0, 1} if body != STOPPED else {1 - rank})
-    assert any("hook.py" in log for log in logs) is (body != STOPPED)
-    found = report(forked_command.folder / "runs/a")
-    assert (found["status"], f"rank {rank} of 2" in found["error"]) == ("failed", True)
+    assert (done.code, bool(re.match(words, said[0]))) == (1, True), done
+    found = forked_command.report("a")
+    assert (found["status"], f"rank {rank} of 2" in done.err) == ("failed", True), done
     assert working_in(forked_command.folder) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "name"),
-    [
-        (0, "lockstep.build.evaluate"),
-        (1, "lockstep.build.evaluate"),
-        (0, "lockstep.reporting.recorder.Recorder.__exit__"),  # what rank 0 does in the end is done by it alone
-    ],
-)
-def test_a_process_that_stops_outside_training_and_test_is_named(rank, name, forked_command, tmp_path):
-    """A request to the store of a stopped process waits for ever, so they are monitored between `fit` and `test` too."""
-    env, options = hook(tmp_path, {rank: STOPPED}, name, "True"), ["trainer.max_steps=2", "strategy.timeout_s=20"]
-    done = forked_command("train.py", "run=a", *TWO, *options, env=env, timeout_s=120)
-    assert (done.code, f"rank {rank} of 2" in done.err) == (1, True), done
-    assert report(forked_command.folder / "runs/a")["status"] == "failed"
-    assert working_in(forked_command.folder) == []
+    if not elsewhere:
+        assert f"rank {rank} of 2" in found["error"]
+        assert time.monotonic() - began_s < 60
+        assert not [line for line in said[1:] if "the connection to another process is lost" not in line], done
+        logs = [path.read_text() for path in sorted((forked_command.folder / "runs/a/logs").iterdir())]
+        stacks = {each for each, log in enumerate(logs) if "no batch finished for" in log}
+        assert stacks == ({0, 1} if body != STOPPED else {1 - rank})
+        assert any("hook.py" in log for log in logs) is (body != STOPPED)
 
 
 @pytest.mark.slow
 def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, tmp_path, port):
     """As srun starts them: nobody else ends them."""
     env = hook(tmp_path, {0: "time.sleep(600)", 1: "raise KeyError('mine')"})
-    first, second = [
-        forked_command.start("train.py", "run=a", *TWO, env=env | torchrun(port, rank)) for rank in range(2)
-    ]
+    envs = [env | torchrun(port, rank) for rank in range(2)]
+    first, second = [forked_command.start("train.py", "run=a", *TWO, env=env) for env in envs]
     assert "[rank 1] KeyError: 'mine'" in second.done(120).err
     began_s = time.monotonic()
     done = first.done(60)
     assert time.monotonic() - began_s < 10
     assert done.code == 1, done
     assert "error: ended, because rank 1 failed" in done.err
-    found = report(forked_command.folder / "runs/a")
+    found = forked_command.report("a")
     assert (found["status"], found["error"]) == ("failed", "TrainingFailed: ended, because rank 1 failed")
 
 
@@ -122,7 +111,7 @@ def test_ctrl_c_twice_ends_several_processes_at_once(forked_command, tmp_path):
     done = started.done(60)
     assert time.monotonic() - began_s < 5
     assert done.code == 130, done
-    assert report(forked_command.folder / "runs/a")["status"] == "interrupted"
+    assert forked_command.report("a")["status"] == "interrupted"
     assert "Traceback" not in done.err
     assert working_in(forked_command.folder) == []
 
@@ -139,7 +128,7 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(command):
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1  # torchrun's own
-    found = report(command.folder / "runs/a")
+    found = command.report("a")
     assert found["status"] == "interrupted"
     assert re.search(r"error: ended by SIGINT after \d+ steps?; rerun the command with resume=auto", err), err
     assert (command.folder / "runs/a/checkpoints/last.ckpt").is_file()

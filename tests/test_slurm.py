@@ -109,6 +109,16 @@ def ended(cluster: slurm.Cluster, job: str, place: Path) -> None:
     until(over, 400, f"the end of job {job}")
 
 
+def went_on(cluster: slurm.Cluster, place: Path, job: str, run: str) -> None:
+    """The job was put back into the queue, and its run ended with the bits of the undisturbed one."""
+    ended(cluster, job, place)
+    assert int(cluster.job(job)["Restarts"]) >= 1
+    found = report(place / "runs" / run)
+    assert (found["status"], found["train/steps"]) == ("done", STEPS)
+    assert found["resumed_from"].endswith("last.ckpt")
+    identical(place, run)
+
+
 TWO_NODES = ["hydra/launcher=slurm", "trainer.num_nodes=2", "trainer.devices=1"]
 
 
@@ -165,22 +175,30 @@ def test_trials_of_a_search_are_jobs_of_slurm(cluster, place, data):
     process = typed(cluster, place, *OPTIONS, *search, "optim.lr=interval(1e-4,1e-2)", "run=search", *data)
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out
-    assert [report(place / "runs" / f"search/{trial}")["status"] for trial in range(2)] == ["done", "done"]
-    best = max(report(place / "runs" / f"search/{trial}")["val/acc"] for trial in range(2))
+    reports = [report(place / "runs" / f"search/{trial}") for trial in range(2)]
+    assert [found["status"] for found in reports] == ["done", "done"]
+    best = max(found["val/acc"] for found in reports)
     assert f"val/acc={best:.6g}" in (place / "runs/search/experiment/best.yaml").read_text()
 
 
+def requeue(cluster: slurm.Cluster, job: str) -> None:
+    cluster.run("scontrol", "requeue", job)
+
+
+def lose_a_node(cluster: slurm.Cluster, _job: str) -> None:
+    cluster.kill_node("n2")
+    until(lambda: cluster.states()["n2"].startswith("down"), 60, "the loss of n2")
+    cluster.start_node("n2")
+
+
 @pytest.mark.slow
-def test_a_requeued_run_goes_on_in_its_own_directory(cluster, place, data):
+@pytest.mark.parametrize("event", [requeue, lose_a_node])
+def test_a_run_that_is_requeued_or_loses_a_node_goes_on_in_its_own_directory(cluster, place, data, event):
     job = submit(cluster, place, holding(place), overrides=data)
     run = f"basic_net-mnist-{job}.0"
     held(place, run)
-    cluster.run("scontrol", "requeue", job)
-    ended(cluster, job, place)
-    assert cluster.job(job)["Restarts"] == "1"
-    assert (report(place / "runs" / run)["status"], report(place / "runs" / run)["train/steps"]) == ("done", STEPS)
-    assert report(place / "runs" / run)["resumed_from"].endswith("last.ckpt")
-    identical(place, run)
+    event(cluster, job)
+    went_on(cluster, place, job, run)
 
 
 @pytest.mark.full
@@ -188,24 +206,8 @@ def test_before_its_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster,
     # SLURM looks every 30 s, and warns up to a minute early: here after 40 to 100 s. The run is held until then.
     options = ["--time=2", "--signal=USR2@20", holding(place)]
     job = submit(cluster, place, *options, overrides=["run=limited", *data])
-    ended(cluster, job, place)
-    text = (place / f"slurm-{job}.out").read_text()
-    assert "SIGUSR2: everything is saved" in text
-    assert int(cluster.job(job)["Restarts"]) >= 1
-    assert report(place / "runs" / "limited")["train/steps"] == STEPS
-    identical(place, "limited")
-
-
-@pytest.mark.slow
-def test_a_run_that_loses_a_node_goes_on_when_it_is_back(cluster, place, data):
-    job = submit(cluster, place, holding(place), overrides=["run=lost", *data])
-    held(place, "lost")
-    cluster.kill_node("n2")
-    until(lambda: cluster.states()["n2"].startswith("down"), 60, "the loss of n2")
-    cluster.start_node("n2")
-    ended(cluster, job, place)
-    assert report(place / "runs" / "lost")["train/steps"] == STEPS
-    identical(place, "lost")
+    went_on(cluster, place, job, "limited")
+    assert "SIGUSR2: everything is saved" in (place / f"slurm-{job}.out").read_text()
 
 
 @pytest.mark.full
@@ -215,12 +217,9 @@ def test_submitit_requeues_a_job_before_its_time_limit(cluster, place, data):
         held(place, "warned/0")
         (job,) = cluster.run("squeue", "-h", "-o", "%A").split()
         cluster.run("scancel", "--signal=USR2", job)  # what SLURM does signal_delay_s before the limit
-        ended(cluster, job, place)
+        went_on(cluster, place, job, "warned/0")
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0, out
     finally:
         process.kill()
         process.communicate()
-    assert cluster.job(job)["Restarts"] == "1"
-    assert report(place / "runs" / "warned/0")["train/steps"] == STEPS
-    identical(place, "warned/0")

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import check, check_classes, missing_keys, step_problems
+from lockstep.config.checks import about_problems, check, check_classes, missing_keys, step_problems
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.schema import PREDICT, problem_of, wrong_values
 from lockstep.config.settings import Settings, folder_of, restarted, workers
@@ -23,7 +23,7 @@ from lockstep.launch import local, resuming
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
 from lockstep.machine.world import World, rank_of, why_no_gpu
-from lockstep.run import PATIENCE_S, RunFolder
+from lockstep.run.folder import PATIENCE_S, RunFolder
 
 FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # a resumed run's own config is found by them
 SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
@@ -50,7 +50,7 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
     data.prepare()
     train, *_ = splits(data, **{key: node[key] for key in SPLITTING if key in node})
     if not evaluating:
-        raise_problems(step_problems(settings, train.count))
+        raise_problems([*about_problems(settings, data.about), *step_problems(settings, train.count)])
     if data.notice and rank_of() == 0:
         warn(data.notice)
     return data, train.count
@@ -90,9 +90,9 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     cfg = cfg.copy()
     for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
         cfg[key] = cfg[key]
-    for key in ("run", "resume", "init_from"):
-        if cfg.get(key) is not None:
-            cfg[key] = str(cfg[key])  # `run=0` is a name
+    for name in ("run", "resume", "init_from"):  # `run=0` is a name
+        if cfg.get(name) is not None:
+            cfg[name] = str(cfg[name])
     process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
     return (start_training if job.trains else start_evaluation)(job, cfg, overrides)
 
