@@ -211,7 +211,7 @@ def data(args: argparse.Namespace) -> str:
     name = "cifar10" if args.data_root else "mnist"
     options = [f"data={name}", *READING]
     train(args, *options, "trainer.devices=1", "data.limit_train=512")  # decodes
-    size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/*.npy"))
+    size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/**/*.npy"))
     for n in args.worlds:
         _, together, _ = watched(args, *options, f"trainer.devices={n}", folder=cache)
         rows.append([str(n), f"{together[MAPPED] / MIB:.1f}", f"{together[MAPPED] / size:.3f}"])
