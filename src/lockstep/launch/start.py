@@ -23,7 +23,7 @@ from lockstep.launch import local, resuming
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
 from lockstep.machine.world import World, rank_of, why_no_gpu
-from lockstep.run.folder import PATIENCE_S, RunFolder
+from lockstep.run import PATIENCE_S, RunFolder
 
 FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # a resumed run's own config is found by them
 SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
