@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import about_problems, check, check_classes, missing_keys, step_problems
+from lockstep.config.checks import check, check_classes, missing_keys, step_problems
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.schema import PREDICT, problem_of, wrong_values
 from lockstep.config.settings import Settings, folder_of, restarted, workers
@@ -50,7 +50,7 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
     data.prepare()
     train, *_ = splits(data, **{key: node[key] for key in SPLITTING if key in node})
     if not evaluating:
-        raise_problems([*about_problems(settings, data.about), *step_problems(settings, train.count)])
+        raise_problems(step_problems(settings, train.count))
     if data.notice and rank_of() == 0:
         warn(data.notice)
     return data, train.count
