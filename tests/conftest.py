@@ -157,7 +157,7 @@ class Commands:
         return self.start(script, *args, env=env).done(timeout_s)
 
     def start(self, script: str, *args: str, env: dict[str, str] | None = None) -> Started:
-        data = [f"data.root={self.data}", f"data.cache_dir={self.cache}"] if script == "train.py" else []
+        data = [f"data.root={self.data}", f"data.cache_dir={self.cache}"] if Path(script).name == "train.py" else []
         out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         process = self.popen(
             [sys.executable, str(ROOT / script), *data, *args],
