@@ -52,8 +52,7 @@ class MLflow(MLFlowLogger):
             )
         Logger.__init__(self)
         self.id, self.log_model, self.connected = id, log_model, False
-        for name, value in PATIENCE.items():
-            os.environ.setdefault(name, value)
+        os.environ.update({**PATIENCE, **os.environ})
         uri, place = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
         if uri and uri.startswith("http") and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(uri)):
             log.warning("MLflow logs to %s: %s", runs_dir / "mlflow.db", why)

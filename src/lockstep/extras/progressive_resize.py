@@ -35,8 +35,9 @@ class ProgressiveResize(Checked, Callback):
         super().__post_init__()
         self.steps = math.inf
         if self.delay_fraction + self.finetune_fraction > 1:
-            fractions = f"{self.delay_fraction} + {self.finetune_fraction}"
-            raise ValueError(f"delay_fraction + finetune_fraction = {fractions} is more than a run")
+            raise ValueError(
+                f"delay_fraction={self.delay_fraction} + finetune_fraction={self.finetune_fraction} exceeds 1"
+            )
 
     def side(self, whole: int, progress: float) -> int:
         """The side of images that have `whole` pixels, after `progress` (0 to 1) of the run."""

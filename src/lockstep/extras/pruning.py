@@ -26,7 +26,6 @@ class Pruning(Callback):
 
     def __init__(self, study: str, trial: int, monitor: str, pruner: Any) -> None:
         self.study_name, self.number, self.monitor, self.pruner = study, trial, monitor, pruner
-        self.storage: Any = None
         self.trial: Any = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
