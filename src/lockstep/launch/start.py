@@ -90,9 +90,8 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     cfg = cfg.copy()
     for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
         cfg[key] = cfg[key]
-    for name in ("run", "resume", "init_from"):  # `run=0` is a name
-        if cfg.get(name) is not None:
-            cfg[name] = str(cfg[name])
+    # `run=0` is a name
+    cfg.update({name: str(cfg[name]) for name in ("run", "resume", "init_from") if cfg.get(name) is not None})
     process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
     return (start_training if job.trains else start_evaluation)(job, cfg, overrides)
 
