@@ -35,9 +35,7 @@ class ProgressiveResize(Checked, Callback):
         super().__post_init__()
         self.steps = math.inf
         if self.delay_fraction + self.finetune_fraction > 1:
-            raise ValueError(
-                f"delay_fraction={self.delay_fraction} + finetune_fraction={self.finetune_fraction} exceeds 1"
-            )
+            raise ValueError("delay_fraction and finetune_fraction together are more than 1. Set smaller ones")
 
     def side(self, whole: int, progress: float) -> int:
         """The side of images that have `whole` pixels, after `progress` (0 to 1) of the run."""
