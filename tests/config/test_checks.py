@@ -136,7 +136,7 @@ strategy=dp trainer.devices=2 trainer.sync_batchnorm=true compile=true
     trainer.sync_batchnorm=true has no effect under strategy=dp
     compile=true has no effect under strategy=dp
 strategy=ddp trainer.devices=2 data.batch_size=63 trainer.precision=16-mixed checkpoint.sharded=true tf32=true
-    data.batch_size=63 ... 2 processes ... 62 or 64
+    data.batch_size=63 ... into 2 equal micro-batches. Set data.batch_size=62 or 64
     trainer.precision=16-mixed is not supported on a CPU ... bf16-mixed
     checkpoint.sharded=true has no effect under strategy=ddp ... strategy=fsdp
     tf32=true has no effect on cpu ... NVIDIA
@@ -153,7 +153,7 @@ strategy=fsdp trainer.precision=64-true optim=sgd optim.fused=true trainer.check
     strategy=fsdp does not support trainer.precision=64-true ... bf16-true
     optim.fused=true has no kernel for SGD ... Remove optim.fused
 trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 data.repeats=5
-    data.batch_size=64 ... 3 accumulated ... multiple of 5 samples (data.repeats=5 ... 60 or 75
+    data.batch_size=64 ... 3 equal micro-batches, each a multiple of 5 samples (data.repeats=5 ... 60 or 75
     trainer.limit_train_batches=5 ... whole steps of 3 ... trainer.limit_train_batches=3
 strategy=ddp trainer.accumulate_grad_batches=auto trainer.val_check_interval=5
     trainer.val_check_interval=5 counts micro-batches ... grad_batches=1
@@ -172,7 +172,7 @@ exact.logical_ranks=8 strategy=dp
     exact.logical_ranks=8 ... strategy=dp ... strategy=ddp
 exact.logical_ranks=8 strategy=ddp trainer.devices=3 data.batch_size=60 trainer.accumulate_grad_batches=2 compile=true
     exact.logical_ranks=8 cannot be divided among 3 processes ... 1, 2, 4
-    data.batch_size=60 ... 8 logical ranks ... 56 or 64
+    data.batch_size=60 ... 8 equal micro-batches ... 56 or 64
     trainer.accumulate_grad_batches=2 has no effect ... larger exact.logical_ranks
     compile=true computes differently
 exact.logical_ranks=2 strategy=ddp augment=[mixup] data.batch_size=62 strategy.static_graph=true

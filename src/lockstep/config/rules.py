@@ -189,13 +189,14 @@ def division(settings: Settings) -> Iterator[str]:
     if folds is not None and fold >= folds:
         yield f"data.fold={fold} is invalid with data.folds={folds}; folds are counted from 0 to {folds - 1}."
     whole, why = settings.unit
-    parts, into, keys = settings.steps.parts(settings.world.size)
-    if batch % (parts := parts * whole):
-        low, high = batch // parts * parts, (batch // parts + 1) * parts
-        into += f" of a multiple of {whole} samples ({why} within a micro-batch)" if whole > 1 else ""
+    count = settings.steps.micro_batches(settings.world.size)
+    if batch % (unit := count * whole):
+        low, high = batch // unit * unit, (batch // unit + 1) * unit
+        each = f", each a multiple of {whole} samples ({why} within a micro-batch)" if whole > 1 else ""
         yield (
-            f"data.batch_size={batch} is the global batch; it cannot be divided among {into}. "
-            f"Set data.batch_size={f'{low} or {high}' if low else high}, or change {keys}."
+            f"data.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches{each}. "
+            f"Set data.batch_size={f'{low} or {high}' if low else high}, or change trainer.devices, trainer.accumulate_grad_batches or "
+            "exact.logical_ranks, which divide it."
         )
 
 

@@ -109,19 +109,8 @@ class StepPlan:
     limit_train_batches: int | float | None
 
     def micro_batches(self, processes: int) -> int:
-        """Of each step, in each process."""
-        return self.logical_ranks // processes if self.logical_ranks else self.accumulate
-
-    def parts(self, processes: int) -> tuple[int, str, str]:
-        """How many parts a global batch has, their description, and the keys that change their number."""
-        if self.logical_ranks:
-            return (
-                self.logical_ranks,
-                f"{self.logical_ranks} logical ranks (exact.logical_ranks)",
-                "exact.logical_ranks",
-            )
-        keys = "trainer.devices or trainer.accumulate_grad_batches"
-        return processes * self.accumulate, f"{processes} processes x {self.accumulate} accumulated micro-batches", keys
+        """Of each step, in all processes."""
+        return self.logical_ranks or processes * self.accumulate
 
     @property
     def epochs(self) -> float:
@@ -286,7 +275,7 @@ class Settings:
     @property
     def batches(self) -> dict[str, Any]:
         """For the report: the global batch and how it is divided; None for the user's own dataloaders."""
-        accumulate, batch = self.steps.micro_batches(self.world.size), self.steps.batch_size
+        accumulate, batch = self.steps.micro_batches(self.world.size) // self.world.size, self.steps.batch_size
         return {
             "batch_size": None if self.own_loaders else batch,
             "accumulate_grad_batches": accumulate,

@@ -19,7 +19,7 @@ from lockstep.config import compose, project
 from lockstep.config.schema import wrong_values
 from lockstep.config.settings import Settings, folder_of
 from lockstep.errors import RunFailed, UserError, raise_problems
-from lockstep.launch import help, local, sweeps
+from lockstep.launch import local
 from lockstep.launch.exits import INTERRUPTED, exit_code
 from lockstep.launch.local import Job, Run
 from lockstep.launch.start import FIRST, start
@@ -81,6 +81,8 @@ def command(job: Job, argv: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to us instead of Hydra's own report and exit code
     raise_problems(refused_options(argv))
     if {"-h", "--help"} & set(argv):
+        from lockstep.launch import help
+
         print(help.text(job, argv))
         return
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
@@ -136,7 +138,10 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
     hydra_cfg = HydraConfig.get()
     overrides = list(hydra_cfg.overrides.task)
     multirun = hydra_cfg.mode == RunMode.MULTIRUN
-    cfg = sweeps.named(cfg, hydra_cfg) if multirun else cfg
+    if multirun:
+        from lockstep.launch import sweeps  # with rich, which a command that is refused need not wait for
+
+        cfg = sweeps.named(cfg, hydra_cfg)
     result: list[dict[str, Any]] = []
     code = exit_code(lambda: result.append(start(job, cfg, overrides)), rank_of())
     if not multirun:
@@ -165,6 +170,8 @@ def call(name: str, overrides: list[str]) -> Any:
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     """Runs `python train.py -m <overrides>` and leaves this process as it was. Returns the rows of the sweep's table."""
     raise_problems(launcher_problems(os.environ))
+    from lockstep.launch import sweeps
+
     raise_problems(f"{o}: sweep takes key=value alone, no options." for o in overrides if o.startswith("-"))
     with process.restored(), process.logging_restored(), compose.callers_hydra_restored():
         job = guarded_job("train")
