@@ -60,13 +60,3 @@ def test_the_same_command_typed_again_after_a_bug_in_a_constructor_trains(train)
     done = train("nothing")
     assert (done.code, status(train)) == (0, "done"), done
     assert "my bug" in (train.run / "train.log").read_text()  # and what was before is not lost
-
-
-def test_a_limit_that_the_run_does_not_reach_is_one_line_and_leaves_nothing(train):
-    done = train("nothing", "trainer.val_check_interval=1000", "strategy=ddp", "trainer.devices=2")
-    assert done.code == 2, done
-    (line,) = done.err.splitlines()
-    assert line.startswith(
-        "error: `val_check_interval` (1000) must be less than or equal to the number of the training batches (9)"
-    )
-    assert not train.run.exists()

@@ -119,6 +119,9 @@ def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, c
     assert capsys.readouterr().err == f"WARNING: {path} is incomplete and is skipped.\n"
     read = Mock(wraps=is_checkpoint)
     monkeypatch.setattr(finding, "is_checkpoint", read)
+    os.mkfifo(run / "checkpoints" / "best-step-8000.ckpt")  # whose opening would wait for ever
+    with zipfile.ZipFile(run / "checkpoints" / "best-step-9000.ckpt", "w", zipfile.ZIP_DEFLATED) as bomb:
+        bomb.writestr("archive/data.pkl", bytes(10**8))
     assert next(checkpoints(run)).name == "last.ckpt"
     assert read.call_count == 1  # checksums of gigabytes: not of those that nobody asks for
 

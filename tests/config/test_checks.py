@@ -1,6 +1,5 @@
 """The config check: what is shipped passes, mistakes are told at once with what is possible; torch stays out."""
 
-import importlib.util
 import inspect
 import re
 from itertools import zip_longest
@@ -35,7 +34,7 @@ NEEDS = {
     "data=torchvision": ["data.dataset=Flowers102"],
 }
 # Options that wait for a class of the user's, or leave all to it.
-OPEN = ["own", "none", "lightning_module", *([] if importlib.util.find_spec("mlflow") else ["mlflow"])]
+OPEN = ["own", "none", "lightning_module"]
 
 
 def problems(*overrides: str) -> list[str]:
@@ -148,10 +147,11 @@ strategy=ddp trainer.num_nodes=2
     MASTER_ADDR ... torchrun
 strategy=ddp trainer.devices=3 trainer.accumulate_grad_batches=auto
     data.batch_size=64 ... 63 or 66
-strategy=fsdp trainer.precision=64-true optim=sgd optim.fused=true trainer.check_val_every_n_epoch=null
+strategy=fsdp trainer.precision=64-true optim=sgd optim.momentum=0 optim.fused=true trainer.check_val_every_n_epoch=null
     trainer.check_val_every_n_epoch=null ... Set trainer.val_check_interval=<number of batches>
     strategy=fsdp does not support trainer.precision=64-true ... bf16-true
     optim.fused=true has no kernel for SGD ... Remove optim.fused
+    optim.nesterov=true needs a momentum above 0
 trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 data.repeats=5
     data.batch_size=64 ... 3 equal micro-batches, each a multiple of 5 samples (data.repeats=5 ... 60 or 75
     trainer.limit_train_batches=5 ... whole steps of 3 ... trainer.limit_train_batches=3

@@ -174,9 +174,9 @@ def outline(path: Path) -> Checkpoint:
 
 
 def step_of(path: Path) -> int:
-    """The optimizer steps done in a complete checkpoint; -1 if it does not say."""
+    """The optimizer steps done in a checkpoint; -1 if it does not say."""
     try:
-        step = unpickled(path)["global_step"]
+        step = unpickled(path)["global_step"] if is_stored(path / REST if path.is_dir() else path) else -1
     except (UserError, LookupError, TypeError):
         return -1
     return step if isinstance(step, int) else -1
@@ -185,15 +185,17 @@ def step_of(path: Path) -> int:
 # --- Which checkpoints are complete ---
 
 
-def is_complete_file(path: Path) -> bool:
-    """Whether the zip checksums of a file of torch.save are right. Reads no device or pipe, and no more bytes than the file has."""
+def is_stored(path: Path, *, reads: bool = False) -> bool:
+    """Whether `path` is a zip file without compression, as of torch.save; with `reads`, and its checksums are right. Opens no device or
+    pipe, and reads no more bytes than the file has."""
     try:
         if not path.is_file():
             return False
         with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()  # torch.save compresses nothing
+            entries = archive.infolist()
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            return stored and sum(e.file_size for e in entries) <= path.stat().st_size and archive.testzip() is None
+            fits = stored and sum(entry.file_size for entry in entries) <= path.stat().st_size
+            return fits and not (reads and archive.testzip())
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError):  # RuntimeError: it seems to be encrypted
         return False
 
@@ -205,10 +207,10 @@ def shard_files(folder: Path) -> list[Path]:
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is complete: a file, or a folder with all its shards (weights.py)."""
     if not path.is_dir():
-        return is_complete_file(path)
+        return is_stored(path, reads=True)
     shards = shard_files(path)
     counts = {int(shard.stem.rpartition("-")[2]) for shard in shards}
-    return counts == {len(shards)} and all(map(is_complete_file, [path / REST, *shards]))
+    return counts == {len(shards)} and all(is_stored(file, reads=True) for file in (path / REST, *shards))
 
 
 def found_in(run_dir: Path) -> list[Path]:
@@ -219,7 +221,7 @@ def found_in(run_dir: Path) -> list[Path]:
 
 
 def checkpoints(run_dir: Path) -> Iterator[Path]:
-    """The complete checkpoints of a run, newest first; incomplete ones are skipped with a warning. Older ones are read only on demand.
+    """The complete checkpoints of a run, newest first; incomplete ones are skipped with a warning. Checksums of older ones are read on demand.
 
     The newest is the one with the most steps: file times change when a folder is copied.
     """

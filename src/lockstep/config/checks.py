@@ -205,6 +205,7 @@ def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
 def step_problems(settings: Settings, samples: int) -> Iterator[str]:
     """Limits that a run of so many training samples per epoch does not reach."""
     trainer, plan = settings.cfg.trainer, settings.steps
+    every = trainer.val_check_interval
     batches, total = plan.epoch(samples), plan.steps(samples)
     if not batches:
         yield f"trainer.limit_train_batches={trainer.limit_train_batches} leaves nothing of an epoch to train. Set a larger number."
@@ -216,6 +217,11 @@ def step_problems(settings: Settings, samples: int) -> Iterator[str]:
         yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Set a smaller number."
     if trainer.min_steps and trainer.min_steps > total:
         yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Set a smaller number, or trainer.max_epochs=<more>."
+    if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
+        yield (
+            f"trainer.val_check_interval={every} is more than the {batches} batches of an epoch. Set a smaller number, "
+            "or trainer.check_val_every_n_epoch=null to count over epochs."
+        )
 
 
 # --- All of them ---

@@ -244,6 +244,8 @@ def optimizer(settings: Settings) -> Iterator[str]:
     optim, trainer = settings.cfg.optim, settings.cfg.trainer
     if optim.get("fused") is True and (why := settings.why_not_fused):
         yield f"optim.fused=true {why}. Remove optim.fused."
+    if optim.get("nesterov") is True and "momentum" in optim and not optim.momentum:
+        yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."
     if optim.get("no_decay") is True and "weight_decay" in optim and not optim.weight_decay:
         yield "optim.no_decay=true has no effect with optim.weight_decay=0. Remove it, or set optim.weight_decay=0.05."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:

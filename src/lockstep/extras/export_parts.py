@@ -108,9 +108,8 @@ def copy(modules: dict[str, Path], folder: Path) -> None:
 
 Inputs = tuple[Any, ...]  # arguments of a network: tensors, or dicts, lists and tuples of them
 Run = Callable[..., Any]
-Original = Callable[
-    [Batch], tuple[Inputs, Any]
-]  # the arguments of a file for some samples, and what the network makes of them
+# the arguments of a file for some samples, and what the network makes of them
+Original = Callable[[Batch], tuple[Inputs, Any]]
 TOLERANCE = 1e-4
 BATCHES = (1, 5)  # the exporter has frozen the batch of a network to that of its example (pytorch#157621)
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")

@@ -19,8 +19,6 @@ log = logging.getLogger("lockstep")
 STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others were ended from outside: KILLED
 ID = "lockstep.id"  # the tag by which a resumed run is found
 PARAMS, LONGEST = 100, 500  # parameters in a request; characters of one, which every version of a server takes
-# The client's own defaults, 7 retries of 120 s, would hold a run up for minutes.
-PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 
 
 class MLflow(MLFlowLogger):
@@ -52,7 +50,9 @@ class MLflow(MLFlowLogger):
             )
         Logger.__init__(self)
         self.id, self.log_model, self.connected = id, log_model, False
-        os.environ.update({**PATIENCE, **os.environ})
+        # the client's own defaults, 7 retries of 120 s, would hold a run up for minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         uri, place = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
         if uri and uri.startswith("http") and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(uri)):
             log.warning("MLflow logs to %s: %s", runs_dir / "mlflow.db", why)

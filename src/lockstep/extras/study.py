@@ -28,7 +28,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
-from lockstep.config.compose import is_group
+from lockstep.config.compose import config_file, is_group
 from lockstep.config.project import command
 from lockstep.config.schema import RECIPES
 from lockstep.config.words import shown
@@ -129,6 +129,11 @@ class StudySweeper(SweeperSteps):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         space, fixed, removed = self.search_space(arguments)
         fixed = {key: value for key, value in fixed.items() if key not in ("run", "resume")}
+        raise_problems(
+            f"{group}={fixed[group]} has no file in configs/{group}, which best.yaml would name. Copy it there."
+            for group in RECIPES
+            if group in fixed and not config_file(f"{group}/{fixed[group]}").is_file()
+        )
         if not space and not self.custom_search_space_extender:
             raise UserError("nothing to search over. Set for example 'optim.lr=tag(log,interval(1e-4,1e-2))'.")
         self.study = self.open(space)

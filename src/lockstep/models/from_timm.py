@@ -26,6 +26,8 @@ def from_timm(
         UserError: timm has no such model, or its weights cannot be downloaded or read.
     """
     path = str(Path(checkpoint_path).expanduser()) if checkpoint_path else ""
+    if path and not Path(path).is_file():
+        raise UserError(f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth).")
     import timm  # 1 s; not needed for basic_net
 
     if not known(name):

@@ -40,7 +40,7 @@ class Task(nn.Module):
         """Raises UserError if `about` lacks a key that the task needs."""
         if missing := [name for name in self.needs if not about.get(name)]:
             raise UserError(
-                f"task={type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
+                f"the task {type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
                 "Choose a different task or data, or add it to the `about` of your data set."
             )
         self.about = about
