@@ -188,7 +188,7 @@ class Torchvision(Wrapped):
         if parts["test"] is None and parts["val"] is not None:
             parts |= {"test": parts["val"], "val": None}
             self.notice = (
-                f"{self.dataset} has no test part: its validation part is the test set, and part of train validates"
+                f"{self.dataset} has no test part: its validation part is the test set, and part of train validates."
             )
         if parts["train"] is None or parts["test"] is None:
             raise UserError(
