@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
@@ -31,6 +32,15 @@ class ProjectSearchPath(SearchPathPlugin):
         if any(element.provider == "main" and element.path == str(CONFIGS) for element in search_path.get_path()):
             for folder in config_folders()[:-1]:
                 search_path.prepend("project", f"file://{folder}", SearchPathQuery(provider="main", path=None))
+
+
+class SweepTable(Callback):
+    """Writes a multirun's table at its end. Each command creates this callback, so the table's imports come then."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        from lockstep.launch import sweeps
+
+        sweeps.write_table(Path(config.hydra.sweep.dir))
 
 
 class SlotsLauncher(Launcher):

@@ -12,14 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import targets
 from lockstep.config.schema import KEYS, is_shipped
-from lockstep.config.targets import (
-    accepted,
-    parameters,
-    takes_one,
-    target_of,
-    type_problem,
-    unnamed,
-)
+from lockstep.config.targets import accepted, parameters, takes_one, target_of, type_problem, unnamed
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -79,19 +72,9 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
 
 # Keys of a `data` node that the engine reads. They are passed on to the class only if its signature names them.
 ENGINE_DATA = (
-    "batch_size",
-    "eval_batch_size",
-    "val_fraction",
-    "folds",
-    "fold",
-    "limit_train",
-    "balance",
-    "repeats",
-    "num_workers",
-    "prefetch_factor",
-    "persistent_workers",
-    "on_device",
-)
+    "batch_size", "eval_batch_size", "val_fraction", "folds", "fold", "limit_train", "balance", "repeats", "num_workers",
+    "prefetch_factor", "persistent_workers", "on_device",
+)  # fmt: skip
 
 
 def is_a(node: DictConfig, key: str, base: str) -> bool:
@@ -153,9 +136,8 @@ def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
 
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them."""
-    if wrong := list(
-        target_problems({key: node, **dict(targets.nodes(node, key))})
-    ):  # it may have no `_target_` itself
+    # The node may have no `_target_` itself.
+    if wrong := list(target_problems({key: node, **dict(targets.nodes(node, key))})):
         yield from wrong
         return
     target: str = node["_target_"]

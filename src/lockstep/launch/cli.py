@@ -104,11 +104,11 @@ def command(job: Job, argv: list[str]) -> None:
         hydra.main(config_path=str(CONFIGS), config_name=job.name, execution_whitelist=whitelist)(task)()
     except RunFailed:  # a job of a multirun, which has reported its error
         raise
-    except Exception as e:
+    except compose.CONFIG_ERRORS as e:
+        raise UserError(*compose.explain(e, job.name, overrides, always)) from None
+    except Exception:
         if not multirun:  # whose command has been checked
             compose.composed(job.name, overrides, always)  # raises what is wrong with the command, if something is
-        if isinstance(e, compose.CONFIG_ERRORS):  # in what Hydra itself reads, such as the launcher's keys
-            raise UserError(*compose.explain(e, job.name, overrides, always)) from None
         raise
     if any(outcome):
         raise RunFailed("the failed process printed the reason", max(outcome))

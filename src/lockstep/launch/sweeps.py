@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.table import Table
 
@@ -102,21 +101,18 @@ def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any
     out.print(readable(str(path)), soft_wrap=True)
 
 
-class SweepTable(Callback):
-    """Prints and saves a multirun's table at the end, with mean and spread over seeds and folds."""
-
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        sweep_dir = Path(config.hydra.sweep.dir)
-        folders = [path.parent for path in sweep_dir.glob("*/report.json")]
-        folders.sort(key=lambda folder: int(folder.name) if folder.name.isdigit() else -1)
-        rows = last[:] = [{"run": f"{sweep_dir.name}/{each.name}", **RunFolder(each).report()} for each in folders]
-        if not rows:
-            return
-        names, repeated = columns(rows), spread(rows)
-        write_csv(sweep_dir / "results.csv", ["run", "overrides", *names], rows)
-        if repeated:
-            write_csv(sweep_dir / "spread.csv", ["run", "overrides", *names[1:]], repeated)
-        print_table(rows, repeated, sweep_dir / "results.csv")
+def write_table(sweep_dir: Path) -> None:
+    """Prints and saves a multirun's table, with mean and spread over seeds and folds."""
+    folders = [path.parent for path in sweep_dir.glob("*/report.json")]
+    folders.sort(key=lambda folder: int(folder.name) if folder.name.isdigit() else -1)
+    rows = last[:] = [{"run": f"{sweep_dir.name}/{each.name}", **RunFolder(each).report()} for each in folders]
+    if not rows:
+        return
+    names, repeated = columns(rows), spread(rows)
+    write_csv(sweep_dir / "results.csv", ["run", "overrides", *names], rows)
+    if repeated:
+        write_csv(sweep_dir / "spread.csv", ["run", "overrides", *names[1:]], repeated)
+    print_table(rows, repeated, sweep_dir / "results.csv")
 
 
 # --- Runs jobs of a multirun side by side on one machine: assigns devices and starts a process per job ---
