@@ -73,8 +73,6 @@ class AtomicCheckpointIO(CheckpointIO):
             self.drain()
             try:
                 checkpoint = self.stager.stage(checkpoint)
-                if torch.__version__ < "2.13":  # which closes it after its first copy
-                    self.stager = new_stager()
             # without memory torch's CPU allocator raises RuntimeError
             except (RuntimeError, AssertionError, MemoryError) as e:
                 raise NotSaved(
