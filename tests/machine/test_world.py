@@ -144,7 +144,8 @@ def test_all_ranks_of_a_cluster_job_find_the_same_name():
 def test_torch_was_built_for_what_its_files_say():
     """When this fails, machine/world.py looks in the wrong place."""
     assert world.cuda_of_torch() == (torch.version.cuda or "")
-    assert world.architectures_of_torch() == (torch.cuda.get_arch_list() or None)
+    if said := torch.cuda.get_arch_list():  # torch before 2.13 says nothing without a GPU
+        assert world.architectures_of_torch() == said
 
 
 def test_a_build_without_cuda_has_none(tmp_path, monkeypatch):
