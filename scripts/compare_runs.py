@@ -4,7 +4,7 @@ python scripts/compare_runs.py <run> <run> [--exact] [--tolerance 1e-6] [--runs-
 
 Without --exact, numbers agree when their relative difference is at most the tolerance; of a tensor, that is the norm of the
 difference over the norm. With --exact, every bit counts, including the optimizer's state. Speed and time are ignored.
-Larger differences that grow step by step from 1e-6 to at most 1e-2 are told as grown rounding (AdamW at its default learning rate
+Larger differences that grow step by step from 1e-6 to at most 1e-2 are reported as grown rounding (AdamW at its default learning rate
 does that within 40 steps); this needs trainer.precision=32-true and trainer.log_every_n_steps=1.
 Exit code: 0 the results agree, or differ by grown rounding, 1 they differ, 2 there is nothing to compare. Differences of config are shown but not counted.
 """

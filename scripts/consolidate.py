@@ -1,4 +1,4 @@
-"""Joins a checkpoint of shards into one file, which resumes, evaluates and exports like any other.
+"""Joins a sharded checkpoint into one file, which resumes, evaluates and exports like any other.
 
 python scripts/consolidate.py <folder of shards> [<file>]
 """

@@ -73,7 +73,7 @@ def plans(settings: Settings, costs: Any, args: argparse.Namespace) -> list[tupl
     for count in args.devices:
         world = count * args.nodes
         for name, shards in (("single", False),) if world == 1 else (("ddp", False), ("fsdp", True)):
-            accumulate = settings.steps.micro_batches(world)
+            accumulate = settings.steps.micro_batches(world) // world
             if logical_ranks % world or batch % (world * accumulate):
                 continue
             micro_batch = batch // (world * accumulate)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--on", default="h100", help="the kind of device")
     parser.add_argument("--devices", type=numbers, default="1,2,4,8", help="per node")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--utilisation", type=float, default=0.35, help="share of the device's peak that is reached")
+    parser.add_argument("--utilisation", type=float, default=0.35, help="fraction of the device's peak that is reached")
     parser.add_argument("--between-nodes", type=float, default=45e9, help="bytes/s of each device to other nodes")
     parser.add_argument("--price", type=float, default=0.0, help="of a device for an hour")
     parser.add_argument("--measure", action="store_true", help="train some steps here as well")

@@ -32,6 +32,12 @@ def test_images_are_interpolated_and_masks_keep_their_values():
     assert ProgressiveResize(0.5).resized(batch, 0.9) is batch
 
 
+def test_boxes_would_stay_behind_and_are_refused():
+    images, boxes = torch.rand(2, 3, 16, 16), [{"boxes": torch.zeros(3, 4)}, {"boxes": torch.zeros(1, 4)}]
+    with pytest.raises(UserError, match="images and masks only"):
+        ProgressiveResize(0.5).dry_run({"input": images, "target": boxes}, 100)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"initial_scale": 0}, {"initial_scale": 1.5}, {"delay_fraction": 0.9}, {"size_increment": 0}]
 )

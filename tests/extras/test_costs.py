@@ -100,6 +100,7 @@ def test_the_table_has_a_row_for_each_strategy_and_a_measured_run_is_compared(gi
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if line.startswith("│")]
     assert [row[1] for row in rows] == ["single", "ddp", "fsdp"]
+    assert [row[3] for row in rows] == ["32", "16", "16"]  # the micro-batch of a device
     assert "a100 at 35% of its peak" in out and "cost" in out and "mixed precision" in out
     assert "not on 3 devices: data.batch_size=32 cannot be divided by them" in out
     assert rows[0][9] == rows[0][10]  # an epoch is the run

@@ -115,18 +115,15 @@ class Cutmix(Checked, Mix):
         from lockstep.augment.kernels import pasted
 
         height, width = images_of(batch, draws.name).shape[-2:]
-        values = {"input": batch["input"], **spatial(batch)}
+        values = {"input": batch["input"], **spatial(batch, lists=True)}
         for name, value in values.items():
-            if value.shape[-2:] != (height, width) or (name != "input" and "target" not in values):
+            if getattr(value, "shape", ())[-2:] != (height, width) or (name != "input" and "target" not in values):
                 raise UserError(
-                    f"{draws.name} cannot paste a part of `{name}` of shape {tuple(value.shape)} with a part of the image. "
-                    f"Remove it: ~{draws.name}."
+                    f"{draws.name} cannot paste a part of `{name}` with a part of the image. Remove it: ~{draws.name}."
                 )
         box_B4 = self.boxes(height, width, draws)
-        result = {
-            **batch,
-            **{name: pasted(value, value.index_select(0, partner_B), box_B4) for name, value in values.items()},
-        }
+        own_and_partners = {name: (value, value.index_select(0, partner_B)) for name, value in values.items()}
+        result = {**batch, **{name: pasted(*pair, box_B4) for name, pair in own_and_partners.items()}}
         if "target" not in values:
             return result, (1 - box_B4[:, 2] * box_B4[:, 3] / (height * width)).astype(np.float32)
         if "share" in batch:

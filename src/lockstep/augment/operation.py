@@ -161,11 +161,12 @@ class GeometricOperation(Operation):
         raise NotImplementedError
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
-        image, masks, name = images_of(batch, draws.name), spatial(batch), draws.name
+        image, masks, name = images_of(batch, draws.name), spatial(batch, lists=True), draws.name
         for key, mask in masks.items():
-            if mask.shape[-2:] != image.shape[-2:]:
+            if getattr(mask, "shape", ())[-2:] != image.shape[-2:]:
+                what = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"what `{key}` lists"
                 raise UserError(
-                    f"{name} cannot move `{key}` of shape {tuple(mask.shape)} with images of {tuple(image.shape[-2:])}. "
+                    f"{name} cannot move {what} with images of {tuple(image.shape[-2:])}. "
                     f"Remove it: ~{name}; or write your own operation that can (docs/augment.md)."
                 )
         if masks and self.uncovers and self.mask_fill is None:

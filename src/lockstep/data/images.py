@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Batch, DataSet, Indices
+from lockstep.data.dataset import Batch, DataSet, Indices, flat
 from lockstep.data.pixels import ENDINGS, Preprocess, original_size, reason, refuse_numbers, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
@@ -294,6 +294,7 @@ class Images(DataSet):
         return {**batch, "input": self.preprocessing(image_BCHW)}
 
 
-def spatial(batch: Batch) -> Batch:
-    """Batch values that may refer to places in the images: masks, boxes, keypoints."""
-    return {name: value for name, value in batch.items() if name != "input" and getattr(value, "ndim", 0) > 2}
+def spatial(batch: Batch, *, lists: bool = False) -> Batch:
+    """Batch values that may refer to places in the images: masks, boxes, keypoints; with `lists`, also lists with one for each sample."""
+    listed = {n: v for n, v in batch.items() if lists and isinstance(v, list) and any(np.ndim(x) > 1 for x in flat(v))}
+    return listed | {n: v for n, v in batch.items() if n != "input" and getattr(v, "ndim", 0) > 2}
