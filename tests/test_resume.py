@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from in_process import Crash, logged_steps, options, report, rows, same, state
+from in_process import Crash, end_before_the_test, logged_steps, options, report, rows, same, state
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
@@ -216,6 +216,29 @@ def test_a_run_that_was_moved_goes_back_to_an_older_checkpoint_and_drops_what_ca
     callback = next(s for name, s in state("b/checkpoints/last.ckpt")["callbacks"].items() if "ModelCheckpoint" in name)
     assert set(callback["kept"]) == files() - {"last.ckpt"}
     assert len(files()) == len(saved)  # the worst of four is gone
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using")  # Lightning's, of a ModelCheckpoint with another monitor
+@pytest.mark.parametrize("lost", ["checkpoint", "its score", "its row"])
+def test_the_validation_metrics_are_those_of_the_tested_checkpoint(train, lost):
+    """A better one may be gone, or was the best of another metric, or its row was moved away with the log."""
+    wild = ["schedule=step", "schedule.milestones=[0.5]", "schedule.gamma=1000"]  # the second epoch makes it worse
+    first = train("run=a", "trainer.max_epochs=2", *wild)
+    assert first["checkpoint"] == "checkpoints/best-step-12.ckpt"
+    if lost == "its row":
+        end_before_the_test("a")
+        Path("runs/a/metrics.csv").unlink()
+        again = lockstep.train(["resume=a"])
+        assert (again["checkpoint"], again["val/acc"]) == (first["checkpoint"], first["val/acc"])
+        return
+    if lost == "checkpoint":
+        Path("runs/a", first["checkpoint"]).unlink()
+    monitored = ["checkpoint.monitor=val/loss", "checkpoint.mode=min"] if lost == "its score" else []
+    again = lockstep.train(["resume=a", "trainer.max_epochs=3", *monitored])
+    assert again["checkpoint"] == "checkpoints/best-step-36.ckpt"
+    (row,) = (row for row in rows("a") if row["step"] == "36" and row["val/acc"])
+    assert (again["val/acc"], again["val/loss"]) == (float(row["val/acc"]), float(row["val/loss"]))
+    assert again["val/loss"] != first["val/loss"]
 
 
 def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
