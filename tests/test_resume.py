@@ -14,7 +14,7 @@ from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.config.compose import compose_config
 from lockstep.config.schema import CLOSED
-from lockstep.errors import Preempted
+from lockstep.errors import Preempted, UserError
 from lockstep.launch import resuming
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process as machine_signals
@@ -239,6 +239,14 @@ def test_the_validation_metrics_are_those_of_the_tested_checkpoint(train, lost):
     (row,) = (row for row in rows("a") if row["step"] == "36" and row["val/acc"])
     assert (again["val/acc"], again["val/loss"]) == (float(row["val/acc"]), float(row["val/loss"]))
     assert again["val/loss"] != first["val/loss"]
+
+
+def test_a_refused_return_to_an_older_checkpoint_leaves_the_last_one(train):
+    train("run=a", "trainer.max_epochs=2", "checkpoint.save_top_k=2", "trainer.accumulate_grad_batches=2")
+    before = {path: path.read_bytes() for path in Path("runs/a/checkpoints").iterdir()}
+    with pytest.raises(UserError, match="within a step of 2"):  # found when the loaders are there
+        lockstep.train(["resume=runs/a/checkpoints/best-step-12.ckpt", "trainer.val_check_interval=0.13"])
+    assert {path: path.read_bytes() for path in Path("runs/a/checkpoints").iterdir()} == before
 
 
 def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
