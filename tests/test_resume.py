@@ -249,6 +249,21 @@ def test_a_refused_return_to_an_older_checkpoint_leaves_the_last_one(train):
     assert {path: path.read_bytes() for path in Path("runs/a/checkpoints").iterdir()} == before
 
 
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_run_whose_checkpoints_are_missing_does_not_start_over(train, run_a, crash_at, continued):
+    if continued:  # it has not saved one yet
+        crash_at(13)
+        with pytest.raises(Crash):
+            lockstep.train(["resume=a", "run=b", "trainer.max_epochs=2"])
+        crash_at(-1)
+    else:
+        shutil.copytree("runs/a", "runs/b", ignore=shutil.ignore_patterns("checkpoints"))
+    before = {path: path.read_bytes() for path in Path("runs/b").glob("*") if path.is_file()}
+    with pytest.raises(UserError, match="from the start, although it continued runs/a" if continued else "it is done"):
+        train("run=b", "resume=auto")
+    assert {path: path.read_bytes() for path in Path("runs/b").glob("*") if path.is_file()} == before
+
+
 def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
     common = ["run=a", "callbacks=[default,early_stopping]", "optim=sgd", "optim.lr=0", "optim.momentum=0",
               "optim.nesterov=false", "trainer.max_epochs=10", "trainer.limit_train_batches=2", "resume=auto"]  # fmt: skip

@@ -137,6 +137,14 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     place, checkpoint = finding.resume_point(str(cfg.resume), cfg.run, cfg.runs_dir)
     before = RunFolder(place)
     if checkpoint is None:
+        earlier = before.report()
+        origin = earlier.get("resumed_from")
+        if origin or earlier.get("status") == "done":
+            why = f"it continued {origin}" if origin else "it is done"
+            raise UserError(
+                f"{place} has no checkpoint, so resume=auto would train it from the start, although {why}. Put its checkpoints back, or "
+                "type the first command again with run=<another name>."
+            )
         cfg.resume = None
         return same_identity(from_weights(cfg), before)
     before.validate()
