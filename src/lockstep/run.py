@@ -302,11 +302,8 @@ def tested(report: Mapping[str, Any]) -> list[str]:
 
 def validation_of(rows: Iterable[Mapping[str, float]], step: int, monitor: str | None) -> dict[str, float]:
     """The metrics of the validation at `step`, that of the tested checkpoint; without `monitor` of the last one."""
-    validated: list[Mapping[str, float]] = [{}]
-    for row in rows:
-        if monitor in row and row["step"] == step if monitor else any(name.startswith("val/") for name in row):
-            validated.append(row)
-    return {name: value for name, value in validated[-1].items() if name not in ("step", "epoch", "val/count")}
+    found = [r for r in rows if (monitor in r and r["step"] == step if monitor else any(n[:4] == "val/" for n in r))]
+    return {n: v for row in found[-1:] for n, v in row.items() if n not in ("step", "epoch", "val/count")}
 
 
 def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:

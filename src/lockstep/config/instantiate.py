@@ -12,14 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import targets
 from lockstep.config.schema import KEYS, is_shipped
-from lockstep.config.targets import (
-    accepted,
-    parameters,
-    takes_one,
-    target_of,
-    type_problem,
-    unnamed,
-)
+from lockstep.config.targets import accepted, parameters, takes_one, target_of, type_problem, unnamed
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 

@@ -142,8 +142,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         if origin or earlier.get("status") == "done":
             why = f"it continued {origin}" if origin else "it is done"
             raise UserError(
-                f"{place} has no checkpoint, so resume=auto would train it from the start, although {why}. Put its checkpoints back, or "
-                "type the first command again with run=<another name>."
+                f"{place} has no checkpoint, so resume=auto would train it from the start, although {why}. Put its checkpoints back, or type the first command again with run=<another name>."
             )
         cfg.resume = None
         return same_identity(from_weights(cfg), before)
