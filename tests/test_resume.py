@@ -264,6 +264,20 @@ def test_a_run_whose_checkpoints_are_missing_does_not_start_over(train, run_a, c
     assert {path: path.read_bytes() for path in Path("runs/b").glob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("ended_at", [13, 25])
+def test_a_continuation_that_the_system_restarts_goes_on(train, run_a, crash_at, monkeypatch, ended_at):
+    """Before and after the first checkpoint in its own folder."""
+    typed = ["resume=a", "run=b", "trainer.max_epochs=3"]
+    crash_at(ended_at)
+    with pytest.raises(Crash):
+        lockstep.train(typed)
+    crash_at(-1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = lockstep.train(typed)
+    assert (again["train/steps"], again["restarts"]) == (36, 1)
+    assert again["resumed_from"] == f"runs/{'a' if ended_at == 13 else 'b'}/checkpoints/last.ckpt"
+
+
 def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
     common = ["run=a", "callbacks=[default,early_stopping]", "optim=sgd", "optim.lr=0", "optim.momentum=0",
               "optim.nesterov=false", "trainer.max_epochs=10", "trainer.limit_train_batches=2", "resume=auto"]  # fmt: skip

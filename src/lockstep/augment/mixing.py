@@ -123,10 +123,8 @@ class Cutmix(Checked, Mix):
                     f"Remove it: ~{draws.name}."
                 )
         box_B4 = self.boxes(height, width, draws)
-        result = {
-            **batch,
-            **{name: pasted(value, value.index_select(0, partner_B), box_B4) for name, value in values.items()},
-        }
+        cut = {name: pasted(value, value.index_select(0, partner_B), box_B4) for name, value in values.items()}
+        result = {**batch, **cut}
         if "target" not in values:
             return result, (1 - box_B4[:, 2] * box_B4[:, 3] / (height * width)).astype(np.float32)
         if "share" in batch:
