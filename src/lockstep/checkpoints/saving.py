@@ -71,6 +71,9 @@ class AtomicCheckpointIO(CheckpointIO):
             )
         if self.thread:
             self.drain()
+            # torch 2.11 and 2.12 close it after a copy, and its next one fails. Remove this with them.
+            if torch.__version__ < "2.13":
+                self.stager = new_stager()
             try:
                 checkpoint = self.stager.stage(checkpoint)
             # without memory torch's CPU allocator raises RuntimeError
