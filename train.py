@@ -26,7 +26,7 @@ def train(settings: launch.Settings) -> None:
         best = build.fit(settings, trainer, work)
         run.trained(best)
         if not run.was_validated:
-            run.add(**build.evaluate(settings, data, work, "val"))
+            run.add(**build.evaluate(settings, data, best or work, "val"))
         run.add(**build.evaluate(settings, data, best or work, panels=run.panels))
 
 

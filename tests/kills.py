@@ -60,5 +60,4 @@ def count_events() -> None:
     around(files, "write_csv")
     around(FiniteLoss, "on_train_batch_end")
     around(saving.LastCheckpoint, "save")
-    around(saving.LastCheckpoint, "setup")
     around(saving.LastCheckpoint, "tidy")

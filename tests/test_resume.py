@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from in_process import Crash, logged_steps, options, report, rows, same, state
+from in_process import Crash, end_before_the_test, logged_steps, options, report, rows, same, state
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.config.compose import compose_config
 from lockstep.config.schema import CLOSED
-from lockstep.errors import Preempted
+from lockstep.errors import Preempted, UserError
 from lockstep.launch import resuming
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process as machine_signals
@@ -216,6 +216,66 @@ def test_a_run_that_was_moved_goes_back_to_an_older_checkpoint_and_drops_what_ca
     callback = next(s for name, s in state("b/checkpoints/last.ckpt")["callbacks"].items() if "ModelCheckpoint" in name)
     assert set(callback["kept"]) == files() - {"last.ckpt"}
     assert len(files()) == len(saved)  # the worst of four is gone
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using")  # Lightning's, of a ModelCheckpoint with another monitor
+@pytest.mark.parametrize("lost", ["checkpoint", "its score", "its row"])
+def test_the_validation_metrics_are_those_of_the_tested_checkpoint(train, lost):
+    """A better one may be gone, or was the best of another metric, or its row was moved away with the log."""
+    wild = ["schedule=step", "schedule.milestones=[0.5]", "schedule.gamma=1000"]  # the second epoch makes it worse
+    first = train("run=a", "trainer.max_epochs=2", *wild)
+    assert first["checkpoint"] == "checkpoints/best-step-12.ckpt"
+    if lost == "its row":
+        end_before_the_test("a")
+        Path("runs/a/metrics.csv").unlink()
+        again = lockstep.train(["resume=a"])
+        assert (again["checkpoint"], again["val/acc"]) == (first["checkpoint"], first["val/acc"])
+        return
+    if lost == "checkpoint":
+        Path("runs/a", first["checkpoint"]).unlink()
+    monitored = ["checkpoint.monitor=val/loss", "checkpoint.mode=min"] if lost == "its score" else []
+    again = lockstep.train(["resume=a", "trainer.max_epochs=3", *monitored])
+    assert again["checkpoint"] == "checkpoints/best-step-36.ckpt"
+    (row,) = (row for row in rows("a") if row["step"] == "36" and row["val/acc"])
+    assert (again["val/acc"], again["val/loss"]) == (float(row["val/acc"]), float(row["val/loss"]))
+    assert again["val/loss"] != first["val/loss"]
+
+
+def test_a_refused_return_to_an_older_checkpoint_leaves_the_last_one(train):
+    train("run=a", "trainer.max_epochs=2", "checkpoint.save_top_k=2", "trainer.accumulate_grad_batches=2")
+    before = {path: path.read_bytes() for path in Path("runs/a/checkpoints").iterdir()}
+    with pytest.raises(UserError, match="within a step of 2"):  # found when the loaders are there
+        lockstep.train(["resume=runs/a/checkpoints/best-step-12.ckpt", "trainer.val_check_interval=0.13"])
+    assert {path: path.read_bytes() for path in Path("runs/a/checkpoints").iterdir()} == before
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_run_whose_checkpoints_are_missing_does_not_start_over(train, run_a, crash_at, continued):
+    if continued:  # it has not saved one yet
+        crash_at(13)
+        with pytest.raises(Crash):
+            lockstep.train(["resume=a", "run=b", "trainer.max_epochs=2"])
+        crash_at(-1)
+    else:
+        shutil.copytree("runs/a", "runs/b", ignore=shutil.ignore_patterns("checkpoints"))
+    before = {path: path.read_bytes() for path in Path("runs/b").glob("*") if path.is_file()}
+    with pytest.raises(UserError, match="from the start, although it continued runs/a" if continued else "it is done"):
+        train("run=b", "resume=auto")
+    assert {path: path.read_bytes() for path in Path("runs/b").glob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("ended_at", [13, 25])
+def test_a_continuation_that_the_system_restarts_goes_on(train, run_a, crash_at, monkeypatch, ended_at):
+    """Before and after the first checkpoint in its own folder."""
+    typed = ["resume=a", "run=b", "trainer.max_epochs=3"]
+    crash_at(ended_at)
+    with pytest.raises(Crash):
+        lockstep.train(typed)
+    crash_at(-1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = lockstep.train(typed)
+    assert (again["train/steps"], again["restarts"]) == (36, 1)
+    assert again["resumed_from"] == f"runs/{'a' if ended_at == 13 else 'b'}/checkpoints/last.ckpt"
 
 
 def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):

@@ -293,9 +293,5 @@ def evaluate(
 def evaluation_info(settings: Settings) -> dict[str, Any]:
     """What eval.json and predict.json say of the evaluation itself."""
     cfg = settings.cfg
-    return {
-        "run": cfg.run,
-        "checkpoint": cfg.init_from,
-        "strategy": cfg.strategy.name,
-        "world_size": settings.world.size,
-    }
+    evaluated = {"run": cfg.run, "checkpoint": cfg.init_from}
+    return {**evaluated, "strategy": cfg.strategy.name, "world_size": settings.world.size}

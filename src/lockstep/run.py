@@ -8,7 +8,6 @@ import difflib
 import errno
 import json
 import logging
-import math
 import os
 import platform
 import shutil
@@ -301,18 +300,10 @@ def tested(report: Mapping[str, Any]) -> list[str]:
     return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]
 
 
-def best_row(rows: Iterable[Mapping[str, float]], monitor: str | None, mode: str) -> dict[str, float]:
-    """The validation metrics of the tested checkpoint: of the best by `monitor`, or of the last one without it."""
-    sign = 1 if mode == "max" else -1
-
-    def rank(row: Mapping[str, float]) -> tuple[float, ...]:
-        """As that of ModelCheckpoint: NaN is the worst."""
-        scores = (sign * row[monitor], -row.get("val/loss", 0.0)) if monitor else ()
-        return *(-math.inf if math.isnan(score) else score for score in scores), row["step"]
-
-    validated = [r for r in rows if (monitor in r if monitor else any(name.startswith("val/") for name in r))]
-    best = max(validated, key=rank, default={})
-    return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
+def validation_of(rows: Iterable[Mapping[str, float]], step: int, monitor: str | None) -> dict[str, float]:
+    """The metrics of the validation at `step`, that of the tested checkpoint; without `monitor` of the last one."""
+    found = [r for r in rows if (monitor in r and r["step"] == step if monitor else any(n[:4] == "val/" for n in r))]
+    return {n: v for row in found[-1:] for n, v in row.items() if n not in ("step", "epoch", "val/count")}
 
 
 def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:

@@ -17,7 +17,7 @@ from forked import until
 from lockstep import ROOT
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
-from lockstep.errors import OutOfMemory, RunFailed
+from lockstep.errors import OutOfMemory, Preempted, RunFailed
 from lockstep.launch import local
 from lockstep.machine import process
 from lockstep.machine.world import World
@@ -211,6 +211,15 @@ def test_one_that_fails_ends_all_and_is_reported_once(files, expected, words, wo
     assert error.value.args[1:] == expected.args[1:]
     assert all(gone(pid) for pid in started(worker))
     assert capfd.readouterr() == ("", "")
+
+
+def test_processes_that_a_warning_ends_before_they_train_were_preempted(worker, forked):
+    (worker.parent / "wait").touch()
+    warning = threading.Thread(target=lambda: started(worker) and process.received.append(signal.SIGTERM))
+    warning.start()
+    with pytest.raises(Preempted, match=r"ended by SIGTERM before anything could be saved; .* resume=auto"):
+        run_both(worker)
+    warning.join()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 from lockstep.machine import world
+from lockstep.machine.files import write_text
 from lockstep.run import RunFolder
 
 
@@ -30,6 +31,44 @@ def test_overrides_are_recorded_as_they_are_typed_and_the_table_shows_those_that
     assert (own, other) == ("seed=0 'data.mean=[0.1, 0.2]' '+model.x={a: '\"'\"':smile:'\"'\"'}'", "seed=1")
     sweeps.print_table(rows, [], tmp_path / "results.csv")
     assert any(own in line for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_job_that_was_done_before_keeps_its_overrides(tmp_path):
+    folder = RunFolder(tmp_path)
+    for value in (1, 2):
+        folder.write_report(folder.report() | {"status": "done"})
+        sweeps.record(folder, [f"model.dropout_fc=0.{value}"], failed=False)
+    assert folder.report()["overrides"] == "model.dropout_fc=0.1"
+
+
+GRIDS = [
+    (["seed=0,1", "data.fold=0,1"], None),
+    (["seed=0,1,2", "data.fold=0,1", "trainer.max_epochs=9"], None),
+    (["seed=0", "data.fold=0,1"], None),
+    (["seed=range(2)", "data.fold=range(2)"], None),
+    (
+        ["seed=0,1", "data.fold=0,2"],
+        "1 of this sweep was run with seed=0 data.fold=1, and would get seed=0 data.fold=2",
+    ),
+    (
+        ["seed=0,1", "data.fold=0,1,2"],
+        "2 of this sweep was run with seed=1 data.fold=0, and would get seed=0 data.fold=2",
+    ),
+    (["seed=0,1", "data.fold=0,1", "optim.lr=1,2"], "0 of this sweep was run with seed=0 data.fold=0, and would get"),
+    (["hydra/sweeper=optuna", "seed=3,4"], None),
+]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), GRIDS)
+def test_a_grid_with_other_values_does_not_continue_the_jobs_of_these_numbers(overrides, problem, tmp_path):
+    earlier = {"hydra": {"overrides": {"task": ["seed=0,1", "data.fold=0,1"]}}}
+    write_text(tmp_path / "multirun.yaml", json.dumps(earlier))
+    assert not list(sweeps.numbering_problems(tmp_path, ["seed=7,8"]))  # no job has begun
+    for place in range(4):
+        (tmp_path / str(place)).mkdir()
+        (tmp_path / str(place) / "config.yaml").touch()
+    problems = list(sweeps.numbering_problems(tmp_path, overrides))
+    assert [problem in each for each in problems] == [True] * bool(problem)
 
 
 def test_the_table_has_the_figures_that_were_tested_whatever_they_are_called():

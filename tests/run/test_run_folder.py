@@ -14,7 +14,7 @@ import filelock
 import pytest
 
 from lockstep.errors import FolderRemoved, RunFailed, UserError
-from lockstep.run import CsvLog, RunFolder, best_row, find_run, run_folders
+from lockstep.run import CsvLog, RunFolder, find_run, run_folders, validation_of
 
 HOLDER = """
 import os, sys
@@ -107,9 +107,15 @@ def test_a_log_that_was_removed_begins_with_its_header_again(tmp_path, caplog):
         log.append({"step": 3, "loss": 0.125})
 
 
-def test_a_metric_that_is_nan_is_no_best_one():
-    rows = [{"step": step, "val/auc": value} for step, value in enumerate([math.nan, 0.5, 0.25, math.nan])]
-    assert [best_row(rows, "val/auc", mode) for mode in ("max", "min")] == [{"val/auc": 0.5}, {"val/auc": 0.25}]
+def test_validation_metrics_are_those_of_the_checkpoint():
+    rows = [
+        {"step": 2, "val/auc": 0.5, "val/count": 9},
+        {"step": 4, "val/auc": math.nan},
+        {"step": 4, "train/loss": 1.0},
+    ]
+    assert validation_of(rows, 2, "val/auc") == validation_of(rows[:1], 4, None) == {"val/auc": 0.5}
+    assert math.isnan(validation_of(rows, 4, "val/auc")["val/auc"])
+    assert validation_of(rows, 3, "val/auc") == {}
 
 
 def test_folders_in_the_places_of_files_are_named(tmp_path):

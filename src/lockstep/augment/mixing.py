@@ -122,8 +122,8 @@ class Cutmix(Checked, Mix):
                     f"{draws.name} cannot paste a part of `{name}` with a part of the image. Remove it: ~{draws.name}."
                 )
         box_B4 = self.boxes(height, width, draws)
-        own_and_partners = {name: (value, value.index_select(0, partner_B)) for name, value in values.items()}
-        result = {**batch, **{name: pasted(*pair, box_B4) for name, pair in own_and_partners.items()}}
+        cut = {name: pasted(value, value.index_select(0, partner_B), box_B4) for name, value in values.items()}
+        result = {**batch, **cut}
         if "target" not in values:
             return result, (1 - box_B4[:, 2] * box_B4[:, 3] / (height * width)).astype(np.float32)
         if "share" in batch:

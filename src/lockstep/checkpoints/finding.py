@@ -306,7 +306,7 @@ def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Che
         return run_dir, None
     if not RunFolder(run_dir).has_config():
         raise UserError(
-            f"resume={resume} lies outside of a run directory. Pass init_from={resume} to start a new run from its weights."
+            f"{path} lies outside of a run directory: {run_dir} has no config.yaml. Pass init_from={path} to start a new run from its weights."
         )
     checkpoint = outline(path)
     checkpoint.require_position()

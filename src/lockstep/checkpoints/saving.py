@@ -71,6 +71,9 @@ class AtomicCheckpointIO(CheckpointIO):
             )
         if self.thread:
             self.drain()
+            # torch 2.11 and 2.12 close it after a copy, and its next one fails. Remove this with them.
+            if torch.__version__ < "2.13":
+                self.stager = new_stager()
             try:
                 checkpoint = self.stager.stage(checkpoint)
             # without memory torch's CPU allocator raises RuntimeError
@@ -309,17 +312,6 @@ class LastCheckpoint(Checkpoint):
         writer.drain()
         trainer.strategy.barrier()
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Makes the checkpoint that the run was resumed from its last one.
-
-        Otherwise the next resume would take a newer one, of an abandoned continuation; and a run with nothing left to train would
-        have no last checkpoint.
-        """
-        names = (self.path.name, f"{self.path.name}.old")  # the next save removes `.old`
-        if self.resumed and self.continues_here and trainer.is_global_zero and self.resumed.name not in names:
-            with files.replacing(self.path) as part:
-                (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
@@ -335,11 +327,21 @@ class LastCheckpoint(Checkpoint):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait(trainer)
         self.tidy(trainer)  # for a run with nothing left to train
+        trainer.strategy.barrier()  # its last checkpoint is there for all
 
     def tidy(self, trainer: Trainer) -> None:
-        """Removes best checkpoints of an abandoned continuation, and those whose removal a kill prevented."""
-        if not self.continues_here or not trainer.is_global_zero:
+        """Makes the checkpoint that the run was resumed from its last one, and removes best ones of an abandoned continuation, and
+        those whose removal a kill prevented.
+
+        Otherwise the next resume would take a newer one; and a run with nothing left to train would have no last checkpoint. Not
+        earlier: until training starts, the run may be refused.
+        """
+        if not self.resumed or not self.continues_here or not trainer.is_global_zero:
             return
+        if self.resumed.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
+            with files.replacing(self.path) as part:
+                (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
+            self.resumed = self.path
         old = self.path.with_name(self.path.name + ".old")
         if old.exists() and not self.path.exists():
             old.rename(self.path)

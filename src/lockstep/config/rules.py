@@ -82,12 +82,8 @@ def devices(settings: Settings) -> Iterator[str]:
 
 
 def strategy(settings: Settings) -> Iterator[str]:
-    precision, possible, accelerator = (
-        str(settings.cfg.trainer.precision),
-        settings.spec.precisions,
-        settings.world.accelerator,
-    )
-    if precision in ("16-mixed", "16-true", "16") and accelerator == "cpu":
+    precision, possible = str(settings.cfg.trainer.precision), settings.spec.precisions
+    if precision in ("16-mixed", "16-true", "16") and settings.world.accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Set trainer.precision=bf16-mixed."
     if possible and precision not in ("auto", "32", *possible):
         yield f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it takes one of {', '.join(possible)}. Set trainer.precision=bf16-mixed."

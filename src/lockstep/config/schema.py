@@ -284,11 +284,7 @@ RECIPES = ("experiment", "debug")  # groups that only set keys of other groups
 SEVERAL = ("augment", "callbacks", "logger")  # groups of named nodes
 OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`
 # Keys of other groups that the engine reads itself.
-NEEDED = {
-    "task": ("monitor", "mode"),
-    "data": ("batch_size",),
-    "strategy": ("name",),
-}
+NEEDED = {"task": ("monitor", "mode"), "data": ("batch_size",), "strategy": ("name",)}
 
 
 # --- The values of a config ---

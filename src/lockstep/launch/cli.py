@@ -93,7 +93,11 @@ def command(job: Job, argv: list[str]) -> None:
             raise UserError(f"{job.name}.py takes one run at a time. Remove -m.")
         raise_problems(compose.tried_alone(job.name, overrides, always)[0])
         names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
-        raise_problems(wrong_values(compose.compose_config(job.name, [*always, *names]), FIRST))
+        first = compose.compose_config(job.name, [*always, *names])
+        raise_problems(wrong_values(first, FIRST))
+        from lockstep.launch import sweeps
+
+        raise_problems(sweeps.numbering_problems(Path(first.runs_dir) / str(first.run), overrides))
     # A launcher may pickle it for another process, so it must not refer to anything of this one.
     outcome: list[int] = []
     task: Any = partial(one_job, job, outcome)

@@ -22,7 +22,7 @@ from lockstep import PACKAGE, ROOT, WHEEL
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
 from lockstep.config.settings import Settings
-from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError, did_you_mean
+from lockstep.errors import LostProcess, OutOfMemory, Preempted, RunFailed, UserError, did_you_mean
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process
 from lockstep.machine.files import write_text
@@ -228,6 +228,9 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
         errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_text())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
+    if -code in process.received:  # before it could save
+        again = f"rerun the command{' with resume=auto' if trains else ''}"
+        raise Preempted(f"ended by {signal.Signals(-code).name} before anything could be saved; {again}.")
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have

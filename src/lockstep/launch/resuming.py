@@ -101,7 +101,8 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         cfg.run = name_of_job(cfg)
         if has_begun(cfg) and not cfg.resume and not restarted() and Settings.of(cfg).world.external is None:
             cfg.run = None  # a second command in the same SLURM job
-    if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
+    begun = not cfg.resume or finding.found_in(folder_of(cfg).path)  # of another run, and has saved since
+    if restarted() and cfg.run is not None and begun and cfg.trainer.enable_checkpointing:
         cfg.resume = "auto"  # the system restarted this command: continue in the same directory
     if cfg.resume:
         return resumed(cfg, overrides)
@@ -137,6 +138,13 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     place, checkpoint = finding.resume_point(str(cfg.resume), cfg.run, cfg.runs_dir)
     before = RunFolder(place)
     if checkpoint is None:
+        earlier = before.report()
+        origin = earlier.get("resumed_from")
+        if origin or earlier.get("status") == "done":
+            why = f"it continued {origin}" if origin else "it is done"
+            raise UserError(
+                f"{place} has no checkpoint, so resume=auto would train it from the start, although {why}. Put its checkpoints back, or type the first command again with run=<another name>."
+            )
         cfg.resume = None
         return same_identity(from_weights(cfg), before)
     before.validate()
@@ -154,7 +162,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
     set_aside(result, own)
-    if Settings.of(result).world.rank == 0 and result.run != own_name and has_begun(result):
+    if Settings.of(result).world.rank == 0 and result.run != own_name and has_begun(result) and not restarted():
         raise UserError(f"run={result.run}: {folder_of(result).path} is another run. Remove run, or pass another name.")
     raise_problems(changes(result, saved))
     return same_identity(result, before) if result.run == own_name else result

@@ -3,7 +3,8 @@
 import os
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.table import Table
 
+from lockstep.config.compose import key_of, variants
 from lockstep.config.settings import Settings, folder_of
 from lockstep.config.words import counted, number, readable
 from lockstep.errors import RunFailed, UserError
@@ -19,7 +21,7 @@ from lockstep.machine import process
 from lockstep.machine.files import write_csv
 from lockstep.machine.world import cores, visible_gpus
 from lockstep.reporting import console
-from lockstep.run import RunFolder, tested
+from lockstep.run import RunFolder, tested, told_if_damaged
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
@@ -35,6 +37,24 @@ def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
     if cfg.run is None or str(cfg.run) == name:
         cfg.run = f"{name}/{hydra_cfg.job.num}"
     return cfg
+
+
+def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Whether a job of the grid `overrides` would continue one of other values, which has the same number in `folder`."""
+    file = folder / "multirun.yaml"
+    if not file.is_file() or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
+        return
+    with told_if_damaged(file, "Set run=<another name>."):
+        grids = [OmegaConf.load(file).hydra.overrides.task, overrides]
+    varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
+    jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
+    for place, (then, now) in enumerate(zip(*jobs, strict=False)):
+        if {*then} != {*now} and RunFolder(folder / str(place)).has_config():
+            yield (
+                f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(now)}. Set another "
+                "run=<name>. A sweep can be continued with more values at the end of its first list; the other lists stay as they are."
+            )
+            return
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -56,7 +76,8 @@ def record(folder: RunFolder, overrides: list[str], *, failed: bool) -> None:
     report = {"status": "failed"} | folder.report()
     if failed and report["status"] in ("done", "running"):
         return  # the report belongs to another run, which kept its directory
-    folder.write_report(report | {"overrides": shlex.join(typed(overrides))})
+    own = {"overrides": shlex.join(typed(overrides))}
+    folder.write_report(report | own if failed else own | report)  # one that has them is of a run that was done before
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

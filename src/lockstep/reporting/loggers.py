@@ -130,9 +130,8 @@ def begin_run(name: str, logger: Logger, config: Mapping[str, Any], report: Mapp
             raise
         variables = [variable for variable in os.environ if variable.startswith(f"{name.upper()}_")]
         local = f", or pass logger.{name}.{logger.local}" if hasattr(logger, "local") else ""
-        why = (
-            e.errors()[0]["msg"] if hasattr(e, "errors") else " ".join(str(e).split())
-        )  # pydantic's, of W&B's settings
+        # pydantic's, of W&B's settings
+        why = e.errors()[0]["msg"] if hasattr(e, "errors") else " ".join(str(e).split())
         raise UserError(
             f"logger.{name} cannot start: {why}. Correct its keys or the environment variables "
             f"(set: {', '.join(variables) or 'none'}){local}."

@@ -21,7 +21,7 @@ from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import logged
-from lockstep.run import SEPARATOR, best_row, provenance, tested
+from lockstep.run import SEPARATOR, provenance, tested, validation_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -145,6 +145,7 @@ class Recorder:
         trainer, work, report = self.trainer, self.work, self.report
         assert trainer is not None and work is not None
         monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
+        steps = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
         batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
         is_known = 0 < batches < math.inf
         begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if is_known else trainer.current_epoch
@@ -165,7 +166,7 @@ class Recorder:
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
-            **best_row(self.folder.metrics() if self.rank == 0 else (), monitor, report["monitor_mode"]),
+            **validation_of(self.folder.metrics() if self.rank == 0 else (), steps, monitor),
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
 

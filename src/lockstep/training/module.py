@@ -28,13 +28,7 @@ from lockstep.training.arithmetic import (
     scale_gradients,
     total_steps,
 )
-from lockstep.training.losses import (
-    evaluation_loss,
-    one_per_sample,
-    weighted_loss,
-    whole_batch,
-    without_fillers,
-)
+from lockstep.training.losses import evaluation_loss, one_per_sample, weighted_loss, whole_batch, without_fillers
 from lockstep.training.metrics import MeanLoss, TestPanels, named
 from lockstep.training.schedules import scheduler
 
