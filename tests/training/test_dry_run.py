@@ -97,6 +97,7 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
     (LARGE, r"task.metrics.f1 does not fit task=classification"),
     ("task=mine task._target_=mine.Scalar", r"task=Scalar: `loss` returns shape \(\) for 2 samples; expected one number per sample, shape \(2,\)"),
     ("task=mine task._target_=mine.Wide", r"task=Wide: `loss` returns shape \(2, 10\) for 2 samples"),
+    ("task=mine task._target_=mine.Column", r"task=Column: `weight` returns shape \(2, 1\) for 2 samples; expected one number per sample"),
     ("task=mine task._target_=mine.Several", r"the network returns output\['mean'\] of shape \(7,\) for a batch of 2"),
     ("task=mine task._target_=mine.Short", r"`describe` has 1 entries for 2 samples"),
     ("task=mine +task.metrics.curve={_target_:mine.Curve}", r"task.metrics.curve .*: the metric curve computes a tuple, which cannot be logged"),

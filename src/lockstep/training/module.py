@@ -31,6 +31,7 @@ from lockstep.training.arithmetic import (
 from lockstep.training.losses import (
     evaluation_loss,
     one_per_sample,
+    weight_of,
     weighted_loss,
     whole_batch,
     without_fillers,
@@ -166,7 +167,7 @@ class TaskModule(QuickHookNames):
             return
         output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
-        self.mean_loss.update(loss_B, self.task.weight(batch), self.arithmetic.evaluation_sum(self, batch_idx))
+        self.mean_loss.update(loss_B, weight_of(self.task, batch), self.arithmetic.evaluation_sum(self, batch_idx))
         for metric in self.metrics.values():
             update(metric, batch_idx, *self.task.metric_inputs(output, batch))
         if self.test_panels and self.trainer.testing:
