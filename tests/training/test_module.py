@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
@@ -92,6 +93,36 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
         errors.evaluation_step(batch, 0)
     assert errors.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
+
+
+class Featured(Metric):
+    """Has a network, as image metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 1))
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits_BK: Tensor, label_B: Tensor) -> None:
+        self.total += self.features(logits_BK).sum().detach()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Judged(Classification):
+    def metrics(self) -> dict[str, Metric]:
+        return {"items": Featured()}  # which is the name of a method of torch's ModuleDict, too
+
+
+def test_a_metric_may_have_a_network_which_is_not_the_modules():
+    made, (logits_BK, label_B) = module(Judged).to(torch.bfloat16), samples(12)
+    network = made.metrics["items"].features
+    made.on_validation_epoch_start()
+    assert (network[1].weight.dtype, made.metrics["items"].total.dtype) == (torch.float32, torch.float64)
+    seen(made, (logits_BK[:1], label_B[:1]), (logits_BK[1:], label_B[1:]))
+    assert logged(made)["items"] == pytest.approx(network(logits_BK).sum().item(), rel=1e-5)
+    assert not made.state_dict() and not list(made.parameters())
 
 
 def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():

@@ -3,7 +3,7 @@
 # B batch
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lockstep.compat.lightning import QuickHookNames
-from lockstep.compat.metric_states import of_all_processes, update
+from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
@@ -68,7 +68,8 @@ class TaskModule(QuickHookNames):
         self.call_net: Callable[..., Any] | None = None
         self.arithmetic = arithmetic or StepArithmetic()
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
-        self.metrics: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
+        # No children: checkpoints would hold a metric's own network, and DDP wait for its gradients.
+        self.metrics = metrics
         self.test_panels: TestPanels | None = None  # of the test at the end of a run
         # Sums of mean losses and of mean weights over the micro-batches since the last log row.
         self.window_loss: Tensor | float = 0.0
@@ -152,7 +153,7 @@ class TaskModule(QuickHookNames):
     def on_validation_epoch_start(self) -> None:
         """Makes metrics sum in float64, even if `trainer.precision=bf16-true` has converted the module."""
         for metric in self.all_metrics:
-            metric.to(self.mean_loss.exact)  # its integers stay integers
+            prepare(metric, self.device, self.mean_loss.exact)
 
     def on_test_epoch_start(self) -> None:
         self.on_validation_epoch_start()
