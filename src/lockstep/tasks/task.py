@@ -98,7 +98,9 @@ class Task(nn.Module):
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
         """The name and value of the primary metric: the monitored one, or the first of `metrics` if that is the loss or nothing."""
         metric = (report["monitor"] or "val/loss").removeprefix("val/")
-        name = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
+        wanted = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
+        # a metric with several values has no value of its own name
+        name = wanted if wanted in report else next((n for n in report if n.startswith(f"{wanted}/")), "test/loss")
         return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
 
     def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
