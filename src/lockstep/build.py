@@ -274,7 +274,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The test (or `val`) metrics of a checkpoint or of a workload as it is, for training and eval.py. `panels` gets the task's panels.
 
-    Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves.
+    Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves; of a
+    LightningModule's `test_acc`, `raw/test_acc`.
     """
     step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
     if settings.cfg.trainer[f"limit_{stage}_batches"] == 0:
@@ -299,7 +300,8 @@ def evaluate(
         work = workload(settings, data, weights=str(tested))
         load_into(work.module.state_dict(), raw, tested)
         of_raw = run_and_collect(work)
-        metrics |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
+        names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}
+        metrics |= {names[name]: value for name, value in of_raw.items() if not name.endswith("/count")}
     return metrics
 
 
