@@ -37,6 +37,7 @@ from lockstep.training.losses import (
     without_fillers,
 )
 from lockstep.training.metrics import MeanLoss, TestPanels, named
+from lockstep.training.optim import begin_momentum
 from lockstep.training.schedules import scheduler
 
 
@@ -134,6 +135,9 @@ class TaskModule(QuickHookNames):
                 nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
             else:
                 clip_by_norm(grads, gradient_clip_val, self.arithmetic)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        begin_momentum(optimizer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The window since the last row of the log is reduced first, so the run can resume with another world size.
