@@ -95,6 +95,33 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     assert errors.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
 
 
+class Frozen(nn.Module):
+    """Keeps a part in evaluation mode, and something for an evaluation, as networks do in a `train` of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.kept = nn.BatchNorm1d(10), nn.BatchNorm1d(10), False
+
+    def train(self, mode: bool = True) -> "Frozen":
+        super().train(mode)
+        self.body.eval()
+        self.kept = not mode
+        return self
+
+
+def test_a_networks_own_train_is_called_before_training_and_after_each_validation():
+    made = untrained(Classification(), nn.Sequential(Frozen(), nn.BatchNorm1d(10)))
+    net, made.trainer = made.net[0], SimpleNamespace(model=made)
+    net.norm.eval()  # as callbacks=[freeze] does
+    modes = [(True, False, False), (False, False, False), (True, False, False)]
+    for change, expected in zip(
+        (lambda: None, made.on_validation_model_eval, made.on_validation_model_train), modes, strict=True
+    ):
+        change()
+        assert (net.training, net.body.training, net.norm.training) == expected
+        assert (net.kept, made.net[1].training) == (not expected[0], expected[0])
+
+
 class Featured(Metric):
     """Has a network, as image metrics do."""
 

@@ -3,7 +3,7 @@
 # B batch
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,13 @@ from lockstep.training.optim import begin_momentum
 from lockstep.training.schedules import scheduler
 
 
+def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Of modules whose class has a `train` of its own, which may keep a part in evaluation mode, or do more."""
+    for module, training in modes:
+        if type(module).train is not nn.Module.train:
+            module.train(training)
+
+
 class TaskModule(QuickHookNames):
     """Trains `net` on a task.
 
@@ -63,6 +70,7 @@ class TaskModule(QuickHookNames):
         arithmetic: StepArithmetic | None = None,
     ) -> None:
         super().__init__()
+        call_own_train((module, module.training) for module in net.modules())
         self.net, self.task, self.network_arguments = net, task, network_arguments
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
         self.parameters_of = parameters
@@ -76,6 +84,16 @@ class TaskModule(QuickHookNames):
         self.window_loss: Tensor | float = 0.0
         self.window_weight: Tensor | float = 0.0
         self.step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
+
+    def on_validation_model_eval(self) -> None:
+        self.modes = [(module, module.training) for module in self.modules()]
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        """Lightning 2.6 only sets `training`, where a network's own `train` may undo what it did for the evaluation, such as a merge."""
+        call_own_train(self.modes)
+        for module, training in self.modes:
+            module.training = training
 
     def configure_model(self) -> None:
         """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
