@@ -5,7 +5,7 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -178,22 +178,15 @@ def load_module(path: Path) -> pl.LightningModule:
     return made.eval()
 
 
-def metric_problems(title: str, found: Any) -> Iterator[str]:
-    """What is wrong with what the `metrics` of a task returned."""
-    if not isinstance(found, Mapping | MetricCollection):
-        yield f"task={title}: `metrics` returns {type(found).__name__}; expected a dict of torchmetrics metrics by name."
-        return
-    for name, metric in found.items():
-        if not isinstance(metric, Metric | MetricCollection):
-            yield f"task={title}: `metrics` returns {shown(metric)} as {name}; expected a torchmetrics metric, such as MeanMetric()."
-        if name in ("loss", "count"):
-            yield f"task={title}: `metrics` returns {name}, which every task already logs. Use another name."
-
-
 def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
     """The metrics of the task and those of the nodes of task.metrics. Raises UserError: the task's are none."""
     found: Any = goal.metrics()
-    raise_problems(metric_problems(type(goal).__name__, found))
+    where = f"task={type(goal).__name__}: `metrics` returns"
+    named: Any = (Mapping, MetricCollection)
+    if not isinstance(found, named) or not all(isinstance(each, Metric | MetricCollection) for each in found.values()):
+        raise UserError(f"{where} {found}; expected a dict of torchmetrics metrics, such as {{'mean': MeanMetric()}}.")
+    if taken := ", ".join({"loss", "count"} & {*found.keys()}):
+        raise UserError(f"{where} {taken}, which every task already logs. Use another name.")
     for name, node in nodes.items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
