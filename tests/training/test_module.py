@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lockstep.data import DataSet
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
-from lockstep.training.losses import first_rows, samples_at
+from lockstep.training.losses import first_rows, sample_at, samples_at
 from lockstep.training.metrics import named
 from lockstep.training.module import TaskModule
 
@@ -269,6 +270,16 @@ def test_tensors_are_cut_wherever_they_are(form):
 def test_what_has_no_sample_is_refused_by_name_and_shape(output, told):
     with pytest.raises(UserError, match=told):
         first_rows(output, 2, B)
+
+
+def test_a_sample_of_several_inputs_is_taken_out_of_a_batch_for_the_report():
+    left_BT, right_BT = torch.arange(6).view(3, 2), torch.arange(12).view(3, 4)
+    for inputs in ({"left": left_BT, "right": right_BT}, [left_BT, right_BT]):
+        sample = sample_at({"input": inputs, "target": torch.arange(3), "file": ["a", "b", "c"], "count": 3}, 1, 3)
+        assert (sample["target"].item(), sample["file"], len(sample)) == (1, "b", 3)
+        values = sample["input"].values() if isinstance(inputs, dict) else sample["input"]
+        assert [value.tolist() for value in values] == [[2, 3], [4, 5, 6, 7]]
+        assert DataSet().show(sample) == {}
 
 
 def test_a_batch_may_hold_other_things_than_samples():

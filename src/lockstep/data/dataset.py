@@ -280,6 +280,8 @@ class DataSet:
         value, about = sample.get("input"), self.about
         if isinstance(value, str):
             return {"text": value}
+        if isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(hasattr(x, "shape") for x in value)):
+            return {}  # several inputs
         if (image_CHW := picture(value)) is not None:
             return {"image": image_CHW}
         array = np.asarray(value)

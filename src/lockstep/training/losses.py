@@ -83,6 +83,13 @@ def first_rows(output: Tree, count: int, size: int) -> Tree:
     return by_sample(output, size, cut, refused, "output")
 
 
+def sample_at(batch: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
+    """One sample of a batch of `size`, as it is stored. Its inputs may be in dicts and lists."""
+    stored = {name: value for name, value in batch.items() if name != "count"}
+    sample: dict[str, Any] = by_sample(stored, size, lambda value, _: value[place], lambda value, _: value, "batch")
+    return sample
+
+
 def samples_at(batch: Mapping[str, Any], places: slice | list[int] | Tensor, size: int) -> dict[str, Any]:
     """The samples at `places` of a batch of `size`. Values without an entry per sample stay as they are."""
 
@@ -119,21 +126,16 @@ def of_partners(batch: Batch) -> Batch:
     return {**batch, **samples_at(rest, batch["partner"], len(batch["partner"]))}
 
 
-ADVICE = {
-    "loss": "Compute it with reduction='none', then average each sample's own elements: loss.flatten(1).mean(1).",
-    "weight": "Drop the other dimensions, as in weight[:, 0] or weight.mean(1); without weights, return None.",
-}
-
-
 def one_per_sample(value_B: Any, task: Task, batch: Batch, method: str = "loss") -> Tensor:
     """Raises UserError if a task's loss or weight is not one number per sample."""
     count = len(batch["index"])
     if isinstance(value_B, Tensor) and value_B.shape == (count,):
         return value_B
     given = f"shape {tuple(value_B.shape)}" if isinstance(value_B, Tensor) else f"type {type(value_B).__name__}"
+    how = "Compute it with reduction='none', then average" if method == "loss" else "Average"
     raise UserError(
         f"task={type(task).__name__}: `{method}` returns {given} for {count} samples; expected one number per sample, shape ({count},). "
-        f"{ADVICE[method]}"
+        f"{how} each sample's own elements: {method}.flatten(1).mean(1)."
     )
 
 
