@@ -60,7 +60,7 @@ class Task(nn.Module):
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """loss_B: one number per sample."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `loss`")
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor | None:
         """weight_B of the samples in the mean over a global batch; None: equal weights."""
