@@ -72,12 +72,13 @@ def picture(before: "Batch", after: "Batch", about: Mapping[str, Any], count: in
 
 def bytes_of(batch: "Batch", about: Mapping[str, Any]) -> NDArray[np.uint8]:
     """image_BHW3: the input of a network without its normalisation."""
-    given = batch["input"]
+    given: Any = batch.get("input")
     from lockstep.reporting.panels import restored
 
     image_BCHW = restored(given, about)
     if image_BCHW is None or image_BCHW.shape[1] not in (1, 3):
-        raise UserError(f"only images can be shown; `input` is {given.dtype} of shape {tuple(given.shape)}.")
+        what = f"{given.dtype} of shape {tuple(given.shape)}" if hasattr(given, "shape") else type(given).__name__
+        raise UserError(f"only images can be shown; `input` is {what}.")
     image: NDArray[np.uint8] = image_BCHW.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
     return image
 

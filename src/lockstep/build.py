@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lockstep import strategies
 from lockstep.augment import Augmentation
@@ -179,8 +179,14 @@ def load_module(path: Path) -> pl.LightningModule:
 
 
 def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
-    """The metrics of the task and those of the nodes of task.metrics."""
-    found = goal.metrics()
+    """The metrics of the task and those of the nodes of task.metrics. Raises UserError: the task's are none."""
+    found: Any = goal.metrics()
+    where = f"task={type(goal).__name__}: `metrics` returns"
+    named: Any = (Mapping, MetricCollection)
+    if not isinstance(found, named) or not all(isinstance(each, Metric | MetricCollection) for each in found.values()):
+        raise UserError(f"{where} {found}; expected a dict of torchmetrics metrics, such as {{'mean': MeanMetric()}}.")
+    if taken := ", ".join({"loss", "count"} & {*found.keys()}):
+        raise UserError(f"{where} {taken}, which every task already logs. Use another name.")
     for name, node in nodes.items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
@@ -261,7 +267,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The test (or `val`) metrics of a checkpoint or of a workload as it is, for training and eval.py. `panels` gets the task's panels.
 
-    Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves.
+    Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves; of a
+    LightningModule's `test_acc`, `raw/test_acc`.
     """
     step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
     if settings.cfg.trainer[f"limit_{stage}_batches"] == 0:
@@ -286,7 +293,8 @@ def evaluate(
         work = workload(settings, data, weights=str(tested))
         load_into(work.module.state_dict(), raw, tested)
         of_raw = run_and_collect(work)
-        metrics |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
+        names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}
+        metrics |= {names[name]: value for name, value in of_raw.items() if not name.endswith("/count")}
     return metrics
 
 

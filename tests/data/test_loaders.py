@@ -18,7 +18,7 @@ from torch.utils.data import StackDataset, TensorDataset, get_worker_info
 
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
-from lockstep.data.dataset import Arrays, DataSet, samples_of
+from lockstep.data.dataset import Arrays, DataSet, Items, samples_of
 from lockstep.data.loaders import FromWorkers, Indexed, InMemory, fetch
 from lockstep.data.sampler import EvalSampler, Split, TrainBatches
 from lockstep.errors import LostProcess, TrainingFailed, UserError
@@ -85,7 +85,7 @@ def test_images_live_on_the_gpu_if_they_are_asked_to_or_take_little_of_it(device
     ("value", "sizes"), [([[1.0], [2.0, 3.0]], "1, 2"), ([np.ones((2, 4)), np.ones((3, 4))], r"\(2, 4\), \(3, 4\)")]
 )
 def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, value, sizes):
-    with pytest.raises(ValueError, match=r"one length.*'input': 103, 'target': 102"):
+    with pytest.raises(ValueError, match=r"a row for each sample, .*'input': 103, 'target': 102"):
         Arrays(input=arrays.arrays["input"], target=arrays.arrays["target"][1:])
 
     class Ragged:
@@ -101,6 +101,17 @@ def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, valu
         assert batch["tags"] == [["a"], ["b", "c"]]
 
 
+@pytest.mark.parametrize(("samples", "told"), [
+    ([(1, 2, 3)] * 4, "a sample of list is a tuple; expected a dict of named values, or"),
+    ([torch.ones(2)] * 4, "a sample of list is a Tensor; expected"),
+    ([(torch.ones(1 + i), i) for i in range(4)], r"samples of list do not form a batch: .*equal size.* Pad them to one shape"),
+    ([{"input": 1, "more": None}] * 4, r"samples of list do not form a batch: .*found <class 'NoneType'>"),
+])  # fmt: skip
+def test_samples_of_a_torch_dataset_that_form_no_batch_are_rejected(samples, told):
+    with pytest.raises(UserError, match=told):
+        Items(samples)[np.arange(4)]
+
+
 # --- the datamodule ---
 
 
@@ -113,6 +124,20 @@ class TwoInputs(DataSet):
 
     def preprocess(self, batch):
         return {**batch, "right": batch["right"] / 255}
+
+
+def test_arrays_may_be_lists_tensors_and_texts():
+    data = DataSet()
+    data.train = data.test = Arrays(
+        input=torch.arange(20.0), target=list(range(20)), name=np.array([*"abcdefghijklmnopqrst"])
+    )
+    made = DataModule(data, batch_size=4, eval_batch_size=8)
+    made.trainer = stand_in_trainer()
+    batch = next(iter(made.train_dataloader()))
+    assert batch["input"].tolist() == batch["target"].tolist() == batch["index"].tolist()
+    assert batch["name"] == [chr(ord("a") + index) for index in batch["index"].tolist()]
+    with pytest.raises(UserError, match=r"these have {'input': 3, 'target': 2}"):
+        Arrays(input=[1, 2, 3], target=[1, 2])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from in_process import state
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data import sampler
 from lockstep.data.datamodule import DataModule
@@ -198,6 +198,27 @@ def test_a_batch_larger_than_the_training_set_is_rejected(limit_train, val_fract
     train, val, test = splits(data_of(60), batch_size=possible, **how)
     assert (train.count, val.count, test.count) == (possible, held_out, 2)
     assert not set(train.indices(np.arange(train.count))) & set(val.indices(np.arange(val.count)))
+
+
+class Stream(IterableDataset):
+    """Has no length."""
+
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(("part", "held", "told"), [
+    ("train", [1, 2, 3], "the train part of DataSet is a list; expected Arrays, a torch Dataset with a length, or your own"),
+    ("train", Stream(), "the train part of DataSet is a Stream;"),
+    ("val", (1, 2), "the val part of DataSet is a tuple;"),
+    ("test", None, "the test part of DataSet is a NoneType;"),
+    ("test", ..., r"DataSet has no test part. Set self.test in its __init__"),
+])  # fmt: skip
+def test_what_is_no_part_of_a_data_set_is_rejected(part, held, told):
+    data = data_of(60)
+    vars(data).pop(part) if held is ... else setattr(data, part, held)
+    with pytest.raises(UserError, match=told):
+        splits(data, batch_size=1)
 
 
 @pytest.mark.parametrize(("total", "folds"), [(10, 5), (11, 3), (5, 5)])

@@ -2,7 +2,7 @@
 
 import torch
 from torch.nn.functional import cross_entropy
-from torchmetrics import Metric
+from torchmetrics import MeanSquaredError, Metric
 
 from lockstep.tasks import Classification, Task
 
@@ -15,6 +15,26 @@ class Scalar(Classification):
 class Wide(Classification):
     def loss(self, output, batch):
         return output.square()
+
+
+class Column(Classification):
+    def weight(self, batch):
+        return torch.ones(len(batch["index"]), 1)
+
+
+class Replaced(Classification):
+    def metrics(self):
+        return {**super().metrics(), "loss": MeanSquaredError()}
+
+
+class Uncalled(Classification):
+    def metrics(self):
+        return {"mse": MeanSquaredError}
+
+
+class Unnamed(Classification):
+    def metrics(self):
+        return [MeanSquaredError()]
 
 
 class Bare(Task):

@@ -48,6 +48,11 @@ class Validated(Small):
         self.log("valid_loss", self.loss(batch))
 
 
+class Tested(Small):
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch), batch_size=len(batch[0]))
+
+
 class Template(pl.LightningModule):
     """As in the Lightning-Hydra template: its config makes its network, and partials of its optimizer and schedule."""
 

@@ -57,3 +57,8 @@ def test_what_is_wrong_is_told(mnist, cache, tmp_path):
     ):  # fmt: skip
         with pytest.raises(UserError, match=told):
             show_batch.show([*options(mnist, cache), *more], count=2, step=step, epoch=0, out=tmp_path / "a.png")
+
+
+def test_several_inputs_are_not_shown():
+    with pytest.raises(UserError, match="only images can be shown; `input` is dict"):
+        show_batch.bytes_of({"input": {"left": torch.ones(2, 3)}}, {})

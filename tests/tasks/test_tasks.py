@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torchmetrics import Metric
+from torchmetrics.detection import MeanAveragePrecision
 
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
@@ -212,6 +214,21 @@ def test_the_dice_loss_is_that_of_the_formula():
 def test_what_does_not_fit_is_refused(make, told):
     with pytest.raises(UserError, match=told):
         make()
+
+
+class Boxed(Task):
+    def metrics(self) -> dict[str, Metric]:
+        return {"boxes": MeanAveragePrecision()}
+
+
+@pytest.mark.parametrize(("monitor", "name"), [
+    ("val/loss", "boxes map"), ("val/boxes/map_50", "boxes map_50"), (None, "loss"),
+])  # fmt: skip
+def test_the_primary_metric_is_the_first_value_of_a_metric_with_several(monitor, name):
+    report = {"monitor": monitor, "test/loss": 0.5, "test/count": 7, "unit": "images"}
+    values = {"test/boxes/map": 0.25, "test/boxes/map_50": 0.75} if monitor else {}
+    expected = {"boxes map": "0.2500", "boxes map_50": "0.7500", "loss": "0.5000"}[name]
+    assert Boxed().headline({**report, **values}) == (f"test {name}", f"{expected} on 7 images")
 
 
 BOXES = {"boxes": [torch.zeros(1, 4), torch.zeros(3, 4)], "labels": [torch.zeros(1), torch.zeros(3)]}

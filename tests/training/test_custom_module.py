@@ -200,6 +200,13 @@ def test_figures_of_several_test_dataloaders_are_all_reported(train):
         lockstep.predict(["run=several", "input=test", CPU])
 
 
+def test_figures_of_the_average_and_of_the_weights_have_names_of_their_own(train):
+    more = ["trainer.max_steps=4"]
+    plain = train("Tested", "run=plain", *more)
+    averaged = train("Tested", "run=averaged", "callbacks=[default,ema]", *more)
+    assert averaged["raw/test_loss"] == plain["test_loss"] != averaged["test_loss"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("data", [[], ["data=odd"]])
 def test_a_modules_own_hyperparameters_join_the_config_in_a_logger(train, data):

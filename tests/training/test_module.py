@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torchmetrics import Metric
 
+from lockstep.data import DataSet
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
-from lockstep.training.losses import first_rows, samples_at
+from lockstep.training.losses import first_rows, sample_at, samples_at
 from lockstep.training.metrics import named
 from lockstep.training.module import TaskModule
 
@@ -92,6 +94,63 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
         errors.evaluation_step(batch, 0)
     assert errors.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
+
+
+class Frozen(nn.Module):
+    """Keeps a part in evaluation mode, and something for an evaluation, as networks do in a `train` of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.kept = nn.BatchNorm1d(10), nn.BatchNorm1d(10), False
+
+    def train(self, mode: bool = True) -> "Frozen":
+        super().train(mode)
+        self.body.eval()
+        self.kept = not mode
+        return self
+
+
+def test_a_networks_own_train_is_called_before_training_and_after_each_validation():
+    made = untrained(Classification(), nn.Sequential(Frozen(), nn.BatchNorm1d(10)))
+    net, made.trainer = made.net[0], SimpleNamespace(model=made)
+    net.norm.eval()  # as callbacks=[freeze] does
+    modes = [(True, False, False), (False, False, False), (True, False, False)]
+    for change, expected in zip(
+        (lambda: None, made.on_validation_model_eval, made.on_validation_model_train), modes, strict=True
+    ):
+        change()
+        assert (net.training, net.body.training, net.norm.training) == expected
+        assert (net.kept, made.net[1].training) == (not expected[0], expected[0])
+
+
+class Featured(Metric):
+    """Has a network, as image metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 1))
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits_BK: Tensor, label_B: Tensor) -> None:
+        self.total += self.features(logits_BK).sum().detach()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Judged(Classification):
+    def metrics(self) -> dict[str, Metric]:
+        return {"items": Featured()}  # which is the name of a method of torch's ModuleDict, too
+
+
+def test_a_metric_may_have_a_network_which_is_not_the_modules():
+    made, (logits_BK, label_B) = module(Judged).to(torch.bfloat16), samples(12)
+    network = made.metrics["items"].features
+    made.on_validation_epoch_start()
+    assert (network[1].weight.dtype, made.metrics["items"].total.dtype) == (torch.float32, torch.float64)
+    seen(made, (logits_BK[:1], label_B[:1]), (logits_BK[1:], label_B[1:]))
+    assert logged(made)["items"] == pytest.approx(network(logits_BK).sum().item(), rel=1e-5)
+    assert not made.state_dict() and not list(made.parameters())
 
 
 def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
@@ -211,6 +270,16 @@ def test_tensors_are_cut_wherever_they_are(form):
 def test_what_has_no_sample_is_refused_by_name_and_shape(output, told):
     with pytest.raises(UserError, match=told):
         first_rows(output, 2, B)
+
+
+def test_a_sample_of_several_inputs_is_taken_out_of_a_batch_for_the_report():
+    left_BT, right_BT = torch.arange(6).view(3, 2), torch.arange(12).view(3, 4)
+    for inputs in ({"left": left_BT, "right": right_BT}, [left_BT, right_BT]):
+        sample = sample_at({"input": inputs, "target": torch.arange(3), "file": ["a", "b", "c"], "count": 3}, 1, 3)
+        assert (sample["target"].item(), sample["file"], len(sample)) == (1, "b", 3)
+        values = sample["input"].values() if isinstance(inputs, dict) else sample["input"]
+        assert [value.tolist() for value in values] == [[2, 3], [4, 5, 6, 7]]
+        assert DataSet().show(sample) == {}
 
 
 def test_a_batch_may_hold_other_things_than_samples():

@@ -48,6 +48,23 @@ def test_layers_of_other_networks_are_their_blocks_in_order():
     assert rates == {"scale": 0.125, "0.weight": 0.125, "2.0.weight": 0.25, "2.1.weight": 0.5, "3.weight": 9.0}
 
 
+# --- Momentum ---
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fused_sgd_takes_parameters_whose_first_gradient_comes_later(nesterov):
+    def trained(fused: bool) -> list[list[float]]:
+        first, late, never = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+        made = torch.optim.SGD([first, late, never], 0.1, 0.9, weight_decay=0.1, nesterov=nesterov, fused=fused)
+        for step in range(4):
+            first.grad, late.grad = torch.full((3,), step + 1.0), torch.ones(3) if step > 1 else None
+            optim.begin_momentum(made)
+            made.step()
+        return [p.tolist() for p in (first, late, never)]
+
+    assert trained(fused=True) == [pytest.approx(values) for values in trained(fused=False)]
+
+
 # --- Schedules ---
 
 LR, TOTAL = 0.5, 20

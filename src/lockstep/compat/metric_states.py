@@ -50,6 +50,16 @@ def parts(metrics: Sequence[Metric]) -> list[Metric]:
     return [each for metric in metrics for each in metric.modules() if isinstance(each, Metric)]
 
 
+def prepare(metric: Metric, device: torch.device, exact: torch.dtype) -> None:
+    """Before an evaluation: the metric's sums are in `exact`; integers stay integers, and a network of its own keeps its dtype."""
+    metric.to(device).eval()
+    for each in parts([metric]):
+        for name, default in each._defaults.items():
+            if isinstance(default, Tensor) and default.is_floating_point():
+                each._defaults[name] = default.to(exact)
+                setattr(each, name, getattr(each, name).to(exact))
+
+
 def update(metric: Metric, batch_idx: int, *inputs: Any) -> None:
     """Updates a metric. Records how long its list states are then, so that of_all_processes can order them by sample."""
     metric.update(*inputs)

@@ -296,8 +296,8 @@ class Settings:
             return None
         if is_sharded:
             return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
-        if any(node.get("unfreeze") for node in cfg.callbacks.values()):
-            return "has no kernel for SGD where some parameters have no momentum yet, as with callbacks.freeze.unfreeze (torch 2.13)"
+        if cfg.optim.get("dampening"):
+            return "has no kernel for SGD with dampening where some parameters have no momentum yet (torch 2.13)"
         return None
 
     @property

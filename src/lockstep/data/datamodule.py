@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, classes_of, samples_of
-from lockstep.data.loaders import FromWorkers, InMemory, ResumableLoader, fetch
+from lockstep.data.loaders import FromWorkers, InMemory, ResumableLoader, fetch, is_numeric
 from lockstep.data.sampler import EvalSampler, Sampler, Split, TrainBatches, balanced, splits
 from lockstep.errors import UserError
 
@@ -104,7 +104,7 @@ class DataModule(pl.LightningDataModule):
 
     def loader(self, part: str, sampler: Sampler) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
-        if not self.num_workers and isinstance(samples, Arrays):
+        if not self.num_workers and isinstance(samples, Arrays) and all(map(is_numeric, samples.arrays.values())):
             memory = self.memory(part)
             return ResumableLoader(partial(memory.batches, sampler, pin=on_gpu and memory.device is None), sampler)
         loaded = FromWorkers(

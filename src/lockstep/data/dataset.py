@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.errors import UserError
+
 # --- The kinds of samples that a data set may have ---
 
 Indices = NDArray[np.int64]
@@ -36,10 +38,10 @@ class Arrays:
     """Named arrays of N samples, in memory or mapped from a file that all processes share."""
 
     def __init__(self, **arrays: NDArray[Any]) -> None:
-        lengths = {name: len(array) for name, array in arrays.items()}
+        self.arrays = {name: np.asanyarray(array) for name, array in arrays.items()}  # lists and tensors as well
+        lengths = {name: len(array) for name, array in self.arrays.items()}
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"the arrays of a data set have one length; these have {lengths}")
-        self.arrays = arrays
+            raise UserError(f"Arrays have a row for each sample, but these have {lengths}. Give them one length.")
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -82,10 +84,21 @@ class Items:
     def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
         from torch.utils.data import default_collate
 
-        return default_collate([self.named(self.dataset[int(index)]) for index in indices])
+        samples, title = [self.named(self.dataset[int(index)]) for index in indices], type(self.dataset).__name__
+        try:
+            return default_collate(samples)
+        except (RuntimeError, TypeError) as e:
+            raise UserError(
+                f"samples of {title} do not form a batch: {e}. Pad them to one shape; or write an object with __len__ and "
+                "__getitem__(indices), which may return a list with a tensor for each sample."
+            ) from None
 
     def named(self, sample: Any) -> dict[str, Any]:
-        values = dict(sample) if isinstance(sample, Mapping) else dict(zip(("input", "target"), sample, strict=True))
+        pair = isinstance(sample, tuple | list) and len(sample) == 2
+        if not pair and not isinstance(sample, Mapping):
+            title, given = type(self.dataset).__name__, type(sample).__name__
+            raise UserError(f"a sample of {title} is a {given}; expected a dict of named values, or (input, target).")
+        values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
         if self.size is not None and type(values["input"]).__module__.startswith("PIL."):
             from lockstep.data.pixels import to_array
 
@@ -213,7 +226,7 @@ class DataSet:
         """Called for a part that was not set, when it is first used. Returns None for `val` if the data has none."""
         if part == "val":
             return None
-        raise NotImplementedError(f"{type(self).__name__} sets no `{part}` in its __init__")
+        raise UserError(f"{type(self).__name__} has no {part} part. Set self.{part} in its __init__.")
 
     @cached_property
     def train(self) -> Any:
@@ -280,6 +293,8 @@ class DataSet:
         value, about = sample.get("input"), self.about
         if isinstance(value, str):
             return {"text": value}
+        if isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(hasattr(x, "shape") for x in value)):
+            return {}  # several inputs
         if (image_CHW := picture(value)) is not None:
             return {"image": image_CHW}
         array = np.asarray(value)

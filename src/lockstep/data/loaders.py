@@ -38,7 +38,11 @@ def as_tensor(value: Any, name: str = "value") -> Any:
             f"the data set returns `{name}` as numbers of several shapes: the first samples have {', '.join(map(str, sizes))}. Pad them to "
             "one shape, or return a list with a tensor for each sample, which stays a list."
         ) from None
-    return torch.as_tensor(array) if array.dtype.kind in "biufc" else value
+    return torch.as_tensor(array) if is_numeric(array) else value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def is_numeric(array: np.ndarray[Any, Any]) -> bool:
+    return array.dtype.kind in "biufc"
 
 
 def fetch(samples: Samples, indices_B: Indices) -> Batch:

@@ -1,6 +1,7 @@
 """Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice, pairwise
 from typing import Any
@@ -91,6 +92,20 @@ def val_count(train: int, fraction: float) -> int:
     return max(1, round(train * fraction))
 
 
+def length(dataset: DataSet, part: str) -> int:
+    """Of a part; 0 without `val`. Raises UserError: it is no part of a data set, such as a stream."""
+    held = getattr(dataset, part)
+    if held is None and part == "val":
+        return 0
+    with suppress(TypeError):  # a torch Dataset may lack a length
+        if not isinstance(held, list | tuple):
+            return len(held)
+    raise UserError(
+        f"the {part} part of {type(dataset).__name__} is a {type(held).__name__}; expected Arrays, a torch Dataset with a length, or your own "
+        "object with __len__ and __getitem__(indices). For a stream, write a LightningDataModule."
+    )
+
+
 def splits(
     dataset: DataSet,
     *,
@@ -105,7 +120,7 @@ def splits(
     Raises:
         UserError: a part is empty, or a number is above the training split's.
     """
-    total, has_val = len(dataset.train), dataset.val is not None
+    (total, val_total, test_total), has_val = (length(dataset, part) for part in PARTS), dataset.val is not None
     unit = f"{dataset.unit} ({dataset.source})" if dataset.source else dataset.unit
     begin, end = (fold * total // folds, (fold + 1) * total // folds) if folds else (0, val_count(total, val_fraction))
     val = 0 if has_val else end - begin
@@ -116,8 +131,8 @@ def splits(
             yield "data.folds has no effect: this data has its own validation part. Remove data.folds, or that part."
         if folds and folds > total:
             yield f"data.folds={folds} is more than the {total} training {unit}. Set a smaller number."
-        for part in ("train", "val", "test"):
-            if (samples := getattr(dataset, part)) is not None and not len(samples):
+        for part in PARTS:
+            if getattr(dataset, part) is not None and not length(dataset, part):
                 yield f"the {part} part of the data has no {unit}. Add some, or choose other data."
         if left < 1:
             yield f"data.val_fraction={val_fraction} leaves none of the {total} training {unit} to train with. Set a smaller fraction."
@@ -127,7 +142,7 @@ def splits(
             yield f"data.batch_size={batch_size} is more than the {count} training {unit}. Set data.batch_size={count} or less."
 
     raise_problems(islice(problems(), 1))  # the others would follow from it
-    whole_val, test = (Split(n, 0, n, shuffled=False) for n in (len(dataset.val or ()), len(dataset.test or ())))
+    whole_val, test = (Split(n, 0, n, shuffled=False) for n in (val_total, test_total))
     return Split(total, begin + val, count), whole_val if has_val else Split(total, begin, val), test
 
 

@@ -34,6 +34,7 @@ from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove, replacing, write_text
 from lockstep.reporting.render import render
 from lockstep.tasks.panel import Mask, Sample
+from lockstep.training.losses import sample_at
 from lockstep.training.workload import Columns, Workload
 
 # --- Columns of predictions as the rows of a table: plain values by name ---
@@ -160,7 +161,7 @@ class Parts:
 
     def sample(self, index: int, row: Row, data: DataModule, page: Path) -> Sample:
         """What a page shows of a sample: as the data set stores it, and its masks."""
-        raw = {name: value[0] for name, value in data.raw(data.predicted_split[0], [index]).items() if name != "count"}
+        raw = sample_at(data.raw(data.predicted_split[0], [index]), 0, 1)
         shown = data.dataset.show(raw)
         if isinstance(data.dataset, Inputs):
             file = quote(os.fsencode(os.path.relpath(data.dataset.test.path(index), page)))

@@ -37,7 +37,7 @@ OPACITY = 0.55
 def restored(input_BCHW: Any, about: Mapping[str, Any]) -> Any:
     """The bytes of images without their normalisation, on the CPU; None if they are no images, or `about` does not tell it."""
     mean, std = about.get("mean"), about.get("std")
-    if input_BCHW.dim() != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
+    if getattr(input_BCHW, "ndim", 0) != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
         return None
     image_BCHW = input_BCHW.detach().float().cpu()
     mean_C, std_C = (image_BCHW.new_tensor(each).view(-1, 1, 1) for each in (mean, std))

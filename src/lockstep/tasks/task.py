@@ -60,7 +60,7 @@ class Task(nn.Module):
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """loss_B: one number per sample."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `loss`")
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor | None:
         """weight_B of the samples in the mean over a global batch; None: equal weights."""
@@ -98,7 +98,9 @@ class Task(nn.Module):
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
         """The name and value of the primary metric: the monitored one, or the first of `metrics` if that is the loss or nothing."""
         metric = (report["monitor"] or "val/loss").removeprefix("val/")
-        name = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
+        wanted = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
+        # a metric with several values has no value of its own name
+        name = wanted if wanted in report else next((n for n in report if n.startswith(f"{wanted}/")), "test/loss")
         return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
 
     def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:

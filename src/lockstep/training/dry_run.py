@@ -24,7 +24,7 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
-from lockstep.training.losses import first_rows, float32, one_per_sample
+from lockstep.training.losses import first_rows, float32, one_per_sample, weight_of
 from lockstep.training.metrics import named
 from lockstep.training.oom import ran_out
 from lockstep.training.schedules import scheduler
@@ -117,6 +117,7 @@ class DryRun:
             with refused(self.misfit(batch)):
                 loss_B = task.loss(task.outputs(net, batch), batch)
             loss = one_per_sample(loss_B, task, batch).sum()
+            weight_of(task, batch)
             with refused(self.misfit(batch)):
                 loss.backward()
         self.draws = draws.any or invariance.generators(device) != before

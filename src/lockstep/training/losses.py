@@ -83,6 +83,13 @@ def first_rows(output: Tree, count: int, size: int) -> Tree:
     return by_sample(output, size, cut, refused, "output")
 
 
+def sample_at(batch: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
+    """One sample of a batch of `size`, as it is stored. Its inputs may be in dicts and lists."""
+    stored = {name: value for name, value in batch.items() if name != "count"}
+    sample: dict[str, Any] = by_sample(stored, size, lambda value, _: value[place], lambda value, _: value, "batch")
+    return sample
+
+
 def samples_at(batch: Mapping[str, Any], places: slice | list[int] | Tensor, size: int) -> dict[str, Any]:
     """The samples at `places` of a batch of `size`. Values without an entry per sample stay as they are."""
 
@@ -119,16 +126,23 @@ def of_partners(batch: Batch) -> Batch:
     return {**batch, **samples_at(rest, batch["partner"], len(batch["partner"]))}
 
 
-def one_per_sample(loss_B: Any, task: Task, batch: Batch) -> Tensor:
-    """Raises UserError if a task's loss is not one number per sample."""
+def one_per_sample(value_B: Any, task: Task, batch: Batch, method: str = "loss") -> Tensor:
+    """Raises UserError if a task's loss or weight is not one number per sample."""
     count = len(batch["index"])
-    if isinstance(loss_B, Tensor) and loss_B.shape == (count,):
-        return loss_B
-    given = f"shape {tuple(loss_B.shape)}" if isinstance(loss_B, Tensor) else f"type {type(loss_B).__name__}"
+    if isinstance(value_B, Tensor) and value_B.shape == (count,):
+        return value_B
+    given = f"shape {tuple(value_B.shape)}" if isinstance(value_B, Tensor) else f"type {type(value_B).__name__}"
+    how = "Compute it with reduction='none', then average" if method == "loss" else "Average"
     raise UserError(
-        f"task={type(task).__name__}: `loss` returns {given} for {count} samples; expected one number per sample, shape ({count},). "
-        "Compute it with reduction='none', then average each sample's own elements: loss.flatten(1).mean(1)."
+        f"task={type(task).__name__}: `{method}` returns {given} for {count} samples; expected one number per sample, shape ({count},). "
+        f"{how} each sample's own elements: {method}.flatten(1).mean(1)."
     )
+
+
+def weight_of(task: Task, batch: Batch) -> Tensor | None:
+    """weight_B, if samples differ in weight. A (B, 1) would be broadcast to (B, B), where each loss has the mean weight."""
+    weight_B = task.weight(batch)
+    return None if weight_B is None else one_per_sample(weight_B, task, batch, "weight")
 
 
 def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -136,12 +150,12 @@ def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor
 
     Exact for losses that are linear in the target, such as cross-entropy with label smoothing; the definition of mixup for others.
     """
-    loss_B, weight_B = one_per_sample(task.loss(output, batch), task, batch), task.weight(batch)
+    loss_B, weight_B = one_per_sample(task.loss(output, batch), task, batch), weight_of(task, batch)
     loss_B = loss_B if weight_B is None else loss_B * weight_B
     if "share" not in batch:
         return loss_B, weight_B
     share_B, partners = batch["share"], of_partners(batch)
-    other_B, of_other_B = one_per_sample(task.loss(output, partners), task, batch), task.weight(partners)
+    other_B, of_other_B = one_per_sample(task.loss(output, partners), task, batch), weight_of(task, partners)
     if weight_B is None or of_other_B is None:
         return share_B * loss_B + (1 - share_B) * other_B, None
     loss_B = share_B * loss_B + (1 - share_B) * other_B * of_other_B

@@ -20,7 +20,7 @@ from lockstep.machine.world import objects_of_all
 from lockstep.tasks import Task
 from lockstep.tasks.panel import EXACT, Content, Gallery, Kept, Panel, Sample
 from lockstep.training.arithmetic import tree_sum
-from lockstep.training.losses import samples_at, without_fillers
+from lockstep.training.losses import sample_at, samples_at, without_fillers
 
 if TYPE_CHECKING:
     from lockstep.training.module import TaskModule
@@ -157,7 +157,7 @@ class TestPanels:
                 facts = self.task.describe(*without_fillers(output, batch))
                 for place, more in zip(places[: batch["count"]], facts, strict=True):
                     own = {"loss": losses[indices[place]], **more}
-                    shown = data.dataset.show({name: value[place] for name, value in raw.items() if name != "count"})
+                    shown = data.dataset.show(sample_at(raw, place, len(indices)))
                     image = shown.pop("image", None)
                     # a column of the data may have the same name
                     inputs = {f"input {name}" if name in own else name: value for name, value in shown.items()}

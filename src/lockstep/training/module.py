@@ -3,7 +3,7 @@
 # B batch
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lockstep.compat.lightning import QuickHookNames
-from lockstep.compat.metric_states import of_all_processes, update
+from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
@@ -28,9 +28,24 @@ from lockstep.training.arithmetic import (
     scale_gradients,
     total_steps,
 )
-from lockstep.training.losses import evaluation_loss, one_per_sample, weighted_loss, whole_batch, without_fillers
+from lockstep.training.losses import (
+    evaluation_loss,
+    one_per_sample,
+    weight_of,
+    weighted_loss,
+    whole_batch,
+    without_fillers,
+)
 from lockstep.training.metrics import MeanLoss, TestPanels, named
+from lockstep.training.optim import begin_momentum
 from lockstep.training.schedules import scheduler
+
+
+def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Of modules whose class has a `train` of its own, which may keep a part in evaluation mode, or do more."""
+    for module, training in modes:
+        if type(module).train is not nn.Module.train:
+            module.train(training)
 
 
 class TaskModule(QuickHookNames):
@@ -55,18 +70,30 @@ class TaskModule(QuickHookNames):
         arithmetic: StepArithmetic | None = None,
     ) -> None:
         super().__init__()
+        call_own_train((module, module.training) for module in net.modules())
         self.net, self.task, self.network_arguments = net, task, network_arguments
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
         self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
         self.arithmetic = arithmetic or StepArithmetic()
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
-        self.metrics: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
+        # No children: checkpoints would hold a metric's own network, and DDP wait for its gradients.
+        self.metrics = metrics
         self.test_panels: TestPanels | None = None  # of the test at the end of a run
         # Sums of mean losses and of mean weights over the micro-batches since the last log row.
         self.window_loss: Tensor | float = 0.0
         self.window_weight: Tensor | float = 0.0
         self.step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
+
+    def on_validation_model_eval(self) -> None:
+        self.modes = [(module, module.training) for module in self.modules()]
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        """Lightning 2.6 only sets `training`, where a network's own `train` may undo what it did for the evaluation, such as a merge."""
+        call_own_train(self.modes)
+        for module, training in self.modes:
+            module.training = training
 
     def configure_model(self) -> None:
         """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
@@ -127,6 +154,9 @@ class TaskModule(QuickHookNames):
             else:
                 clip_by_norm(grads, gradient_clip_val, self.arithmetic)
 
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        begin_momentum(optimizer)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The window since the last row of the log is reduced first, so the run can resume with another world size.
 
@@ -145,7 +175,7 @@ class TaskModule(QuickHookNames):
     def on_validation_epoch_start(self) -> None:
         """Makes metrics sum in float64, even if `trainer.precision=bf16-true` has converted the module."""
         for metric in self.all_metrics:
-            metric.to(self.mean_loss.exact)  # its integers stay integers
+            prepare(metric, self.device, self.mean_loss.exact)
 
     def on_test_epoch_start(self) -> None:
         self.on_validation_epoch_start()
@@ -160,7 +190,7 @@ class TaskModule(QuickHookNames):
             return
         output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
-        self.mean_loss.update(loss_B, self.task.weight(batch), self.arithmetic.evaluation_sum(self, batch_idx))
+        self.mean_loss.update(loss_B, weight_of(self.task, batch), self.arithmetic.evaluation_sum(self, batch_idx))
         for metric in self.metrics.values():
             update(metric, batch_idx, *self.task.metric_inputs(output, batch))
         if self.test_panels and self.trainer.testing:

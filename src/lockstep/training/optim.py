@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 
 def groups(
@@ -67,6 +67,16 @@ def head_of(net: nn.Module) -> nn.Module:
         found = known()
         return nn.ModuleList(found) if isinstance(found, tuple | list) else found
     return [module for module in net.modules() if any(True for _ in module.parameters(recurse=False))][-1]
+
+
+def begin_momentum(optimizer: Optimizer) -> None:
+    """Zeros for parameters that get their first gradient after others, as of a frozen part. torch's fused SGD (2.13) fails without."""
+    for group in optimizer.param_groups if type(optimizer) is SGD else ():
+        trained = [p for p in group["params"] if p.grad is not None]
+        new = [p for p in trained if not optimizer.state.get(p)]
+        if group["fused"] and group["momentum"] and len(new) < len(trained):
+            for p in new:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 # --- The padded fused step: fused optimizers on CPUs with the same bits however tensors are divided among processes ---
