@@ -151,6 +151,7 @@ def test_a_run_that_is_going_on_is_not_continued_by_a_second_command(train, run_
 def test_a_run_that_is_about_to_begin_is_not_touched_by_a_second_command(train, run_a):
     """Without a checkpoint, resume=auto starts over, which removes the log and the config of before."""
     shutil.rmtree("runs/a/checkpoints")
+    Path("runs/a/report.json").unlink()  # which says that the run is done
     before = contents("a")
     with RunFolder("runs/a").locked(), pytest.raises(UserError, match="runs/a is in use"):
         train("run=a", "resume=auto", "trainer.max_epochs=2")

@@ -116,7 +116,7 @@ def test_figures_do_not_wait(name, monkeypatch):
     made = TaskModule(nn.Identity(), task, metrics=task.metrics(), network_arguments={}, **never)
     with fake_gpu(monkeypatch) as waits:
         made = made.to(DEVICE)
-        made.on_validation_epoch_start()
+        made.on_validation_start()
         tensors = {"input": torch.ones(shape), "target": target, "index": torch.arange(4)}
         batch = {"count": 3, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()}}
         waits.on = True

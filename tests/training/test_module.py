@@ -83,13 +83,13 @@ def test_the_figures_are_those_of_a_plain_computation_however_samples_are_split_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     made = module().to(dtype)  # as Lightning does for precision bf16-true and 16-true
-    made.on_validation_epoch_start()
+    made.on_validation_start()
     logits_BK, label_B = samples(3000)
     seen(made, *((logits_BK[i : i + 100].to(dtype), label_B[i : i + 100]) for i in range(0, 3000, 100)))
     assert made.mean_loss.loss_sum.dtype == torch.float64
     assert logged(made) == pytest.approx(plainly(logits_BK.to(dtype).float(), label_B), rel=1e-5)
     errors = untrained(Regression(), nn.Flatten()).to(dtype)
-    errors.on_test_epoch_start()
+    errors.on_test_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
         errors.evaluation_step(batch, 0)
@@ -146,7 +146,7 @@ class Judged(Classification):
 def test_a_metric_may_have_a_network_which_is_not_the_modules():
     made, (logits_BK, label_B) = module(Judged).to(torch.bfloat16), samples(12)
     network = made.metrics["items"].features
-    made.on_validation_epoch_start()
+    made.on_validation_start()
     assert (network[1].weight.dtype, made.metrics["items"].total.dtype) == (torch.float32, torch.float64)
     seen(made, (logits_BK[:1], label_B[:1]), (logits_BK[1:], label_B[1:]))
     assert logged(made)["items"] == pytest.approx(network(logits_BK).sum().item(), rel=1e-5)

@@ -159,7 +159,8 @@ class Exported:
                 # `preprocess` may need what only `__init__` sets
                 type(self.data).for_files(task.about).preprocess(dict(self.batch))
                 parts.copy(parts.needed(type(self.data).__module__, parts.OFFERED), part / "source")
-                parts.copy({"lockstep.data": Path(inspect.getfile(dataset))}, part / "standin")
+                files: dict[str, Any] = {"lockstep.data": dataset, "lockstep.errors": UserError}
+                parts.copy({name: Path(inspect.getfile(file)) for name, file in files.items()}, part / "standin")
             except (UserError, AttributeError) as e:
                 print(f"WARNING: load.py of the folder cannot read files: {e}", file=sys.stderr)
                 content["reader"] = None

@@ -24,7 +24,8 @@ from lockstep.training.losses import samples_at
 
 # --- The source files that a network needs: its own, and those of its package that it imports, directly or through others ---
 
-OFFERED = {f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound")}  # by data/dataset.py
+# By data/dataset.py and errors.py.
+OFFERED = {"lockstep.errors.UserError", *(f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound"))}
 ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable besides Python's own
 
 

@@ -172,13 +172,13 @@ class TaskModule(QuickHookNames):
         self.window_loss = checkpoint["window"]["loss"] * scale
         self.window_weight = checkpoint["window"]["weight"] * scale
 
-    def on_validation_epoch_start(self) -> None:
+    def on_validation_start(self) -> None:
         """Makes metrics sum in float64, even if `trainer.precision=bf16-true` has converted the module."""
         for metric in self.all_metrics:
             prepare(metric, self.device, self.mean_loss.exact)
 
-    def on_test_epoch_start(self) -> None:
-        self.on_validation_epoch_start()
+    def on_test_start(self) -> None:
+        self.on_validation_start()
         if self.test_panels:
             self.test_panels.begin(self.device)
 
