@@ -278,6 +278,15 @@ def test_a_continuation_that_the_system_restarts_goes_on(train, run_a, crash_at,
     assert again["resumed_from"] == f"runs/{'a' if ended_at == 13 else 'b'}/checkpoints/last.ckpt"
 
 
+def test_a_restart_with_the_name_of_another_run_does_not_touch_that_run(train, run_a, monkeypatch):
+    shutil.copytree("runs/a", "runs/other")
+    before = {path: path.read_bytes() for path in Path("runs/other").rglob("*") if path.is_file()}
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun restarts what was refused as well
+    with pytest.raises(UserError, match="runs/other is another run"):
+        lockstep.train(["resume=a", "run=other", "trainer.max_epochs=3"])
+    assert {path: path.read_bytes() for path in Path("runs/other").rglob("*") if path.is_file()} == before
+
+
 def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
     common = ["run=a", "callbacks=[default,early_stopping]", "optim=sgd", "optim.lr=0", "optim.momentum=0",
               "optim.nesterov=false", "trainer.max_epochs=10", "trainer.limit_train_batches=2", "resume=auto"]  # fmt: skip

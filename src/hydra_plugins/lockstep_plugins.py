@@ -35,7 +35,7 @@ class ProjectSearchPath(SearchPathPlugin):
 
 
 class SweepTable(Callback):
-    """Writes a multirun's table at its end. Each command creates this callback, so the table's imports come then."""
+    """Writes a multirun's table at its end. Each command creates this callback, so it imports only then what the table needs."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         from lockstep.launch import sweeps

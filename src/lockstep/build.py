@@ -187,6 +187,7 @@ def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
         raise UserError(f"{where} {found}; expected a dict of torchmetrics metrics, such as {{'mean': MeanMetric()}}.")
     if taken := ", ".join({"loss", "count"} & {*found.keys()}):
         raise UserError(f"{where} {taken}, which every task already logs. Use another name.")
+    found = dict(found.items())
     for name, node in nodes.items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)

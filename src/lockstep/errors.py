@@ -26,7 +26,7 @@ class TrainingFailed(RuntimeError):
 
 
 class Preempted(TrainingFailed):
-    """The system warned that it will end the run; everything is saved."""
+    """The system warned that it will end the run; what there was to save is saved."""
 
     status = "preempted"
     alike = True

@@ -154,7 +154,9 @@ def test_masks_stay_upon_their_images(operation, size):
 @pytest.mark.parametrize(("operations", "more", "told"), [
     ({"turn": Rotate(degrees=9)}, {}, r"augment.turn uncovers pixels, and `target` needs a value .* Set augment.turn.mask_fill="),
     ({"flip": Flip()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.flip cannot move `boxes` of shape \(64, 2, 4\) .* ~augment.flip"),
-    ({"flip": Flip()}, {"target": [{"boxes": torch.zeros(2, 4), "labels": torch.zeros(2)}] * 64}, r"augment.flip cannot move what `target` lists .* ~augment.flip"),
+    ({"flip": Flip()}, {"target": [{"boxes": torch.zeros(2, 4), "labels": torch.zeros(2)}] * 64}, r"augment.flip cannot move what `target` holds .* ~augment.flip"),
+    ({"flip": Flip()}, {"target": {"boxes": torch.zeros(64, 2, 4), "labels": torch.zeros(64, 2)}}, r"augment.flip cannot move what `target` holds"),
+    ({"flip": Flip()}, {"target": {"boxes": [torch.zeros(2, 4)] * 64}}, r"augment.flip cannot move what `target` holds"),
     ({"cut": Cutmix()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "boxes": [torch.zeros(2, 4)] * 64}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "depth": torch.zeros(64, 8, 10)}, r"augment.cut cannot paste a part of `depth`"),

@@ -18,7 +18,7 @@ from torch.utils.data import StackDataset, TensorDataset, get_worker_info
 
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
-from lockstep.data.dataset import Arrays, DataSet, Items, samples_of
+from lockstep.data.dataset import Arrays, DataSet, Items, content_of, samples_of
 from lockstep.data.loaders import FromWorkers, Indexed, InMemory, fetch
 from lockstep.data.sampler import EvalSampler, Split, TrainBatches
 from lockstep.errors import LostProcess, TrainingFailed, UserError
@@ -138,6 +138,12 @@ def test_arrays_may_be_lists_tensors_and_texts():
     assert batch["name"] == [chr(ord("a") + index) for index in batch["index"].tolist()]
     with pytest.raises(UserError, match=r"these have {'input': 3, 'target': 2}"):
         Arrays(input=[1, 2, 3], target=[1, 2])
+
+
+def test_the_fingerprint_of_texts_that_are_objects_is_one_of_the_texts():
+    names = [["".join(["a", str(i)]) for i in range(3)] for _ in range(2)]  # equal, and not the same
+    one, other, third = (Arrays(name=np.array(each, dtype=object)) for each in (*names, ["a0", "a1", "b"]))
+    assert content_of(one) == content_of(other) != content_of(third)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,25 @@ def test_a_grid_with_other_values_does_not_continue_the_jobs_of_these_numbers(ov
     assert [problem in each for each in problems] == [True] * bool(problem)
 
 
+def test_a_job_of_an_earlier_sweep_than_the_last_is_not_continued_with_other_values(tmp_path):
+    write_text(tmp_path / "multirun.yaml", json.dumps({"hydra": {"overrides": {"task": ["model.dropout_fc=0.1"]}}}))
+    for place, value in enumerate((0.1, 0.5)):
+        (tmp_path / str(place)).mkdir()
+        (tmp_path / str(place) / "config.yaml").touch()
+        sweeps.record(RunFolder(tmp_path / str(place)), [f"model.dropout_fc={value}"], failed=True)
+    assert not list(sweeps.numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.5,0.9"]))
+    (problem,) = sweeps.numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.9"])
+    assert "job 1 of this sweep was run with model.dropout_fc=0.5, and would get model.dropout_fc=0.9" in problem
+
+
+def test_a_study_that_a_project_chooses_is_no_grid(tmp_path):
+    choices = {"overrides": {"task": ["optim.lr=interval(1,2)"]}, "runtime": {"choices": {"hydra/sweeper": "optuna"}}}
+    write_text(tmp_path / "multirun.yaml", json.dumps({"hydra": choices}))
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "config.yaml").touch()
+    assert not list(sweeps.numbering_problems(tmp_path, ["optim.lr=interval(1,9)"]))
+
+
 def test_the_table_has_the_figures_that_were_tested_whatever_they_are_called():
     module = {"monitor": "val_loss", "val_loss": 0.5, "test_loss": 0.2, "evaluated": "test_loss | test_count"}
     task = {"monitor": "val/acc", "test/acc": 0.9, "test/count": 9, "evaluated": "test/acc | test/count"}

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
+from lockstep import build
 from lockstep.data import DataSet
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
@@ -25,7 +26,7 @@ def untrained(task: Task, net: nn.Module) -> TaskModule:
     classes = ["land", "sea"] if isinstance(task, Segmentation) else list("0123456789")
     task.bind({"targets": ["height"], "classes": classes})
     never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
-    return TaskModule(net, task, **never, metrics=task.metrics(), network_arguments={})
+    return TaskModule(net, task, **never, metrics=build.metrics(task, {}), network_arguments={})
 
 
 def module(task: type[Task] = Classification) -> TaskModule:
@@ -43,7 +44,7 @@ def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def seen(module: TaskModule, *batches: tuple[Tensor, Tensor], fillers: int = 0) -> TaskModule:
     """After an evaluation of these batches, each with so many fillers at its end."""
     for logits_BK, label_B in batches:
-        odd_BK = torch.cat([logits_BK, 1e4 * torch.rand(fillers, 10)])
+        odd_BK = torch.cat([logits_BK, 1e4 * torch.rand(fillers, logits_BK.shape[1])])
         target_B, index_B = (
             torch.cat([x, torch.full((fillers,), y)]) for x, y in ((label_B, 0), (torch.arange(len(label_B)), -1))
         )
@@ -94,6 +95,35 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
         errors.evaluation_step(batch, 0)
     assert errors.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
+
+
+class Seen(Regression):
+    """Metrics that convert their inputs, and a collection of several."""
+
+    def metrics(self):
+        return {"mean": MeanMetric(), "both": MetricCollection([MeanMetric(), SumMetric()])}
+
+    def metric_inputs(self, output, batch):
+        return (output,)
+
+    def loss(self, output, batch):
+        return output.flatten()
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps has no float64")
+def test_a_metric_does_not_depend_on_how_the_samples_are_divided():
+    value_B = torch.rand(10_000, 1, generator=torch.Generator().manual_seed(0)) + 1
+    found = []
+    for size in (1000, 77):
+        made = untrained(Seen(), nn.Flatten())
+        made.on_validation_start()
+        seen(made, *((part, torch.zeros(len(part), 1)) for part in value_B.split(size)))
+        found.append(logged(made))
+    mean, total = value_B.double().mean().item(), value_B.double().sum().item()
+    exact = {"mean": mean, "both/MeanMetric": mean, "both/SumMetric": total}
+    rounded = {name: torch.tensor(value).float().item() for name, value in exact.items()}
+    assert [{name: each[name] for name in exact} for each in found] == [rounded, rounded]
+    assert "metrics" not in dict(made.named_children())  # nor in checkpoints
 
 
 class Frozen(nn.Module):

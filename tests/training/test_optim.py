@@ -65,6 +65,16 @@ def test_fused_sgd_takes_parameters_whose_first_gradient_comes_later(nesterov):
     assert trained(fused=True) == [pytest.approx(values) for values in trained(fused=False)]
 
 
+def test_a_first_step_whose_gradients_overflow_leaves_a_momentum_of_zeros():
+    weight = torch.nn.Parameter(torch.ones(3))
+    made = torch.optim.SGD([weight], 0.1, 0.9, fused=True)
+    weight.grad, made.grad_scale, made.found_inf = torch.full((3,), torch.inf), torch.ones(1), torch.ones(1)
+    optim.begin_momentum(made)
+    made.step()
+    assert weight.tolist() == [1.0] * 3
+    assert made.state[weight]["momentum_buffer"].tolist() == [0.0] * 3
+
+
 # --- Schedules ---
 
 LR, TOTAL = 0.5, 20

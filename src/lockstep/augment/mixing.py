@@ -115,7 +115,7 @@ class Cutmix(Checked, Mix):
         from lockstep.augment.kernels import pasted
 
         height, width = images_of(batch, draws.name).shape[-2:]
-        values = {"input": batch["input"], **spatial(batch, lists=True)}
+        values = {"input": batch["input"], **spatial(batch, nested=True)}
         for name, value in values.items():
             if getattr(value, "shape", ())[-2:] != (height, width) or (name != "input" and "target" not in values):
                 raise UserError(

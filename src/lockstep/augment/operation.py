@@ -161,10 +161,10 @@ class GeometricOperation(Operation):
         raise NotImplementedError
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
-        image, masks, name = images_of(batch, draws.name), spatial(batch, lists=True), draws.name
+        image, masks, name = images_of(batch, draws.name), spatial(batch, nested=True), draws.name
         for key, mask in masks.items():
             if getattr(mask, "shape", ())[-2:] != image.shape[-2:]:
-                what = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"what `{key}` lists"
+                what = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"what `{key}` holds"
                 raise UserError(
                     f"{name} cannot move {what} with images of {tuple(image.shape[-2:])}. "
                     f"Remove it: ~{name}; or write your own operation that can (docs/augment.md)."

@@ -330,7 +330,7 @@ class LastCheckpoint(Checkpoint):
         trainer.strategy.barrier()  # its last checkpoint is there for all
 
     def tidy(self, trainer: Trainer) -> None:
-        """Makes the checkpoint that the run was resumed from its last one, and removes best ones of an abandoned continuation, and
+        """Copies the checkpoint that the run was resumed from to last.ckpt, and removes best ones of an abandoned continuation, and
         those whose removal a kill prevented.
 
         Otherwise the next resume would take a newer one; and a run with nothing left to train would have no last checkpoint. Not

@@ -51,9 +51,10 @@ def parts(metrics: Sequence[Metric]) -> list[Metric]:
 
 
 def prepare(metric: Metric, device: torch.device, exact: torch.dtype) -> None:
-    """Before an evaluation: the metric's sums are in `exact`; integers stay integers, and a network of its own keeps its dtype."""
+    """Before an evaluation: the metric's sums are in `exact`; integers stay integers, and a custom network keeps its dtype."""
     metric.to(device).eval()
     for each in parts([metric]):
+        each._dtype = exact  # to which some metrics convert their inputs
         for name, default in each._defaults.items():
             if isinstance(default, Tensor) and default.is_floating_point():
                 each._defaults[name] = default.to(exact)

@@ -297,7 +297,9 @@ class Settings:
         if is_sharded:
             return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
         if cfg.optim.get("dampening"):
-            return "has no kernel for SGD with dampening where some parameters have no momentum yet (torch 2.13)"
+            return (
+                "has no kernel for SGD with dampening that lets parameters get their first gradient later (torch 2.13)"
+            )
         return None
 
     @property

@@ -135,7 +135,8 @@ def classes_of(part: Any) -> NDArray[np.int64] | None:
 def add_arrays(digest: Any, arrays: Mapping[str, NDArray[Any]]) -> None:
     for name, array in arrays.items():
         digest.update(f"{name}{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
+        # texts as objects are pointers
+        digest.update(repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).data)
 
 
 def content_of(part: Any) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Batch, DataSet, Indices, flat
+from lockstep.data.dataset import Batch, DataSet, Indices
 from lockstep.data.pixels import ENDINGS, Preprocess, original_size, reason, refuse_numbers, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
@@ -294,7 +294,16 @@ class Images(DataSet):
         return {**batch, "input": self.preprocessing(image_BCHW)}
 
 
-def spatial(batch: Batch, *, lists: bool = False) -> Batch:
-    """Batch values that may refer to places in the images: masks, boxes, keypoints; with `lists`, also lists with one for each sample."""
-    listed = {n: v for n, v in batch.items() if lists and isinstance(v, list) and any(np.ndim(x) > 1 for x in flat(v))}
-    return listed | {n: v for n, v in batch.items() if n != "input" and getattr(v, "ndim", 0) > 2}
+def spatial(batch: Batch, *, nested: bool = False) -> Batch:
+    """Batch values that may refer to places in the images: masks, boxes, keypoints; with `nested`, also dicts and lists of them."""
+    values = {name: value for name, value in batch.items() if name != "input" and (nested or hasattr(value, "ndim"))}
+    return {name: value for name, value in values.items() if has_places(value)}
+
+
+def has_places(value: Any, sizes: int = 2) -> bool:
+    """Whether something in it has more dimensions than sample and number; a list with one entry for each sample stands for the first."""
+    if isinstance(value, Mapping):
+        return any(has_places(each, sizes) for each in value.values())
+    if isinstance(value, list | tuple):
+        return any(has_places(each, sizes - 1) for each in value)
+    return bool(getattr(value, "ndim", 0) > sizes)

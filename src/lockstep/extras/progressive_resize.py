@@ -59,7 +59,7 @@ class ProgressiveResize(Checked, Callback):
 
     def dry_run(self, batch: Batch, steps: float) -> Batch:
         """The first batch of a run of so many steps. Raises UserError: the run has no end, or the batch no images, or lists of boxes."""
-        if batch["input"].dim() != 4 or spatial(batch, lists=True).keys() != spatial(batch).keys():
+        if batch["input"].dim() != 4 or spatial(batch, nested=True).keys() != spatial(batch).keys():
             raise UserError("it resizes images and masks only. Remove it")
         if math.isinf(steps):
             raise UserError("it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>")

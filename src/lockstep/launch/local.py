@@ -27,6 +27,7 @@ from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process
 from lockstep.machine.files import write_text
 from lockstep.machine.world import World, cores
+from lockstep.run import RunFolder
 
 # --- The scripts that commands run, the project's own or Lockstep's, and the jobs that they define ---
 
@@ -229,8 +230,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
     if -code in process.received:  # before it could save
-        again = f"rerun the command{' with resume=auto' if trains else ''}"
-        raise Preempted(f"ended by {signal.Signals(-code).name} before anything could be saved; {again}.")
+        raise Preempted(f"ended by {signal.Signals(-code).name} before anything could be saved; rerun the command.")
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
@@ -290,6 +290,7 @@ def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
     fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
     cfg.trainer.accumulate_grad_batches = next(fits)
     while True:
+        earlier = newest_saved(folder)
         try:
             return run(settings.but(cfg))
         except OutOfMemory as e:
@@ -297,13 +298,19 @@ def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
                 raise
             before = settings.but(cfg).batches["micro_batch"]
             cfg.trainer.accumulate_grad_batches = e.accumulate
-        newest = checkpoint_if_any(folder.path)
-        cfg.resume = str(newest) if newest else cfg.resume
+        if (newest := newest_saved(folder)) and newest != earlier:  # otherwise it may be of an abandoned continuation
+            cfg.resume = newest[0]
         if not cfg.resume:
             folder.discard()
         now = settings.but(cfg).batches
         words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
         print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)
+
+
+def newest_saved(folder: RunFolder) -> tuple[str, int] | None:
+    """The newest checkpoint of a run, and when it was written."""
+    newest = checkpoint_if_any(folder.path)
+    return (str(newest), newest.stat().st_mtime_ns) if newest else None
 
 
 def kernel_kills() -> int:

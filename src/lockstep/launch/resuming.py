@@ -101,8 +101,8 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         cfg.run = name_of_job(cfg)
         if has_begun(cfg) and not cfg.resume and not restarted() and Settings.of(cfg).world.external is None:
             cfg.run = None  # a second command in the same SLURM job
-    begun = not cfg.resume or finding.found_in(folder_of(cfg).path)  # of another run, and has saved since
-    if restarted() and cfg.run is not None and begun and cfg.trainer.enable_checkpointing:
+    has_saved = continues_another(cfg) and finding.found_in(folder_of(cfg).path)
+    if restarted() and cfg.run is not None and (not cfg.resume or has_saved) and cfg.trainer.enable_checkpointing:
         cfg.resume = "auto"  # the system restarted this command: continue in the same directory
     if cfg.resume:
         return resumed(cfg, overrides)
@@ -127,6 +127,11 @@ def has_begun(cfg: DictConfig) -> bool:
     return cfg.run is not None and folder_of(cfg).has_config()
 
 
+def continues_another(cfg: DictConfig) -> bool:
+    """Whether a start of this command may have begun the run as the continuation of another one."""
+    return cfg.run is not None and bool(folder_of(cfg).report().get("resumed_from"))
+
+
 def from_weights(cfg: DictConfig) -> DictConfig:
     """The config of a new run, with `init_from` as the path of a checkpoint."""
     if cfg.init_from:
@@ -143,7 +148,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         if origin or earlier.get("status") == "done":
             why = f"it continued {origin}" if origin else "it is done"
             raise UserError(
-                f"{place} has no checkpoint, so resume=auto would train it from the start, although {why}. Put its checkpoints back, or type the first command again with run=<another name>."
+                f"{place} has no checkpoint, so resume=auto would train it from the start, although {why}. Put its checkpoints back, or rerun the first command with a different run=<name>."
             )
         cfg.resume = None
         return same_identity(from_weights(cfg), before)
@@ -162,7 +167,8 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
     set_aside(result, own)
-    if Settings.of(result).world.rank == 0 and result.run != own_name and has_begun(result) and not restarted():
+    again = restarted() and continues_another(result)
+    if Settings.of(result).world.rank == 0 and result.run != own_name and has_begun(result) and not again:
         raise UserError(f"run={result.run}: {folder_of(result).path} is another run. Remove run, or pass another name.")
     raise_problems(changes(result, saved))
     return same_identity(result, before) if result.run == own_name else result

@@ -4,7 +4,7 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import chain, product
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,23 @@ def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
 def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Whether a job of the grid `overrides` would continue one of other values, which has the same number in `folder`."""
     file = folder / "multirun.yaml"
-    if not file.is_file() or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
+    if not file.is_file():
         return
     with told_if_damaged(file, "Set run=<another name>."):
-        grids = [OmegaConf.load(file).hydra.overrides.task, overrides]
+        earlier = OmegaConf.load(file).hydra
+        grids = [earlier.overrides.task, overrides]
+        sweeper = OmegaConf.select(earlier, "runtime.choices", default={}).get("hydra/sweeper", "basic")
+    if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
+        return
     varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
     jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
-    for place, (then, now) in enumerate(zip(*jobs, strict=False)):
-        if {*then} != {*now} and RunFolder(folder / str(place)).has_config():
+    for place, (then, now) in enumerate(zip_longest(*jobs)):
+        job = RunFolder(folder / str(place))
+        if (own := job.report().get("overrides")) is not None:  # of an earlier sweep than multirun.yaml, perhaps
+            then = [o for o in shlex.split(own) if key_of(o) in varied]
+        if None not in (then, now) and {*then} != {*now} and job.has_config():
             yield (
-                f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(now)}. Set another "
+                f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(now)}. Set a different "
                 "run=<name>. A sweep can be continued with more values at the end of its first list; the other lists stay as they are."
             )
             return

@@ -86,6 +86,7 @@ class Recorder:
         self.work: Workload | None = None
         self.panels: list[Content] = []  # of the test set
         self.was_validated = True
+        self.checkpoint_step = 0  # of the one that is tested
 
     def __enter__(self) -> "Recorder":
         process.trains = True
@@ -133,7 +134,7 @@ class Recorder:
             if is_test and self.report["resumed_from"]:
                 self.folder.drop_tests([*self.tested_before, *metrics])
             for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, self.report["train/steps"])
+                logger.log_metrics(metrics, self.report["train/steps"] if is_test else self.checkpoint_step)
             self.folder.write_report(self.report)
 
     def trained(self, checkpoint: str | None) -> None:
@@ -145,7 +146,7 @@ class Recorder:
         trainer, work, report = self.trainer, self.work, self.report
         assert trainer is not None and work is not None
         monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
-        steps = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
+        self.checkpoint_step = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
         batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
         is_known = 0 < batches < math.inf
         begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if is_known else trainer.current_epoch
@@ -166,7 +167,7 @@ class Recorder:
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
-            **validation_of(self.folder.metrics() if self.rank == 0 else (), steps, monitor),
+            **validation_of(self.folder.metrics() if self.rank == 0 else (), self.checkpoint_step, monitor),
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
 

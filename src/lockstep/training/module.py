@@ -42,7 +42,7 @@ from lockstep.training.schedules import scheduler
 
 
 def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Of modules whose class has a `train` of its own, which may keep a part in evaluation mode, or do more."""
+    """Calls a custom `train` of each module that has one: it may keep a part in evaluation mode, or do more."""
     for module, training in modes:
         if type(module).train is not nn.Module.train:
             module.train(training)

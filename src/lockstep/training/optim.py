@@ -70,13 +70,17 @@ def head_of(net: nn.Module) -> nn.Module:
 
 
 def begin_momentum(optimizer: Optimizer) -> None:
-    """Zeros for parameters that get their first gradient after others, as of a frozen part. torch's fused SGD (2.13) fails without."""
-    for group in optimizer.param_groups if type(optimizer) is SGD else ():
-        trained = [p for p in group["params"] if p.grad is not None]
-        new = [p for p in trained if not optimizer.state.get(p)]
-        if group["fused"] and group["momentum"] and len(new) < len(trained):
-            for p in new:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    """Zeros for parameters before their first step, which computes the same from them.
+
+    torch's fused SGD (2.13) fails where some parameters got gradients earlier, as beside a frozen part; and where the gradients of the
+    first step overflow, it goes on from memory that nobody wrote.
+    """
+    is_torchs = isinstance(optimizer, SGD) and not isinstance(optimizer, PaddedFusedStep)
+    for group in optimizer.param_groups if is_torchs else ():
+        if group["fused"] and group["momentum"] and not group["dampening"]:
+            for p in group["params"]:
+                if p.grad is not None and not optimizer.state.get(p):
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 # --- The padded fused step: fused optimizers on CPUs with the same bits however tensors are divided among processes ---

@@ -162,7 +162,7 @@ class TaskWorkload(Workload):
     def highest(self, name: str) -> float:
         """As torchmetrics declares it: 1 for fractions."""
         metrics, metric = self.module.metrics, name.partition("/")[2].partition("/")[0]
-        return float(metrics[metric].plot_upper_bound or math.inf) if metric in metrics else math.inf
+        return float(getattr(metrics.get(metric), "plot_upper_bound", None) or math.inf)
 
 
 def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
