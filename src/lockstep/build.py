@@ -185,7 +185,7 @@ def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
     named: Any = (Mapping, MetricCollection)
     if not isinstance(found, named) or not all(isinstance(each, Metric | MetricCollection) for each in found.values()):
         raise UserError(f"{where} {found}; expected a dict of torchmetrics metrics, such as {{'mean': MeanMetric()}}.")
-    if taken := ", ".join({"loss", "count"} & {*found.keys()}):
+    if taken := ", ".join(sorted({"loss", "count"} & {*found.keys()})):
         raise UserError(f"{where} {taken}, which every task already logs. Use another name.")
     found = dict(found.items())
     for name, node in nodes.items():
@@ -302,5 +302,9 @@ def evaluate(
 def evaluation_info(settings: Settings) -> dict[str, Any]:
     """What eval.json and predict.json say of the evaluation itself."""
     cfg = settings.cfg
-    evaluated = {"run": cfg.run, "checkpoint": cfg.init_from}
-    return {**evaluated, "strategy": cfg.strategy.name, "world_size": settings.world.size}
+    return {
+        "run": cfg.run,
+        "checkpoint": cfg.init_from,
+        "strategy": cfg.strategy.name,
+        "world_size": settings.world.size,
+    }

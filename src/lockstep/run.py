@@ -302,8 +302,12 @@ def tested(report: Mapping[str, Any]) -> list[str]:
 
 def validation_of(rows: Iterable[Mapping[str, float]], step: int, monitor: str | None) -> dict[str, float]:
     """The metrics of the validation at `step`, that of the tested checkpoint; without `monitor` of the last one."""
-    found = [r for r in rows if (monitor in r and r["step"] == step if monitor else any(n[:4] == "val/" for n in r))]
-    return {n: v for row in found[-1:] for n, v in row.items() if n not in ("step", "epoch", "val/count")}
+    if monitor:
+        found = [row for row in rows if monitor in row and row["step"] == step]
+    else:
+        found = [row for row in rows if any(name.startswith("val/") for name in row)]
+    last = found[-1] if found else {}
+    return {name: value for name, value in last.items() if name not in ("step", "epoch", "val/count")}
 
 
 def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:

@@ -132,10 +132,10 @@ def one_per_sample(value_B: Any, task: Task, batch: Batch, method: str = "loss")
     if isinstance(value_B, Tensor) and value_B.shape == (count,):
         return value_B
     given = f"shape {tuple(value_B.shape)}" if isinstance(value_B, Tensor) else f"type {type(value_B).__name__}"
-    how = "Compute it with reduction='none', then average" if method == "loss" else "Average"
+    advice = "Compute it with reduction='none', then average each sample's own elements: loss.flatten(1).mean(1)."
     raise UserError(
         f"task={type(task).__name__}: `{method}` returns {given} for {count} samples; expected one number per sample, shape ({count},). "
-        f"{how} each sample's own elements: {method}.flatten(1).mean(1)."
+        f"{advice if method == 'loss' else 'Return None if all samples count alike.'}"
     )
 
 
