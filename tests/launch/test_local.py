@@ -213,6 +213,26 @@ def test_one_that_fails_ends_all_and_is_reported_once(files, expected, words, wo
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_attempt_without_a_checkpoint_of_its_own_does_not_continue_an_abandoned_one(saves, tmp_path, monkeypatch):
+    """`resume=` may name an older checkpoint than the newest in the folder."""
+    newest, attempts = tmp_path / "last.ckpt", []
+    newest.touch()
+    os.utime(newest, (1, 1))
+    monkeypatch.setattr(local, "checkpoint_if_any", lambda _: newest)
+
+    def run(settings: Settings) -> None:
+        attempts.append((settings.cfg.trainer.accumulate_grad_batches, settings.cfg.resume))
+        if len(attempts) == 1:
+            if saves:
+                newest.touch()
+            raise OutOfMemory("a micro-batch of 64 does not fit", 2)
+
+    given = [f"runs_dir={tmp_path}", "run=a", "trainer.accumulate_grad_batches=auto", "resume=older"]
+    local.until_it_fits(run, Settings.of(compose_config("train", given)))
+    assert attempts == [(1, "older"), (2, str(newest) if saves else "older")]
+
+
 def test_processes_that_a_warning_ends_before_they_train_were_preempted(worker, forked):
     (worker.parent / "wait").touch()
     warning = threading.Thread(target=lambda: started(worker) and process.received.append(signal.SIGTERM))
