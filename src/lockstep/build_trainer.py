@@ -157,6 +157,8 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})
     elif timeout_s := node.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [HangDetector(timeout_s), *given["callbacks"]]
+    if settings.spec.is_sharded:  # torch 2.13 cannot gather the shards of one GPU in inference mode (pytorch#95957)
+        given["inference_mode"] = False
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=folder, filename="profile") if profiler else NoProfiler()
     # strategies/base.py, callbacks/summary.py, callbacks/stopping.py
