@@ -83,6 +83,12 @@ def custom_module_callbacks(settings: Settings, work: Workload) -> list[pl.Callb
     ]
 
 
+def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
+    own_loaders = work.engine_data is None
+    by_row = not work.arithmetic.same_bits and not settings.cfg.compile and not own_loaders
+    return step_seed.StepSeed(settings.cfg.seed, work.arithmetic, masks_by_row=by_row, own_loaders=own_loaders)
+
+
 def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     """The Trainer of a training run.
 
@@ -100,12 +106,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
         "has data with SHA-256": data_info["data/sha256"],
     }
     own: list[pl.Callback] = [
-        step_seed.StepSeed(
-            cfg.seed,
-            work.arithmetic,
-            masks_by_row=not work.arithmetic.same_bits and not cfg.compile and not own_loaders,
-            own_loaders=own_loaders,
-        ),
+        random_numbers(settings, work),
         stopping.RankAgreement(shared),
         summary.RunSummary(work, data_info, settings.model_title, settings.title("data"), config),
         summary.Clock(),
@@ -139,7 +140,13 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
 def evaluator(settings: Settings, work: Workload, *more: pl.Callback) -> pl.Trainer:
     """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
     shown = [summary.Progress()] if settings.cfg.trainer.enable_progress_bar else []
-    own = [*custom_module_callbacks(settings, work), stopping.Preemption(None), *shown, *more]
+    own = [
+        *custom_module_callbacks(settings, work),
+        random_numbers(settings, work),
+        stopping.Preemption(None),
+        *shown,
+        *more,
+    ]
     return lightning_trainer(settings, work, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 

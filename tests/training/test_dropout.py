@@ -133,13 +133,28 @@ def test_masks_do_not_depend_on_the_order_in_memory():
 
 
 def test_a_device_draws_what_numpy_draws():
-    for words, key, call in ((1, 5, 9), (13, 2**64 - 1, 2**63 + 5)):
-        place = key, call, range(40, 60), words
-        assert torch.equal(dropout.words_on_cpu(*place), dropout.words_on(CPU, *place))
+    for sizes, neighbours, key, call in (((1,), 1, 5, 9), ((3, 2, 13), 1, 2**64 - 1, 2**63 + 5), ((2, 7), 3, 1, 2**63)):
+        place = dropout.Place(key, call, range(40, 60), neighbours)
+        numbers = dropout.words(place, sizes, CPU, on_host=True)
+        assert torch.equal(numbers, dropout.words(place, sizes, CPU, on_host=False))
     for bits in (8, 16):
-        numbers = dropout.words_on_cpu(*place)
-        expected = numbers.view(torch.int8 if bits == 8 else torch.int16)[:, :50] >= 7
-        assert torch.equal(dropout.kept_rows(numbers, 50, bits, 7).bool(), expected)
+        expected = numbers.view(torch.int8 if bits == 8 else torch.int16)[..., :20] >= 7
+        assert torch.equal(dropout.kept_rows(numbers, 20, bits, 7).bool(), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, shape) in LAYERS.items() if len(shape) > 2])
+def test_padding_changes_no_mask(name):
+    """A sample has the same mask in a batch that is padded further: in the last dimension, in one before it, in the rows of its neighbours."""
+    make, shape = LAYERS[name]
+    net, x = layer(make), torch.rand(shape) + 1
+    for dim in range(1 if type(net[0]).__mro__[1] is dropout.ByRow else 2, len(shape)):
+        longer = torch.cat([x, x], dim)
+        assert torch.equal(run(net, longer).narrow(dim, 0, shape[dim]), run(net, x))
+    flat, padded = torch.rand(8 * 3, 10), torch.rand(8 * 5, 10)
+    padded.view(8, 5, 10)[:, :3] = flat.view(8, 3, 10)
+    tokens = layer(lambda: nn.Dropout(0.5))
+    assert torch.equal(run(tokens, padded, samples=8).view(8, 5, 10)[:, :3].reshape(24, 10), run(tokens, flat, samples=8))
+    assert torch.equal(run(tokens, flat.view(8, 3, 10)[:, 0], samples=8), run(tokens, flat, samples=8).view(8, 3, 10)[:, 0])
 
 
 def test_several_rows_of_a_sample_and_rows_of_none():

@@ -1,11 +1,13 @@
-"""Random numbers of a training step as a function of what they are for: nothing to store, nothing to restore.
+"""Random numbers of a training step and of an evaluation as a function of what they are for: nothing to store, nothing to restore.
 
 Masks of dropout layers belong to the samples of the global batch (training/dropout.py), and those of logical ranks to (seed, step,
-logical rank): neither depends on the number of processes. Everything else belongs to (seed, micro-batch, rank), which does.
+logical rank): neither depends on the number of processes. Everything else belongs to (seed, micro-batch, rank), which does. In an
+evaluation the number of the batch takes the place of the step, so each evaluation of the same weights repeats its result.
 """
 
 import random
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,10 +15,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic, micro_batch_index, steps_done
+from lockstep.training.invariance import same_random_numbers
 
 
-def step_seed(seed: int, micro_batch: int, rank: int) -> int:
-    return dropout.key_of(seed, micro_batch, rank) >> 1  # torch's seeds have a sign
+def step_seed(seed: int, *place: object) -> int:
+    return dropout.key_of(seed, *place) >> 1  # torch's seeds have a sign
 
 
 def seed_generators(seed: int, device_type: str) -> None:
@@ -36,10 +39,11 @@ def seed_host(seed: int) -> None:
 
 
 class StepSeed(Callback):
-    """Seeds the generators before each training batch, and tells the dropout layers which samples follow."""
+    """Seeds the generators before each batch, and tells the dropout layers which samples follow."""
 
     def __init__(self, seed: int, arithmetic: StepArithmetic, *, masks_by_row: bool, own_loaders: bool) -> None:
         self.seed, self.arithmetic, self.masks_by_row, self.own_loaders = seed, arithmetic, masks_by_row, own_loaders
+        self.evaluation = ExitStack()  # leaves it with the random numbers that it began with
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """After a LightningModule has built its layers, perhaps in `setup` or `configure_model`."""
@@ -64,5 +68,27 @@ class StepSeed(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         dropout.begin(None)
 
-    def on_exception(self, *_: Any) -> None:
+    def begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.evaluation.enter_context(same_random_numbers(trainer.strategy.root_device))
+        self.on_fit_start(trainer, pl_module)
+
+    def begin_batch(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, loader: int = 0
+    ) -> None:
+        seed = step_seed(self.seed, "evaluation", loader, *self.arithmetic.evaluation_parts(trainer, batch_idx))
+        seed_generators(seed, trainer.strategy.root_device.type)
+        seed_host(seed)
+        if self.masks_by_row and isinstance(batch, dict) and "index" in batch:  # layers that are kept in training mode
+            count = len(batch["index"])
+            first = trainer.global_rank * count
+            rows = trainer.strategy.device_rows(range(first, first + count))  # type: ignore[attr-defined]
+            dropout.begin(dropout.MicroBatch(self.seed, f"evaluation {loader} {batch_idx}", rows))
+
+    def end_evaluation(self, *_: Any) -> None:
         dropout.begin(None)
+        self.evaluation.close()
+
+    on_validation_start = on_test_start = on_predict_start = begin_evaluation
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = cast(Any, begin_batch)
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = cast(Any, on_train_batch_end)
+    on_validation_end = on_test_end = on_predict_end = on_exception = cast(Any, end_evaluation)

@@ -68,7 +68,7 @@ class RunSummary(Callback):
             f"{self.config['run']}: {self.model} ({parameters:,} parameters) · {self.data_name}{self.samples()} · "
             f"{self.config['strategy']['name']}, {replicas} · {self.batches(trainer, work.engine_data)} · {trainer.precision} · {length}{done}"
         )
-        self.across_processes = work.across_processes(SYNCHRONISED)
+        self.across_processes = work.across_processes(SYNCHRONISED, str(trainer.precision))
         say(f"result: {self.across_processes}")
         for change in self.changes:
             say(f"changed since the checkpoint: {change}")

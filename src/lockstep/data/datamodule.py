@@ -16,6 +16,7 @@ from lockstep.data.sampler import EvalSampler, Sampler, Split, TrainBatches, bal
 from lockstep.errors import UserError
 
 Augment = Callable[..., Batch]  # of a batch, seed, epoch and the samples' indices: lockstep.augment's Augmentation
+VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `varied`, and for all
 ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto may use
 
 
@@ -205,10 +206,23 @@ class DataModule(pl.LightningDataModule):
         """Samples of a part as the data set gives them, before `finished`."""
         return fetch(samples_of(getattr(self.dataset, part)), np.asarray(index_N))
 
-    def example(self, count: int, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
-        """A batch of the first training samples, repeated if there are fewer than `count`; augmented for `training`."""
-        batch = self.raw("train", np.arange(count) % len(self.dataset.train))
+    def example(self, samples: int | Indices, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
+        """A batch of training samples, augmented for `training`: of these indices, or of the first, repeated if there are fewer."""
+        index_N = np.arange(samples) % len(self.dataset.train) if isinstance(samples, int) else samples
+        batch = self.raw("train", index_N)
         return self.finished(move_data_to_device(batch, torch.device(device)), training=training)
+
+    def varied(self, count: int) -> Indices:
+        """Training samples whose halves differ most: the first has few values that are missing, negative or zero, such as padding."""
+        stored, most = self.dataset.train, count
+        if isinstance(stored, Arrays):  # the others are read one by one
+            most = min(VARIED * count, VARIED_BYTES * len(stored) // max(1, stored.nbytes), self.train_split.count)
+        place_N = np.linspace(0, self.train_split.count - 1, max(count, most)).astype(np.int64)
+        index_N = self.train_split.indices(place_N)
+        values = [value for name, value in self.raw("train", index_N).items() if name != "index"]
+        absent_N = sum((absent(value, len(index_N)) for value in values), np.zeros(len(index_N)))
+        order = np.argsort(absent_N, kind="stable")
+        return index_N[np.append(order[: count // 2], order[-(count - count // 2) :])]
 
     def teardown(self, stage: str) -> None:
         """After training, validation and test. Raises DataChanged if the decoded data was changed meanwhile."""
@@ -229,6 +243,15 @@ class DataModule(pl.LightningDataModule):
                 f"the checkpoint was trained on different data (sha256 {state['sha256'][:12]}) than this run's (sha256 {here[:12]}). "
                 "Set data.root=<the folder it was trained on>, or init_from=<checkpoint> to start a new run from its weights."
             )
+
+
+def absent(value: Any, count: int) -> Any:
+    """How many numbers of each of `count` samples are missing, negative or zero; 0 where a value has no tensor for each sample."""
+    if isinstance(value, torch.Tensor) and value.dim() and len(value) == count:
+        return (~(value > 0)).flatten(1).sum(1).numpy() if value.dim() > 1 else (~(value > 0)).numpy()
+    if isinstance(value, list) and len(value) == count and all(isinstance(each, torch.Tensor) for each in value):
+        return np.array([(~(each > 0)).sum().item() for each in value])
+    return 0
 
 
 def class_counts(dataset: DataSet, split: Split) -> dict[str, list[int]]:

@@ -81,6 +81,10 @@ class StepArithmetic:
         accumulate = trainer.accumulate_grad_batches
         return steps_done(trainer) * accumulate + batch_idx % accumulate, trainer.global_rank
 
+    def evaluation_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, ...]:
+        """The same of a batch of an evaluation."""
+        return batch_idx, trainer.global_rank
+
     def trainer_arguments(self, config: dict[str, Any], world: World) -> dict[str, Any]:
         """Arguments of the Trainer in place of those of the config."""
         return {}
@@ -147,6 +151,9 @@ class LogicalRanks(StepArithmetic):
     def seed_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, int]:
         return steps_done(trainer), micro_batch_index(trainer, batch_idx)
 
+    def evaluation_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, ...]:
+        return (batch_idx * trainer.world_size + trainer.global_rank,)
+
     def trainer_arguments(self, config: dict[str, Any], world: World) -> dict[str, Any]:
         """Deterministic kernels on GPUs. The config counts steps, on any number of processes, where the Trainer counts micro-batches."""
         parts = self.count // world.size
@@ -155,7 +162,7 @@ class LogicalRanks(StepArithmetic):
         return {**counts, "accumulate_grad_batches": parts, "deterministic": deterministic}
 
     def evaluation_sum(self, module: "TaskModule", batch_idx: int) -> int:
-        return (batch_idx * module.trainer.world_size + module.trainer.global_rank) % self.count
+        return self.evaluation_parts(module.trainer, batch_idx)[0] % self.count
 
     def before_forward(self, module: "TaskModule", batch_idx: int) -> None:
         """The buffers are as they were before the step."""

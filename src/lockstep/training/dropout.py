@@ -1,15 +1,16 @@
 """Random layers whose masks belong to the samples: the processes of a step draw together what one process draws.
 
-An element of a mask is a hash of (seed, optimizer step, layer, call, row of the global batch, element). Nothing is drawn from a
-generator, stored or sent. Outside of a training step the layers are torch's own.
+An element of a mask is a hash of (seed, optimizer step, layer, call, row of the global batch, place in the sample by dimension), so the
+mask of a sample does not depend on how far its batch is padded. Nothing is drawn from a generator, stored or sent. Outside of a step the
+layers are torch's own.
 """
 
-# N row: a sample of the micro-batch, or one of the k neighbours that a network makes of each sample · W word of 64 bits
+# N row: a sample of the micro-batch · K neighbours that a network makes of each sample · W word of 64 bits
 
 import hashlib
-import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -34,7 +35,7 @@ def key_of(*parts: object) -> int:
 class MicroBatch:
     """The rows of the global batch that each device computes in a forward. `calls` counts the calls of each layer."""
 
-    def __init__(self, seed: int, step: int, rows: Mapping[torch.device, range]) -> None:
+    def __init__(self, seed: int, step: int | str, rows: Mapping[torch.device, range]) -> None:
         self.key, self.rows = key_of(seed, step), rows
         self.calls: dict[tuple[str, torch.device], int] = {}
 
@@ -54,10 +55,23 @@ class MicroBatch:
             )
         return self.calls.get(place, 0)
 
-    def first(self, device: torch.device, count: int) -> int:
-        """The number of the first of `count` rows in the global batch; 0 if the rows are not the samples, nor k for each sample."""
+    def rows_of(self, device: torch.device, count: int) -> tuple[range, int]:
+        """The rows of the global batch that the first dimension of a tensor of size `count` has, and how many neighbours it has of each.
+
+        From 0 on if that dimension has neither the samples, nor k of each.
+        """
         rows = self.rows[device] if device in self.rows else next(iter(self.rows.values()))
-        return rows.start * (count // len(rows)) if count % len(rows) == 0 else 0
+        return (rows, count // len(rows)) if count % len(rows) == 0 else (range(count), 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a mask belongs to: the call of a layer, rows of the global batch, and how many neighbours a network makes of each."""
+
+    key: int  # of seed and step
+    call: int
+    rows: range
+    neighbours: int = 1
 
 
 current: MicroBatch | None = None  # of this process, not of a thread: the replicas of dp are threads
@@ -69,17 +83,24 @@ def begin(micro_batch: MicroBatch | None) -> None:
     current = micro_batch
 
 
-def words_on_cpu(key: int, call: int, rows: range, words: int) -> Tensor:
-    """(N, W) random int64, in a quarter of torch's time for a small layer."""
-    n, w = (np.arange(r.start, r.stop, dtype=np.uint64) * np.uint64(GOLDEN) for r in (rows, range(words)))
-    random = sampler.mix(sampler.mix(n + np.uint64(key))[:, None] + (w + np.uint64(call)))
-    return torch.from_numpy(random.view(np.int64))
+def words(place: Place, sizes: Sequence[int], device: torch.device, *, on_host: bool) -> Tensor:
+    """(N, K, *sizes) random int64; without K where there is one neighbour. `on_host`: with NumPy, in a quarter of torch's time for a
+    small layer."""
+    word: Any = np.uint64 if on_host else signed
+    mixed: Any = sampler.mix if on_host else mix
 
+    def numbers(part: range) -> Any:
+        of_host = np.arange(part.start, part.stop, dtype=np.uint64) if on_host else None
+        return (torch.arange(part.start, part.stop, device=device) if of_host is None else of_host) * word(GOLDEN)
 
-def words_on(device: torch.device, key: int, call: int, rows: range, words: int) -> Tensor:
-    """The same numbers on a device."""
-    n, w = (torch.arange(r.start, r.stop, device=device) * signed(GOLDEN) for r in (rows, range(words)))
-    return mix(mix(n + signed(key))[:, None] + (w + signed(call)))
+    call, row_N = word(place.call), mixed(numbers(place.rows) + word(place.key))
+    hashed = row_N
+    if place.neighbours > 1:
+        hashed = mixed(row_N[:, None] + (numbers(range(place.neighbours)) + call))
+        hashed[:, 0] = row_N  # as if it were the only one: padding may decide how many there are
+    for size in sizes:
+        hashed = mixed(hashed[..., None] + (numbers(range(size)) + call))
+    return torch.from_numpy(hashed.view(np.int64)) if on_host else hashed
 
 
 def signed(value: int) -> int:
@@ -96,11 +117,11 @@ def mix(x: Tensor) -> Tensor:
 
 
 def kept_rows(words_NW: Tensor, elements: int, bits: int, limit: int) -> Tensor:
-    """(N, elements): 1 where a number of so many bits is at least `limit`; int8, or bool on GPUs.
+    """(N, ..., elements): 1 where a number of so many bits is at least `limit`; int8, or bool on GPUs.
 
     On CPUs with NumPy: torch 2.13 takes 0.7 ms to compare 590,000 bytes and to convert the result to floats, NumPy and int8 0.1.
     """
-    numbers = words_NW.view(torch.int8 if bits == 8 else torch.int16)[:, :elements]
+    numbers = words_NW.view(torch.int8 if bits == 8 else torch.int16)[..., :elements]
     return torch.from_numpy((numbers.numpy() >= limit).view(np.int8)) if numbers.is_cpu else numbers >= limit
 
 
@@ -113,7 +134,7 @@ class ByRow:
     whole_batch = False  # whether all samples share a mask
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Rows first. Empty for an input that torch itself has to mask."""
+        """Rows first, without dimensions that share a mask at the end. Empty for an input that torch itself has to mask."""
         return tuple(x.shape)
 
     def masked(self, x: Tensor, kept: Tensor, p: float) -> Tensor:
@@ -128,12 +149,12 @@ class ByRow:
             return result
         bits = 8 if (p * 256).is_integer() else 16  # that express `p`, or round it
         dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
-        elements, first = math.prod(shape[1:]), 0 if self.whole_batch else current.first(x.device, shape[0])
-        call = key_of(self.layer, current.call(self.layer, x.device))
-        place = current.key, call, range(first, first + shape[0]), -(-elements * bits // 64)
-        words_NW = words_on_cpu(*place) if x.is_cpu else words_on(x.device, *place)
+        rows, neighbours = (range(1), 1) if self.whole_batch else current.rows_of(x.device, shape[0])
+        place = Place(current.key, key_of(self.layer, current.call(self.layer, x.device)), rows, neighbours)
+        *outer, elements = shape[1:] or (1,)
+        words_NW = words(place, (*outer, -(-elements * bits // 64)), x.device, on_host=x.is_cpu)
         kept = kept_rows(words_NW, elements, bits, dropped - 2 ** (bits - 1))  # numbers are signed
-        return self.masked(x, kept.reshape(shape), dropped / 2**bits)
+        return self.masked(x, kept.reshape(*shape, *[1] * (x.dim() - len(shape))), dropped / 2**bits)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved whole, or copied, it is the layer that it was made of: classes made here cannot be imported by name."""
@@ -145,7 +166,7 @@ class ByChannel(ByRow):
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
         usual = next((dim for kind, dim in WITH_SAMPLES.items() if isinstance(self, kind)), x.dim())
-        return (*x.shape[:2], *[1] * (x.dim() - 2)) if x.dim() == usual else ()
+        return tuple(x.shape[:2]) if x.dim() == usual else ()
 
 
 class Alpha(ByRow):
@@ -168,7 +189,7 @@ class BySample(ByRow):
         return getattr(self, "mode", "row") == "batch"
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
-        return (1 if self.whole_batch else len(x), *[1] * (x.dim() - 1))
+        return (1 if self.whole_batch else len(x),)
 
     def masked(self, x: Tensor, kept: Tensor, p: float) -> Tensor:
         return super().masked(x, kept, p if getattr(self, "scale_by_keep", True) else 0.0)

@@ -6,9 +6,10 @@ the step's operations, and finds out whether the result depends on the number of
 
 import copy
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,10 +188,42 @@ class DryRun:
         if not self.is_small:
             return invariance.UNKNOWN.format(f"it has more than {LARGEST:,} parameters, and no copy of it was tried")
         try:
-            why = invariance.why_not(*self.copies(training=False, samples=invariance.COUNT), exact=exact)
+            division, count = self.divisions()
         except Exception as e:
             return invariance.UNKNOWN.format(f"its forward could not be tried: {' '.join(str(e).split())}")
-        return invariance.DIFFERS.format(why) if why else good
+        if division.step:
+            return invariance.DIFFERS.format(division.step)
+        tried = "" if self.shipped else f"; tried with {count} training samples"
+        metrics = (
+            f". Metrics of an evaluation differ with it, because {division.evaluation}" if division.evaluation else ""
+        )
+        return good + tried + metrics
+
+    def divisions(self) -> tuple[invariance.Division, int]:
+        """What was found out with so many samples: a few, then as many as a second and some memory allow."""
+        began_s, count = time.perf_counter(), invariance.COUNT
+        found = self.division(count)
+        if self.shipped or found.step or found.evaluation:
+            return found, count
+        times = int(invariance.SECONDS / (time.perf_counter() - began_s))
+        if (room := invariance.BYTES // max(1, found.nbytes)) and min(times, room) > 1:
+            count = min(invariance.MOST, count * min(times, room), self.work.data.train_split.count // 2 * 2)
+        return (self.division(count), count) if count > invariance.COUNT else (found, invariance.COUNT)
+
+    def division(self, count: int) -> invariance.Division:
+        """In double precision where the network is not too large for it and computes in it."""
+        data, exact = self.work.data, self.work.arithmetic.same_bits
+        index_N, half = data.varied(count), count // 2
+        parts = index_N, index_N[:half], index_N[half:]
+        whole, *halves = (move_data_to_device(data.example(part, training=False), self.device) for part in parts)
+        parameters = sum(p.numel() for p in self.work.module.net.parameters())
+        if not self.shipped and parameters <= invariance.DOUBLE and self.device.type != "mps":
+            net, task, _ = self.copies(training=False, samples=1)
+            with suppress(RuntimeError, TypeError):  # code that makes float32 tensors of its own
+                wide = [invariance.in_double(batch) for batch in (whole, *halves)]
+                return invariance.why_not(net.double(), task.double(), wide[0], wide[1:], exact=exact)
+        net, task, _ = self.copies(training=False, samples=1)
+        return invariance.why_not(net, task, whole, halves, exact=exact)
 
     def misfit(self, batch: Batch) -> str:
         shapes = [f"{name} {list(v.shape)}" for name, v in batch.items() if isinstance(v, Tensor) and name != "index"]

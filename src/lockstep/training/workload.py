@@ -17,7 +17,7 @@ from lockstep.run import tested
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
 from lockstep.training.arithmetic import StepArithmetic
-from lockstep.training.invariance import DIFFERS, NORMS, UNKNOWN
+from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, UNKNOWN
 from lockstep.training.metrics import TestPanels
 from lockstep.training.module import TaskModule
 
@@ -63,7 +63,7 @@ class Workload:
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": "own dataloaders", **unknown}
 
-    def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
+    def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
         if self.engine_data is None:
             return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
@@ -132,13 +132,13 @@ class TaskWorkload(Workload):
         self.arithmetic, self.network_arguments = module.arithmetic, module.network_arguments
         self.trial = UNKNOWN.format("it was not tried")  # how processes change the result, found out by dry_run.py
 
-    def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
+    def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
         if not self.arithmetic.same_bits and not all(isinstance(m, synchronised) for m in norms):
             return DIFFERS.format(
                 "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.logical_ranks=8"
             )
-        return self.trial
+        return self.trial.replace(ROUNDING, ROUNDING + IN_HALF.format(precision)) if "16" in precision else self.trial
 
     def promises(self, world: int) -> list[str]:
         return []
