@@ -213,6 +213,7 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         work=work,
         device=trainer.strategy.root_device,
         samples=samples,
+        world=settings.world.size,
         steps=settings.steps.steps(work.data.train_split.count),
         make_net=partial(network, settings.plain("model"), work.network_arguments, with_weights=False),
         titles={group: settings.title(group) for group in ("model", "data", "task")},

@@ -153,8 +153,12 @@ def test_padding_changes_no_mask(name):
     flat, padded = torch.rand(8 * 3, 10), torch.rand(8 * 5, 10)
     padded.view(8, 5, 10)[:, :3] = flat.view(8, 3, 10)
     tokens = layer(lambda: nn.Dropout(0.5))
-    assert torch.equal(run(tokens, padded, samples=8).view(8, 5, 10)[:, :3].reshape(24, 10), run(tokens, flat, samples=8))
-    assert torch.equal(run(tokens, flat.view(8, 3, 10)[:, 0], samples=8), run(tokens, flat, samples=8).view(8, 3, 10)[:, 0])
+    assert torch.equal(
+        run(tokens, padded, samples=8).view(8, 5, 10)[:, :3].reshape(24, 10), run(tokens, flat, samples=8)
+    )
+    assert torch.equal(
+        run(tokens, flat.view(8, 3, 10)[:, 0], samples=8), run(tokens, flat, samples=8).view(8, 3, 10)[:, 0]
+    )
 
 
 def test_several_rows_of_a_sample_and_rows_of_none():

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -32,6 +33,7 @@ from lockstep.training.schedules import scheduler
 from lockstep.training.workload import TaskWorkload
 
 SAMPLES = 2
+ALONE = 16  # samples whose shapes are compared
 FEW = 8  # parameters whose update is tried
 LARGEST = 200_000_000  # parameters of a network that is copied to the run's device
 # Samples of a metric that computes nothing of a few. KernelInceptionDistance needs the most: 1,000 real and 1,000 generated ones.
@@ -48,6 +50,7 @@ class DryRun:
     work: TaskWorkload
     device: torch.device
     samples: int  # of a micro-batch
+    world: int
     steps: float  # of the run
     make_net: Callable[[], nn.Module]  # without weights
     titles: Mapping[str, str]  # of model, data and task
@@ -68,6 +71,7 @@ class DryRun:
         """
         with warnings.catch_warnings(), invariance.same_random_numbers(self.device):
             warnings.simplefilter("ignore")  # training shows them
+            self.validate_gathered()
             self.attempt(self.step, training=True)
             for callback in callbacks:
                 if hasattr(callback, "dry_run"):
@@ -210,12 +214,33 @@ class DryRun:
             count = min(invariance.MOST, count * min(times, room), self.work.data.train_split.count // 2 * 2)
         return (self.division(count), count) if count > invariance.COUNT else (found, invariance.COUNT)
 
-    def division(self, count: int) -> invariance.Division:
-        """In double precision where the network is not too large for it and computes in it."""
-        data, exact = self.work.data, self.work.arithmetic.same_bits
-        index_N, half = data.varied(count), count // 2
+    def validate_gathered(self) -> None:
+        """Raises UserError: the batches of processes cannot be joined to one, for a loss between samples."""
+        task, data = self.work.module.task, self.work.data
+        shapes: dict[str, set[torch.Size]] = {}
+        if self.world > 1 and task.between_samples:
+            for index in data.varied(ALONE):
+                batch = data.example(np.array([index]), training=False)
+                for name, value in batch.items():
+                    if isinstance(value, Tensor):
+                        shapes.setdefault(name, set()).add(value.shape)
+        if padded := [name for name, found in shapes.items() if len(found) > 1]:
+            raise UserError(
+                f"task={self.titles['task']} compares the samples of all processes (between_samples), but this data pads each batch by itself: "
+                f"`{padded[0]}` has several shapes. Pad to a fixed length in `__getitem__`, or train in one process."
+            )
+
+    def divided(self, count: int) -> tuple[Batch, list[Batch]]:
+        """A batch, and its two halves as two processes would read them."""
+        data, half = self.work.data, count // 2
+        index_N = data.varied(count)
         parts = index_N, index_N[:half], index_N[half:]
         whole, *halves = (move_data_to_device(data.example(part, training=False), self.device) for part in parts)
+        return whole, halves
+
+    def division(self, count: int) -> invariance.Division:
+        """In double precision where the network is not too large for it and computes in it."""
+        exact, (whole, halves) = self.work.arithmetic.same_bits, self.divided(count)
         parameters = sum(p.numel() for p in self.work.module.net.parameters())
         if not self.shipped and parameters <= invariance.DOUBLE and self.device.type != "mps":
             net, task, _ = self.copies(training=False, samples=1)

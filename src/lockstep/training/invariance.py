@@ -146,11 +146,11 @@ def forward(net: nn.Module, task: Task, batch: Batch, first: int = 0) -> Compute
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """The tensors of two halves of the samples in the form of the whole: along the dimension that the samples change."""
     a, b = parts[0], parts[-1]
-    if a.shape == like.shape or not a.dim() == b.dim() == like.dim():
-        return a
-    sizes = zip(a.shape, b.shape, like.shape, strict=True)
-    longer = next((d for d, (of_a, of_b, both) in enumerate(sizes) if of_a + of_b == both), None)
-    return a if longer is None else torch.cat([a, b], longer)
+    for d in range(like.dim() if a.dim() == b.dim() == like.dim() and a.shape != like.shape else 0):
+        outer = [x.shape[:d] + x.shape[d + 1 :] for x in (a, b, like)]
+        if outer[0] == outer[1] == outer[2] and a.shape[d] + b.shape[d] == like.shape[d]:
+            return torch.cat([a, b], d)
+    return a
 
 
 def largest(tree: Any) -> float:
@@ -268,7 +268,8 @@ def why_not(net: nn.Module, task: Task, whole: Batch, halves: Sequence[Batch], *
     if exact:
         return Division()
     if name := next((name for name in first.buffers if not same_buffer(name, first, *parts)), ""):
-        return Division(f"the buffer {name} is written from the samples of each process. Set exact.logical_ranks=8")
+        own = name.partition(".")[2]  # its name in the network or the task
+        return Division(f"the buffer {own} is written from the samples of each process. Set exact.logical_ranks=8")
     # with `between_samples`, the loss is of the whole global batch, here and in an evaluation
     compared = len(first.passed) - 1 if task.between_samples else math.inf
 
@@ -276,6 +277,7 @@ def why_not(net: nn.Module, task: Task, whole: Batch, halves: Sequence[Batch], *
         return [place for place in differing(whole, *parts, as_stored=as_stored) if place < compared]
 
     depends = "what {} computes for a sample depends on the other samples of its process"
+    depends += "" if as_stored else ", such as their padding"
     if divided := apart(first, parts):
         for module in both.modules():
             if isinstance(module, dropout.ByRow):

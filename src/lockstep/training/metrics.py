@@ -143,23 +143,23 @@ class TestPanels:
         """
         found, indices = dict[int, Sample](), list(losses)
         trainer, data = module.trainer, module.trainer.datamodule  # type: ignore[attr-defined]
-        raw = data.raw("test", np.asarray(indices))
         share = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
         size = share if self.compiled else min(share, len(indices))
         for first in range(0, len(indices), size):
-            places = (np.arange(first, first + size) % len(indices)).tolist()
-            moved = move_data_to_device(samples_at(raw, places, len(indices)), module.device)
+            index_N = np.take(indices, np.arange(first, first + size), mode="wrap")
+            raw = data.raw("test", index_N)
+            moved = move_data_to_device(samples_at(raw, [*range(size)], size), module.device)
             batch = trainer.precision_plugin.convert_input(data.finished(moved, training=False))
             batch["count"] = min(size, len(indices) - first)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = module(batch)
             with self.attempt("worst"):
                 facts = self.task.describe(*without_fillers(output, batch))
-                for place, more in zip(places[: batch["count"]], facts, strict=True):
-                    own = {"loss": losses[indices[place]], **more}
-                    shown = data.dataset.show(sample_at(raw, place, len(indices)))
+                for place, (index, more) in enumerate(zip(index_N.tolist(), facts, strict=False)):
+                    own = {"loss": losses[index], **more}
+                    shown = data.dataset.show(sample_at(raw, place, size))
                     image = shown.pop("image", None)
                     # a column of the data may have the same name
                     inputs = {f"input {name}" if name in own else name: value for name, value in shown.items()}
-                    found[indices[place]] = Sample(indices[place], own | inputs, image)
+                    found[index] = Sample(index, own | inputs, image)
         return found

@@ -1,0 +1,99 @@
+"""The line about the result beside what it is about: the weights after ten steps in one process and in two."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import thin_project
+import torch
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.training.invariance import DIFFERS, ROUNDING, SAME_BITS
+
+SAME = re.escape(ROUNDING) + r"; tried with \d+ training samples"
+WHY = DIFFERS.format("")
+CASES = {
+    "plain": ("Net Fit", SAME),
+    "dropout on padded batches": ("DroppedNet Fit", SAME),
+    "pooling over padding": ("PooledNet Fit", rf"{WHY}what Fit .* depends on the other samples .*logical_ranks=8"),
+    "masked mean": ("Net OfKnown", rf"{WHY}what OfKnown .* depends on the other samples"),
+    "masked mean by weights": ("Net Weighted", SAME),
+    "masked autoencoder": ("MaskedNet Fit", rf"{WHY}each process draws its own random numbers in MaskedNet"),
+    "contrastive": ("Net Compared", rf"{WHY}what Compared .* depends on the other samples"),
+    "a loss between samples": ("Net Announced data.samples=Fixed", SAME),
+    "batch norm": ("NormedNet Fit", rf"{WHY}batch normalisation"),
+    "F.dropout": ("FunctionalNet Fit", rf"{WHY}each process draws its own random numbers in FunctionalNet"),
+    "attention dropout": ("AttentiveNet Fit", rf"{WHY}each process draws its own random numbers in MultiheadAttention"),
+    "a buffer that is written": ("CenteredNet Fit", rf"{WHY}the buffer center is written"),
+    "graphs": ("GraphNet OfGraphs data.samples=Graphs", SAME),
+}  # fmt: skip
+QUICK = ("dropout on padded batches", "masked mean")
+SHORT = [
+    "trainer.max_steps=10", "trainer.precision=32-true", "optim=sgd", "optim.lr=0.05", "data.batch_size=16",
+    "trainer.accelerator=cpu", "trainer.limit_test_batches=1",
+]  # fmt: skip
+MODEL = "_target_: coupled.Net\nname: net\n"
+TASK = "_target_: coupled.Fit\nname: fit\nmonitor: null\nmode: min\n"
+DATA = "defaults: [own]\n_target_: coupled.Padded\nsamples: Series\n"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, forked):
+    files = {"configs/model/net.yaml": MODEL, "configs/task/fit.yaml": TASK, "configs/data/padded.yaml": DATA}
+    with thin_project.entered(
+        tmp_path_factory.mktemp("project"), "coupled", **thin_project.package("coupled"), **files
+    ) as root:
+        yield root
+
+
+def trained(keys: str, name: str, *more: str) -> tuple[dict, torch.Tensor]:
+    """The report, and all weights as one vector."""
+    net, task, *others = keys.split()
+    chosen = ["model=net", f"model._target_=coupled.{net}", "task=fit", f"task._target_=coupled.{task}", "data=padded"]
+    report = lockstep.train([*chosen, *others, *SHORT, f"run={name}", *more])
+    checkpoint = torch.load(Path("runs", name, "checkpoints/last.ckpt"), weights_only=True)
+    return report, torch.cat([value.double().flatten() for value in checkpoint["state_dict"].values()])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_the_line_says_what_two_processes_show(name, project):
+    keys, line = CASES[name]
+    try:
+        report, one = trained(keys, "one")
+        of_two, two = trained(keys, "two", "strategy=ddp", "trainer.devices=2")
+    finally:
+        shutil.rmtree("runs", ignore_errors=True)
+    apart = float((one - two).norm() / one.norm())
+    print(f"{name}: {apart:.1e} apart; {report['across_processes']}")  # shown by -rP
+    assert re.fullmatch(f"{line}.*", report["across_processes"])
+    assert re.fullmatch(f"{line}.*", of_two["across_processes"])
+    assert apart < 1e-6 if report["across_processes"].startswith(ROUNDING) else apart > 1e-5
+
+
+def test_a_loss_between_samples_needs_one_padding(project):
+    with pytest.raises(UserError, match=r"between_samples.*pads each batch by itself"):
+        trained("Net Announced", "padded", "strategy=ddp", "trainer.devices=2")
+
+
+def test_an_evaluation_repeats_its_random_numbers(project):
+    """At the end of a run and alone; with logical ranks on any number of processes."""
+    try:
+        report, _ = trained("SampledNet Fit", "drawn")
+        assert re.search(
+            "Metrics of an evaluation differ with it, because SampledNet .* draws", report["across_processes"]
+        )
+        assert lockstep.evaluate(["run=drawn", "trainer.accelerator=cpu"])["test/loss"] == report["test/loss"]
+        exact = "MaskedNet Fit exact.logical_ranks=2"
+        losses = {
+            name: trained(exact, name, *more)[0]
+            for name, more in {"one": [], "two": ["strategy=ddp", "trainer.devices=2"]}.items()
+        }
+        assert losses["one"]["across_processes"].startswith(f"{SAME_BITS}; tried with ")
+        assert losses["one"]["test/loss"] == losses["two"]["test/loss"]
+        assert losses["one"]["val/loss"] == losses["two"]["val/loss"]
+    finally:
+        shutil.rmtree("runs", ignore_errors=True)
