@@ -69,7 +69,7 @@ class StepSeed(Callback):
         dropout.begin(None)
 
     def begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.evaluation.enter_context(same_random_numbers(trainer.strategy.root_device))
+        self.evaluation.enter_context(same_random_numbers(torch.device("cpu")))  # a GPU's are seeded for each batch
         self.on_fit_start(trainer, pl_module)
 
     def begin_batch(
