@@ -107,55 +107,41 @@ def class_folders(root: Path) -> Listing:
         )
     root = root.absolute()
     tops = part_tops(root)
-    train, classes = tops["train"], sorted({*map(spelled, folders(tops["train"]))})
-    if len(classes) < 2:
-        raise UserError(
-            f"{train} has {f'only the folder {classes[0]}/' if classes else 'no folders'}. It needs a folder of images per class, for two "
-            f"or more classes: {train}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
-        )
+    classes = sorted({*map(spelled, folders(tops["train"]))})
     found, listing, problems = Walk(map(str, tops.values())), Listing(root, []), list[str]()
     taken = {top.relative_to(root).parts[0] for top in tops.values() if top != root}
     found.left_out.update(f"{name}/" for name in folders(root) if taken and name not in taken)
     for part, top in tops.items():
-        inside: dict[str, dict[str, int]] = {
-            name: {} for name in folders(top)
-        }  # images by the first folder in each class
+        inside = {name: Counter[str]() for name in folders(top)}  # images by the first folder in each class
         for place, files in found.files[str(top)].items():
             name, _, below = place[len(str(top)) + 1 :].partition(os.sep)
             if not name:
                 found.left_out += Counter({"images outside of class folders": len(files)})
-            else:
-                inner = below.partition(os.sep)[0]
-                inside[name][inner] = inside[name].get(inner, 0) + len(files)
-                listing.paths.extend([f"{place[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
-                listing.targets.extend([spelled(name)] * len(files))
-                listing.parts.extend([part] * len(files))
+                continue
+            inside[name][below.partition(os.sep)[0]] += len(files)
+            listing.paths.extend([f"{place[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
+            listing.targets.extend([spelled(name)] * len(files))
+            listing.parts.extend([part] * len(files))
         problems += part_problems(part, top, classes, inside)
     raise_problems(problems)
     return replace(listing, left_out=str(found))
 
 
-def part_problems(
-    part: str, top: Path, classes: Sequence[str], inside: Mapping[str, Mapping[str, int]]
-) -> Iterator[str]:
+def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str, Counter[str]]) -> Iterator[str]:
     """What is wrong with the folders in `top`. Each has the number of images in itself (by "") and in each folder in it."""
-    if part != "train" and not any(sum(images.values()) for images in inside.values()):
+    if part == "train" and len(classes) < 2:
+        there = f"only the folder {classes[0]}/" if classes else "no folders"
+        yield f"{top} has {there}. It needs a folder of images per class, for two or more classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
+    if part != "train" and not any(images.total() for images in inside.values()):
         yield f"{top} has no images in class folders. Sort some into {top}/<class>/, or move the folder out of data.root."
     for name, images in inside.items():
         if spelled(name) not in classes:
-            hint = did_you_mean(spelled(name), classes)
-            yield f"{top / name}: train/ has no class {name}{hint}. Rename or remove the folder."
-        elif not sum(images.values()) and part == "train":
-            yield (
-                f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set "
-                "data.root=<the folder that contains the class folders>."
-            )
-    first, *others = ({name for name, count in images.items() if count} for images in inside.values())
-    if part == "train" and len(first) > 1 and "" not in first and all(each == first for each in others):
-        yield (
-            f"all folders of {top} hold the same folders, {', '.join(sorted(first)[:SHOWN])}: which are the classes? Name folders of parts "
-            "train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
-        )
+            yield f"{top / name}: train/ has no class {name}{did_you_mean(spelled(name), classes)}. Rename or remove the folder."
+        elif not images.total() and part == "train" and len(classes) > 1:
+            yield f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set data.root=<the folder that contains the class folders>."
+    first, *others = [set(+images) for images in inside.values()] or [set()]
+    if others and part == "train" and len(first) > 1 and "" not in first and all(each == first for each in others):
+        yield f"all folders of {top} hold the same folders, {', '.join(sorted(first)[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
 
 
 def from_csv(path: Path, kind: str = "class") -> Listing:
@@ -240,9 +226,8 @@ class Folder(Images):
     @cached_property
     def listing(self) -> Listing:
         with reading(self.root):
-            if self.csv is None:
-                return class_folders(self.root)
-            return from_csv(self.root / Path(self.csv).expanduser(), self.kind)
+            csv = self.csv and self.root / Path(self.csv).expanduser()
+            return from_csv(csv, self.kind) if csv else class_folders(self.root)
 
     @cached_property
     def encoded(self) -> tuple[list[str], NDArray[Any]]:
@@ -256,8 +241,8 @@ class Folder(Images):
         Rows of a CSV with the same path are in the same part.
         """
         names, targets = self.encoded
-        place_of = {path: place for place, path in enumerate(dict.fromkeys(self.listing.paths))}
-        place_N = np.array([place_of[path] for path in self.listing.paths])
+        place_of: dict[str, int] = {}
+        place_N = np.array([place_of.setdefault(path, len(place_of)) for path in self.listing.paths])
         first_U = np.unique(place_N, return_index=True)[1]
         strata = targets if self.kind == "class" else np.zeros(len(targets), np.int64)
         parts = divided(np.array(self.listing.parts)[first_U], strata[first_U], self.fractions)[place_N]

@@ -26,7 +26,7 @@ from lockstep.data.pixels import (
     Walk,
     original_size,
     reason,
-    refuse_numbers,
+    refuse_depth,
     resize_nearest,
     to_array,
 )
@@ -58,21 +58,17 @@ def reading(root: Path) -> AbstractContextManager[None]:
 def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[int, Row], str | None]) -> list[Row]:
     """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Blank lines are skipped.
 
-    `check` gets the line and the cells of a row and returns what is wrong with it.
+    `check` gets the line and the cells of a row, may change them, and returns what is wrong with it.
 
     Raises:
-        UserError: it is no CSV, it lacks a column or rows, or what is wrong with all of them.
+        UserError: it is no CSV, it lacks a column or rows, or rows are wrong.
     """
     line, rows, problems = 0, list[Row](), list[str]()
     try:
         content = path.read_bytes()
-        text = content.decode("utf-8-sig")
-        in_head = [
-            each
-            for each in ",;\t"
-            if each in text.partition("\n")[0] and (each == "\t" or path.suffix.lower() != ".tsv")
-        ]
-        reader: Any = csv.DictReader(io.StringIO(text, newline=""), delimiter=[*in_head, ","][0], strict=True)
+        text, separators = content.decode("utf-8-sig"), "\t" if path.suffix.lower() == ".tsv" else ",;\t"
+        separator = next((each for each in separators if each in text.partition("\n")[0]), ",")
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         columns = reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
         if missing := [name for name in needed if columns.count(name) != 1]:
             raise UserError(
@@ -81,27 +77,28 @@ def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[in
             )
         for row in reader:
             line = reader.line_num
-            if None in row or None in row.values():
-                problem: str | None = (
-                    f"its cells are not {','.join(columns)}. Put a cell with a {reader.reader.dialect.delimiter!r} into quotes; write 1.5 with a point."
-                )
-            elif not row["path"].strip("\0 ") or "\0" in row["path"]:
-                problem = "a row needs a path. Add it, or remove the line."
-            else:
-                row["path"] = on_disk(path.parent, row["path"])
-                problem = check(line, row)
+            if problem := row_problem(path.parent, row) or check(line, row):
+                problems.append(f"{path}, line {line}: {problem}")
             rows.append(row)
-            problems += [f"{path}, line {line}: {problem}"] if problem else []
     except (csv.Error, UnicodeDecodeError, OSError) as e:
         line = content.count(b"\n", 0, e.start) if isinstance(e, UnicodeDecodeError) else line
         raise UserError(
-            f"{path}, line {line + 1}: this is not a CSV file in UTF-8 ({e}). Replace it, or pass another file."
+            f"{path}, line {line + 1}: not a CSV in UTF-8 ({e}). Replace it, or pass another file."
         ) from None
     if not rows:
         raise UserError(f"{path} lists no images below its first line.")
-    more = [f"{len(problems) - SHOWN:,} more lines are wrong."] if problems[SHOWN:] else []
-    raise_problems([*problems[:SHOWN], *more])
+    raise_problems(problems[:SHOWN] + [f"{len(problems) - SHOWN:,} more lines are wrong."] * (len(problems) > SHOWN))
     return rows
+
+
+def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
+    """What is wrong with the cells of a row, whose path becomes that on this disk."""
+    if None in row or None in row.values():
+        return f"it has {len(row) - (None in row) + len(row.get(None) or ()) - list(row.values()).count(None)} cells, and the first line {len(row) - (None in row)}. Put a text with a separator into quotes, and write 1.5 with a point."
+    if not row["path"].strip("\0 ") or "\0" in row["path"]:
+        return "a row needs a path. Add it, or remove the line."
+    row["path"] = on_disk(base, row["path"])
+    return None
 
 
 def on_disk(base: Path, name: str) -> str:
@@ -134,9 +131,8 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
     with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             rows = read_csv(path, ("path",), "path,target", lambda *_: None)
-            return Listing(
-                path.parent, [row["path"] for row in rows], [row["target"].strip() for row in rows if "target" in row]
-            )
+            targets = [row["target"].strip() for row in rows if "target" in row]
+            return Listing(path.parent, [row["path"] for row in rows], targets)
         if path.is_file():
             return Listing(Path(), [str(path)])
         if path.is_dir():
@@ -213,7 +209,7 @@ def read_all(
                 if image_NCHW is not None:
                     image_NCHW[place] = to_array(image, channels=channels, size=size)
                 else:
-                    refuse_numbers(image)
+                    refuse_depth(image)
                     image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
                     image.load()
         except Exception as e:  # Pillow raises nearly anything for a broken file

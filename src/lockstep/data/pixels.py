@@ -50,9 +50,7 @@ class Walk:
 
     def __init__(self, folders: Iterable[str], endings: tuple[str, ...] = ENDINGS) -> None:
         self.left_out = Counter[str]()  # by ending, name of a folder, or why
-        self.files: dict[str, dict[str, list[str]]] = {
-            folder: {} for folder in folders
-        }  # names by place, in each of `folders`
+        self.files: dict[str, dict[str, list[str]]] = {each: {} for each in folders}  # names by place, in each of them
         seen = set[str]()
         left = sorted((int(os.path.islink(each)), each, each, os.path.realpath(each)) for each in self.files)  # noqa: PTH114
         while left:
@@ -108,7 +106,7 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
     """uint8 image_CHW of `size` x `size`, upright by its EXIF orientation: bilinear, with antialiasing."""
     from PIL import Image, ImageOps
 
-    refuse_numbers(image)
+    refuse_depth(image)
     image.draft(None, (REDUCING_GAP * size, REDUCING_GAP * size))
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255
@@ -149,7 +147,7 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def refuse_numbers(image: "Image") -> None:
+def refuse_depth(image: "Image") -> None:
     # `convert` would clip everything above 255. These formats have 16 bits where Pillow says I.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PPM", "PNG")):
         raise ValueError(f"its pixels have 32 bits (mode {image.mode}), not 8 or 16")

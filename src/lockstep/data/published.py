@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, hash_of, key_of, one_download
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import Images, reading
+from lockstep.data.images import SHOWN, Images, reading
+from lockstep.data.pixels import ENDINGS, spelled
 from lockstep.errors import UserError
 from lockstep.machine.files import replacing
 
 # --- Downloads files from mirrors and keeps them only with the right checksum ---
 
 TIMEOUT_S = 10
+DEFAULT_ROOT = Path("data")  # of the configs: downloads go there unasked
 
 
 def download(urls: list[str], path: Path, checksum: str) -> None:
@@ -117,9 +119,13 @@ class Published(Images):
             with reading(root):
                 if files := self.find(root):
                     return "disk", files
-                state = "does not contain" if root.is_dir() else "does not exist; it should contain"
-        if self.asked == "disk":
-            raise UserError(f"data.root={root} {state} {needs}. Set data.root=<folder>, or data.source=download.")
+                there = [spelled(path.name) for path in sorted(root.glob("[!.]*"))]
+                typed = root != DEFAULT_ROOT or any(path.suffix.lower() in ENDINGS for path in root.glob("*/*"))
+                state = f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
+            if self.asked == "disk" or (there and typed):
+                raise UserError(
+                    f"data.root={root} {state}; it should contain {needs}. Set data.root=<folder>, or data.source=download; for images of your own, data=folder data.root={root}."
+                )
         if self.asked != "embedded":
             try:
                 with one_download(self.cache, self.name, root):

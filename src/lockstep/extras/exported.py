@@ -14,7 +14,6 @@ import csv
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -229,17 +228,6 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     )
 
 
-def files(given: Iterable[str], endings: tuple[str, ...]) -> Iterator[str]:
-    """Files; of a folder, all below it by name, those of a folder before those of the folders in it."""
-    for name in given:
-        if not Path(name).is_dir():
-            yield name
-        for place, below, names in os.walk(name, followlinks=True):
-            below[:] = sorted(each for each in below if not each.startswith("."))
-            found = (each for each in sorted(names) if each.lower().endswith(endings) and not each.startswith("."))
-            yield from (f"{place}{os.sep}{each}" for each in found)
-
-
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
     """Lists as a|b. What a row lacks is empty."""
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -270,7 +258,9 @@ def main() -> None:
     model = load()
     if model.reader is None:
         parser.error("this folder was exported without a way to read files: README.md says what the network takes")
-    rows = model.predict_files(files(args.files, model.reader.endings))
+    walk, endings = model.pixels.Walk, model.reader.endings
+    files = [path for name in args.files for path in (walk([name], endings) if Path(name).is_dir() else [name])]
+    rows = model.predict_files(files)
     if args.csv:
         table = list(with_saved_masks(rows, args.csv.with_name(f"{args.csv.stem}-mask")))
         longest = max(table, key=len, default={"path": ""})  # the row of a file that cannot be read has fewer columns
