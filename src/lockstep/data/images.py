@@ -70,6 +70,7 @@ def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[in
         separator = next((each for each in separators if each in text.partition("\n")[0]), ",")
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         columns = reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
+        line = reader.line_num
         if missing := [name for name in needed if columns.count(name) != 1]:
             raise UserError(
                 f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. "
