@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from shipped_data import shipped
 
+import lockstep
 from lockstep.data import Cifar10, Folder, Mnist, images, published
 from lockstep.data.images import find_inputs
 from lockstep.data.pixels import BACKGROUND, ENDINGS, Walk, to_array
@@ -313,4 +315,37 @@ def test_the_default_root_may_hold_other_data(tmp_path, monkeypatch):
     monkeypatch.setattr(Mnist, "fetch", lambda _: (_ for _ in ()).throw(ConnectionError("no network")))
     data = Mnist(root="data", image_size=28, cache_dir="cache")
     data.prepare()
-    assert data.source == "embedded" and str(published.DEFAULT_ROOT) == "data"
+    assert data.source == "embedded" and shipped("data", "mnist")["root"] == str(published.DEFAULT_ROOT)
+
+
+# --- a run: what its first lines, its report and its predictions say ---
+
+
+def test_a_run_on_what_a_file_server_left(tmp_path, monkeypatch, capfd):
+    """Non-UTF-8 names, thumbnails, a link to the folder above, and black shapes on transparent ground, which it tells apart by their shape."""
+    monkeypatch.chdir(tmp_path)
+    root, shapes = tmp_path / "photos", {"wide": (0, 6, 16, 10), "high": (6, 0, 10, 16)}
+    for name, box in shapes.items():
+        (root / name / "@eaDir").mkdir(parents=True)
+        for number in range(20):
+            image = Image.new("RGBA", (16, 16), (0, 0, 0, 0))
+            image.paste((0, 0, 0, 255), box)
+            image.save(root / name / f"{number}.png")
+        image.save(root / name / "@eaDir" / "thumb.png")
+    linked(root / "wide/all", "..")
+    (root / "high/1.heic").touch()
+    moved(root / "high/2.png", b"\xe9.png")
+    moved(root / "high", b"h\xe9")
+    options = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
+    data = ["data=folder", "data.root=photos", "data.image_size=12", "data.batch_size=8", "data.cache_dir=cache"]
+    report = lockstep.train([*data, "run=a", "trainer.max_steps=30", "optim.lr=1e-3", "seed=1", *options])
+    left_out = "2 @eaDir/, 1 .heic, 1 links to what is listed"
+    assert (report["data/train"], report["test/acc"], report["data/left_out"]) == (32, 1.0, left_out)
+    page = Path("runs/a/report.html").read_text(encoding="utf-8")
+    assert left_out in page and r"h\xe9" in page
+    lockstep.evaluate(["run=a", *options])
+    assert capfd.readouterr().err.count(f"left out of the data: {left_out}") == 2
+    done = lockstep.predict(["run=a", "input=photos", *options])
+    assert f"left out of input=photos: {left_out}" in capfd.readouterr().err
+    rows = Path(done["output"]).read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
+    assert len(rows) == 40 and all((r"h\xe9" in row) == ("h\udce9/" in row) for row in rows)
