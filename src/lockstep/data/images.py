@@ -93,22 +93,17 @@ def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[in
 
 
 def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
-    """What is wrong with the cells of a row, whose path becomes that on this disk."""
+    """What is wrong with a row. Its path becomes that on this disk: with / for the \\ of Windows, without spaces around it, in either
+    Unicode form.
+    """
     if None in row or None in row.values():
-        return f"it has {len(row) - (None in row) + len(row.get(None) or ()) - list(row.values()).count(None)} cells, and the first line {len(row) - (None in row)}. Put a text with a separator into quotes, and write 1.5 with a point."
+        return f"it has {'more' if None in row else 'fewer'} cells than the first line. Put a text with a separator into quotes, and write 1.5 with a point."
     if not row["path"].strip("\0 ") or "\0" in row["path"]:
         return "a row needs a path. Add it, or remove the line."
-    row["path"] = on_disk(base, row["path"])
+    plain = row["path"].strip().replace("\\", "/")
+    forms = [row["path"], plain, *(unicodedata.normalize(form, plain) for form in ("NFC", "NFD"))]
+    row["path"] = next((each for each in forms if os.path.lexists(base / each)), plain)
     return None
-
-
-def on_disk(base: Path, name: str) -> str:
-    """A path as this disk has it: with / for the \\ of Windows, without spaces around it, in either Unicode form."""
-    if name.isascii() and "\\" not in name and name == name.strip():
-        return name
-    plain = name.strip().replace("\\", "/")
-    forms = [name, plain, *(unicodedata.normalize(form, plain) for form in ("NFC", "NFD"))]
-    return next((each for each in forms if os.path.lexists(base / each)), plain)
 
 
 @dataclass(frozen=True)

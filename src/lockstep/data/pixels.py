@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 # --- The files in a folder ---
 
 # Of photographs and drawings, in formats that Pillow reads by itself. Other files are counted as left out.
-ENDINGS = (
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".tif", ".tiff",
-    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".tga", ".qoi",
-)  # fmt: skip
+ENDINGS = tuple(
+    ".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .avif .avifs .bmp .dib .gif .tif .tiff .ppm .pgm .pbm .pnm .jp2 .j2k .j2c .jpc .jpf .jpx .tga .qoi".split()
+)
 # Folders of file servers, archives and systems, besides those whose names begin with a dot.
 JUNK = ("@eadir", "__macosx", "#recycle", "@recycle", "$recycle.bin", "#snapshot", "lost+found", "system volume information")  # fmt: skip
 AGAIN = "links to what is listed"
@@ -81,13 +80,12 @@ class Walk:
                 elif is_file:
                     yield name
                 else:
-                    is_link = entry.is_symlink()
-                    inside = os.path.realpath(entry.path) if is_link else f"{real}{os.sep}{name}"
-                    heapq.heappush(left, (int(is_link) if is_folder else 2, entry.path, folder, inside))
+                    rank = int(entry.is_symlink()) if is_folder else 2
+                    inside = os.path.realpath(entry.path) if rank else f"{real}{os.sep}{name}"
+                    heapq.heappush(left, (rank, entry.path, folder, inside))
 
     def __iter__(self) -> Iterator[str]:
-        inside = (each for places in self.files.values() for each in places.items())
-        return (f"{place}{os.sep}{name}" for place, names in inside for name in names)
+        return (f"{at}{os.sep}{name}" for each in self.files.values() for at, names in each.items() for name in names)
 
     def __str__(self) -> str:
         """What was left out, in one line."""

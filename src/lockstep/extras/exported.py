@@ -124,6 +124,11 @@ class Model:
                 error = odd_shape(sample, known)
                 yield {**facts, "error": error}, None if error else sample
 
+    def files(self, given: Iterable[str]) -> list[str]:
+        """Files, and those in folders."""
+        walk, endings = self.pixels.Walk, self.reader.endings
+        return [path for name in given for path in (walk([name], endings) if Path(name).is_dir() else [name])]
+
     def arguments(self, samples: list[dict[str, Any]]) -> Any:
         """What `predict` takes for samples as `samples` yields them."""
         columns = {name: [sample[name] for sample in samples] for name in samples[0]}
@@ -258,9 +263,7 @@ def main() -> None:
     model = load()
     if model.reader is None:
         parser.error("this folder was exported without a way to read files: README.md says what the network takes")
-    walk, endings = model.pixels.Walk, model.reader.endings
-    files = [path for name in args.files for path in (walk([name], endings) if Path(name).is_dir() else [name])]
-    rows = model.predict_files(files)
+    rows = model.predict_files(model.files(args.files))
     if args.csv:
         table = list(with_saved_masks(rows, args.csv.with_name(f"{args.csv.stem}-mask")))
         longest = max(table, key=len, default={"path": ""})  # the row of a file that cannot be read has fewer columns
