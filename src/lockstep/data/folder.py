@@ -69,11 +69,9 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
     """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one."""
     by_part: dict[str, str] = {}
     for name in names:
-        part = part_of(name)
-        if part in by_part:
+        if (part := part_of(name)) in by_part:
             raise UserError(f"{where} has {by_part[part]} and {name}, which are both the {part} part. Merge them.")
-        if part:
-            by_part[part] = name
+        by_part |= {part: name} if part else {}
     return by_part
 
 
@@ -102,9 +100,7 @@ def class_folders(root: Path) -> Listing:
             clear which folders are the classes.
     """
     if not root.is_dir():
-        raise UserError(
-            f"data.root={root} does not exist. Set data.root=<folder with a folder of images for each class>."
-        )
+        raise UserError(f"data.root={root} does not exist. Set data.root=<folder with a folder of images per class>.")
     root = root.absolute()
     tops = part_tops(root)
     classes = sorted({*map(spelled, folders(tops["train"]))})
@@ -193,21 +189,12 @@ class Folder(Images):
     source = "disk"
 
     def __init__(
-        self,
-        *,
-        root: str,
-        csv: str | None = None,
-        target: str = "class",
-        decode: str = "auto",
-        skip_broken: bool = False,
-        test_fraction: float = 0.1,
-        val_fraction: float = 0.1,
-        folds: int | None = None,
-        cache_dir: str | None = None,
-        **images: Any,
-    ) -> None:
+        self, *, root: str, csv: str | None = None, target: str = "class", decode: str = "auto", skip_broken: bool = False,
+        test_fraction: float = 0.1, val_fraction: float = 0.1, folds: int | None = None, cache_dir: str | None = None, **images: Any
+    ) -> None:  # fmt: skip
         super().__init__(**images)
-        self.root, self.csv, self.kind, self.asked = Path(root).expanduser(), csv, target, decode
+        self.root, self.kind, self.asked = Path(root).expanduser(), target, decode
+        self.csv = csv and self.root / Path(csv).expanduser()
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
         self.fractions = {"test": test_fraction, **({} if folds else {"val": val_fraction})}
         self.where = f"data.root={self.root}" if csv is None else f"data.csv={csv}"
@@ -226,8 +213,7 @@ class Folder(Images):
     @cached_property
     def listing(self) -> Listing:
         with reading(self.root):
-            csv = self.csv and self.root / Path(self.csv).expanduser()
-            return from_csv(csv, self.kind) if csv else class_folders(self.root)
+            return from_csv(self.csv, self.kind) if self.csv else class_folders(self.root)
 
     @cached_property
     def encoded(self) -> tuple[list[str], NDArray[Any]]:
@@ -249,11 +235,11 @@ class Folder(Images):
         for part in ("train", *self.fractions):
             if not (parts == part).any():
                 raise UserError(
-                    f"{self.where} has {len(parts)} images: too few for a {part} part. Add images, or put some into {part}/."
+                    f"{self.where} has {len(parts)} images: too few for a {part} part. Add some to {part}/."
                 )
         if self.kind == "class" and (lost := set(targets) - set(targets[parts == "train"])):
             raise UserError(
-                f"{self.where}: no training image of class {names[min(lost)]}. Add some, or remove the class."
+                f"{self.where}: no training image of class {names[min(lost)]}. Add one, or remove the class."
             )
         return parts
 
@@ -284,8 +270,7 @@ class Folder(Images):
             lines = [f"\n  {path}: {why}" for path, why in list(broken.items())[:SHOWN]]
             more = f"\n  and {len(broken) - SHOWN:,} more" if len(broken) > SHOWN else ""
             raise UserError(
-                f"{len(broken):,} of {len(self.listing.paths):,} image files cannot be read:{''.join(lines)}{more}\n"
-                "Repair or remove them, or set data.skip_broken=true to train without them."
+                f"{len(broken):,} of {len(self.listing.paths):,} image files cannot be read:{''.join(lines)}{more}\nRepair or remove them, or set data.skip_broken=true to train without them."
             )
         return cached
 

@@ -73,8 +73,7 @@ def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[in
         line = reader.line_num
         if missing := [name for name in needed if columns.count(name) != 1]:
             raise UserError(
-                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. "
-                f"Its first line must name the columns, each once: {','.join(needed)} or {others}."
+                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns, each once: {','.join(needed)} or {others}."
             )
         for row in reader:
             line = reader.line_num
@@ -83,9 +82,7 @@ def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[in
             rows.append(row)
     except (csv.Error, UnicodeDecodeError, OSError) as e:
         line = content.count(b"\n", 0, e.start) if isinstance(e, UnicodeDecodeError) else line
-        raise UserError(
-            f"{path}, line {line + 1}: not a CSV in UTF-8 ({e}). Replace it, or pass another file."
-        ) from None
+        raise UserError(f"{path}, line {line + 1}: not a CSV in UTF-8 ({e}). Repair it, or pass another.") from None
     if not rows:
         raise UserError(f"{path} lists no images below its first line.")
     raise_problems(problems[:SHOWN] + [f"{len(problems) - SHOWN:,} more lines are wrong."] * (len(problems) > SHOWN))
@@ -140,8 +137,7 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
             names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
         else:
             raise UserError(
-                f"input={given} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, "
-                f"or a part of the run's own data: {', '.join(PARTS)}."
+                f"input={given} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, or a part of the run's own data: {', '.join(PARTS)}."
             )
     if not names:
         raise UserError(f"input={given} {empty}{left_out and f'; it has {left_out}'}. Pass another folder or file.")
@@ -243,14 +239,9 @@ class Images(DataSet):
     classes: Sequence[str] = ()
 
     def __init__(
-        self,
-        *,
-        image_size: int,
-        channels: int | None = None,
-        mean: str | Sequence[float] = "model",
-        std: str | Sequence[float] = "model",
-        channels_last: bool = True,
-    ) -> None:
+        self, *, image_size: int, channels: int | None = None, mean: str | Sequence[float] = "model",
+        std: str | Sequence[float] = "model", channels_last: bool = True
+    ) -> None:  # fmt: skip
         self.image_size, self.channels_last = image_size, channels_last
         own_mean, own_std = self.normalisation({"channels": channels})
         self.pixel_mean = list(own_mean if isinstance(mean, str) else mean)
@@ -282,13 +273,8 @@ class Images(DataSet):
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        return {
-            "channels": self.channels,
-            "image_size": self.image_size,
-            "classes": list(self.classes),
-            "mean": self.pixel_mean,
-            "std": self.pixel_std,
-        }
+        numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
+        return {"channels": self.channels, "image_size": self.image_size, "classes": list(self.classes), **numbers}
 
     def network_arguments(self) -> dict[str, Any]:
         return {"in_channels": self.channels, "image_size": self.image_size}

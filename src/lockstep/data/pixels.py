@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 # --- The files in a folder ---
 
 # Of photographs and drawings, in formats that Pillow reads by itself. Other files are counted as left out.
-ENDINGS = tuple(
-    ".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .avif .avifs .bmp .dib .gif .tif .tiff .ppm .pgm .pbm .pnm .jp2 .j2k .j2c .jpc .jpf .jpx .tga .qoi".split()
-)
+ENDINGS = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".tif", ".tiff",
+    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".tga", ".qoi",
+)  # fmt: skip
 # Folders of file servers, archives and systems, besides those whose names begin with a dot.
 JUNK = ("@eadir", "__macosx", "#recycle", "@recycle", "$recycle.bin", "#snapshot", "lost+found", "system volume information")  # fmt: skip
 AGAIN = "links to what is listed"
