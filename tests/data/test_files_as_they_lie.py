@@ -97,6 +97,7 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     # what file servers and systems leave
     "a NAS": (built(TWO, lambda r: [tiny(r / "cat/@eaDir/1.png/THUMB.png", r / "@eaDir/x.png"), (r / "dog/Thumbs.db").touch()]), WHOLE, "2 @eaDir/, 1 .db"),
     "an archive of a Mac": (built(TWO, lambda r: [tiny(r / "__MACOSX/cat/._1.png", r / "cat/._1.png", r / ".thumbnails/1.png")]), WHOLE, "1 __MACOSX/, 1 .thumbnails/, 1 hidden"),
+    "an image that is a link to itself": (built(TWO, lambda r: linked(r / "cat/loop.png", "loop.png", False)), WHOLE, "1 links to what is listed"),
     "a pipe": (built(TWO, lambda r: os.mkfifo(r / "cat/pipe.png")), WHOLE, "1 links to what is listed"),
     "a folder called like an image": (built(TWO, lambda r: tiny(r / "cat/1.jpg/x.png")), [17, 2, 2], None),
     # endings

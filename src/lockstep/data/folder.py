@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import SHOWN, Files, Images, Listing, Row, part_of, read_all, read_csv, reading
-from lockstep.data.pixels import BACKGROUND, ENDINGS, Walk, is_junk, spelled
+from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, Walk, spelled
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -27,7 +26,6 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
 SEPARATORS = re.compile(r"[|;]")
-LARGEST = float(np.finfo(np.float32).max)
 
 
 def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
@@ -57,7 +55,7 @@ def target_problem(text: str, kind: str) -> str | None:
     if kind == "class" and not text:
         return "a row needs a target. Add it, or remove the line."
     with suppress(ValueError):
-        if kind != "number" or ("_" not in text and abs(float(text)) <= LARGEST):  # which NaN is not
+        if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
             return None
     return f"target={text} is not a number, such as 1.5. Set data.target=class, or repair the line."
 
@@ -77,7 +75,7 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
 
 def folders(root: Path) -> list[str]:
     """Names of the folders in `root`, without junk."""
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not is_junk(path.name))
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not JUNK.match(path.name))
 
 
 def part_tops(root: Path) -> dict[str, Path]:
@@ -120,7 +118,7 @@ def class_folders(root: Path) -> Listing:
             listing.parts.extend([part] * len(files))
         problems += part_problems(part, top, classes, inside)
     raise_problems(problems)
-    return replace(listing, left_out=str(found))
+    return Listing(root, listing.paths, listing.targets, listing.parts, str(found))
 
 
 def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str, Counter[str]]) -> Iterator[str]:
@@ -148,9 +146,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
             not of its `kind`, a split has an unknown name.
     """
     if not path.is_file():
-        raise UserError(
-            f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder> data.csv=<file>."
-        )
+        raise UserError(f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder>.")
     base, first = path.parent.absolute(), dict[str, tuple[int, str, str]]()
 
     def check(line: int, row: Row) -> str | None:
@@ -234,13 +230,9 @@ class Folder(Images):
         parts = divided(np.array(self.listing.parts)[first_U], strata[first_U], self.fractions)[place_N]
         for part in ("train", *self.fractions):
             if not (parts == part).any():
-                raise UserError(
-                    f"{self.where} has {len(parts)} images: too few for a {part} part. Add some to {part}/."
-                )
+                raise UserError(f"{self.where} has {len(parts)} images: too few for a {part} part. Add some.")
         if self.kind == "class" and (lost := set(targets) - set(targets[parts == "train"])):
-            raise UserError(
-                f"{self.where}: no training image of class {names[min(lost)]}. Add one, or remove the class."
-            )
+            raise UserError(f"{self.where}: no training image of class {names[min(lost)]}. Add one.")
         return parts
 
     # --- content ---

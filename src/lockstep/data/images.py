@@ -20,16 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import (
-    ENDINGS,
-    Preprocess,
-    Walk,
-    original_size,
-    reason,
-    refuse_depth,
-    resize_nearest,
-    to_array,
-)
+from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained, raise_problems
 from lockstep.machine.world import cores, rank_of
@@ -41,13 +32,14 @@ from lockstep.machine.world import cores, rank_of
 LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
 SHOWN = 10  # lines or files that a message lists
 PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
-AROUND = re.compile(r"^seg[ _-]|[ _-]?(set|data|images?)$")  # such a name
+AROUND = re.compile(r"^seg[ _-]|[ _-]?(set|data|images?)$")
 Row = dict[str, str]  # cells by column
 
 
 def part_of(name: str) -> str | None:
     """The part that is meant by the name of a folder, a split or a cell."""
-    return PART_NAMES.get(AROUND.sub("", name.strip().lower()))
+    core = AROUND.sub("", name.strip().lower())  # without seg_ or _set
+    return PART_NAMES.get(core)
 
 
 def reading(root: Path) -> AbstractContextManager[None]:
@@ -201,7 +193,7 @@ def read_all(
                 if image_NCHW is not None:
                     image_NCHW[place] = to_array(image, channels=channels, size=size)
                 else:
-                    refuse_depth(image)
+                    check_depth(image)
                     image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
                     image.load()
         except Exception as e:  # Pillow raises nearly anything for a broken file
@@ -286,8 +278,7 @@ class Images(DataSet):
     def for_files(cls, about: Mapping[str, Any]) -> Self:
         if missing := [key for key in NEEDED if not about.get(key)]:
             raise UserError(
-                f"input: image files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of "
-                f"their data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
+                f"input: image files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
             )
         made = super().for_files(about)
         made.image_size, made.channels_last = about["image_size"], True

@@ -5,6 +5,7 @@ Imports nothing of Lockstep: an exported folder has a copy of this file. Free of
 
 import heapq
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,14 +27,9 @@ ENDINGS = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".tif", ".tiff",
     ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".tga", ".qoi",
 )  # fmt: skip
-# Folders of file servers, archives and systems, besides those whose names begin with a dot.
-JUNK = ("@eadir", "__macosx", "#recycle", "@recycle", "$recycle.bin", "#snapshot", "lost+found", "system volume information")  # fmt: skip
-AGAIN = "links to what is listed"
+# Hidden folders, and those of file servers, archives and systems.
+JUNK = re.compile(r"\.|(@eadir|__macosx|[#@]recycle|\$recycle\.bin|#snapshot|lost\+found|system volume information)$", re.I)  # fmt: skip
 KINDS = 8  # of what was left out, in a message
-
-
-def is_junk(folder: str) -> bool:
-    return folder.startswith(".") or folder.lower() in JUNK
 
 
 def spelled(name: str) -> str:
@@ -58,10 +54,9 @@ class Walk:
             parent, name = os.path.split(real)
             is_taken = rank == 2 and parent in seen and name.lower().endswith(endings) and os.path.lexists(real)
             if real in seen or is_taken:
-                self.left_out[AGAIN] += 1
+                self.left_out["links to what is listed"] += 1
             elif rank == 2:
-                parent, name = os.path.split(place)
-                self.files[folder][parent].append(name)
+                self.files[folder][os.path.dirname(place)].append(os.path.basename(place))  # noqa: PTH119, PTH120
             else:
                 self.files[folder][place] = [*self.taken(place, folder, real, endings, left)]
             seen.add(real)
@@ -75,7 +70,7 @@ class Walk:
             for entry in entries:
                 name, is_file = entry.name, entry.is_file(follow_symlinks=False)
                 is_folder = not is_file and os.path.isdir(entry.path)  # noqa: PTH112  # a link may lead to itself
-                if is_junk(name) if is_folder else name[0] == "." or not name.lower().endswith(endings):
+                if JUNK.match(name) if is_folder else name[0] == "." or not name.lower().endswith(endings):
                     ending = os.path.splitext(name)[1].lower() or "without an ending"  # noqa: PTH122
                     self.left_out[f"{name}/" if is_folder else "hidden" if name[0] == "." else ending] += 1
                 elif is_file:
@@ -105,7 +100,7 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
     """uint8 image_CHW of `size` x `size`, upright by its EXIF orientation: bilinear, with antialiasing."""
     from PIL import Image, ImageOps
 
-    refuse_depth(image)
+    check_depth(image)
     image.draft(None, (REDUCING_GAP * size, REDUCING_GAP * size))
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255
@@ -146,7 +141,7 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def refuse_depth(image: "Image") -> None:
+def check_depth(image: "Image") -> None:
     # `convert` would clip everything above 255. These formats have 16 bits where Pillow says I.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PPM", "PNG")):
         raise ValueError(f"its pixels have 32 bits (mode {image.mode}), not 8 or 16")

@@ -126,8 +126,12 @@ class Model:
 
     def files(self, given: Iterable[str]) -> list[str]:
         """Files, and those in folders."""
-        walk, endings = self.pixels.Walk, self.reader.endings
-        return [path for name in given for path in (walk([name], endings) if Path(name).is_dir() else [name])]
+        walk, paths = self.pixels.Walk, map(Path, given)
+        return [
+            file
+            for path in paths
+            for file in (walk([str(path)], self.reader.endings) if path.is_dir() else [str(path)])
+        ]
 
     def arguments(self, samples: list[dict[str, Any]]) -> Any:
         """What `predict` takes for samples as `samples` yields them."""
