@@ -350,3 +350,12 @@ def test_a_run_on_what_a_file_server_left(tmp_path, monkeypatch, capfd):
     assert f"left out of input=photos: {left_out}" in capfd.readouterr().err
     rows = Path(done["output"]).read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
     assert len(rows) == 40 and all((r"h\xe9" in row) == ("h\udce9/" in row) for row in rows)
+
+
+def test_a_root_whose_path_is_not_utf_8_is_rejected_before_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    classes(tmp_path / "photos", "cat", "dog")
+    moved(tmp_path / "photos", b"phot\xf3s")
+    with pytest.raises(UserError, match=r"data\.root=phot.s is invalid; expected a text in UTF-8"):
+        lockstep.train(["data=folder", 'data.root="phot\udcf3s"'])
+    assert [path.name for path in Path().iterdir()] == ["phot\udcf3s"]  # no run
