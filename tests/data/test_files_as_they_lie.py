@@ -290,6 +290,9 @@ def test_a_16_bit_pgm_keeps_its_shades(tmp_path, largest):
     (tmp_path / "a.pgm").write_bytes(b"P5 3 1 %d\n" % largest + shades.tobytes())
     with Image.open(tmp_path / "a.pgm") as image:
         assert to_array(image, channels=1, size=3)[0, 0].tolist() == [0, 127, 255]
+    Image.fromarray(np.array([[0, 30_000, 0]], np.uint16)).save(tmp_path / "a.png", transparency=30_000)
+    with Image.open(tmp_path / "a.png") as image:
+        assert to_array(image, channels=1, size=3)[0, 0].tolist() == [0, 255, 0]
     Image.fromarray(np.ones((3, 3), np.int32)).save(tmp_path / "a.tif")
     with Image.open(tmp_path / "a.tif") as image, pytest.raises(ValueError, match="its pixels have 32 bits"):
         to_array(image, channels=1, size=3)

@@ -32,13 +32,12 @@ from lockstep.machine.world import cores, rank_of
 LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
 SHOWN = 10  # lines or files that a message lists
 PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
-AROUND = re.compile(r"^seg[ _-]|[ _-]?(set|data|images?)$")
 Row = dict[str, str]  # cells by column
 
 
 def part_of(name: str) -> str | None:
     """The part that is meant by the name of a folder, a split or a cell."""
-    core = AROUND.sub("", name.strip().lower())  # without seg_ or _set
+    core = re.sub(r"^seg[ _-]|[ _-]?(set|data|images?)$", "", name.strip().lower())
     return PART_NAMES.get(core)
 
 

@@ -93,7 +93,7 @@ class Walk:
 
 # Let JPEG scale by 2, 4 or 8 itself, down to at least this many times the target size: 4000 x 3000 took a third of the time.
 REDUCING_GAP = 2
-BACKGROUND = "white"  # behind what is transparent
+BACKGROUND, WHITE_16 = "white", 0xFFFF  # behind what is transparent
 
 
 def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
@@ -104,7 +104,8 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
     image.draft(None, (REDUCING_GAP * size, REDUCING_GAP * size))
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        grey_HW, hidden = np.asarray(image), image.info.get("transparency", -1)
+        image = Image.fromarray((np.where(grey_HW == hidden, WHITE_16, grey_HW) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
     image = image.convert("L" if channels == 1 else "RGB")
