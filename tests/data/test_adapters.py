@@ -181,8 +181,8 @@ def test_texts_are_classes_a_part_of_each_is_held_out_and_splits_are_taken(tmp_p
     four = {name: values[:4] for name, values in COLUMNS.items()}
     data = held(tmp_path / "split", COLUMNS, {"validation": four}, input="x", target="kind")
     assert [len(part) for part in (data.train, data.val, data.test)] == [18, 4, 2]
-    datasets.DatasetDict(training=datasets.Dataset.from_dict(COLUMNS)).save_to_disk(tmp_path / "no train")
-    with pytest.raises(UserError, match="has no split `train`; it has training"):
+    datasets.DatasetDict(everything=datasets.Dataset.from_dict(COLUMNS)).save_to_disk(tmp_path / "no train")
+    with pytest.raises(UserError, match="has no split `train`; it has everything"):
         HuggingFace(root=str(tmp_path / "no train")).prepare()
 
 

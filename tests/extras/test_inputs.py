@@ -202,7 +202,7 @@ def predicted(*overrides: str, output: Path) -> list[dict]:
 
 def predicted_by_folder(folder: Path, files: Path | str) -> list[dict]:
     model = exported.load(folder)
-    return list(model.predict_files(exported.files([str(files)], model.reader.endings)))
+    return list(model.predict_files(model.files([str(files)])))
 
 
 def close(row: dict) -> dict:
@@ -226,7 +226,7 @@ def test_files_are_predicted_as_the_samples_of_the_run_and_by_an_exported_folder
         assert shared == [close(row) for row in of_files]
     assert predicted_by_folder(exports[kind], files) == [close(row) for row in of_files]
     model, graph = exported.load(exports[kind]), torch.export.load(exports[kind] / "model.pt2").module()
-    samples = [sample for _, sample in model.samples(exported.files([files], model.reader.endings))]
+    samples = [sample for _, sample in model.samples(model.files([files]))]
     for count in (1, 4):
         inputs = model.arguments(samples[:count])
         torch.testing.assert_close(graph(*inputs), model.outputs(*inputs), atol=1e-5, rtol=0)

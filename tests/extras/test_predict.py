@@ -244,7 +244,7 @@ def test_the_gallery_begins_with_the_largest_losses_and_marks_what_is_wrong(pred
         (["input=fotos", "output=a.xls"], r"its ending must be one of .csv, .json, .jsonl, .parquet(.|\n)*input=fotos does not exist. Pass a folder of images, a glob in quotes"),
         (["input=empty"], r"input=empty holds no images"),
         (["input=photos/*.tif"], r"input=photos/\*.tif matches no file"),
-        (["input=bad.csv"], r"input=bad.csv has no column path; it has file"),
+        (["input=bad.csv"], r"bad.csv has no column path; it has file"),
         (["input=photos", "output=photos.csv"], r"output=photos.csv is a folder"),
         (["input=photos", "trainer.limit_test_batches=2"], r"trainer.limit_test_batches=2 has no effect in a prediction"),
         (["input=photos", "optim.lr=1"], r"optim.lr=1 has no effect in a prediction"),

@@ -102,8 +102,9 @@ def is_duration(v: Any) -> bool:
 
 
 def is_text(v: Any) -> bool:
-    """Also a path: each name in it can be one of a file."""
-    return isinstance(v, str) and v != "" and "\0" not in v and all(len(n.encode()) <= LONGEST for n in v.split("/"))
+    """Also a path: each name in it can be one of a file, and UTF-8, as the config is saved."""
+    is_utf8 = isinstance(v, str) and v != "" and "\0" not in v and v.encode(errors="replace").decode() == v
+    return is_utf8 and all(len(n.encode()) <= LONGEST for n in v.split("/"))
 
 
 def is_texts(v: Any) -> bool:
@@ -120,7 +121,7 @@ def is_unfrozen(v: Any) -> bool:
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
 
 FLAG = one_of(True, False, example="true")
-TEXT = Kind(is_text, f"a text, with at most {LONGEST} bytes between slashes", "name")
+TEXT = Kind(is_text, f"a text in UTF-8, with at most {LONGEST} bytes between slashes", "name")
 TRAINED = Kind(
     lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
 ).or_null()

@@ -3,7 +3,8 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import PART_NAMES, Files, Images, Listing, files_below, read_all, read_csv, reading
-from lockstep.data.pixels import ENDINGS
+from lockstep.data.images import SHOWN, Files, Images, Listing, Row, part_of, read_all, read_csv, reading
+from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, Walk, spelled
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -30,10 +31,10 @@ SEPARATORS = re.compile(r"[|;]")
 def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
     """The names of classes or labels, and for each text its class number, 0 or 1 per label, or its number.
 
-    A cell with several labels separates them: `red|round` or `red;round`. Raises UserError: there is only one name, or no number.
+    A cell with several labels separates them: `red|round` or `red;round`. Raises UserError: there is only one name.
     """
     if kind == "number":
-        return [], np.array([[number(text, f"{where}, line {line}")] for line, text in enumerate(texts, 2)], np.float32)
+        return [], np.array([[float(text)] for text in texts], np.float32)
     labels_of = {text: [text] for text in texts}
     if kind == "labels":
         labels_of = {text: [label for part in SEPARATORS.split(text) if (label := part.strip())] for text in labels_of}
@@ -49,14 +50,14 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
     return names, target_NL
 
 
-def number(text: str, where: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not np.isfinite(value):
-        raise UserError(f"{where}: target={text} is not a number. Set data.target=class, or repair the line.")
-    return value
+def target_problem(text: str, kind: str) -> str | None:
+    """Why a cell is no target of this kind; None if it is one."""
+    if kind == "class" and not text:
+        return "a row needs a target. Add it, or remove the line."
+    with suppress(ValueError):
+        if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
+            return None
+    return f"target={text} is not a number, such as 1.5. Set data.target=class, or repair the line."
 
 
 # --- Lists image files with their targets and parts ---
@@ -66,88 +67,105 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
     """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one."""
     by_part: dict[str, str] = {}
     for name in names:
-        part = PART_NAMES.get(name.lower())
-        if part in by_part:
+        if (part := part_of(name)) in by_part:
             raise UserError(f"{where} has {by_part[part]} and {name}, which are both the {part} part. Merge them.")
-        if part:
-            by_part[part] = name
+        by_part |= {part: name} if part else {}
     return by_part
 
 
 def folders(root: Path) -> list[str]:
-    """Names of the folders in `root`, without hidden ones such as .ipynb_checkpoints."""
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    """Names of the folders in `root`, without junk."""
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not JUNK.match(path.name))
+
+
+def part_tops(root: Path) -> dict[str, Path]:
+    """The folder that holds the classes of each part, train first; `root` if it has no parts. Raises UserError: it has no train."""
+    by_part = part_names(folders(root), f"data.root={root}")
+    if by_part and "train" not in by_part:
+        others = ", ".join(f"{name}/" for name in by_part.values())
+        raise UserError(f"data.root={root} has {others} but no train/. Move the other classes into {root / 'train'}.")
+    tops = {"train": root} | {part: root / name for part, name in by_part.items()}
+    # archives may repeat the name: seg_train/seg_train/<class>
+    inside = {part: top / folders(top)[0] for part, top in tops.items() if len(folders(top)) == 1}
+    return tops | {part: top for part, top in inside.items() if part_of(top.name) == part}
 
 
 def class_folders(root: Path) -> Listing:
     """Lists `root/<class>/...` or `root/train/<class>/...`, with or without `val` and `test` beside `train`.
 
     Raises:
-        UserError: there are no classes, or only one; a class has no images; a part has a class that `train` lacks.
+        UserError: there are no classes, or only one; a class or a part has no images; a part has a class that `train` lacks; or it is not
+            clear which folders are the classes.
     """
     if not root.is_dir():
-        raise UserError(
-            f"data.root={root} does not exist. Set data.root=<folder with a folder of images for each class>."
-        )
-    part_folders = part_names(folders(root), f"data.root={root}")
-    if part_folders and "train" not in part_folders:
-        others = ", ".join(f"{name}/" for name in part_folders.values())
-        raise UserError(f"data.root={root} has {others} but no train/. Move the other classes into {root / 'train'}.")
-    part_folders = {"train": "", **part_folders}  # train comes first
-    train = root / part_folders["train"]
-    classes = folders(train)
-    if len(classes) < 2:
-        raise UserError(
-            f"{train} has {f'only the folder {classes[0]}/' if classes else 'no folders'}. It needs a folder of images per class, for two "
-            f"or more classes: {train}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
-        )
-    listing, problems, base = Listing(root, []), [], os.path.join(root, "")  # noqa: PTH118  # the paths' beginning
-    for part, part_folder in part_folders.items():
-        for name in folders(root / part_folder):
-            paths = [path[len(base) :] for path in files_below(os.path.join(root, part_folder, name))]  # noqa: PTH118
-            if name not in classes:
-                hint = did_you_mean(name, classes)
-                problems.append(
-                    f"{root / part_folder / name}: train/ has no class {name}{hint}. Rename or remove the folder."
-                )
-            elif not paths and part == "train":
-                problems.append(
-                    f"{train / name} holds no images (files that end in {', '.join(ENDINGS)}). Remove it, or set "
-                    "data.root=<the folder that contains the class folders>."
-                )
-            listing.paths.extend(paths)
-            listing.targets.extend([name] * len(paths))
-            listing.parts.extend([part] * len(paths))
+        raise UserError(f"data.root={root} does not exist. Set data.root=<folder with a folder of images per class>.")
+    root = root.absolute()
+    tops = part_tops(root)
+    classes = sorted({*map(spelled, folders(tops["train"]))})
+    found, listing, problems = Walk(map(str, tops.values())), Listing(root, []), list[str]()
+    taken = {top.relative_to(root).parts[0] for top in tops.values() if top != root}
+    found.left_out.update(f"{name}/" for name in folders(root) if taken and name not in taken)
+    for part, top in tops.items():
+        inside = {name: Counter[str]() for name in folders(top)}  # images by the first folder in each class
+        for place, files in found.files[str(top)].items():
+            name, _, below = place[len(str(top)) + 1 :].partition(os.sep)
+            if not name:
+                found.left_out += Counter({"images outside of class folders": len(files)})
+                continue
+            inside[name][below.partition(os.sep)[0]] += len(files)
+            listing.paths.extend([f"{place[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
+            listing.targets.extend([spelled(name)] * len(files))
+            listing.parts.extend([part] * len(files))
+        problems += part_problems(part, top, classes, inside)
     raise_problems(problems)
-    return listing
+    return Listing(root, listing.paths, listing.targets, listing.parts, str(found))
 
 
-def from_csv(path: Path) -> Listing:
+def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str, Counter[str]]) -> Iterator[str]:
+    """What is wrong with the folders in `top`. Each has the number of images in itself (by "") and in each folder in it."""
+    if part == "train" and len(classes) < 2:
+        there = f"only the folder {classes[0]}/" if classes else "no folders"
+        yield f"{top} has {there}. It needs a folder of images per class, for two or more classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
+    if part != "train" and not any(images.total() for images in inside.values()):
+        yield f"{top} has no images in class folders. Sort some into {top}/<class>/, or move the folder out of data.root."
+    for name, images in inside.items():
+        if spelled(name) not in classes:
+            yield f"{top / name}: train/ has no class {name}{did_you_mean(spelled(name), classes)}. Rename or remove the folder."
+        elif not images.total() and part == "train" and len(classes) > 1:
+            yield f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set data.root=<the folder that contains the class folders>."
+    first, *others = [set(+images) for images in inside.values()] or [set()]
+    if others and part == "train" and len(first) > 1 and "" not in first and all(each == first for each in others):
+        yield f"all folders of {top} hold the same folders, {', '.join(sorted(first)[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
+
+
+def from_csv(path: Path, kind: str = "class") -> Listing:
     """Lists the files of a CSV with the columns path, target and optionally split; paths are relative to the CSV.
 
     Raises:
-        UserError: there is no such file, a column is missing, a path leads out of its folder, or a split has an unknown name.
+        UserError: there is no such file, or lines are wrong: a path leads out of its folder or has different targets or splits, a target is
+            not of its `kind`, a split has an unknown name.
     """
     if not path.is_file():
-        raise UserError(
-            f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder> data.csv=<file>."
-        )
-    _, rows = read_csv(path, ("path", "target"), "path,target,split", str(path))
-    parts, base = [], path.parent.absolute()
-    for line, row in enumerate(rows, 2):
-        name, split = row["path"] or "", row.get("split") or "train"
-        if not name.strip("\0 ") or "\0" in name:
-            raise UserError(f"{path}, line {line}: a row needs a path. Add it, or remove the line.")
-        if not (base / name).is_relative_to(base) or ".." in Path(name).parts:
-            raise UserError(
-                f"{path}, line {line}: path={name} leads out of {path.parent}. Paths are relative to the CSV's folder."
-            )
-        if (part := PART_NAMES.get(split.strip().lower())) is None:
-            raise UserError(f"{path}, line {line}: split={split} is unknown; use one of {', '.join(PART_NAMES)}.")
-        parts.append(part)
+        raise UserError(f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder>.")
+    base, first = path.parent.absolute(), dict[str, tuple[int, str, str]]()
+
+    def check(line: int, row: Row) -> str | None:
+        given, split = Path(row["path"]), row.get("split", "").strip() or "train"
+        if not (base / given).is_relative_to(base) or ".." in given.parts:
+            return f"path={given} leads out of {path.parent}. Paths are relative to the CSV's folder."
+        if (part := part_of(split)) is None:
+            return f"split={split} is unknown; use one of {', '.join(PARTS)}."
+        row |= {"path": given.as_posix(), "target": spelled(row["target"].strip()), "split": part}
+        known = first.setdefault(row["path"], (line, row["target"], part))
+        if known[1:] != (row["target"], part):
+            return f"{given} is also in line {known[0]}, with a different target or split. Remove one of them."
+        return target_problem(row["target"], kind)
+
+    rows = read_csv(path, ("path", "target"), "path,target,split", check)
+    paths, targets, parts = ([row[column] for row in rows] for column in ("path", "target", "split"))
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")
-    return Listing(path.parent, [row["path"] for row in rows], [(row["target"] or "").strip() for row in rows], parts)
+    return Listing(path.parent, paths, targets, parts)
 
 
 # --- The data set ---
@@ -155,7 +173,6 @@ def from_csv(path: Path) -> Listing:
 # N file
 
 CACHE_BYTES = 2 * 2**30  # decode=auto caches up to this size of decoded images
-SHOWN = 10  # broken files that a message lists
 
 
 class Folder(Images):
@@ -168,21 +185,12 @@ class Folder(Images):
     source = "disk"
 
     def __init__(
-        self,
-        *,
-        root: str,
-        csv: str | None = None,
-        target: str = "class",
-        decode: str = "auto",
-        skip_broken: bool = False,
-        test_fraction: float = 0.1,
-        val_fraction: float = 0.1,
-        folds: int | None = None,
-        cache_dir: str | None = None,
-        **images: Any,
-    ) -> None:
+        self, *, root: str, csv: str | None = None, target: str = "class", decode: str = "auto", skip_broken: bool = False,
+        test_fraction: float = 0.1, val_fraction: float = 0.1, folds: int | None = None, cache_dir: str | None = None, **images: Any
+    ) -> None:  # fmt: skip
         super().__init__(**images)
-        self.root, self.csv, self.kind, self.asked = Path(root).expanduser(), csv, target, decode
+        self.root, self.kind, self.asked = Path(root).expanduser(), target, decode
+        self.csv = csv and self.root / Path(csv).expanduser()
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
         self.fractions = {"test": test_fraction, **({} if folds else {"val": val_fraction})}
         self.where = f"data.root={self.root}" if csv is None else f"data.csv={csv}"
@@ -201,7 +209,7 @@ class Folder(Images):
     @cached_property
     def listing(self) -> Listing:
         with reading(self.root):
-            return class_folders(self.root) if self.csv is None else from_csv(self.root / Path(self.csv).expanduser())
+            return from_csv(self.csv, self.kind) if self.csv else class_folders(self.root)
 
     @cached_property
     def encoded(self) -> tuple[list[str], NDArray[Any]]:
@@ -210,19 +218,21 @@ class Folder(Images):
 
     @cached_property
     def parts(self) -> NDArray[np.str_]:
-        """The part of each file. Broken files are assigned too, so skipping them does not move other files."""
+        """The part of each file. Broken files are assigned too, so skipping them does not move other files.
+
+        Rows of a CSV with the same path are in the same part.
+        """
         names, targets = self.encoded
-        parts = np.array(self.listing.parts)
-        parts = divided(parts, targets if self.kind == "class" else np.zeros(len(parts), np.int64), self.fractions)
+        place_of: dict[str, int] = {}
+        place_N = np.array([place_of.setdefault(path, len(place_of)) for path in self.listing.paths])
+        first_U = np.unique(place_N, return_index=True)[1]
+        strata = targets if self.kind == "class" else np.zeros(len(targets), np.int64)
+        parts = divided(np.array(self.listing.parts)[first_U], strata[first_U], self.fractions)[place_N]
         for part in ("train", *self.fractions):
             if not (parts == part).any():
-                raise UserError(
-                    f"{self.where} has {len(parts)} images: too few for a {part} part. Add images, or put some into {part}/."
-                )
+                raise UserError(f"{self.where} has {len(parts)} images: too few for a {part} part. Add some.")
         if self.kind == "class" and (lost := set(targets) - set(targets[parts == "train"])):
-            raise UserError(
-                f"{self.where}: no training image of class {names[min(lost)]}. Add some, or remove the class."
-            )
+            raise UserError(f"{self.where}: no training image of class {names[min(lost)]}. Add one.")
         return parts
 
     # --- content ---
@@ -240,7 +250,7 @@ class Folder(Images):
             with suppress(OSError):
                 state = stamp(listing.base / path)
             digest.update(repr((path, target, str(part), *state)).encode())
-        decoding = (self.channels, self.image_size) if self.in_cache else ()
+        decoding = (BACKGROUND, *((self.channels, self.image_size) if self.in_cache else ()))
         return key_of("folder", [], str(listing.base.resolve()), self.kind, decoding, digest.hexdigest())
 
     @cached_property
@@ -252,8 +262,7 @@ class Folder(Images):
             lines = [f"\n  {path}: {why}" for path, why in list(broken.items())[:SHOWN]]
             more = f"\n  and {len(broken) - SHOWN:,} more" if len(broken) > SHOWN else ""
             raise UserError(
-                f"{len(broken):,} of {len(self.listing.paths):,} image files cannot be read:{''.join(lines)}{more}\n"
-                "Repair or remove them, or set data.skip_broken=true to train without them."
+                f"{len(broken):,} of {len(self.listing.paths):,} image files cannot be read:{''.join(lines)}{more}\nRepair or remove them, or set data.skip_broken=true to train without them."
             )
         return cached
 
@@ -285,7 +294,7 @@ class Folder(Images):
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"skipped": len(self.cached.extra["broken"])}
+        return {"skipped": len(self.cached.extra["broken"]), "left_out": self.listing.left_out or None}
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]  # of the files, not of the decoded pixels

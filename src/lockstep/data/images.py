@@ -5,8 +5,10 @@ import glob
 import hashlib
 import io
 import os
+import re
+import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import ENDINGS, Preprocess, original_size, reason, refuse_numbers, resize_nearest, to_array
+from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
-from lockstep.errors import UserError, explained
+from lockstep.errors import UserError, explained, raise_problems
 from lockstep.machine.world import cores, rank_of
 
 # B batch · C channel · H W pixel · N file
@@ -28,7 +30,15 @@ from lockstep.machine.world import cores, rank_of
 # --- Lists image files: below a folder, of a glob, of a CSV ---
 
 LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
-PART_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+SHOWN = 10  # lines or files that a message lists
+PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
+Row = dict[str, str]  # cells by column
+
+
+def part_of(name: str) -> str | None:
+    """The part that is meant by the name of a folder, a split or a cell."""
+    core = re.sub(r"^seg[ _-]|[ _-]?(set|data|images?)$", "", name.strip().lower())
+    return PART_NAMES.get(core)
 
 
 def reading(root: Path) -> AbstractContextManager[None]:
@@ -36,38 +46,52 @@ def reading(root: Path) -> AbstractContextManager[None]:
     return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
 
 
-def files_below(folder: str, endings: tuple[str, ...] = ENDINGS) -> Iterator[str]:
-    """Files sorted by name, those of a folder before those of the folders in it. Hidden ones are skipped.
+def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[int, Row], str | None]) -> list[Row]:
+    """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Blank lines are skipped.
 
-    Raises OSError for a folder that cannot be read.
+    `check` gets the line and the cells of a row, may change them, and returns what is wrong with it.
+
+    Raises:
+        UserError: it is no CSV, it lacks a column or rows, or rows are wrong.
     """
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    for place, below, names in os.walk(folder, onerror=stop, followlinks=True):
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        for name in sorted(names):
-            if name.lower().endswith(endings) and not name.startswith("."):
-                yield os.path.join(place, name)  # noqa: PTH118  # a Path takes seven times as long
-
-
-def read_csv(path: Path, needed: Sequence[str], others: str, where: str) -> tuple[Sequence[str], list[dict[str, str]]]:
-    """The columns and rows of a CSV (a TSV has tabs). Raises UserError: it is none, it lacks a column, or it has no rows."""
+    line, rows, problems = 0, list[Row](), list[str]()
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            columns, rows = reader.fieldnames or [], list(reader)
+        content = path.read_bytes()
+        text, separators = content.decode("utf-8-sig"), "\t" if path.suffix.lower() == ".tsv" else ",;\t"
+        separator = next((each for each in separators if each in text.partition("\n")[0]), ",")
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        columns = reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
+        line = reader.line_num
+        if missing := [name for name in needed if columns.count(name) != 1]:
+            raise UserError(
+                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns, each once: {','.join(needed)} or {others}."
+            )
+        for row in reader:
+            line = reader.line_num
+            if problem := row_problem(path.parent, row) or check(line, row):
+                problems.append(f"{path}, line {line}: {problem}")
+            rows.append(row)
     except (csv.Error, UnicodeDecodeError, OSError) as e:
-        raise UserError(f"{where} is not a CSV file in UTF-8 ({e}). Replace it, or pass another file.") from None
-    if missing := [name for name in needed if name not in columns]:
-        raise UserError(
-            f"{where} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. "
-            f"Its first line must name the columns: {','.join(needed)} or {others}."
-        )
+        line = content.count(b"\n", 0, e.start) if isinstance(e, UnicodeDecodeError) else line
+        raise UserError(f"{path}, line {line + 1}: not a CSV in UTF-8 ({e}). Repair it, or pass another.") from None
     if not rows:
-        raise UserError(f"{where} lists no images below its first line.")
-    return columns, rows
+        raise UserError(f"{path} lists no images below its first line.")
+    raise_problems(problems[:SHOWN] + [f"{len(problems) - SHOWN:,} more lines are wrong."] * (len(problems) > SHOWN))
+    return rows
+
+
+def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
+    """What is wrong with a row. Its path becomes that on this disk: with / for the \\ of Windows, without spaces around it, in either
+    Unicode form.
+    """
+    if None in row or None in row.values():
+        return f"it has {'more' if None in row else 'fewer'} cells than the first line. Put a text with a separator into quotes, and write 1.5 with a point."
+    if not row["path"].strip("\0 ") or "\0" in row["path"]:
+        return "a row needs a path. Add it, or remove the line."
+    plain = row["path"].strip().replace("\\", "/")
+    forms = [row["path"], plain, *(unicodedata.normalize(form, plain) for form in ("NFC", "NFD"))]
+    row["path"] = next((each for each in forms if os.path.lexists(base / each)), plain)
+    return None
 
 
 @dataclass(frozen=True)
@@ -78,6 +102,7 @@ class Listing:
     paths: list[str]
     targets: list[str] = field(default_factory=list)  # class names, or the cells of a CSV; empty without
     parts: list[str] = field(default_factory=list)  # of a data set; one without parts of its own has `train` only
+    left_out: str = ""  # what else lies there
 
 
 def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images") -> Listing:
@@ -86,28 +111,28 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
     Raises:
         UserError: there is no such thing, it holds no files with these `endings`, or it cannot be read.
     """
-    path = Path(given).expanduser()
+    path, left_out = Path(given).expanduser(), ""
     with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
-            columns, rows = read_csv(path, ("path",), "path,target", f"input={path}")
-            targets = [(row["target"] or "").strip() for row in rows] if "target" in columns else []
-            return Listing(path.parent, [row["path"] or "" for row in rows], targets)
+            rows = read_csv(path, ("path",), "path,target", lambda *_: None)
+            targets = [row["target"].strip() for row in rows if "target" in row]
+            return Listing(path.parent, [row["path"] for row in rows], targets)
         if path.is_file():
             return Listing(Path(), [str(path)])
         if path.is_dir():
             named = f"{unit} (files that end in {', '.join(endings)})" if all(endings) else "files"
-            names, empty = list(files_below(str(path), endings)), f"holds no {named}"
+            found = Walk([str(path)], endings)
+            names, left_out, empty = list(found), str(found), f"holds no {named}"
         elif any(letter in given for letter in "*?["):
             matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob refuses absolute ones
             names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
         else:
             raise UserError(
-                f"input={given} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, "
-                f"or a part of the run's own data: {', '.join(PARTS)}."
+                f"input={given} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, or a part of the run's own data: {', '.join(PARTS)}."
             )
     if not names:
-        raise UserError(f"input={given} {empty}. Pass another folder or file.")
-    return Listing(Path(), names)
+        raise UserError(f"input={given} {empty}{left_out and f'; it has {left_out}'}. Pass another folder or file.")
+    return Listing(Path(), names, left_out=left_out)
 
 
 # --- Image files to bytes of one size, with Pillow ---
@@ -167,7 +192,7 @@ def read_all(
                 if image_NCHW is not None:
                     image_NCHW[place] = to_array(image, channels=channels, size=size)
                 else:
-                    refuse_numbers(image)
+                    check_depth(image)
                     image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
                     image.load()
         except Exception as e:  # Pillow raises nearly anything for a broken file
@@ -205,14 +230,9 @@ class Images(DataSet):
     classes: Sequence[str] = ()
 
     def __init__(
-        self,
-        *,
-        image_size: int,
-        channels: int | None = None,
-        mean: str | Sequence[float] = "model",
-        std: str | Sequence[float] = "model",
-        channels_last: bool = True,
-    ) -> None:
+        self, *, image_size: int, channels: int | None = None, mean: str | Sequence[float] = "model",
+        std: str | Sequence[float] = "model", channels_last: bool = True
+    ) -> None:  # fmt: skip
         self.image_size, self.channels_last = image_size, channels_last
         own_mean, own_std = self.normalisation({"channels": channels})
         self.pixel_mean = list(own_mean if isinstance(mean, str) else mean)
@@ -244,13 +264,8 @@ class Images(DataSet):
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        return {
-            "channels": self.channels,
-            "image_size": self.image_size,
-            "classes": list(self.classes),
-            "mean": self.pixel_mean,
-            "std": self.pixel_std,
-        }
+        numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
+        return {"channels": self.channels, "image_size": self.image_size, "classes": list(self.classes), **numbers}
 
     def network_arguments(self) -> dict[str, Any]:
         return {"in_channels": self.channels, "image_size": self.image_size}
@@ -262,8 +277,7 @@ class Images(DataSet):
     def for_files(cls, about: Mapping[str, Any]) -> Self:
         if missing := [key for key in NEEDED if not about.get(key)]:
             raise UserError(
-                f"input: image files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of "
-                f"their data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
+                f"input: image files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
             )
         made = super().for_files(about)
         made.image_size, made.channels_last = about["image_size"], True

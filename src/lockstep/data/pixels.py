@@ -1,10 +1,15 @@
-"""Images to a network's input: opened files to bytes of one size with Pillow, bytes to normalised floats on their device; masks back.
+"""Images to a network's input: the files in a folder, files to bytes of one size with Pillow, bytes to normalised floats on their device.
 
 Imports nothing of Lockstep: an exported folder has a copy of this file. Free of torch until a batch comes.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import heapq
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,22 +20,94 @@ if TYPE_CHECKING:
 
 # B batch · C channel · H W pixel
 
+# --- The files in a folder ---
+
+# Of photographs and drawings, in formats that Pillow reads by itself. Other files are counted as left out.
+ENDINGS = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".tif", ".tiff",
+    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".tga", ".qoi",
+)  # fmt: skip
+# Hidden folders, and those of file servers, archives and systems.
+JUNK = re.compile(r"\.|(@eadir|__macosx|[#@]recycle|\$recycle\.bin|#snapshot|lost\+found|system volume information)$", re.I)  # fmt: skip
+KINDS = 8  # of what was left out, in a message
+
+
+def spelled(name: str) -> str:
+    """A file's name as text: in one Unicode form, whatever system wrote it, and with bytes that are not UTF-8 escaped."""
+    return unicodedata.normalize("NFC", os.fsencode(name).decode(errors="backslashreplace"))
+
+
+class Walk:
+    """The files with some `endings` in each of `folders` and all below it, by name, those of a folder before those of the folders in it.
+
+    Links multiply nothing: each real folder and each file is taken once, where it lies rather than where a link to it lies. A file that is
+    no link costs no system call. Raises OSError for a folder that cannot be read.
+    """
+
+    def __init__(self, folders: Iterable[str], endings: tuple[str, ...] = ENDINGS) -> None:
+        self.left_out = Counter[str]()  # by ending, name of a folder, or why
+        self.files: dict[str, dict[str, list[str]]] = {each: {} for each in folders}  # names by place, in each of them
+        seen = set[str]()
+        left = sorted((int(os.path.islink(each)), each, each, os.path.realpath(each)) for each in self.files)  # noqa: PTH114
+        while left:
+            rank, place, folder, real = heapq.heappop(left)  # 0: folders, 1: links to folders, 2: links to files
+            parent, name = os.path.split(real)
+            is_taken = rank == 2 and parent in seen and name.lower().endswith(endings) and os.path.lexists(real)
+            if real in seen or is_taken:
+                self.left_out["links to what is listed"] += 1
+            elif rank == 2:
+                self.files[folder][os.path.dirname(place)].append(os.path.basename(place))  # noqa: PTH119, PTH120
+            else:
+                self.files[folder][place] = [*self.taken(place, folder, real, endings, left)]
+            seen.add(real)
+        for folder, places in self.files.items():
+            order = sorted(places, key=lambda place: place.split(os.sep))  # noqa: PTH206
+            self.files[folder] = {place: sorted(places[place]) for place in order}
+
+    def taken(self, place: str, folder: str, real: str, endings: tuple[str, ...], left: list[Any]) -> Iterator[str]:
+        """The names of the files in one place. Its folders and links are added to what is `left` to walk."""
+        with os.scandir(place) as entries:
+            for entry in entries:
+                name, is_file = entry.name, entry.is_file(follow_symlinks=False)
+                is_folder = not is_file and os.path.isdir(entry.path)  # noqa: PTH112  # a link may lead to itself
+                if JUNK.match(name) if is_folder else name[0] == "." or not name.lower().endswith(endings):
+                    ending = os.path.splitext(name)[1].lower() or "without an ending"  # noqa: PTH122
+                    self.left_out[f"{name}/" if is_folder else "hidden" if name[0] == "." else ending] += 1
+                elif is_file:
+                    yield name
+                else:
+                    rank = int(entry.is_symlink()) if is_folder else 2
+                    inside = os.path.realpath(entry.path) if rank else f"{real}{os.sep}{name}"
+                    heapq.heappush(left, (rank, entry.path, folder, inside))
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{at}{os.sep}{name}" for each in self.files.values() for at, names in each.items() for name in names)
+
+    def __str__(self) -> str:
+        """What was left out, in one line."""
+        kinds = [f"{count:,} {spelled(what)}" for what, count in self.left_out.most_common()]
+        return ", ".join(kinds[:KINDS]) + (f", and {len(kinds) - KINDS:,} more kinds" if kinds[KINDS:] else "")
+
+
 # --- With Pillow ---
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")  # of image files
 # Let JPEG scale by 2, 4 or 8 itself, down to at least this many times the target size: 4000 x 3000 took a third of the time.
 REDUCING_GAP = 2
+BACKGROUND, WHITE_16 = "white", 0xFFFF  # behind what is transparent
 
 
 def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
     """uint8 image_CHW of `size` x `size`, upright by its EXIF orientation: bilinear, with antialiasing."""
     from PIL import Image, ImageOps
 
+    check_depth(image)
     image.draft(None, (REDUCING_GAP * size, REDUCING_GAP * size))
     ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I;16"):  # 16-bit grey: `convert` would clip everything above 255
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    refuse_numbers(image)
+    if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255
+        grey_HW, hidden = np.asarray(image), image.info.get("transparency", -1)
+        image = Image.fromarray((np.where(grey_HW == hidden, WHITE_16, grey_HW) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
     image = image.convert("L" if channels == 1 else "RGB")
     if image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR)
@@ -65,8 +142,9 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def refuse_numbers(image: "Image") -> None:
-    if image.mode in ("I", "F"):  # `convert` would clip everything above 255
+def check_depth(image: "Image") -> None:
+    # `convert` would clip everything above 255. These formats have 16 bits where Pillow says I.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PPM", "PNG")):
         raise ValueError(f"its pixels have 32 bits (mode {image.mode}), not 8 or 16")
 
 

@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, hash_of, key_of, one_download
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import Images, reading
+from lockstep.data.images import SHOWN, Images, reading
+from lockstep.data.pixels import ENDINGS, spelled
 from lockstep.errors import UserError
 from lockstep.machine.files import replacing
 
 # --- Downloads files from mirrors and keeps them only with the right checksum ---
 
 TIMEOUT_S = 10
+DEFAULT_ROOT = Path("data")  # of the configs: downloads go there unasked
 
 
 def download(urls: list[str], path: Path, checksum: str) -> None:
@@ -99,10 +101,7 @@ class Published(Images):
 
     def prepare(self) -> None:
         if self.cached and self.source == "embedded" and self.asked == "auto":
-            self.notice = (
-                f"no {self.name} in data.root={self.root}, and no mirror answers: using the EMBEDDED SUBSET of {len(self.train) + len(self.test):,} "
-                f"images ({len(self.train):,} to train and validate, {len(self.test):,} to test). Set data.root=<folder> for the whole set."
-            )
+            self.notice = f"no {self.name} in data.root={self.root}, and no mirror answers: using the EMBEDDED SUBSET of {len(self.train) + len(self.test):,} images ({len(self.train):,} to train and validate, {len(self.test):,} to test). Set data.root=<folder> for the whole set."
 
     @cached_property
     def cached(self) -> Cached:
@@ -117,9 +116,13 @@ class Published(Images):
             with reading(root):
                 if files := self.find(root):
                     return "disk", files
-                state = "does not contain" if root.is_dir() else "does not exist; it should contain"
-        if self.asked == "disk":
-            raise UserError(f"data.root={root} {state} {needs}. Set data.root=<folder>, or data.source=download.")
+                there = [spelled(path.name) for path in sorted(root.glob("[!.]*"))]
+                typed = root != DEFAULT_ROOT or any(path.suffix.lower() in ENDINGS for path in root.glob("*/*"))
+                state = f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
+            if self.asked == "disk" or (there and typed):
+                raise UserError(
+                    f"data.root={root} {state}; it should contain {needs}. Set data.root=<folder>, or data.source=download; for images of your own, data=folder data.root={root}."
+                )
         if self.asked != "embedded":
             try:
                 with one_download(self.cache, self.name, root):
@@ -128,8 +131,7 @@ class Published(Images):
             except OSError as e:
                 if self.asked == "download" or not self.embedded:
                     raise UserError(
-                        f"{self.name} is not in data.root={root} and could not be fetched ({e}). "
-                        f"Set data.root=<folder> for a folder with {needs}."
+                        f"{self.name} is not in data.root={root} and could not be fetched ({e}). Set data.root=<folder> for a folder with {needs}."
                     ) from None
         return "embedded", [embedded_file()]
 
@@ -198,8 +200,7 @@ class Mnist(Published):
             fits = images.ndim == 3 and 0 not in images.shape and labels.shape == images.shape[:1] and labels.max() <= 9
             if not fits or (parts and parts["train/input"].shape[2:] != images.shape[1:]):
                 raise UserError(
-                    f"{images_path} does not hold MNIST with {labels_path.name}: images {images.shape}, labels {labels.shape} up to "
-                    f"{labels.max(initial=0)}. It needs images of one size, and a label of 0 to 9 for each. Set data.root=<another folder>."
+                    f"{images_path} does not hold MNIST with {labels_path.name}: images {images.shape}, labels {labels.shape} up to {labels.max(initial=0)}. It needs images of one size, and a label of 0 to 9 for each. Set data.root=<another folder>."
                 )
             parts |= {f"{part}/input": images[:, None], f"{part}/target": labels}
         return parts
@@ -262,8 +263,7 @@ class Cifar10(Published):
         with reading(files[0].parent):
             if names := cls.changed(files):
                 raise UserError(
-                    f"{files[0].parent}: {', '.join(names)} cut off, damaged or changed (MD5 differs from the published one). Replace the "
-                    "folder, or set data.source=download."
+                    f"{files[0].parent}: {', '.join(names)} cut off, damaged or changed (MD5 differs from the published one). Replace the folder, or set data.source=download."
                 )
             batches = [pickle.loads(path.read_bytes(), encoding="bytes") for path in files]
         images = [np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32) for batch in batches]

@@ -14,7 +14,6 @@ import csv
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -125,6 +124,15 @@ class Model:
                 error = odd_shape(sample, known)
                 yield {**facts, "error": error}, None if error else sample
 
+    def files(self, given: Iterable[str]) -> list[str]:
+        """Files, and those in folders."""
+        walk, paths = self.pixels.Walk, map(Path, given)
+        return [
+            file
+            for path in paths
+            for file in (walk([str(path)], self.reader.endings) if path.is_dir() else [str(path)])
+        ]
+
     def arguments(self, samples: list[dict[str, Any]]) -> Any:
         """What `predict` takes for samples as `samples` yields them."""
         columns = {name: [sample[name] for sample in samples] for name in samples[0]}
@@ -229,17 +237,6 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     )
 
 
-def files(given: Iterable[str], endings: tuple[str, ...]) -> Iterator[str]:
-    """Files; of a folder, all below it by name, those of a folder before those of the folders in it."""
-    for name in given:
-        if not Path(name).is_dir():
-            yield name
-        for place, below, names in os.walk(name, followlinks=True):
-            below[:] = sorted(each for each in below if not each.startswith("."))
-            found = (each for each in sorted(names) if each.lower().endswith(endings) and not each.startswith("."))
-            yield from (f"{place}{os.sep}{each}" for each in found)
-
-
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
     """Lists as a|b. What a row lacks is empty."""
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -270,7 +267,7 @@ def main() -> None:
     model = load()
     if model.reader is None:
         parser.error("this folder was exported without a way to read files: README.md says what the network takes")
-    rows = model.predict_files(files(args.files, model.reader.endings))
+    rows = model.predict_files(model.files(args.files))
     if args.csv:
         table = list(with_saved_masks(rows, args.csv.with_name(f"{args.csv.stem}-mask")))
         longest = max(table, key=len, default={"path": ""})  # the row of a file that cannot be read has fewer columns

@@ -23,6 +23,7 @@ from lockstep import build
 from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
 from lockstep.config.settings import Settings
+from lockstep.config.words import readable
 from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import mask_image
@@ -272,6 +273,8 @@ def data(settings: Settings) -> DataModule:
     checkpoint = read(Path(cfg.init_from))
     instead = "pass input=test, or val or train: a part of the run's own data"
     files = input_files(cfg.predict.input, cfg.data, checkpoint.metadata, instead)
+    if files.left_out and settings.world.rank == 0:
+        print(readable(f"left out of input={cfg.predict.input}: {files.left_out}"), file=sys.stderr)
     if isinstance(files.reader, Images):
         files.reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
     batch, workers = cfg.data.get("eval_batch_size") or cfg.data.batch_size, cfg.data.get("num_workers", 0)

@@ -46,7 +46,7 @@ class InputFiles:
     def __init__(self, reader: DataSet, inputs: Listing) -> None:
         # One array of bytes, because reference counts make workers copy a list of strings page by page.
         self.name_N, self.target_N = (np.array([os.fsencode(x) for x in xs]) for xs in (inputs.paths, inputs.targets))
-        self.reader, self.base = reader, inputs.base
+        self.reader, self.base, self.left_out = reader, inputs.base, inputs.left_out
         self.held: list[tuple[Arrays, str]] = []
         self.several: bool | None = None  # whether files have several samples, by the first one that can be read
         self.bug: Exception | None = None

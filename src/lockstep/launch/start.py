@@ -53,6 +53,8 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
         raise_problems(step_problems(settings, train.count))
     if data.notice and rank_of() == 0:
         warn(data.notice)
+    if rank_of() == 0 and (left_out := data.facts.get("left_out")):
+        print(readable(f"left out of the data: {left_out}"), file=sys.stderr)
     return data, train.count
 
 

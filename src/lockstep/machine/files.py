@@ -93,7 +93,7 @@ def refuse_unwritable(folder: Path, key: str) -> None:
 
 def write_text(path: Path, text: str) -> None:
     with replacing(path) as part:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no UTF-8
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

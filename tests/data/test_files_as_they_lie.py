@@ -1,0 +1,364 @@
+"""Folders and lists as people, file servers and spreadsheets leave them: understood as meant, or rejected with the place and the advice."""
+
+import os
+import shutil
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from shipped_data import shipped
+
+import lockstep
+from lockstep.data import Cifar10, Folder, Mnist, images, published
+from lockstep.data.images import find_inputs
+from lockstep.data.pixels import BACKGROUND, ENDINGS, Walk, to_array
+from lockstep.errors import UserError
+
+CAFE = {form: unicodedata.normalize(form, "café") for form in ("NFC", "NFD")}
+Build = Callable[[Path], Any]
+
+
+def tiny(*paths: str | Path, kind: str | None = None) -> None:
+    for number, path in enumerate(paths):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("wb") as file:
+            Image.new("RGB", (4, 4), (number, 90, 40)).save(file, kind or "PNG")
+
+
+def classes(root: Path, *names: str, count: int = 10, ending: str = "png") -> None:
+    tiny(*(root / name / f"{number}.{ending}" for name in names for number in range(count)))
+
+
+def opened(root: Path, **keys: Any) -> Folder:
+    data = Folder(root=str(root), image_size=4, cache_dir=str(root.parent / "cache"), **keys)
+    data.prepare()
+    return data
+
+
+def sizes(data: Folder) -> list[int]:
+    return [len(data.train), len(data.val), len(data.test)]
+
+
+def linked(link: Path, target: Path | str, folder: bool = True) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target, target_is_directory=folder)
+
+
+def moved(source: Path, target: bytes) -> None:
+    source.rename(source.with_name(os.fsdecode(target)))
+
+
+def built(*steps: Build) -> Build:
+    return lambda root: [step(root) for step in steps]
+
+
+TWO: Build = lambda root: classes(root, "cat", "dog")  # noqa: E731
+DIVIDED: Build = lambda root: [classes(root / part, "cat", "dog") for part in ("train", "test")]  # noqa: E731
+WHOLE = [16, 2, 2]  # of TWO
+
+# What lies in the folder; and the sizes of the parts and what was left out, or the message.
+FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
+    # names of parts
+    "Training and Testing": (lambda r: [classes(r / part, "cat", "dog") for part in ("Training", "Testing")], [18, 2, 20], None),
+    "seg_train in seg_train, seg_pred": (
+        lambda r: [classes(r / "seg_train/seg_train", "sea", "ice"), classes(r / "seg_test/seg_test", "sea", "ice"), classes(r, "seg_pred")],
+        [18, 2, 20], "1 seg_pred/"),
+    "any letter case": (lambda r: [classes(r / part, "cat", "dog") for part in ("TRAIN", "Valid", "Test")], [20, 20, 20], None),
+    "a suffix": (lambda r: [classes(r / part, "cat", "dog") for part in ("train_set", "test-images", "validation data")], [20, 20, 20], None),
+    "a part twice": (lambda r: [classes(r / part, "cat", "dog") for part in ("train", "training")], "train and training, which are both the train part", None),
+    "unknown names of parts": (lambda r: [classes(r / part, "cat", "dog") for part in ("fold1", "fold2")], "hold the same folders, cat, dog: which are the classes", None),
+    "parts below classes": (lambda r: [classes(r / name, "train", "test") for name in ("cat", "dog")], "hold the same folders, test, train", None),
+    "one folder in each class": (lambda r: [classes(r / name, "images") for name in ("n01", "n02")], WHOLE, None),
+    "years beside images": (built(TWO, lambda r: [classes(r / name, "2023", "2024", count=1) for name in ("cat", "dog")]), [20, 2, 2], None),
+    "test without class folders": (built(DIVIDED, lambda r: (shutil.rmtree(r / "test"), classes(r, "test"))), "photos/test has no images in class folders", None),
+    "an empty test": (built(DIVIDED, lambda r: (shutil.rmtree(r / "test"), (r / "test/cat").mkdir(parents=True))), "photos/test has no images in class folders", None),
+    "a class called train": (lambda r: classes(r, "train", "car"), "photos/train has no folders. It needs a folder of images per class", None),
+    "a stranger beside train": (built(DIVIDED, lambda r: classes(r, "more")), [18, 2, 20], "1 more/"),
+    "images beside the classes": (built(TWO, lambda r: tiny(r / "a.png", r / "b.png")), WHOLE, "2 images outside of class folders"),
+    # links
+    "a link to the folder above": (built(TWO, lambda r: linked(r / "cat/all", "..")), WHOLE, "1 links to what is listed"),
+    "a link to itself": (built(TWO, lambda r: linked(r / "cat/loop", "loop")), WHOLE, "1 without an ending"),
+    "links to files": (built(TWO, lambda r: [linked(r / f"cat/again/{n}.png", f"../{n}.png", False) for n in range(10)]), WHOLE, "10 links to what is listed"),
+    "links to files outside, twice": (
+        built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / f"{name}/new.png", r.parent / "pool/x/0.png", False) for name in ("cat", "dog")]),
+        [17, 2, 2], "1 links to what is listed"),
+    "classes elsewhere": (lambda r: [classes(r.parent / "pool", "x", "y"), linked(r / "cat", r.parent / "pool/x"), linked(r / "dog", r.parent / "pool/y")], WHOLE, None),
+    "the folder is a link": (lambda r: [classes(r.parent / "real", "cat", "dog"), linked(r, "real")], WHOLE, None),
+    "a link to a part of what is linked": (
+        built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / "cat/a", r.parent / "pool/x"), linked(r / "cat/b", r.parent / "pool")]),
+        [24, 3, 3], "1 links to what is listed"),
+    "a class is a link to another": (built(TWO, lambda r: linked(r / "kitten", "cat")), "photos/kitten holds no images .* of its own. Remove it", None),
+    "val is a link to test": (built(DIVIDED, lambda r: linked(r / "val", "test")), "photos/val has no images in class folders", None),
+    "a link to nothing": (built(TWO, lambda r: linked(r / "cat/lost.png", "gone.png", False)), "1 of 21 image files cannot be read:\n  cat/lost.png: .*No such file", None),
+    # what file servers and systems leave
+    "a NAS": (built(TWO, lambda r: [tiny(r / "cat/@eaDir/1.png/THUMB.png", r / "@eaDir/x.png"), (r / "dog/Thumbs.db").touch()]), WHOLE, "2 @eaDir/, 1 .db"),
+    "an archive of a Mac": (built(TWO, lambda r: [tiny(r / "__MACOSX/cat/._1.png", r / "cat/._1.png", r / ".thumbnails/1.png")]), WHOLE, "1 __MACOSX/, 1 .thumbnails/, 1 hidden"),
+    "an image that is a link to itself": (built(TWO, lambda r: linked(r / "cat/loop.png", "loop.png", False)), WHOLE, "1 links to what is listed"),
+    "a pipe": (built(TWO, lambda r: os.mkfifo(r / "cat/pipe.png")), WHOLE, "1 links to what is listed"),
+    "a folder called like an image": (built(TWO, lambda r: tiny(r / "cat/1.jpg/x.png")), [17, 2, 2], None),
+    # endings
+    "jfif and JPE": (lambda r: [tiny(*(r / name / f"{n}.{e}" for n in range(5)), kind="JPEG") for name in ("cat", "dog") for e in ("jfif", "JPE")], WHOLE, None),
+    "heic": (built(TWO, lambda r: [(r / "cat" / f"{n}.HEIC").touch() for n in range(60)]), WHOLE, "60 .heic"),
+    "no images at all": (lambda r: [(r / name).mkdir(parents=True) for name in ("cat", "dog")], "photos/cat holds no images", None),
+    # names
+    "a class in two Unicode forms": (lambda r: [classes(r / "train", CAFE["NFC"], "tea"), classes(r / "test", CAFE["NFD"], "tea")], [18, 2, 20], None),
+    "a class that is no UTF-8": (built(TWO, lambda r: moved(r / "cat", b"caf\xe9")), WHOLE, None),
+    "a file that is no UTF-8": (built(TWO, lambda r: moved(r / "cat/1.png", b"\xe9.png")), WHOLE, None),
+    "a broken file that is no UTF-8": (built(TWO, lambda r: [(r / "cat/1.png").write_bytes(b"x"), moved(r / "cat/1.png", b"\xe9.png")]), "1 of 20 image files cannot be read", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_as_it_lies(tmp_path, name):
+    root = tmp_path / "photos"
+    build, expected, left_out = FOLDERS[name]
+    build(root)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            opened(root)
+        return
+    data = opened(root)
+    assert (sizes(data), data.facts["left_out"]) == (expected, left_out)
+    assert len({*data.listing.paths}) == sum(expected)
+    assert all(label.encode() for label in data.about["classes"])  # which a name with escaped bytes is
+
+
+# --- a CSV ---
+
+ROWS = [f"im/{number}.png,{('cat', 'dog')[number % 2]}" for number in range(20)]
+NUMBERS = [f"im/{number}.png,{number / 4}" for number in range(20)]
+LINES = "\n".join
+# The content, the kind of target; and the sizes of the parts, or the message.
+LISTS: dict[str, tuple[str | bytes, str, list[int] | str]] = {
+    # cells
+    "a decimal comma": (LINES(["path,target", *NUMBERS, "im/1.png,1,5"]), "number", "line 22: .*write 1.5 with a point"),
+    "too few cells": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog"]), "class", "line 3: it has .* cells"),
+    "an empty target": (LINES(["path,target", *ROWS, "im/a.png, "]), "class", "line 22: a row needs a target"),
+    "no label": (LINES(["path,target", *(f"im/{n}.png,{('', 'red|round', 'red')[n % 3]}" for n in range(20))]), "labels", [16, 2, 2]),
+    "an empty number": (LINES(["path,target", *NUMBERS, "im/a.png,"]), "number", "line 22: target= is not a number"),
+    "1_000": (LINES(["path,target", *NUMBERS, "im/a.png,1_000"]), "number", "line 22: target=1_000 is not a number"),
+    "NaN": (LINES(["path,target", "im/a.png,NaN", *NUMBERS]), "number", "line 2: target=NaN is not a number"),
+    "more than float32 holds": (LINES(["path,target", "im/a.png,1e39", *NUMBERS]), "number", "line 2: target=1e39 is not a number"),
+    "blank lines": (LINES(["path,target", "", *NUMBERS, "", "im/a.png,x"]), "number", "line 24: target=x is not a number"),
+    "many wrong lines": (LINES(["path,target", *(f"im/{n}.png,x" for n in range(12))]), "number", r"line 11: (.|\n)*2 more lines are wrong"),
+    # what spreadsheets and Windows write
+    "backslashes": (LINES(["path,target", *ROWS]).replace("/", "\\"), "class", [16, 2, 2]),
+    "a drive": (LINES(["path,target", *ROWS, r"C:\im\1.png,cat"]), "class", "C:/im/1.png: .*No such file"),
+    "a BOM and CRLF": (b"\xef\xbb\xbf" + "\r\n".join(["path,target", *ROWS, ""]).encode(), "class", [16, 2, 2]),
+    "UTF-16": (LINES(["path,target", *ROWS]).encode("utf-16"), "class", "line 1: not a CSV in UTF-8"),
+    "Latin-1": (LINES(["path,target", *ROWS, "im/a.png,café"]).encode("latin-1"), "class", "line 22: not a CSV in UTF-8"),
+    "semicolons": (LINES(["path;target", *ROWS]).replace(",", ";"), "class", [16, 2, 2]),
+    "semicolons and a decimal comma": ("path;target\nim/1.png;1,5\n", "number", "line 2: target=1,5 is not a number, such as 1.5"),
+    "capitals and spaces": (LINES(["Path, Target", *ROWS]).replace(",", ", "), "class", [16, 2, 2]),
+    "spaces around a path": (LINES(["path,target", *(f" {row}" for row in ROWS)]), "class", [16, 2, 2]),
+    "an open quote": (LINES(["path,target", '"im/0.png,cat', *ROWS[1:]]), "class", "line 2: not a CSV in UTF-8 .unexpected end"),
+    "a column twice": (LINES(["path,target,target", *(f"{row},x" for row in ROWS)]), "class", "each once: path,target"),
+    # rows with the same path
+    "the same path twice": (LINES(["path,target", *ROWS, *ROWS]), "class", [32, 4, 4]),
+    "two labels of a path": (LINES(["path,target", *ROWS, "./im//1.png,cat"]), "class", "line 22: im/1.png is also in line 3, with a different"),
+    "two parts of a path": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,train", "im/1.png,cat,test"]), "class", "line 4: im/1.png is also in line 2"),
+    "Training and Testing": (LINES(["path,target,split", *(f"{row},{'Training' if n < 16 else 'TESTING'}" for n, row in enumerate(ROWS))]), "class", [14, 2, 4]),
+    # names
+    "a path in the other Unicode form": (LINES(["path,target", *ROWS, f"im/{CAFE['NFC']}.png,cat"]), "class", [17, 2, 2]),
+    "a class in two Unicode forms": (LINES(["path,target", *(f"im/{n}.png,{('tea', CAFE['NFC'], 'tea', CAFE['NFD'])[n % 4]}" for n in range(20))]), "class", [16, 2, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_csv_as_it_is_written(tmp_path, name):
+    content, kind, expected = LISTS[name]
+    tiny(*(tmp_path / "photos/im" / f"{name}.png" for name in (*range(20), CAFE["NFD"])))
+    (tmp_path / "photos/labels.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            opened(tmp_path / "photos", csv="labels.csv", target=kind)
+        return
+    data = opened(tmp_path / "photos", csv="labels.csv", target=kind)
+    assert sizes(data) == expected
+    by_part = [{*data.paths(part)} for part in ("train", "val", "test")]
+    assert sum(map(len, by_part)) == len({*data.listing.paths})  # no path is in two parts
+
+
+def test_a_list_of_files_to_predict_is_read_in_the_same_way(tmp_path):
+    tiny(tmp_path / "im" / f"{CAFE['NFD']}.png")
+    (tmp_path / "new.csv").write_text(f"Path;note\nim\\{CAFE['NFC']}.png;mine\n")
+    assert find_inputs(str(tmp_path / "new.csv")).paths == [f"im/{CAFE['NFD']}.png"]
+    (tmp_path / "new.csv").write_text("path,target\nim/a.png,1,5\n")
+    with pytest.raises(UserError, match=r"new.csv, line 2: it has"):
+        find_inputs(str(tmp_path / "new.csv"))
+
+
+# --- which files, and how ---
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in Pillow:DeprecationWarning")
+def test_all_images_that_pillow_reads_are_taken_or_counted(tmp_path):
+    """Each ending under which Pillow writes an image that it reads again."""
+    Image.init()
+    written = set()
+    for ending, kind in Image.registered_extensions().items():
+        path = tmp_path / f"a{ending}"
+        try:
+            Image.new("RGB", (64, 64), "red").save(path, kind)
+            with Image.open(path) as image:
+                assert to_array(image, channels=3, size=4).shape == (3, 4, 4)
+        except (OSError, ValueError, KeyError):  # not written, not read, or not in colours
+            path.unlink(missing_ok=True)
+            continue
+        written.add(ending)
+    found = Walk([str(tmp_path)])
+    taken = {Path(path).suffix for path in found}
+    assert {".jpg", ".jfif", ".avif", ".webp", ".tiff", ".apng", ".jp2", ".tga"} <= taken <= {*ENDINGS}
+    assert written - taken == {*found.left_out}  # such as .ico and .pcx
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_order_of_a_walk_is_that_of_names_whatever_the_disk_says(tmp_path, monkeypatch, backwards):
+    places = ["b.png", "a/z.png", "a/b/c.png", "a b/1.png", "a/a.png", "a.b/1.png"]
+    tiny(*(tmp_path / place for place in places))
+    expected = ["b.png", "a/a.png", "a/z.png", "a/b/c.png", "a b/1.png", "a.b/1.png"]
+    scan = os.scandir
+
+    class Scan:
+        def __init__(self, place: str) -> None:
+            with scan(place) as entries:
+                self.entries = sorted(entries, key=lambda entry: entry.name, reverse=backwards)
+
+        def __enter__(self) -> list[os.DirEntry[str]]:
+            return self.entries
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(os, "scandir", Scan)
+    assert [os.path.relpath(path, tmp_path) for path in Walk([str(tmp_path)])] == expected
+
+
+# --- transparency and depth ---
+
+
+def transparent(mode: str, background: int | tuple[int, ...]) -> Image.Image:
+    """A black square in the middle of what is transparent; the colour of the latter is hidden."""
+    alpha = Image.new("L", (8, 8), 0)
+    alpha.paste(255, (2, 2, 6, 6))
+    if mode == "RGBA":
+        return Image.merge("RGBA", [*Image.new("RGB", (8, 8)).split(), alpha])
+    if mode == "LA":
+        return Image.merge("LA", [Image.new("L", (8, 8)), alpha])
+    hidden = {"P": 7, "L": 77, "RGB": (7, 7, 7)}[mode]
+    image = Image.new(mode, (8, 8), hidden)
+    image.paste({"P": 0, "L": 0, "RGB": (0, 0, 0)}[mode], (2, 2, 6, 6))
+    if mode == "P":
+        image.putpalette([0] * 768)
+    image.info["transparency"] = hidden
+    return image
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB"])
+def test_transparency_is_composited_on_white(tmp_path, mode, channels):
+    image = transparent(mode, 0)
+    image.save(tmp_path / "a.png", **({"transparency": image.info["transparency"]} if image.info else {}))
+    found = images.decoded(tmp_path / "a.png", channels=channels, size=8)
+    expected = np.full((8, 8), 255)
+    expected[2:6, 2:6] = 0
+    assert BACKGROUND == "white" and (found == expected).all() and len(found) == channels
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK", "YCbCr", "RGBA", "LA"])
+def test_opaque_images_keep_their_pixels(mode):
+    noise = np.random.default_rng(0).integers(0, 256, (9, 11, 3)).astype(np.uint8)
+    image = Image.fromarray(noise).convert("L" if mode == "LA" else "RGB").convert(mode)
+    for channels, plain in ((1, "L"), (3, "RGB")):
+        expected = np.asarray(image.convert(plain).resize((6, 6), Image.Resampling.BILINEAR))
+        assert np.array_equal(to_array(image, channels=channels, size=6), np.moveaxis(np.atleast_3d(expected), 2, 0))
+
+
+def test_the_cache_knows_the_colour_behind_transparency(tmp_path, monkeypatch):
+    classes(tmp_path / "photos", "cat", "dog")
+    before = opened(tmp_path / "photos").key()
+    monkeypatch.setattr("lockstep.data.folder.BACKGROUND", "black")
+    assert opened(tmp_path / "photos").key() != before
+
+
+@pytest.mark.parametrize("largest", [65535, 4095])
+def test_a_16_bit_pgm_keeps_its_shades(tmp_path, largest):
+    shades = np.array([[0, largest // 2, largest]], ">u2")
+    (tmp_path / "a.pgm").write_bytes(b"P5 3 1 %d\n" % largest + shades.tobytes())
+    with Image.open(tmp_path / "a.pgm") as image:
+        assert to_array(image, channels=1, size=3)[0, 0].tolist() == [0, 127, 255]
+    Image.fromarray(np.array([[0, 30_000, 0]], np.uint16)).save(tmp_path / "a.png", transparency=30_000)
+    with Image.open(tmp_path / "a.png") as image:
+        assert to_array(image, channels=1, size=3)[0, 0].tolist() == [0, 255, 0]
+    Image.fromarray(np.ones((3, 3), np.int32)).save(tmp_path / "a.tif")
+    with Image.open(tmp_path / "a.tif") as image, pytest.raises(ValueError, match="its pixels have 32 bits"):
+        to_array(image, channels=1, size=3)
+
+
+# --- images where a published data set should be ---
+
+
+@pytest.mark.parametrize(("kind", "root"), [(Mnist, "photos"), (Cifar10, "photos"), (Mnist, "data")])
+def test_a_folder_of_images_does_not_become_a_published_data_set(tmp_path, monkeypatch, kind, root):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kind, "fetch", None)  # nothing is downloaded into it
+    classes(Path(root), "cat", "dog")
+    data = kind(root=root, image_size=28, cache_dir="cache")
+    with pytest.raises(
+        UserError, match=rf"data.root={root} has cat, dog; it should contain .*data=folder data.root={root}"
+    ):
+        data.prepare()
+
+
+def test_the_default_root_may_hold_other_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny(Path("data/flowers/daisy/1.png"))
+    monkeypatch.setattr(Mnist, "fetch", lambda _: (_ for _ in ()).throw(ConnectionError("no network")))
+    data = Mnist(root="data", image_size=28, cache_dir="cache")
+    data.prepare()
+    assert data.source == "embedded" and shipped("data", "mnist")["root"] == str(published.DEFAULT_ROOT)
+
+
+# --- a run: what its first lines, its report and its predictions say ---
+
+
+def test_a_run_on_what_a_file_server_left(tmp_path, monkeypatch, capfd):
+    """Non-UTF-8 names, thumbnails, a link to the folder above, and black shapes on transparent ground, which it tells apart by their shape."""
+    monkeypatch.chdir(tmp_path)
+    root, shapes = tmp_path / "photos", {"wide": (0, 6, 16, 10), "high": (6, 0, 10, 16)}
+    for name, box in shapes.items():
+        (root / name / "@eaDir").mkdir(parents=True)
+        for number in range(20):
+            image = Image.new("RGBA", (16, 16), (0, 0, 0, 0))
+            image.paste((0, 0, 0, 255), box)
+            image.save(root / name / f"{number}.png")
+        image.save(root / name / "@eaDir" / "thumb.png")
+    linked(root / "wide/all", "..")
+    (root / "high/1.heic").touch()
+    moved(root / "high/2.png", b"\xe9.png")
+    moved(root / "high", b"h\xe9")
+    options = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
+    data = ["data=folder", "data.root=photos", "data.image_size=12", "data.batch_size=8", "data.cache_dir=cache"]
+    report = lockstep.train([*data, "run=a", "trainer.max_steps=30", "optim.lr=1e-3", "seed=1", *options])
+    left_out = "2 @eaDir/, 1 .heic, 1 links to what is listed"
+    assert (report["data/train"], report["test/acc"], report["data/left_out"]) == (32, 1.0, left_out)
+    page = Path("runs/a/report.html").read_text(encoding="utf-8")
+    assert left_out in page and r"h\xe9" in page
+    lockstep.evaluate(["run=a", *options])
+    assert capfd.readouterr().err.count(f"left out of the data: {left_out}") == 2
+    done = lockstep.predict(["run=a", "input=photos", *options])
+    assert f"left out of input=photos: {left_out}" in capfd.readouterr().err
+    rows = Path(done["output"]).read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
+    assert len(rows) == 40 and all((r"h\xe9" in row) == ("h\udce9/" in row) for row in rows)
+
+
+def test_a_root_whose_path_is_not_utf_8_is_rejected_before_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    classes(tmp_path / "photos", "cat", "dog")
+    moved(tmp_path / "photos", b"phot\xf3s")
+    with pytest.raises(UserError, match=r"data\.root=phot.s is invalid; expected a text in UTF-8"):
+        lockstep.train(["data=folder", 'data.root="phot\udcf3s"'])
+    assert [path.name for path in Path().iterdir()] == ["phot\udcf3s"]  # no run
