@@ -180,13 +180,6 @@ def test_what_divides_a_batch_is_refused(override, told, options):
     assert not Path("runs/refused").exists()
 
 
-def test_evaluation_batches_are_those_of_one_process_or_refused(options):
-    cfg = compose_config("train", ["run=refused", BETWEEN, *TWO, *options, "data.eval_batch_size=25"])
-    settings = Settings.of(cfg).decided(create_data(cfg.data))
-    with pytest.raises(UserError, match=r"Set data\.eval_batch_size=24\."):
-        build.workload(settings, build.data(settings))
-
-
 @pytest.mark.parametrize(("task", "more", "told"), [
     ("Gathers", (*TWO, "exact.logical_ranks=2"), "exact.logical_ranks=2 divides each process's samples"),
     pytest.param("Gathers", (*TWO, *ACCUMULATED), f"{ACCUMULATED[0]} divides each process's samples", marks=pytest.mark.slow),

@@ -3,7 +3,7 @@
 # B batch, fillers included
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +12,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Batch
 from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
@@ -166,17 +165,6 @@ def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor
 #
 # Outputs and batches are gathered in the order of the global batch. Each process then has the whole loss, so its gradient with
 # respect to its own outputs is complete: backward communicates nothing more.
-
-
-def undivided_evaluation(data: DataModule, title: str, world: int) -> Iterator[str]:
-    """What would cut an evaluation's batch, so that samples of it do not meet; `title` is that of the task."""
-    batch, largest = data.eval_batch_size, max(data.val_split.count, data.test_split.count)
-    if batch % world and batch < largest:
-        yield (
-            f"data.eval_batch_size={batch} cannot be divided among {world} processes, and task={title} compares the samples of a "
-            "batch (between_samples): batches that differ from those of one process would change the metrics. "
-            f"Set data.eval_batch_size={batch // world * world or world}."
-        )
 
 
 def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> tuple[Any, Batch]:
