@@ -161,6 +161,7 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
             # strategy=fsdp cannot have it, and the other format rounds differently
             channels_last=cfg.channels_last and not cfg.exact.logical_ranks,
             compile=cfg.compile,
+            float32_head=goal.float32_head,
         ),
         metrics=metrics(goal, cfg.task.get("metrics") or {}),
         network_arguments=offered,

@@ -2,7 +2,7 @@
 
 # B batch
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,8 @@ from lockstep.errors import UserError
 from lockstep.tasks.panel import Panel
 
 Plain = str | int | float
+RESERVED = ("index", "path", "row", "target", "error")  # columns of a table of predictions that say what a row is about
+OF_LOSS = "loss"  # the column that a task's table has as well, where targets are known
 
 
 class Task(nn.Module):
@@ -34,6 +36,9 @@ class Task(nn.Module):
     # A loss between samples, such as a contrastive one: training and evaluation call `loss` with the outputs and the batch of all
     # processes, in the order of the global batch. It returns a number for each of these samples.
     between_samples: bool = False
+    float32_head: bool = (
+        False  # the network's last layer computes in float32 under mixed precision, for outputs with more than 3 digits
+    )
     about: Mapping[str, Any]
 
     def bind(self, about: Mapping[str, Any]) -> None:
@@ -125,6 +130,15 @@ class Task(nn.Module):
         small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
         cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
         return [{name: column[row] for name, column in cells.items()} for row in range(count)]
+
+
+def validate_columns(columns: Iterable[str], reserved: Sequence[str], source: str) -> None:
+    """Raises UserError if predictions have a column that Lockstep writes itself."""
+    if taken := [name for name in columns if name in reserved or name.startswith("target/")]:
+        raise UserError(
+            f"{source} has a column {taken[0]}, which Lockstep's tables of predictions have themselves; reserved are "
+            f"{', '.join(reserved)} and target/... Rename the column."
+        )
 
 
 def is_small(column: Any, count: int) -> bool:
