@@ -103,7 +103,7 @@ def test_a_loss_that_is_no_number_names_the_value_that_is_none(odd, more, told):
 def test_a_column_of_locksteps_own_is_refused_before_training(more):
     with pytest.raises(
         UserError,
-        match=r"a column (error|loss), which Lockstep's tables .* reserved are index, path, row, target, error, loss",
+        match=r"task=.*: the predictions have a column error, .* Reserved are index, path, row, target, error and target/",
     ):
         lockstep.train([*REGRESSION, "run=a", *more])
     assert not Path("runs/a").exists()
@@ -114,7 +114,7 @@ def test_a_modules_column_of_that_name_is_refused_at_the_first_batch(more, forke
     module("+task.column=error")
     with pytest.raises((UserError, RunFailed)) as refused:
         lockstep.predict(["run=a", "input=test", "output=p.csv", "trainer.accelerator=cpu", *more])
-    told = "what `predict_step` returns has a column error, which Lockstep's tables of predictions have"
+    told = "the predictions have a column error, which Lockstep's tables of predictions have"
     assert told in str(refused.value) + capfd.readouterr().err
     assert [path.name for path in Path().glob("p.csv*")] == []
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
@@ -235,9 +234,8 @@ def first_odd_value(trainer: Trainer, step: int) -> str:
         batch = data.global_batch(trainer.current_epoch, position)
         for place, index in enumerate(batch["index"].tolist()):
             for path, value in leaves(sample_at(batch, place, len(batch["index"]))):
-                finite = value.isfinite() if isinstance(value, Tensor) else torch.tensor(True)
-                if not finite.all():
-                    return f"{'.'.join(map(str, path))} of sample {index} is {float(value[~finite][0])}"
+                if isinstance(value, Tensor) and not value.isfinite().all():
+                    return f"{'.'.join(map(str, path))} of sample {index} is {value[~value.isfinite()][0]}"
     return ""
 
 

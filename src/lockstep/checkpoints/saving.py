@@ -301,11 +301,6 @@ class LastCheckpoint(Checkpoint):
         self.resumed = Path(resumed) if resumed else None
         self.saved_at = 0
 
-    @property
-    def continues_here(self) -> bool:
-        """Whether the checkpoint that the run was resumed from lies in this run's own folder."""
-        return self.resumed is not None and self.resumed.resolve().parent == self.path.parent.resolve()
-
     def save(self, trainer: Trainer) -> None:
         if self.saved_at != steps_done(trainer):
             trainer.save_checkpoint(self.path, weights_only=False)
@@ -346,17 +341,18 @@ class LastCheckpoint(Checkpoint):
         Otherwise the next resume would take a newer one; and a run with nothing left to train would have no last checkpoint. Not
         earlier: until training starts, the run may be refused.
         """
-        if not self.resumed or not self.continues_here or not trainer.is_global_zero:
+        folder, before = self.path.parent, self.resumed
+        if not trainer.is_global_zero or before is None or before.resolve().parent != folder.resolve():
             return
-        if self.resumed.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
+        if before.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
             with files.replacing(self.path) as part:
-                (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
+                (shutil.copytree if before.is_dir() else shutil.copyfile)(before, part)
             self.resumed = self.path
         old = self.path.with_name(self.path.name + ".old")
         if old.exists() and not self.path.exists():
             old.rename(self.path)
         kept = {Path(path) for best in trainer.checkpoint_callbacks for path in getattr(best, "best_k_models", ())}
-        for path in self.path.parent.iterdir():
+        for path in folder.iterdir():
             name = BEST.fullmatch(path.name)
             if name and path.resolve() not in kept and (kept or int(name[1]) > steps_done(trainer)):
                 files.remove(path)

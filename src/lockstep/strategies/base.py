@@ -2,7 +2,7 @@
 strategies of one process."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,10 +49,9 @@ class Float32(nn.Module):
     autocast_device: str
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if not torch.is_autocast_enabled(self.autocast_device):
-            return super().forward(*inputs, **named)
+        mixed = torch.is_autocast_enabled(self.autocast_device)
         with torch.autocast(self.autocast_device, enabled=False):
-            inputs, named = float32((inputs, named))
+            inputs, named = float32((inputs, named)) if mixed else (inputs, named)
             return super().forward(*inputs, **named)
 
 
@@ -60,9 +59,8 @@ def in_float32(head: nn.Module, device: str) -> None:
     """A new class instead of a wrapper or hooks: keys stay, and compiled graphs and replicas have it too."""
     for module in head if isinstance(head, nn.ModuleList) else [head]:
         kind: Any = type(module)
-        if not isinstance(module, Float32):
-            own = {"__module__": kind.__module__, "autocast_device": device}
-            module.__class__ = type(kind.__name__, (Float32, kind), own)
+        own = {"__module__": kind.__module__, "autocast_device": device}
+        module.__class__ = type(kind.__name__, (Float32, kind), own)
 
 
 def compile_in_place(parts: list[nn.Module]) -> None:
@@ -105,7 +103,7 @@ class PortableCheckpoint(Strategy):
     lightning_module: pl.LightningModule  # set before anything here is called
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     contiguous_micro_batches = False
-    omitted: Set[str] = frozenset()  # hyperparameters that checkpoints lack
+    omitted: frozenset[str] = frozenset()  # hyperparameters that checkpoints lack
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """The parts of a network that are computed one after the other, if the strategy treats them separately."""
@@ -126,11 +124,9 @@ class PortableCheckpoint(Strategy):
         """Always strict. Raises UserError where names or shapes differ."""
         load_into(self.lightning_module.state_dict(), checkpoint["state_dict"], "the checkpoint")
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *more: Any, **named: Any) -> None:
         self.make_loadable(checkpoint, filepath)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super().save_checkpoint(checkpoint, filepath, *more, **named)
 
     def make_loadable(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """After all hooks, whoever wrote into the checkpoint. Every process must call it: rank 0's content decides for all.
@@ -138,12 +134,10 @@ class PortableCheckpoint(Strategy):
         Raises:
             NotLoadable: it holds what torch.load refuses with weights_only=True, outside of hyperparameters.
         """
-        if omitted := [name for name in omit_hyperparameters(checkpoint) if name not in self.omitted]:
-            self.omitted = {*self.omitted, *omitted}
-            log.warning(
-                "checkpoints omit %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
-                ", ".join(omitted),
-            )
+        if new := {*omit_hyperparameters(checkpoint)} - self.omitted:
+            self.omitted |= new
+            advice = "only plain values are saved. Pass them to load_from_checkpoint as arguments"
+            log.warning("checkpoints omit %s: %s.", ", ".join(sorted(new)), advice)
         if odd := self.broadcast(next(refused(checkpoint), None)):
             raise NotLoadable(
                 f"the checkpoint {path} would not load: it has {odd}, and only tensors and plain values are loaded. Save those instead."

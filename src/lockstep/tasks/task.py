@@ -2,7 +2,7 @@
 
 # B batch
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,6 @@ from lockstep.tasks.panel import Panel
 
 Plain = str | int | float
 RESERVED = ("index", "path", "row", "target", "error")  # columns of a table of predictions that say what a row is about
-OF_LOSS = "loss"  # the column that a task's table has as well, where targets are known
 
 
 class Task(nn.Module):
@@ -132,13 +131,14 @@ class Task(nn.Module):
         return [{name: column[row] for name, column in cells.items()} for row in range(count)]
 
 
-def validate_columns(columns: Iterable[str], reserved: Sequence[str], source: str) -> None:
+def validated_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Raises UserError if predictions have a column that Lockstep writes itself."""
-    if taken := [name for name in columns if name in reserved or name.startswith("target/")]:
+    if taken := [name for name in columns if name in RESERVED or name.startswith("target/")]:
         raise UserError(
-            f"{source} has a column {taken[0]}, which Lockstep's tables of predictions have themselves; reserved are "
-            f"{', '.join(reserved)} and target/... Rename the column."
+            f"the predictions have a column {taken[0]}, which Lockstep's tables of predictions have themselves. Reserved are "
+            f"{', '.join(RESERVED)} and target/... Rename the column."
         )
+    return dict(columns)
 
 
 def is_small(column: Any, count: int) -> bool:

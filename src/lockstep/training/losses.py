@@ -213,9 +213,8 @@ def evaluation_loss(task: Task, output: Any, batch: Batch, module: pl.LightningM
     if not task.between_samples or module.trainer.world_size == 1:
         return None
     output, gathered = whole_batch(task, float32(output), batch, module.trainer)
-    places = (gathered["index"] != FILLER).nonzero()[:, 0].tolist()
+    count = int((gathered["index"] != FILLER).sum())  # the fillers are last
+    output = apply_to_collection(output, Tensor, lambda tensor: tensor[:count])
+    named = {**samples_at(gathered, slice(count), gathered["count"]), "count": count}
     first = module.trainer.global_rank * len(batch["index"])
-    before = sum(place < first for place in places)
-    output = apply_to_collection(output, Tensor, lambda tensor: tensor[places])
-    named = {**samples_at(gathered, places, gathered["count"]), "count": len(places)}
-    return one_per_sample(task.loss(output, named), task, named)[before : before + batch["count"]]
+    return one_per_sample(task.loss(output, named), task, named)[first : first + batch["count"]]

@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.run import tested
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
-from lockstep.tasks.task import OF_LOSS, RESERVED, validate_columns
+from lockstep.tasks.task import validated_columns
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.invariance import DIFFERS, NORMS, UNKNOWN
 from lockstep.training.metrics import TestPanels
@@ -187,20 +187,18 @@ class TaskWorkload(Workload):
 def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
     """Targets and loss, if the batch has targets, and the task's predictions."""
     network_output, batch = output
-    known, columns = "target" in batch, task.predictions(network_output)
-    validate_columns(columns, (*RESERVED, OF_LOSS), f"`{type(task).__name__}.predictions`")
-    columns = (task.targets(batch) if known else {}) | columns
+    known = "target" in batch
+    columns = (task.targets(batch) if known else {}) | validated_columns(task.predictions(network_output))
     if top_k > 1:
         columns |= task.top(network_output, top_k)
     if known and not task.between_samples:  # where a sample has no loss of its own
-        columns[OF_LOSS] = task.loss(network_output, batch)
+        columns.setdefault("loss", task.loss(network_output, batch))
     return columns
 
 
 def columns_of_module(output: Any) -> Columns:
     if isinstance(output, Mapping):
-        validate_columns(output, RESERVED, "what `predict_step` returns")
-        return dict(output)
+        return validated_columns(output)
     if isinstance(output, Tensor | list | tuple):
         return {"output": output}
     raise UserError(
