@@ -207,8 +207,7 @@ class FiniteLoss(Callback):
         bad = ((step, loss.item(), index) for step, loss, index in self.seen if not math.isfinite(loss.item()))
         first = next(bad, None)
         if first:
-            indices = first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
-            first = *first[:2], [index for index in indices if index >= 0]  # without fillers
+            first = *first[:2], first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
         everyone = objects_of_all(first)
         step, rank = min((first[0], rank) for rank, first in enumerate(everyone) if first)
         _, loss, samples = everyone[rank]

@@ -215,7 +215,8 @@ class EvalSampler:
         self.bounds = [*range(0, split.count, batch if padded else max(batch, world)), split.count]
         if not padded and len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
             del self.bounds[-2]
-        self.share = -(-min(batch, split.count) // (self.parts * world)) if padded else None
+        ranks = self.parts * world
+        self.width = -(-min(batch, split.count) // ranks) * ranks if padded else None  # of a batch with its fillers
 
     def __len__(self) -> int:
         return (len(self.bounds) - 1) * self.parts
@@ -223,11 +224,9 @@ class EvalSampler:
     def __iter__(self) -> Iterator[Indices]:
         ranks = self.parts * self.world
         for first, end in pairwise(self.bounds):
+            width = self.width or end - first
             for place in range(self.rank, ranks, self.world):
-                if self.share is None:
-                    begin, stop = (first + (end - first) * number // ranks for number in (place, place + 1))
-                else:
-                    begin, stop = (first + self.share * number for number in (place, place + 1))
+                begin, stop = (first + width * number // ranks for number in (place, place + 1))
                 inside = np.arange(begin, min(stop, end))
                 yield np.append(self.split.indices(inside), np.full(stop - begin - len(inside), FILLER))
 

@@ -47,7 +47,7 @@ class Multilabel(Task):
     def metrics(self) -> dict[str, Metric]:
         arguments: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
         return {
-            "f1": MacroF1(**arguments),
+            "f1": MacroF1(average=None, **arguments),
             "acc": MultilabelAccuracy(average="micro", **arguments),
         }
 
@@ -85,9 +85,6 @@ class MacroF1(MultilabelStatScores):
     """The mean over the labels that occur or are predicted; 1 without any. torchmetrics (1.9) counts an absent label as 0."""
 
     plot_upper_bound = 1.0
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(average=None, **arguments)
 
     def compute(self) -> Tensor:
         right_L, extra_L, _, missed_L, _ = super().compute().unbind(-1)

@@ -28,11 +28,11 @@ Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% inter
 Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CURVES, LINES = 24, 8  # charts of what is logged besides the task's own; lines of one chart
 STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
-STAGES = ("train", "val", "valid", "validation", "test")
+STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
 
-def without_stage(name: str) -> list[str]:
-    return [word for word in re.split(r"[\W_]+", name) if word not in STAGES]
+def without_stage(name: str) -> str:
+    return STAGES.sub("", name).strip("/_")
 
 
 def headline(report: Mapping[str, Any]) -> tuple[str, str]:
@@ -154,11 +154,10 @@ class TaskWorkload(Workload):
         return self.trial
 
     def promises(self, world: int, precision: str) -> list[str]:
-        if self.task.float32_head and precision in ("bf16-true", "16-true"):
-            return [
-                f"task: predictions have about 3 significant digits in {precision}; with trainer.precision=bf16-mixed, 7"
-            ]
-        return []
+        rounded = (
+            f"task: predictions have about 3 significant digits in {precision}; with trainer.precision=bf16-mixed, 7"
+        )
+        return [rounded] if self.task.float32_head and precision in ("bf16-true", "16-true") else []
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         self.module.test_panels = TestPanels(self.task, panels, compiled=compiled)
