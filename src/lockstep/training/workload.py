@@ -31,16 +31,13 @@ STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
 
-def without_stage(name: str) -> str:
-    return STAGES.sub("", name).strip("/_")
-
-
 def headline(report: Mapping[str, Any]) -> tuple[str, str]:
     """Name and value of the test metric that corresponds to the monitored one, or of the first, or else of the monitored one; without
     any, how far the run has come."""
-    monitor = report.get("monitor")
-    names = [name for name in tested(report) if monitor and without_stage(name) == without_stage(monitor)]
-    names += [*tested(report), *(name for name in report if name == monitor)]
+    monitor, metrics = str(report.get("monitor")), tested(report)
+    plain = {name: STAGES.sub("", name).strip("/_") for name in (*metrics, monitor)}  # without the stage
+    names = [name for name in metrics if plain[name] == plain[monitor]]
+    names += [*metrics, *(name for name in report if name == monitor)]
     if names:
         return names[0], metric(names[0], report[names[0]])
     if report["status"] == "done":
