@@ -38,7 +38,6 @@ from lockstep.tasks import Task
 from lockstep.training import oom, optim
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.dry_run import DryRun
-from lockstep.training.losses import undivided_evaluation
 from lockstep.training.module import TaskModule
 from lockstep.training.workload import TaskWorkload, Workload
 
@@ -141,8 +140,7 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
         )
     goal.bind(data.about)
     if goal.between_samples:
-        whole = undivided_evaluation(data, settings.title("task"), settings.world.size)
-        raise_problems([*whole_batch_problems(settings), *whole])
+        raise_problems(whole_batch_problems(settings))
     if own := ", ".join(goal.state_dict()):
         raise UserError(
             f"task={settings.title('task')} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
@@ -163,6 +161,7 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
             # strategy=fsdp cannot have it, and the other format rounds differently
             channels_last=cfg.channels_last and not cfg.exact.logical_ranks,
             compile=cfg.compile,
+            float32_head=goal.float32_head,
         ),
         metrics=metrics(goal, cfg.task.get("metrics") or {}),
         network_arguments=offered,

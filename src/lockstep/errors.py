@@ -43,6 +43,12 @@ class NotSaved(TrainingFailed):
     """A checkpoint could not be written; earlier ones are intact."""
 
 
+class NotLoadable(NotSaved):
+    """What a checkpoint would hold could not be loaded."""
+
+    alike = True
+
+
 class Damaged(TrainingFailed):
     """A checkpoint that was saved is no longer complete."""
 

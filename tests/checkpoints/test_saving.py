@@ -61,7 +61,7 @@ class Gate:
 
 def test_tied_weights_stay_one_tensor_and_a_copy_is_made_in_the_memory_of_the_last_one(tmp_path):
     tied = torch.nn.Linear(300, 300, bias=False)
-    net, io = torch.nn.Sequential(tied, tied), AtomicCheckpointIO(background=True)
+    net, io = torch.nn.Sequential(tied, tied), AtomicCheckpointIO(tmp_path, background=True)
     for step in (1, 2):
         torch.nn.init.constant_(tied.weight, float(step))
         whole = {"global_step": step, "net": net.state_dict(), "empty": torch.zeros(0, 2)}
@@ -78,7 +78,7 @@ def test_tied_weights_stay_one_tensor_and_a_copy_is_made_in_the_memory_of_the_la
 def test_torch_before_2_13_makes_one_copy_with_a_stager(tmp_path, monkeypatch):
     """Remove this with the branch in saving.py when torch>=2.13 is required."""
     assert '"torch>=2.11,' in (ROOT / "pyproject.toml").read_text()
-    stage, io = DefaultStager.stage, AtomicCheckpointIO(background=True)
+    stage, io = DefaultStager.stage, AtomicCheckpointIO(tmp_path, background=True)
 
     def stage_and_close(self: DefaultStager, values: dict) -> object:
         copy = stage(self, values)
@@ -95,7 +95,7 @@ def test_torch_before_2_13_makes_one_copy_with_a_stager(tmp_path, monkeypatch):
 
 def test_an_older_checkpoint_goes_when_the_newer_one_is_there(tmp_path, monkeypatch):
     old, new, last = (tmp_path / name for name in ("best-step-1.ckpt", "best-step-2.ckpt", "last.ckpt"))
-    io = AtomicCheckpointIO(background=True)
+    io = AtomicCheckpointIO(tmp_path, background=True)
     io.save_checkpoint(content(1, 1.0), old)
     io.drain()
     gate = Gate(monkeypatch)
@@ -111,7 +111,7 @@ def test_an_older_checkpoint_goes_when_the_newer_one_is_there(tmp_path, monkeypa
 
 
 def test_what_is_written_is_what_was_there_at_the_call(tmp_path, monkeypatch):
-    io, checkpoint, gate = AtomicCheckpointIO(background=True), content(1, 1.0), Gate(monkeypatch)
+    io, checkpoint, gate = AtomicCheckpointIO(tmp_path, background=True), content(1, 1.0), Gate(monkeypatch)
     io.save_checkpoint(checkpoint, tmp_path / "best.ckpt")
     checkpoint["best"]["a"].append(5.0)
     checkpoint["state_dict"]["w"][:] = 2.0
@@ -137,7 +137,7 @@ def full_disk():
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_is_told_and_leaves_the_older_checkpoint(background, tmp_path, full_disk):
-    io = AtomicCheckpointIO(background=background)
+    io = AtomicCheckpointIO(tmp_path, background=background)
     old, new = tmp_path / "best-step-1.ckpt", tmp_path / "best-step-2.ckpt"
     small = {"global_step": 1, "state_dict": {"w": torch.ones(10)}}
     io.save_checkpoint(small, old)
@@ -158,7 +158,7 @@ def test_a_full_disk_is_told_and_leaves_the_older_checkpoint(background, tmp_pat
 
 
 def test_an_error_is_told_at_the_end_and_hides_no_other(tmp_path, full_disk, caplog):
-    io = AtomicCheckpointIO(background=True)
+    io = AtomicCheckpointIO(tmp_path, background=True)
     io.save_checkpoint(content(1, 1.0), tmp_path / "last.ckpt")
     with pytest.raises(NotSaved):
         io.teardown()
@@ -172,7 +172,7 @@ def test_an_error_is_told_at_the_end_and_hides_no_other(tmp_path, full_disk, cap
 
 
 def save_and_be_killed(place: str) -> None:
-    folder, io = Path(place), AtomicCheckpointIO(background=True)
+    folder, io = Path(place), AtomicCheckpointIO(Path(place), background=True)
     io.save_checkpoint(content(1, 1.0), folder / "best-step-1.ckpt")
     io.save_checkpoint(content(1, 1.0), folder / "last.ckpt")
     io.drain()
@@ -189,7 +189,7 @@ def save_and_be_killed(place: str) -> None:
 
 
 def save_and_end(place: str) -> None:
-    AtomicCheckpointIO(background=True).save_checkpoint(content(1, 1.0), Path(place) / "last.ckpt")
+    AtomicCheckpointIO(Path(place), background=True).save_checkpoint(content(1, 1.0), Path(place) / "last.ckpt")
 
 
 @pytest.mark.parametrize(

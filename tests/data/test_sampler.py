@@ -122,20 +122,28 @@ def test_resuming_yields_exactly_the_rest_of_the_epoch(data, count, world, accum
 # --- evaluation ---
 
 
-@settings(max_examples=40, deadline=None)
-@given(size=st.integers(1, 600), batch=st.integers(1, 700), world=st.integers(1, 100), shuffled=st.booleans())
-@example(size=1, batch=1000, world=1024, shuffled=True)
-@example(size=10_000, batch=64, world=3, shuffled=False)
-def test_each_evaluation_sample_counts_once_whatever_divides(size, batch, world, shuffled):
-    """All ranks' batches have one shape; laid side by side they are the split, in order, then fillers."""
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 600), batch=st.integers(1, 700), world=st.integers(1, 100), parts=st.integers(1, 4), shuffled=st.booleans()
+)  # fmt: skip
+@example(size=1, batch=1000, world=1024, parts=1, shuffled=True)
+@example(size=10, batch=7, world=3, parts=1, shuffled=False)  # 3, 3, 1
+@example(size=10_000, batch=64, world=3, parts=2, shuffled=False)
+def test_each_evaluation_sample_counts_once_in_the_global_batch_of_one_process(size, batch, world, parts, shuffled):
+    """All ranks' batches have one shape. Laid side by side, those of a global batch are its samples, in order, then fillers."""
     split = Split(size + 50, 3, size, shuffled)
-    ranks = [list(EvalSampler(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
-    assert {len(batches) for batches in ranks} == {len(EvalSampler(split, batch=batch, world=world))}
-    assert len(ranks[0]) == -(-size // (-(-min(batch, size) // world) * world))  # no more than one process needs
+    samplers = [EvalSampler(split, batch=batch, rank=r, world=world, shards=parts * world) for r in range(world)]
+    ranks = [list(sampler) for sampler in samplers]
+    assert {len(batches) for batches in ranks} == {len(sampler) for sampler in samplers}
     assert len({indices.shape for batches in ranks for indices in batches}) == 1
-    laid = np.array(ranks).transpose(1, 0, 2).ravel()
-    assert laid[:size].tolist() == split.indices(np.arange(size)).tolist()
-    assert (laid[size:] == FILLER).all() and FILLER < 0
+    one = list(EvalSampler(split, batch=batch))
+    laid = np.array(ranks).transpose(1, 0, 2).reshape(len(one), -1)
+    order = split.indices(np.arange(size))
+    for number, (whole, mine) in enumerate(zip(laid, one, strict=True)):
+        expected = order[number * min(batch, size) :][:batch].tolist()
+        assert [index for index in mine if index != FILLER] == expected
+        assert whole[: len(expected)].tolist() == expected and (whole[len(expected) :] == FILLER).all()
+    assert FILLER < 0
 
 
 def shares(split: Split, batch: int, world: int) -> list[list[np.ndarray]]:

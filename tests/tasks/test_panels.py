@@ -15,7 +15,7 @@ from torchmetrics.classification import (
 )
 
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
-from lockstep.tasks.panel import Kept, PrecisionRecall, Share, largest, wilson
+from lockstep.tasks.panel import Kept, PrecisionRecall, Share, Table, largest, wilson
 
 random = torch.Generator().manual_seed(0)
 
@@ -119,6 +119,45 @@ def test_labels_are_counted():
         assert (name, count) == (["rain", "snow"][place], int(a.sum()))
         assert (recall, precision) == (Share(both, int(a.sum())), Share(both, int(b.sum())))
         assert f1 == pytest.approx(2 * both / int(a.sum() + b.sum()))
+
+
+def metric_and_column(
+    task: Task, logits: torch.Tensor, target: torch.Tensor, metric: str, column: str
+) -> tuple[float, list[float]]:
+    """A macro metric of the task, and what it should be the mean of: the column of the report's table."""
+    computed, batch = task.metrics()[metric], {"target": target}
+    computed.update(*task.metric_inputs(logits, batch))
+    table = next(each for each in shown(task, logits, target) if isinstance(each, Table) and column in each.columns)
+    return float(computed.compute()), [row[list(table.columns).index(column)] for row in table.rows]
+
+
+@pytest.mark.parametrize("right", [1.0, 0.7])
+def test_a_mean_over_labels_or_classes_is_of_those_that_occur_or_are_predicted(right):
+    """The third never occurs; a perfect network scores 1. The report's table has the addends."""
+    labels, classes = (
+        bound(Multilabel(), labels=["a", "b", "c", "d"]),
+        bound(Segmentation(), classes=["a", "b", "c", "d"]),
+    )
+    target_BL = torch.randint(2, (40, 4), generator=random)
+    target_BL[:, 2] = 0
+    target_BHW = torch.tensor([0, 1, 3])[torch.randint(3, (6, 4, 4), generator=random)]
+    guess_BL = (
+        torch.where(torch.rand(40, 4, generator=random) < right, target_BL, 1 - target_BL) if right < 1 else target_BL
+    )
+    guess_BL[:, 2] = 0
+    guess_BHW = torch.where(torch.rand(6, 4, 4, generator=random) < right, target_BHW, target_BHW.flip(0))
+    logits_BKHW = torch.nn.functional.one_hot(guess_BHW, 4).permute(0, 3, 1, 2) * 9.0
+    for task, logits, target, names in (
+        (labels, guess_BL * 8.0 - 4, target_BL, ("f1", "F1")), (classes, logits_BKHW, target_BHW, ("iou", "IoU")),
+    ):  # fmt: skip
+        value, column = metric_and_column(task, logits, target, *names)
+        known = [each for each in column if not math.isnan(each)]
+        assert len(known) == 3 and math.isnan(column[2])
+        assert value == pytest.approx(sum(known) / 3)
+        assert (value == 1) == (right == 1)
+    nothing = labels.metrics()["f1"]
+    nothing.update(torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.long))
+    assert nothing.compute() == 1
 
 
 @pytest.mark.parametrize("shape", [(3000, 2), (40,)])

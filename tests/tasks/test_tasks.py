@@ -1,5 +1,6 @@
 """Losses, metrics and predictions of the shipped tasks against the formulas in NumPy."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -181,6 +182,8 @@ def test_r2_of_a_constant_target_and_of_a_process_without_samples():
     assert float(one.compute()) == pytest.approx(expected["r2"])
     assert R2(1)(torch.tensor([2.0, 2.0]), torch.tensor([2.0, 2.0])) == 1
     assert R2(1)(torch.tensor([2.0, 2.5]), torch.tensor([2.0, 2.0])) == 0
+    for output, target in (([2.0, math.nan], [1.0, 2.0]), ([2.0, math.nan], [2.0, 2.0]), ([2.0, 2.0], [1.0, math.nan])):
+        assert R2(1)(torch.tensor(output), torch.tensor(target)).isnan()
 
 
 def test_an_image_without_a_pixel_that_counts_has_no_loss_and_no_gradient():

@@ -1,6 +1,5 @@
-"""Hooks around a user's LightningModule: batch norms, seeds of its own dataloaders, what checkpoints keep."""
+"""Hooks around a user's LightningModule: batch norms, seeds of its own dataloaders, its schedulers."""
 
-import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,14 +8,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
-from lockstep.checkpoints.weights import refused
 from lockstep.compat.lightning import begin_loaders_anew
-from lockstep.config.words import plain
 from lockstep.errors import UserError
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import total_steps
-
-HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,7 +25,6 @@ class CustomModule(Callback):
     log_interval: Callable[[float], int] | None
     begun: bool = False
     due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
-    warned: set[str] = field(default_factory=set)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The network is left as the module made it, except its batch norms."""
@@ -68,21 +62,7 @@ class CustomModule(Callback):
         self.begun = True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keeps only plain values of hyper_parameters, because checkpoints load with weights_only=True."""
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
-        for key in HPARAMS.intersection(checkpoint):
-            values = plain(checkpoint[key])  # perhaps a node of Hydra's
-            checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
-            dropped = sorted(values.keys() - checkpoint[key].keys())
-            if dropped and key not in self.warned:
-                self.warned.add(key)
-                logging.getLogger("lockstep").warning(
-                    "checkpoints omit %s from %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
-                    ", ".join(dropped),
-                    key,
-                )
-        for name in ("hparams_type", "datamodule_hparams_type"):  # a class
-            checkpoint.pop(name, None)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.due = checkpoint["plateau"]

@@ -7,7 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,13 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.checkpoints.finding import checkpoints, step_of
+from lockstep.checkpoints.finding import checkpoints, leaves, step_of
 from lockstep.config.words import counted
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError
 from lockstep.machine import process
 from lockstep.machine.world import objects_of_all
 from lockstep.training.arithmetic import completes_step, has_row, steps_done
+from lockstep.training.losses import sample_at
 
 # --- A question to all processes about once a second, at the same step in each ---
 
@@ -202,15 +203,16 @@ class FiniteLoss(Callback):
         self.seen.clear()
 
     def message(self, trainer: Trainer) -> str:
-        """Names the first step with such a loss, and its samples. Every process must call it."""
+        """Names the first step with such a loss, and the stored value that explains it, or its samples. Every process must call it."""
         bad = ((step, loss.item(), index) for step, loss, index in self.seen if not math.isfinite(loss.item()))
         first = next(bad, None)
         if first:
-            indices = first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
-            first = *first[:2], [index for index in indices if index >= 0]  # without fillers
+            first = *first[:2], first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
         everyone = objects_of_all(first)
         step, rank = min((first[0], rank) for rank, first in enumerate(everyone) if first)
         _, loss, samples = everyone[rank]
+        if told := first_odd_value(trainer, step):
+            return f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}): {told}. Correct it, or leave out the sample."
         where = f" on rank {rank}" if trainer.world_size > 1 else ""
         if samples:
             more = ", ..." if len(samples) > SHOWN else ""
@@ -221,6 +223,19 @@ class FiniteLoss(Callback):
             f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}){where}. Try a lower optim.lr, "
             f"trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find the operation that produces it.{start}"
         )
+
+
+def first_odd_value(trainer: Trainer, step: int) -> str:
+    """`target of sample 5 is nan`: the first value that is stored for a step of this epoch and is no finite number; or nothing."""
+    data, ready = trainer.datamodule, trainer.fit_loop.epoch_loop.batch_progress.current.ready  # type: ignore[attr-defined]
+    with suppress(Exception):  # of data that cannot be read now; the loss is what counts
+        position = -(-ready // trainer.accumulate_grad_batches) - 1 - (steps_done(trainer) - step)
+        batch = data.global_batch(trainer.current_epoch, position)
+        for place, index in enumerate(batch["index"].tolist()):
+            for path, value in leaves(sample_at(batch, place, len(batch["index"]))):
+                if isinstance(value, Tensor) and not value.isfinite().all():
+                    return f"{'.'.join(map(str, path))} of sample {index} is {value[~value.isfinite()][0]}"
+    return ""
 
 
 # --- A loss that communicates within a divided batch ---

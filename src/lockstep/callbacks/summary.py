@@ -72,7 +72,7 @@ class RunSummary(Callback):
         say(f"result: {self.across_processes}")
         for change in self.changes:
             say(f"changed since the checkpoint: {change}")
-        for line in work.promises(world):
+        for line in work.promises(world, str(trainer.precision)):
             say(line)
 
     def report_metrics(self) -> dict[str, Any]:

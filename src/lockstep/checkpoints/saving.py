@@ -51,24 +51,33 @@ class AtomicCheckpointIO(CheckpointIO):
     In the background, training waits only for a copy in host memory. There is one copy: the next checkpoint waits until the one before
     it is written. An error in the background is raised by the next checkpoint or by `drain`. The calls queued behind it, such as
     the removal of an older checkpoint, are skipped.
+
+    `folder`: the run's, which does not come back when somebody has removed it; other folders are made.
     """
 
-    def __init__(self, *, background: bool) -> None:
+    def __init__(self, folder: Path, *, background: bool) -> None:
+        self.folder = folder
         self.thread = ThreadPoolExecutor(1, "checkpoints") if background else None  # Python waits for it at exit
         self.calls: list[Future[None]] = []
         self.stager: Any = new_stager()  # only an asynchronous one returns futures
         self.stalled_s = 0.0  # for how long callers of `save` have waited
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        self.save(checkpoint, Path(path), write_file)
+        self.save(checkpoint, Path(path), self.write_file)
+
+    def write_file(self, checkpoint: dict[str, Any], path: Path) -> None:
+        self.make_parent(path)
+        with files.replacing(path) as part:
+            weights.write(checkpoint, part)
+
+    def make_parent(self, path: Path) -> None:
+        if not self.folder.is_dir():
+            raise FolderRemoved(self.folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
 
     def save(self, checkpoint: dict[str, Any], path: Path, write: Write) -> None:
         """Calls `write(checkpoint, path)`, in the background with a copy."""
         began_s = time.perf_counter()
-        if odd := next(weights.refused(checkpoint), None):
-            raise NotSaved(
-                f"the checkpoint {path} would not load: it has {odd}, and only tensors and plain values are loaded. Save those instead."
-            )
         if self.thread:
             self.drain()
             # torch 2.11 and 2.12 close it after a copy, and its next one fails. Remove this with them.
@@ -82,8 +91,26 @@ class AtomicCheckpointIO(CheckpointIO):
                     f"the checkpoint {path} could not be copied, to be written in the background: {e}. "
                     "Pass checkpoint.background=false resume=auto: training then waits for the disk instead."
                 ) from None
-        self.submit(partial(write_or_explain, path, write, checkpoint))
+        self.submit(partial(self.write_or_explain, path, write, checkpoint))
         self.stalled_s += time.perf_counter() - began_s
+
+    def write_or_explain(self, path: Path, write: Write, checkpoint: dict[str, Any]) -> None:
+        """Raises NotSaved or FolderRemoved."""
+        try:
+            write(checkpoint, path)
+        except Exception as e:
+            with contextlib.suppress(OSError):
+                files.remove(files.part_of(path))  # it takes disk space
+            if not self.folder.is_dir():
+                raise FolderRemoved(self.folder) from None
+            cause = next(
+                (each for each in chain(e) if isinstance(each, OSError)), None
+            )  # torch wraps it in its own error
+            reason = f"{cause.strerror or cause}." if cause else f"{type(e).__name__}: {e}."
+            raise NotSaved(
+                f"the checkpoint {path} could not be saved: {reason} The earlier ones are complete and still there. "
+                "Free some space or repair the disk, then run the command again with resume=auto."
+            ) from e
 
     def submit(self, call: Callable[[], None]) -> None:
         """Runs `call` after the earlier ones, unless one of them has failed since the last `finish`."""
@@ -124,35 +151,12 @@ class AtomicCheckpointIO(CheckpointIO):
             log.warning("%s", error)
 
 
-def write_file(checkpoint: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
-    with files.replacing(path) as part:
-        weights.write(checkpoint, part)
-
-
 def remove_or_warn(path: Path) -> None:
     """Removes an old checkpoint. A failure is only logged: it is not worth a failed run."""
     try:
         files.remove(path)
     except OSError as e:
         log.warning("the older checkpoint %s could not be removed: %s", path, e.strerror)
-
-
-def write_or_explain(path: Path, write: Write, checkpoint: dict[str, Any]) -> None:
-    """Raises NotSaved."""
-    try:
-        write(checkpoint, path)
-    except Exception as e:
-        with contextlib.suppress(OSError):
-            files.remove(files.part_of(path))  # it takes disk space
-        if not path.parent.parent.is_dir():
-            raise FolderRemoved(path.parent.parent) from None
-        cause = next((each for each in chain(e) if isinstance(each, OSError)), None)  # torch wraps it in its own error
-        reason = f"{cause.strerror or cause}." if cause else f"{type(e).__name__}: {e}."
-        raise NotSaved(
-            f"the checkpoint {path} could not be saved: {reason} The earlier ones are complete and still there. "
-            "Free some space or repair the disk, then run the command again with resume=auto."
-        ) from e
 
 
 # --- The best checkpoints by the monitored metric ---
@@ -239,6 +243,12 @@ class Position(Callback):
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config  # plain values, kept in every checkpoint
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A ModelCheckpoint of the module's own saves into the run's folder, and not over the run's own checkpoints."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(Path(trainer.default_root_dir) / "own-checkpoints")
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = self.config
         checkpoint["global_step"] = steps_done(trainer)  # Lightning's counts every optimizer's; it loads `loops`
@@ -291,11 +301,6 @@ class LastCheckpoint(Checkpoint):
         self.resumed = Path(resumed) if resumed else None
         self.saved_at = 0
 
-    @property
-    def continues_here(self) -> bool:
-        """Whether the checkpoint that the run was resumed from lies in this run's own folder."""
-        return self.resumed is not None and self.resumed.resolve().parent == self.path.parent.resolve()
-
     def save(self, trainer: Trainer) -> None:
         if self.saved_at != steps_done(trainer):
             trainer.save_checkpoint(self.path, weights_only=False)
@@ -336,17 +341,18 @@ class LastCheckpoint(Checkpoint):
         Otherwise the next resume would take a newer one; and a run with nothing left to train would have no last checkpoint. Not
         earlier: until training starts, the run may be refused.
         """
-        if not self.resumed or not self.continues_here or not trainer.is_global_zero:
+        folder, before = self.path.parent, self.resumed
+        if not trainer.is_global_zero or before is None or before.resolve().parent != folder.resolve():
             return
-        if self.resumed.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
+        if before.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
             with files.replacing(self.path) as part:
-                (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
+                (shutil.copytree if before.is_dir() else shutil.copyfile)(before, part)
             self.resumed = self.path
         old = self.path.with_name(self.path.name + ".old")
         if old.exists() and not self.path.exists():
             old.rename(self.path)
         kept = {Path(path) for best in trainer.checkpoint_callbacks for path in getattr(best, "best_k_models", ())}
-        for path in self.path.parent.iterdir():
+        for path in folder.iterdir():
             name = BEST.fullmatch(path.name)
             if name and path.resolve() not in kept and (kept or int(name[1]) > steps_done(trainer)):
                 files.remove(path)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep.checkpoints.finding import REST, Checkpoint, mapped, shard_files
+from lockstep.config import words
 from lockstep.config.instantiate import network
 from lockstep.errors import UserError
 
@@ -38,6 +39,24 @@ def refused(tree: Any, place: str = "") -> Iterator[str]:
             yield from refused(value, f"{place}/{index}")
     elif type(tree) not in VALUES and not isinstance(tree, Tensor):
         yield f"{place} ({type(tree).__module__}.{type(tree).__qualname__})"
+
+
+HPARAMS = (
+    "hyper_parameters",
+    "datamodule_hyper_parameters",
+)  # what save_hyperparameters() and users' hooks put into a checkpoint
+
+
+def omit_hyperparameters(checkpoint: dict[str, Any]) -> Iterator[str]:
+    """Takes those out that torch.load refuses, and yields their names. A run continues without them: a config makes the module."""
+    for name in ("hparams_type", "datamodule_hparams_type"):  # a class
+        checkpoint.pop(name, None)
+    for key in HPARAMS:
+        if key in checkpoint:
+            values = words.plain(checkpoint[key])  # perhaps a node of Hydra's
+            values = values if isinstance(values, Mapping) else vars(values)  # a Namespace
+            checkpoint[key] = {name: value for name, value in values.items() if not any(refused({name: value}))}
+            yield from (f"{key}.{name}" for name in values if name not in checkpoint[key])
 
 
 def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:

@@ -334,7 +334,8 @@ class Settings:
         cfg = self.cfg.copy()
         with open_dict(cfg):
             if cfg.trainer.precision == "auto":
-                cfg.trainer.precision = precision(self.world.accelerator, self.spec.precisions)
+                best = precision(self.world.accelerator, self.spec.precisions)
+                cfg.trainer.precision = "32-true" if self.custom_module else best  # Lightning's default
             if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
                 cfg.trainer.log_every_n_steps = log_interval(self.steps.steps(samples))
             if data is not None and cfg.data.get("num_workers") == "auto":

@@ -194,14 +194,15 @@ class TrainBatches:
 
 
 class EvalSampler:
-    """Each sample of a split exactly once over all ranks, and the same number of batches in every rank.
+    """Each sample of a split exactly once over all ranks, and the same number of batches in every rank. Global batches hold the same
+    samples on any number of ranks.
 
-    `padded`: all batches have one size, because strategies that communicate in forward (fsdp; ddp with buffers) would wait for a
+    `padded`: all shares have one size, because strategies that communicate in forward (fsdp; ddp with buffers) would wait for a
     rank that has run out of samples. Empty places hold FILLER, and the task never sees those samples. With `shards` a batch has
     that many parts, of which each rank computes its share one after the other.
 
-    Otherwise, for modules that do not know about fillers: global batches do not depend on the number of ranks, whose shares differ by
-    at most one sample. No share is empty: a remainder of fewer samples than ranks joins the previous batch.
+    Otherwise, for modules that do not know about fillers: shares differ by at most one sample, and none is empty. A batch has a
+    sample for each rank at least, so a remainder of fewer joins the previous batch.
     """
 
     def __init__(
@@ -210,24 +211,24 @@ class EvalSampler:
         if split.count < world and not padded:
             raise ValueError(f"{split.count} samples cannot be shared by {world} processes")
         self.split, self.rank, self.world = split, rank, world
-        if padded:
-            parts = (shards or world) // world  # of a batch, in each rank
-            size = -(-min(batch, split.count) // (parts * world)) * world  # of what all ranks compute at the same time
-            batches = -(-split.count // (size * parts))
-            self.bounds = [size * number for number in range(batches * parts + 1)]
-        else:
-            self.bounds = [*range(0, split.count, max(batch, world)), split.count]
-            if len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
-                del self.bounds[-2]
+        self.parts = (shards or world) // world if padded else 1  # of a batch, in each rank
+        self.bounds = [*range(0, split.count, batch if padded else max(batch, world)), split.count]
+        if not padded and len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
+            del self.bounds[-2]
+        ranks = self.parts * world
+        self.width = -(-min(batch, split.count) // ranks) * ranks if padded else None  # of a batch with its fillers
 
     def __len__(self) -> int:
-        return len(self.bounds) - 1
+        return (len(self.bounds) - 1) * self.parts
 
     def __iter__(self) -> Iterator[Indices]:
+        ranks = self.parts * self.world
         for first, end in pairwise(self.bounds):
-            begin, stop = (first + (end - first) * rank // self.world for rank in (self.rank, self.rank + 1))
-            inside = np.arange(begin, min(stop, self.split.count))
-            yield np.append(self.split.indices(inside), np.full(stop - begin - len(inside), FILLER))
+            width = self.width or end - first
+            for place in range(self.rank, ranks, self.world):
+                begin, stop = (first + width * number // ranks for number in (place, place + 1))
+                inside = np.arange(begin, min(stop, end))
+                yield np.append(self.split.indices(inside), np.full(stop - begin - len(inside), FILLER))
 
 
 Sampler = TrainBatches | EvalSampler

@@ -35,6 +35,7 @@ from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove, replacing, write_text
 from lockstep.reporting.render import render
 from lockstep.tasks.panel import Mask, Sample
+from lockstep.tasks.task import RESERVED
 from lockstep.training.losses import sample_at
 from lockstep.training.workload import Columns, Workload
 
@@ -66,8 +67,7 @@ def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool
 
 # --- What the processes of a prediction leave for rank 0: each a file of lines, joined in input order as streams ---
 
-ERROR = "error"  # the column of why a file could not be read
-FIRST = ("index", "path", "row", "target")  # columns before the task's
+*FIRST, ERROR = RESERVED  # columns before the task's, and that of why a file could not be read
 SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
 KEPT = 200  # samples of a gallery
 

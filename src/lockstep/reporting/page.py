@@ -19,7 +19,7 @@ from lockstep.machine.files import write_json, write_text
 from lockstep.reporting.console import metrics_table, say, time_left, warnings_in
 from lockstep.reporting.panels import classes_of, is_right, write_panels
 from lockstep.reporting.render import chart, coloured, render
-from lockstep.run import RunFolder, metric_series
+from lockstep.run import RunFolder, metric_series, tested
 from lockstep.tasks.panel import Content, Gallery
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
 from lockstep.training.workload import headline
@@ -67,7 +67,7 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
         ("Speed", f"{unit}/s", (f"train/{unit}_per_s",)),
         ("Peak memory so far", "GiB, first process", ("train/peak_memory_gib",)),
     ]
-    known = {name for _, _, names in rates for name in names}
+    known = {"epoch", *tested(report), *(name for _, _, names in rates for name in names)}
     curves = [*work.curves(name for name in columns if name not in known), *rates]
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     last_step = max((step for points in columns.values() for step, _ in points), default=1)

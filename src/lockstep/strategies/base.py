@@ -1,7 +1,9 @@
 """What strategies share: the changes to a network before training, and one form for the state of networks and optimizers. And the
 strategies of one process."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -12,9 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.weights import load_into, sharded_like
-from lockstep.errors import UserError
+from lockstep.checkpoints.weights import load_into, omit_hyperparameters, refused, sharded_like
+from lockstep.errors import NotLoadable, UserError
 from lockstep.strategies.batch_norm import synchronise
+from lockstep.training.losses import float32
+from lockstep.training.optim import head_of
+
+log = logging.getLogger("lockstep")
 
 # --- The changes to a network before training. Their order matters ---
 
@@ -22,7 +28,7 @@ GRAPHS = 8  # of a compiled part: training, evaluation, last batches of other si
 
 
 def parallelize(
-    net: nn.Module, trainer: pl.Trainer, *, sync_batchnorm: bool, channels_last: bool, compile: bool
+    net: nn.Module, trainer: pl.Trainer, *, sync_batchnorm: bool, channels_last: bool, compile: bool, float32_head: bool
 ) -> Callable[[Tensor], Tensor]:
     """Changes `net` in place, keeps its state keys, and returns the callable for a batch."""
     strategy = cast(PortableCheckpoint, trainer.strategy)
@@ -30,9 +36,31 @@ def parallelize(
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if sync_batchnorm:  # before sharding: it replaces modules
         synchronise(net, strategy.root_device.type)
+    if float32_head:
+        in_float32(head_of(net), strategy.root_device.type)
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
         compile_in_place(strategy.blocks_of(net) or [net])
     return strategy.parallelize(net)
+
+
+class Float32(nn.Module):
+    """The first base of the class of a module that computes in float32 where autocast would not."""
+
+    autocast_device: str
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        mixed = torch.is_autocast_enabled(self.autocast_device)
+        with torch.autocast(self.autocast_device, enabled=False):
+            inputs, named = float32((inputs, named)) if mixed else (inputs, named)
+            return super().forward(*inputs, **named)
+
+
+def in_float32(head: nn.Module, device: str) -> None:
+    """A new class instead of a wrapper or hooks: keys stay, and compiled graphs and replicas have it too."""
+    for module in head if isinstance(head, nn.ModuleList) else [head]:
+        kind: Any = type(module)
+        own = {"__module__": kind.__module__, "autocast_device": device}
+        module.__class__ = type(kind.__name__, (Float32, kind), own)
 
 
 def compile_in_place(parts: list[nn.Module]) -> None:
@@ -75,6 +103,7 @@ class PortableCheckpoint(Strategy):
     lightning_module: pl.LightningModule  # set before anything here is called
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     contiguous_micro_batches = False
+    omitted: frozenset[str] = frozenset()  # hyperparameters that checkpoints lack
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """The parts of a network that are computed one after the other, if the strategy treats them separately."""
@@ -94,6 +123,25 @@ class PortableCheckpoint(Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Always strict. Raises UserError where names or shapes differ."""
         load_into(self.lightning_module.state_dict(), checkpoint["state_dict"], "the checkpoint")
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *more: Any, **named: Any) -> None:
+        self.make_loadable(checkpoint, filepath)
+        super().save_checkpoint(checkpoint, filepath, *more, **named)
+
+    def make_loadable(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """After all hooks, whoever wrote into the checkpoint. Every process must call it: rank 0's content decides for all.
+
+        Raises:
+            NotLoadable: it holds what torch.load refuses with weights_only=True, outside of hyperparameters.
+        """
+        if new := {*omit_hyperparameters(checkpoint)} - self.omitted:
+            self.omitted |= new
+            advice = "only plain values are saved. Pass them to load_from_checkpoint as arguments"
+            log.warning("checkpoints omit %s: %s.", ", ".join(sorted(new)), advice)
+        if odd := self.broadcast(next(refused(checkpoint), None)):
+            raise NotLoadable(
+                f"the checkpoint {path} would not load: it has {odd}, and only tensors and plain values are loaded. Save those instead."
+            )
 
     def named_groups(self, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
         """The parameters of each of the optimizer's groups by name."""

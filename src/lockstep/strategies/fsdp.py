@@ -21,7 +21,7 @@ from lockstep.checkpoints.saving import AtomicCheckpointIO
 from lockstep.compat.lightning import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.machine import files
-from lockstep.strategies.base import PortableCheckpoint
+from lockstep.strategies.base import Float32, PortableCheckpoint
 from lockstep.strategies.rendezvous import meet
 from lockstep.training.arithmetic import StepArithmetic
 
@@ -55,11 +55,12 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def modules_of_vectors(blocks: list[nn.Module]) -> Iterator[nn.Module]:
-    """Norms, layer scales and their like in the blocks, whose parameters autocast leaves in fp32: none has more than a dimension."""
+    """Norms, layer scales and their like in the blocks, whose parameters autocast leaves in fp32: none has more than a dimension. And a
+    head in float32."""
     once = dict.fromkeys(module for block in blocks for module in block.modules() if module is not block)
     for module in once:
         own = list(module.parameters(recurse=False))
-        if own and all(p.dim() <= 1 for p in module.parameters()):
+        if own and (isinstance(module, Float32) or all(p.dim() <= 1 for p in module.parameters())):
             yield module
 
 
@@ -104,7 +105,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
         """
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        blocks, mesh = self.blocks_of(net), self.device_mesh
+        blocks, mesh = [block for block in self.blocks_of(net) if not isinstance(block, Float32)], self.device_mesh
         policy = MixedPrecisionPolicy()
         if self.precision_plugin.precision == "bf16-mixed" and not self.arithmetic.same_bits:
             # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the network stays
@@ -168,6 +169,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     ) -> None:
         """One file, written by rank 0; or a folder of shards, which gets its name when it is complete."""
         path = Path(self.broadcast(filepath))
+        self.make_loadable(checkpoint, path)
         if not self.sharded_checkpoints:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
@@ -184,7 +186,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         with self.all_or_none():
             if self.is_global_zero:
                 shutil.rmtree(part, ignore_errors=True)
-                part.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
+                self.checkpoint_io.make_parent(part)  # type: ignore[attr-defined]
                 part.mkdir()
         with self.all_or_none():
             weights.save(content["rest"], content["own"], part, self.global_rank, self.world_size)

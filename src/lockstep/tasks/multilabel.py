@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
-from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
+from torchmetrics.classification import MultilabelAccuracy, MultilabelStatScores
 
 from lockstep.errors import UserError
 from lockstep.tasks.panel import ByLabel, Panel, PrecisionRecall
@@ -22,7 +22,7 @@ class Multilabel(Task):
     names = "labels"
     titles: ClassVar = {
         "loss": ("Loss", "binary cross-entropy"),
-        "f1": ("F1", "mean over labels"),
+        "f1": ("F1", "mean over labels that occur or are predicted"),
         "acc": ("Accuracy", "share of labels"),
     }
     activation = "sigmoid"
@@ -47,7 +47,7 @@ class Multilabel(Task):
     def metrics(self) -> dict[str, Metric]:
         arguments: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
         return {
-            "f1": MultilabelF1Score(average="macro", **arguments),
+            "f1": MacroF1(average=None, **arguments),
             "acc": MultilabelAccuracy(average="micro", **arguments),
         }
 
@@ -79,3 +79,14 @@ class Multilabel(Task):
         found = {"target": batch["target"].bool(), "prediction": output.sigmoid() > self.threshold}
         rows = zip(*(self.present(there_BL) for there_BL in found.values()), strict=True)
         return [{name: list(labels) or ["none"] for name, labels in zip(found, row, strict=True)} for row in rows]
+
+
+class MacroF1(MultilabelStatScores):
+    """The mean over the labels that occur or are predicted; 1 without any. torchmetrics (1.9) counts an absent label as 0."""
+
+    plot_upper_bound = 1.0
+
+    def compute(self) -> Tensor:
+        right_L, extra_L, _, missed_L, _ = super().compute().unbind(-1)
+        f1_L = 2 * right_L / (2 * right_L + extra_L + missed_L)
+        return f1_L.nanmean().nan_to_num(1.0)

@@ -241,7 +241,12 @@ class Confusion(Panel):
 
 def precision_and_recall(right: int, target: int, guess: int) -> tuple[Any, ...]:
     """How many there are, the fraction that was found, the fraction that was right, and their harmonic mean."""
-    return target, Share(right, target), Share(right, guess), 2 * right / max(1, target + guess)
+    return target, Share(right, target), Share(right, guess), ratio(2 * right, target + guess)
+
+
+def ratio(part: int, whole: int) -> float:
+    """NaN of nothing: a class that neither occurs nor is predicted is neither found nor missed, and counts in no mean."""
+    return part / whole if whole else math.nan
 
 
 class ByPixel(Confusion):
@@ -251,7 +256,7 @@ class ByPixel(Confusion):
 
     def of_class(self, right: int, target: int, guess: int) -> tuple[Any, ...]:
         fraction = target / max(1, int(self.confusion_KK.sum()))
-        return f"{fraction:.1%}", right / max(1, target + guess - right), right / max(1, target), right / max(1, guess)
+        return f"{fraction:.1%}", ratio(right, target + guess - right), ratio(right, target), ratio(right, guess)
 
 
 class Calibration(Panel):

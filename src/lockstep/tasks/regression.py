@@ -22,6 +22,7 @@ class Regression(Task):
     needs = ("targets",)
     names = "targets"
     activation = "identity"
+    float32_head = True  # near 1,500, bf16 has multiples of 8
 
     def __init__(self, *, loss: Literal["mse", "mae", "huber"] = "mse", huber_delta: float = 1.0) -> None:
         super().__init__()
@@ -102,5 +103,5 @@ class R2(Metric):
 
     def compute(self) -> Tensor:
         deviations_T = self.squares_T - self.sum_T.square() / self.count
-        constant = (self.errors_T == 0).to(self.errors_T.dtype)
-        return torch.where(deviations_T > 0, 1 - self.errors_T / deviations_T, constant).mean()
+        constant = (self.errors_T == 0).to(self.errors_T.dtype).where(self.errors_T.isfinite(), torch.nan)
+        return torch.where(deviations_T <= 0, constant, 1 - self.errors_T / deviations_T).mean()

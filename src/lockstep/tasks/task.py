@@ -13,6 +13,7 @@ from lockstep.errors import UserError
 from lockstep.tasks.panel import Panel
 
 Plain = str | int | float
+RESERVED = ("index", "path", "row", "target", "error")  # columns of a table of predictions that say what a row is about
 
 
 class Task(nn.Module):
@@ -34,6 +35,9 @@ class Task(nn.Module):
     # A loss between samples, such as a contrastive one: training and evaluation call `loss` with the outputs and the batch of all
     # processes, in the order of the global batch. It returns a number for each of these samples.
     between_samples: bool = False
+    float32_head: bool = (
+        False  # the network's last layer computes in float32 under mixed precision, for outputs with more than 3 digits
+    )
     about: Mapping[str, Any]
 
     def bind(self, about: Mapping[str, Any]) -> None:
@@ -125,6 +129,16 @@ class Task(nn.Module):
         small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
         cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
         return [{name: column[row] for name, column in cells.items()} for row in range(count)]
+
+
+def validated_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises UserError if predictions have a column that Lockstep writes itself."""
+    if taken := [name for name in columns if name in RESERVED or name.startswith("target/")]:
+        raise UserError(
+            f"the predictions have a column {taken[0]}, which Lockstep's tables of predictions have themselves. Reserved are "
+            f"{', '.join(RESERVED)} and target/... Rename the column."
+        )
+    return dict(columns)
 
 
 def is_small(column: Any, count: int) -> bool:

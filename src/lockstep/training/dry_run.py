@@ -25,6 +25,7 @@ from torchmetrics import Metric
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
+from lockstep.tasks.task import validated_columns
 from lockstep.training import invariance
 from lockstep.training.losses import first_rows, float32, one_per_sample, weight_of
 from lockstep.training.metrics import named
@@ -171,7 +172,7 @@ class DryRun:
                 value = computed(metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
                 logged += named(name, value, task.value_names)
         with refused(f"{title}: {{}}."):
-            predicted = task.predictions(outputs)
+            predicted = validated_columns(task.predictions(outputs))
             columns = {"describe": task.describe(outputs, batch), **(task.targets(batch) if "target" in batch else {})}
             columns |= {} if type(task).predictions is Task.predictions else predicted  # columns of the user's own
             for what, column in columns.items():

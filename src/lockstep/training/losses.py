@@ -3,7 +3,7 @@
 # B batch, fillers included
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +12,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Batch
 from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
@@ -168,17 +167,6 @@ def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor
 # respect to its own outputs is complete: backward communicates nothing more.
 
 
-def undivided_evaluation(data: DataModule, title: str, world: int) -> Iterator[str]:
-    """What would cut an evaluation's batch, so that samples of it do not meet; `title` is that of the task."""
-    batch, largest = data.eval_batch_size, max(data.val_split.count, data.test_split.count)
-    if batch % world and batch < largest:
-        yield (
-            f"data.eval_batch_size={batch} cannot be divided among {world} processes, and task={title} compares the samples of a "
-            "batch (between_samples): batches that differ from those of one process would change the metrics. "
-            f"Set data.eval_batch_size={batch // world * world or world}."
-        )
-
-
 def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> tuple[Any, Batch]:
     """For a task with `between_samples`, the outputs, with gradients, and the batch of all processes; for others its arguments."""
     if not task.between_samples or trainer.world_size == 1:
@@ -225,9 +213,8 @@ def evaluation_loss(task: Task, output: Any, batch: Batch, module: pl.LightningM
     if not task.between_samples or module.trainer.world_size == 1:
         return None
     output, gathered = whole_batch(task, float32(output), batch, module.trainer)
-    places = (gathered["index"] != FILLER).nonzero()[:, 0].tolist()
+    count = int((gathered["index"] != FILLER).sum())  # the fillers are last
+    output = apply_to_collection(output, Tensor, lambda tensor: tensor[:count])
+    named = {**samples_at(gathered, slice(count), gathered["count"]), "count": count}
     first = module.trainer.global_rank * len(batch["index"])
-    before = sum(place < first for place in places)
-    output = apply_to_collection(output, Tensor, lambda tensor: tensor[places])
-    named = {**samples_at(gathered, places, gathered["count"]), "count": len(places)}
-    return one_per_sample(task.loss(output, named), task, named)[before : before + batch["count"]]
+    return one_per_sample(task.loss(output, named), task, named)[first : first + batch["count"]]

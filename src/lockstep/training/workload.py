@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lockstep.errors import UserError
 from lockstep.run import tested
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
+from lockstep.tasks.task import validated_columns
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, UNKNOWN
 from lockstep.training.metrics import TestPanels
@@ -24,13 +26,18 @@ from lockstep.training.module import TaskModule
 Columns = dict[str, Any]
 Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% interval if there is a simple one
 Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
-CURVES = 8  # of metrics that a module of the user's logs
-STAGE = re.compile(r"(train|val|valid|validation)[/_](.+)")
+CURVES, LINES = 24, 8  # charts of what is logged besides the task's own; lines of one chart
+STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
+STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
 
 def headline(report: Mapping[str, Any]) -> tuple[str, str]:
-    """Name and value of the first test metric, or else of the monitored one; without either, how far the run has come."""
-    names = [*tested(report), *(name for name in report if name == report.get("monitor"))]
+    """Name and value of the test metric that corresponds to the monitored one, or of the first, or else of the monitored one; without
+    any, how far the run has come."""
+    monitor, metrics = str(report.get("monitor")), tested(report)
+    plain = {name: STAGES.sub("", name).strip("/_") for name in (*metrics, monitor)}  # without the stage
+    names = [name for name in metrics if plain[name] == plain[monitor]]
+    names += [*metrics, *(name for name in report if name == monitor)]
     if names:
         return names[0], metric(names[0], report[names[0]])
     if report["status"] == "done":
@@ -69,9 +76,11 @@ class Workload:
             return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
         return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
 
-    def promises(self, world: int) -> list[str]:
+    def promises(self, world: int, precision: str) -> list[str]:
         """Lines on which of Lockstep's promises hold, where not all do."""
-        own = "the loss is averaged as the module does it; test metrics are the module's own"
+        own = (
+            f"the loss is averaged as the module does it; test metrics are the module's own; it computes in {precision}"
+        )
         if self.engine_data is None:
             return [
                 f"task: {self.title}'s own steps on {type(self.data).__name__}'s own dataloaders: one-format checkpoints hold; batches are "
@@ -96,16 +105,17 @@ class Workload:
         return columns_of_module, ()
 
     def headline(self, report: Mapping[str, Any]) -> Headline:
-        """Of the report's main metric: the first of the test, or else the monitored one."""
+        """Of the report's main metric."""
         return *headline(report), None
 
     def curves(self, logged: Iterable[str]) -> list[Curve]:
-        """The report's curves, from the names of what was logged."""
-        groups: dict[str, list[str]] = {}
+        """The report's curves, from the names of what was logged: those of training and validation by metric, then the others."""
+        groups: dict[tuple[bool, str], list[str]] = {}
         for name in logged:
-            if (found := STAGE.fullmatch(name)) and not name.endswith("/count"):
-                groups.setdefault(found[2], []).append(name)
-        return [(name, "", tuple(names)) for name, names in list(groups.items())[:CURVES]]
+            if not name.endswith("/count"):
+                found = STAGE.fullmatch(name)
+                groups.setdefault((not found, found[2] if found else name), []).append(name)
+        return [(name, "", tuple(groups[_, name][:LINES])) for _, name in sorted(groups, key=itemgetter(0))[:CURVES]]
 
     def highest(self, name: str) -> float:
         """The largest value that a logged metric can have."""
@@ -140,8 +150,11 @@ class TaskWorkload(Workload):
             )
         return self.trial.replace(ROUNDING, ROUNDING + IN_HALF.format(precision)) if "16" in precision else self.trial
 
-    def promises(self, world: int) -> list[str]:
-        return []
+    def promises(self, world: int, precision: str) -> list[str]:
+        rounded = (
+            f"task: predictions have about 3 significant digits in {precision}; with trainer.precision=bf16-mixed, 7"
+        )
+        return [rounded] if self.task.float32_head and precision in ("bf16-true", "16-true") else []
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         self.module.test_panels = TestPanels(self.task, panels, compiled=compiled)
@@ -157,7 +170,9 @@ class TaskWorkload(Workload):
         return *self.task.headline(report), self.task.interval(report)
 
     def curves(self, logged: Iterable[str]) -> list[Curve]:
-        return self.task.curves()
+        own = self.task.curves()
+        drawn = {name for _, _, names in own for name in names}
+        return [*own, *super().curves(name for name in logged if name not in drawn)]
 
     def highest(self, name: str) -> float:
         """As torchmetrics declares it: 1 for fractions."""
@@ -169,17 +184,17 @@ def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
     """Targets and loss, if the batch has targets, and the task's predictions."""
     network_output, batch = output
     known = "target" in batch
-    columns = (task.targets(batch) if known else {}) | task.predictions(network_output)
+    columns = (task.targets(batch) if known else {}) | validated_columns(task.predictions(network_output))
     if top_k > 1:
         columns |= task.top(network_output, top_k)
     if known and not task.between_samples:  # where a sample has no loss of its own
-        columns["loss"] = task.loss(network_output, batch)
+        columns.setdefault("loss", task.loss(network_output, batch))
     return columns
 
 
 def columns_of_module(output: Any) -> Columns:
     if isinstance(output, Mapping):
-        return dict(output)
+        return validated_columns(output)
     if isinstance(output, Tensor | list | tuple):
         return {"output": output}
     raise UserError(

@@ -1,0 +1,173 @@
+"""What a run says of its numbers: predictions with all their digits, values that are none, columns that are taken, what is drawn, and
+what its checkpoints keep of a module's hooks. In this process, but for runs of two."""
+
+import csv
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import thin_project
+import torch
+from in_process import state
+from torch import nn
+
+import lockstep
+from lockstep.errors import LossNotFinite, NotSaved, RunFailed, UserError
+from lockstep.reporting.page import headline_parts
+from lockstep.training.workload import headline
+
+HOUSES = [
+    "data=own", "data._target_=houses.Houses", "data.batch_size=12", "model=own", "model._target_=houses.Dense", "optim.lr=1e-2", "trainer.accelerator=cpu",
+    "trainer.max_epochs=2", "trainer.log_every_n_steps=1",
+]  # fmt: skip
+REGRESSION = ["task=regression", *HOUSES]
+TWO = ["trainer.devices=2"]
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path) -> Iterator[Path]:
+    with thin_project.entered(tmp_path / "project", "houses", **thin_project.package("houses")) as root:
+        yield root
+    sys.modules.pop("houses", None)
+
+
+def module(*more: str) -> dict:
+    own = [
+        "task=lightning_module",
+        "task._target_=houses.Module",
+        "task.monitor=val_f1",
+        "data=own",
+        "data._target_=houses.Houses",
+    ]
+    rest = [each for each in HOUSES if not each.startswith(("model", "optim", "data=", "data._"))]
+    return lockstep.train([*own, *rest, "run=a", *more])
+
+
+def table() -> list[dict[str, str]]:
+    lockstep.predict(["run=a", "input=test", "output=p.csv", "trainer.accelerator=cpu"])
+    with Path("p.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# --- Digits of a regression ---
+
+
+@pytest.mark.parametrize("more", [
+    ["trainer.precision=bf16-mixed"],
+    pytest.param(["trainer.precision=bf16-mixed", "compile=true"], marks=slow),
+    pytest.param(["trainer.precision=bf16-mixed", "strategy=ddp", *TWO], marks=slow),
+    pytest.param(["trainer.precision=bf16-mixed", "strategy=fsdp", *TWO], marks=slow),
+])  # fmt: skip
+def test_predictions_near_1500_have_their_digits_in_bf16(more, forked, monkeypatch):
+    compiled = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self: compiled(self, backend="eager", fullgraph=True)
+    )  # no compiler
+    lockstep.train([*REGRESSION, "run=a", *more])
+    prices = [float(row["price"]) for row in table()]
+    assert len(prices) == 30 and all(price % 4 for price in prices)
+    assert len(set(prices)) > 20 and all(1400 < price < 1600 for price in prices)
+    saved = state("a/checkpoints/last.ckpt")["state_dict"]
+    assert all(value.dtype == torch.float32 for value in saved.values())
+    assert [name.rpartition(".")[2] for name in saved] == ["weight", "bias"] * 2
+
+
+def test_in_bf16_throughout_the_first_lines_say_what_a_prediction_is_worth():
+    lockstep.train([*REGRESSION, "run=a", "trainer.precision=bf16-true"])
+    assert "predictions have about 3 significant digits in bf16-true" in Path("runs/a/train.log").read_text()
+
+
+# --- Values that are no numbers ---
+
+
+@pytest.mark.parametrize(("odd", "more", "told"), [
+    ("[target,7,nan]", [], "target of sample 7 is nan. Correct it"),
+    ("[input,9,-inf]", ["trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=4"], "input of sample 9 is -inf. Correct it"),
+    ("[target,11,nan]", ["task=lightning_module", "task._target_=houses.Module", "model=none", "optim=none", "schedule=none"],
+     "target of sample 11 is nan. Correct it"),
+])  # fmt: skip
+def test_a_loss_that_is_no_number_names_the_value_that_is_none(odd, more, told):
+    kept = [each for each in REGRESSION if "model=none" not in more or not each.startswith(("model", "optim", "task"))]
+    with pytest.raises(LossNotFinite) as failed:
+        lockstep.train([*kept, "run=a", "data.val_fraction=0.1", f"+data.odd={odd}", *more])
+    assert told in str(failed.value) and "optim.lr" not in str(failed.value)
+
+
+# --- Columns of a table of predictions ---
+
+
+@pytest.mark.parametrize("more", [["+data.target=error"], ["task._target_=houses.Renamed"]])
+def test_a_column_of_locksteps_own_is_refused_before_training(more):
+    with pytest.raises(
+        UserError,
+        match=r"task=.*: the predictions have a column error, .* Reserved are index, path, row, target, error and target/",
+    ):
+        lockstep.train([*REGRESSION, "run=a", *more])
+    assert not Path("runs/a").exists()
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["strategy=ddp", *TWO], marks=slow)])
+def test_a_modules_column_of_that_name_is_refused_at_the_first_batch(more, forked, capfd):
+    module("+task.column=error")
+    with pytest.raises((UserError, RunFailed)) as refused:
+        lockstep.predict(["run=a", "input=test", "output=p.csv", "trainer.accelerator=cpu", *more])
+    told = "the predictions have a column error, which Lockstep's tables of predictions have"
+    assert told in str(refused.value) + capfd.readouterr().err
+    assert [path.name for path in Path().glob("p.csv*")] == []
+
+
+# --- What is drawn, and the headline ---
+
+
+def test_all_that_a_module_logs_is_drawn_and_the_headline_is_what_is_monitored():
+    report = module("trainer.precision=auto")
+    assert report["precision"] == "32-true"
+    page = Path("runs/a/report.html").read_text()
+    titles = re.findall("<h3>([^<]+)<", page)
+    assert titles[:5] == ["loss_a", "loss", "f1", "return", "Speed"]
+    assert not {"epoch", "test_loss", "test_f1"} & set(titles)
+    with_headline = headline_parts(None, report)
+    assert (with_headline["name"], with_headline["number"]) == ("Test_f1", "0.7500")
+
+
+@pytest.mark.parametrize(("monitor", "name"), [
+    ("val_f1", "test_f1"), ("valid/f1", "test_f1"), ("f1", "test_f1"), ("val_mae", "test_loss"), (None, "test_loss"),
+    ("auc_val", "auc/test"), ("train_loss_a", "test_loss_a"),
+])  # fmt: skip
+def test_the_headline_is_the_test_metric_of_what_is_monitored_or_else_the_first(monitor, name):
+    tested = ["test_loss", "test_loss_a", "test_f1", "raw/test_f1", "auc/test"]
+    report = {"status": "done", "monitor": monitor, "evaluated": " | ".join(tested), **dict.fromkeys(tested, 0.5)}
+    assert headline(report)[0] == name
+
+
+# --- Checkpoints of a module's own callbacks and hooks ---
+
+
+@pytest.mark.parametrize("folder", ["", "deep/er/folder"])
+def test_a_model_checkpoint_of_the_modules_own_saves(folder):
+    module(f"+task.folder='{folder}'")
+    there = Path(folder or "runs/a/own-checkpoints")
+    assert (there / "last.ckpt").is_file() and len(list(there.glob("epoch=*.ckpt"))) == 1
+    assert Path("runs/a/checkpoints/last.ckpt").is_file()
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["strategy=ddp", *TWO], marks=slow)])
+def test_hyperparameters_that_a_hook_writes_are_left_out_if_they_cannot_be_loaded(more, forked):
+    assert module("+task.hook=hyperparameters", *more)["status"] == "done"
+    assert state("a/checkpoints/last.ckpt")["hyper_parameters"] == {"width": 3}
+    log = Path("runs/a/train.log").read_text()
+    assert log.count("checkpoints omit hyper_parameters.loss: only plain values are saved") == 1
+
+
+@pytest.mark.parametrize(("hook", "more"), [
+    ("all", []), *(pytest.param(hook, ["strategy=ddp", *TWO], marks=slow) for hook in ("all", "rank0")),
+])  # fmt: skip
+def test_a_state_that_cannot_be_loaded_ends_the_run_in_all_processes_alike(hook, more, forked, capfd):
+    with pytest.raises((NotSaved, RunFailed)) as failed:
+        module(f"+task.hook={hook}", *more)
+    told = str(failed.value) + capfd.readouterr().err
+    assert "would not load: it has /mine (torch.nn.modules.loss.MSELoss)" in told
+    assert "Traceback" not in told and "gloo" not in told.lower()
