@@ -1,7 +1,6 @@
 """How checkpoints are written: atomically, in the order of the calls, while training continues. When they are saved, which are kept,
 and where a resumed run continues."""
 
-import contextlib
 import logging
 import math
 import shutil
@@ -143,8 +142,6 @@ def write_or_explain(path: Path, write: Write, checkpoint: dict[str, Any]) -> No
     try:
         write(checkpoint, path)
     except Exception as e:
-        with contextlib.suppress(OSError):
-            files.remove(files.part_of(path))  # it takes disk space
         if not path.parent.parent.is_dir():
             raise FolderRemoved(path.parent.parent) from None
         cause = next((each for each in chain(e) if isinstance(each, OSError)), None)  # torch wraps it in its own error
@@ -340,10 +337,11 @@ class LastCheckpoint(Checkpoint):
             return
         if self.resumed.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
             with files.replacing(self.path) as part:
-                (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
+                copy = partial(shutil.copytree, symlinks=True) if self.resumed.is_dir() else shutil.copyfile
+                copy(self.resumed, part)
             self.resumed = self.path
         old = self.path.with_name(self.path.name + ".old")
-        if old.exists() and not self.path.exists():
+        if old.exists() and not old.is_symlink() and not self.path.exists():
             old.rename(self.path)
         kept = {Path(path) for best in trainer.checkpoint_callbacks for path in getattr(best, "best_k_models", ())}
         for path in self.path.parent.iterdir():

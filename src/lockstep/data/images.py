@@ -21,6 +21,7 @@ from lockstep.data.dataset import Batch, DataSet, Indices
 from lockstep.data.pixels import ENDINGS, Preprocess, original_size, reason, refuse_numbers, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
+from lockstep.machine.files import open_plain, read_bytes
 from lockstep.machine.world import cores, rank_of
 
 # B batch · C channel · H W pixel · N file
@@ -55,7 +56,7 @@ def files_below(folder: str, endings: tuple[str, ...] = ENDINGS) -> Iterator[str
 def read_csv(path: Path, needed: Sequence[str], others: str, where: str) -> tuple[Sequence[str], list[dict[str, str]]]:
     """The columns and rows of a CSV (a TSV has tabs). Raises UserError: it is none, it lacks a column, or it has no rows."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with open_plain(path, "r", follows=True, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             columns, rows = reader.fieldnames or [], list(reader)
     except (csv.Error, UnicodeDecodeError, OSError) as e:
@@ -121,7 +122,8 @@ def decoded(file: Any, *, channels: int, size: int) -> NDArray[np.uint8]:
     """image_CHW of a file, by its path or opened."""
     from PIL import Image
 
-    with warnings.catch_warnings(), Image.open(file) as image:
+    source = io.BytesIO(read_bytes(file, follows=True)) if isinstance(file, Path) else file
+    with warnings.catch_warnings(), Image.open(source) as image:
         warnings.simplefilter("ignore")  # about odd EXIF data and palettes
         return to_array(image, channels=channels, size=size)
 
@@ -161,7 +163,7 @@ def read_all(
     def read(place: int) -> tuple[bytes, str | None]:
         digest = b""
         try:
-            content = (base / paths[place]).read_bytes()
+            content = read_bytes(base / paths[place], follows=True)
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
                 if image_NCHW is not None:
@@ -273,7 +275,7 @@ class Images(DataSet):
     def mask_size(self, path: Path) -> tuple[int, int]:
         from PIL import Image
 
-        with Image.open(path) as image:
+        with open_plain(path, follows=True) as file, Image.open(file) as image:
             return original_size(image)
 
     @cached_property
