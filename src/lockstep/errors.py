@@ -21,10 +21,12 @@ class UserError(ValueError):
 class ForeignObjects(UserError):
     """A checkpoint has objects that could run code. Nobody's fault but its maker's: it is never skipped in silence."""
 
-    def __init__(self, path: Path, why: str) -> None:
+    def __init__(self, name: str, path: Path | None = None) -> None:
+        what = f"holds objects that could run code ({name}); a checkpoint has only tensors and plain values"
         super().__init__(
-            f"{path} is not a checkpoint of Lockstep: it holds objects that could run code ({why}), and a checkpoint has only tensors and "
-            "plain values. It was not loaded. Remove it to use another checkpoint."
+            f"{path} is not a checkpoint of Lockstep: it {what}. Nothing was loaded; remove it to use another."
+            if path
+            else name
         )
 
 

@@ -3,7 +3,6 @@
 import codecs
 import pickle
 import re
-import sys
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -66,15 +65,11 @@ LOOP = (
 )
 
 
-def config_problem(config: dict[str, Any]) -> str | None:
-    """Why it is not the config of a run."""
-    if why := foreign(config):
-        return why
-    found = list(leaves(config))
+def is_config(config: dict[str, Any]) -> bool:
     groups = all(isinstance(config.get(group), dict) for group in GROUPS if group not in RECIPES)
+    found = list(leaves(config))
     keys = {type(key) for place, _ in found for key in place}
-    plain = keys <= {str, int} and all(isinstance(v, bool | int | float | str | None) for _, v in found)
-    return None if groups and plain else "it is something else"
+    return groups and keys <= {str, int} and all(isinstance(v, bool | int | float | str | None) for _, v in found)
 
 
 @dataclass(frozen=True)
@@ -99,8 +94,8 @@ class Checkpoint:
             why = f"it has no {' and no '.join(missing)}"
         elif wrong := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
             why = f"its {wrong[0]} is a {type(values[wrong[0]]).__name__}"
-        elif problem := config_problem(values["config"]):
-            why = f"its config is not the config of a run: {problem}"
+        elif (problem := foreign(values["config"])) or not is_config(values["config"]):
+            why = f"its config is not the config of a run{f': {problem}' if problem else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             why = "it does not say what its data is"
         elif problem := foreign([values.get(DATA), values.get("network")], references=True):
@@ -146,16 +141,12 @@ class StandIn:
         pass
 
 
-class HoldsObjects(Exception):
-    """A pickle names something else than what tensors and plain values need."""
-
-
 class Outline(pickle.Unpickler):
     """Reads a pickle without its objects: nothing that it names is imported or called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in KNOWN:
-            raise HoldsObjects(f"{module}.{name}")
+            raise ForeignObjects(f"{module}.{name}")
         return {"OrderedDict": OrderedDict, "Counter": Counter}.get(name, StandIn)
 
     def persistent_load(self, _: Any) -> Any:
@@ -163,7 +154,7 @@ class Outline(pickle.Unpickler):
 
 
 def unpickled(path: Path) -> Any:
-    """The values of a file of torch.save, with stand-ins for its tensors. Raises UserError: it is none; HoldsObjects."""
+    """The values of a file of torch.save, with stand-ins for its tensors. Raises UserError: it is none."""
     file = path / REST if path.is_dir() else path
     try:
         with naming_memory(file), open_plain(file) as opened, zipfile.ZipFile(opened) as archive:
@@ -172,10 +163,10 @@ def unpickled(path: Path) -> Any:
                 raise pickle.UnpicklingError("it is an archive that torch.save did not write")
             with archive.open(name) as pickled:
                 return Outline(pickled).load()
+    except ForeignObjects as e:
+        raise ForeignObjects(str(e), path) from None
     except OutOfMemory:
         raise
-    except HoldsObjects as e:
-        raise ForeignObjects(path, f"it names {e}") from None
     except Exception as e:  # bytes that are no pickle may raise anything
         raise UserError(f"{path} is not a checkpoint of Lockstep: {' '.join(str(e).split())}.") from None
 
@@ -246,9 +237,7 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
         if steps[path] >= 0 and is_checkpoint(path):
             yield path
         elif rank_of() == 0:
-            print(
-                f"WARNING: {path} is {'a link' if path.is_symlink() else 'incomplete'} and is skipped.", file=sys.stderr
-            )
+            warn(f"{path} is {'a link' if path.is_symlink() else 'incomplete'} and is skipped.")
 
 
 # --- Finding what a key names ---
@@ -279,15 +268,11 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
     named = RunFolder(run_dir).report().get("checkpoint")
-    if named is not None and not isinstance(named, str):
-        raise UserError(
-            f"{run_dir}/report.json is damaged: its checkpoint is {named!r}. Pass checkpoint=<path of a .ckpt file>."
-        )
-    if named and is_checkpoint(path := run_dir / named):
+    if named and is_checkpoint(path := run_dir / str(named)):
         return path
     newest = newest_checkpoint(run_dir)
-    if named and rank_of() == 0:
-        warn(f"{run_dir / named}, which the run tested, is not a complete checkpoint: {newest} is taken instead.")
+    if named is not None and rank_of() == 0:
+        warn(f"{run_dir}/report.json: checkpoint={named} is no complete checkpoint. {newest} is taken instead.")
     return newest
 
 

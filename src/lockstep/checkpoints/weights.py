@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep.checkpoints.finding import REST, Checkpoint, mapped, shard_files
 from lockstep.config.instantiate import network
-from lockstep.errors import ForeignObjects, OutOfMemory, UserError, naming_memory
+from lockstep.errors import ForeignObjects, UserError, naming_memory
 from lockstep.machine.files import open_plain
 from lockstep.run import told_if_damaged
 
@@ -63,22 +63,19 @@ def write(content: Any, path: Path) -> None:
 
 def open_file(path: Path) -> Any:
     """Tensors and plain values, memory-mapped. Raises UserError: the checksums do not cover the table of contents."""
-    try:
-        with naming_memory(path):
+    with naming_memory(path):
+        try:
             open_plain(path).close()  # torch maps by path only
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OutOfMemory:
-        raise
-    except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
-        if "weights_only" in str(e):  # torch's own message advises to run its code
-            raise ForeignObjects(path, "or that torch does not load") from None
-        if "allocate memory" in str(e).lower():  # of a mapping, in torch's own error
-            with naming_memory(path):
+        except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
+            if "weights_only" in str(e):  # torch's own message advises to run its code
+                raise ForeignObjects("which torch refuses to load", path) from None
+            if "allocate memory" in str(e).lower():  # of a mapping
                 raise MemoryError from None
-        raise UserError(
-            f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it: resume=auto takes the newest "
-            "complete checkpoint."
-        ) from None
+            raise UserError(
+                f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it: resume=auto takes the newest "
+                "complete checkpoint."
+            ) from None
 
 
 # --- A checkpoint as a folder ---
@@ -206,13 +203,13 @@ def form(value: Any) -> str:
     """What has to agree of a weight and its saved value: a copy of one form into another fails, or loses a part."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    kinds = {
-        "sparse": value.layout is not torch.strided,
-        "meta": value.is_meta,
-        "complex": value.is_complex(),
-        "quantized": value.is_quantized,
-    }
-    return " ".join([*(name for name, holds in kinds.items() if holds), str(tuple(value.shape))])
+    kinds = (
+        ("sparse ", value.layout is not torch.strided),
+        ("meta ", value.is_meta),
+        ("complex ", value.is_complex()),
+        ("quantized ", value.is_quantized),
+    )
+    return "".join(name for name, holds in kinds if holds) + str(tuple(value.shape))
 
 
 @torch.no_grad()
