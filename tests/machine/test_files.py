@@ -47,7 +47,14 @@ def test_a_kill_keeps_the_old_file_and_a_write_a_day_later_leaves_no_part(tmp_pa
 
 
 def test_only_parts_of_ours_are_removed(tmp_path):
-    mine = ["report.json.part", "report.json.parts", "report.json.old", ".report.json.part", ".lockstep-notes.part", ".lockstep-a.part"]
+    mine = [
+        "report.json.part",
+        "report.json.parts",
+        "report.json.old",
+        ".report.json.part",
+        ".lockstep-notes.part",
+        ".lockstep-a.part",
+    ]
     for name in mine:
         (tmp_path / name).mkdir()
         (tmp_path / name / "kept").touch()

@@ -75,7 +75,7 @@ def private_folder() -> Path:
     for number in itertools.count():
         path = Path(tempfile.gettempdir(), f"lockstep-{user}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
-            path.mkdir(0o700)
+            path.mkdir(0o700, parents=True)
         found = path.lstat()  # of a link, itself
         if stat.S_ISDIR(found.st_mode) and found.st_uid == user and (os.name == "nt" or not found.st_mode & 0o077):
             return path
