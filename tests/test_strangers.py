@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -185,84 +186,73 @@ def test_what_is_written_follows_the_umask(run_a):
 
 # --- one place opens the files of a run ------------------------------------------------------------------------------
 
-OPENS = {
+OPENS = (
     "open",
     "read_text",
     "read_bytes",
     "write_text",
     "write_bytes",
     "FileHandler",
-    "ZipFile",
-    "memmap",
     "copyfile",
     "copytree",
-}
-OPENS |= {"torch.load", "np.load", "OmegaConf.load"}
-FREE = {  # what opens a file elsewhere, and why it may
-    "machine/files.py": "the place itself",
-    "machine/world.py": "files of the system and of torch",
-    "machine/process.py": "its own standard streams",
-    "config/project.py": "pyproject.toml of the project",
-    "config/compose.py": "configs of the project",
-    "launch/help.py": "configs and scripts of the project",
-    "__main__.py": "files of the package",
-    "reporting/render.py": "files of the package",
-    "launch/local.py": "files of a private temporary folder",
-    "checkpoints/weights.py": "writes into a new folder of its own; torch maps by path, after the file was judged",
-    "checkpoints/saving.py": "copies a checkpoint that was judged into a new folder of its own",
-    "checkpoints/finding.py": "a zip file that was opened in the one place",
-    "data/cache.py": "writes into a new folder of its own; NumPy maps by path, after the file was judged",
-    "data/dataset.py": "maps what data/cache.py has mapped",
-    "data/images.py": "Pillow, of bytes and files that were opened in the one place",
-    "data/published.py": "downloads, and gzip of a file that was opened in the one place; writes into a new folder",
-    "reporting/panels.py": "Pillow, of bytes",
-    "extras": "files of an export or a prediction in a new folder of their own; sources of packages",
-}  # fmt: skip
-READS = ("read_text", "read_bytes", "OmegaConf.load", ".open", "FileHandler")
-NOT_OF_A_RUN = (
-    "machine/",
-    "config/",
-    "launch/help.py",
-    "launch/local.py",
-    "__main__.py",
-    "reporting/render.py",
-    "extras/",
-    "data/",
+    "fromfile",
+    "touch",
 )
+OPENS_BY_NAME = ("torch.load", "np.load", "OmegaConf.load", "zipfile.ZipFile", "np.memmap")
+OURS = ("read_text", "read_bytes", "write_text")  # of machine/files.py, called by their names or as files.x
+FREE = {  # what a module opens in another way, and why it may
+    "reporting/recorder.py": ("self.open", "its own method"),
+    "reporting/render.py": ("read_text", "files of the package"),
+    "reporting/panels.py": ("Image.open wave.open", "bytes in memory"),
+    "checkpoints/finding.py": ("zipfile.ZipFile archive.open", "a file that was opened in the one place"),
+    "checkpoints/weights.py": ("torch.load", "torch maps by path: a file that was judged in the line before"),
+    "checkpoints/saving.py": ("shutil.copyfile", "a checkpoint that was judged, into a new folder of its own"),
+    "launch/local.py": ("path.read_text end_file.touch VMSTAT.read_text", "files of a private temporary folder; a counter of the system"),
+    "launch/help.py": ("read_text", "configs of the project"),
+}  # fmt: skip
+NOT_OF_A_RUN = ("machine/", "config/", "data/", "extras/", "__main__.py")
 
 
 def opened_in(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            if name in OPENS or (name.rpartition(".")[2] in OPENS and not name.startswith("files.")):
+            name = re.sub(r"\(.*\)|'.*'", "", ast.unparse(node.func))
+            if name in OPENS_BY_NAME or name.rpartition(".")[2] in OPENS:
                 yield name
 
 
 def test_no_file_of_a_run_is_opened_around_the_one_place():
-    """The rooms that handle a run call files.open_plain, read_text and read_bytes as functions, never a method of a path."""
+    """The rooms that handle a run call open_plain, read_text and read_bytes as functions, never a method of a path."""
+    seen: dict[str, set[str]] = {}
     for path in sorted((ROOT / "src/lockstep").rglob("*.py")):
-        place, names = path.relative_to(ROOT / "src/lockstep").as_posix(), set(opened_in(path))
-        imported = {"read_text", "read_bytes", "write_text"}  # of machine/files.py
-        own = names - imported if not place.startswith("machine/files") else set()
-        if own:
-            assert place in FREE or place.split("/")[0] in FREE, (place, own)
+        place = path.relative_to(ROOT / "src/lockstep").as_posix()
         if not place.startswith(NOT_OF_A_RUN):
-            assert not {
-                name for name in own if name.endswith(READS) and not name.startswith(("Image.", "self.", "wave."))
-            }, (place, own)
+            other = {name for name in opened_in(path) if name.removeprefix("files.") not in OURS}
+            seen |= {place: other} if other else {}
+    allowed = {place: set(names.split()) for place, (names, _) in FREE.items()}
+    around = {
+        place: {n for n in names if not any(n == a or n.endswith(f".{a}") for a in allowed.get(place, ()))}
+        for place, names in seen.items()
+    }
+    assert {place: names for place, names in around.items() if names} == {}
+    assert set(FREE) == seen.keys(), "an exception that nothing needs any more"
 
 
 def test_while_a_run_is_trained_and_evaluated_its_files_are_opened_without_following_links(train, tmp_path):
-    seen: dict[str, set[bool]] = {}
+    opened, guarded, others = Counter[str](), Counter[str](), set[str]()
 
     def note(event: str, args: tuple) -> None:
-        path, _, flags = args if event == "open" else (None, None, 0)
+        path, mode, flags = args if event == "open" else (None, None, 0)
         if watching and isinstance(path, str | os.PathLike) and isinstance(flags, int):
             place = Path(os.fsdecode(path)).absolute()
-            writes_into_a_part = any(part.startswith(files.PART) for part in place.parts)
-            if place.is_relative_to(tmp_path / "runs/w") and not place.is_dir() and not writes_into_a_part:
-                seen.setdefault(place.name, set()).add(bool(flags & os.O_NOFOLLOW))
+            is_part = any(part.startswith(files.PART) for part in place.parts)
+            if place.is_relative_to(tmp_path / "runs/w") and not place.is_dir() and not is_part:
+                if mode is not None:  # before the opener, which is asked next
+                    opened[place.name] += 1
+                elif flags & os.O_NOFOLLOW:
+                    guarded[place.name] += 1
+                else:
+                    others.add(place.name)
 
     watching = True
     sys.addaudithook(note)  # for ever, so it looks at nothing else
@@ -272,9 +262,14 @@ def test_while_a_run_is_trained_and_evaluated_its_files_are_opened_without_follo
         train("run=w", "resume=auto", "trainer.max_steps=3", "trainer.max_epochs=2")
     finally:
         watching = False
-    assert {"config.yaml", "report.json", "metrics.csv", "train.log", "last.ckpt", ".lock"} <= seen.keys()
-    around = {name for name, guarded in seen.items() if False in guarded}
-    assert around <= {".lock", "last.ckpt", "best-step-2.ckpt", "best-step-3.ckpt"}, "filelock and torch, after a look"
+    assert {"config.yaml", "report.json", "metrics.csv", "train.log", "last.ckpt"} <= guarded.keys()
+    judged = {
+        ".lock",
+        "last.ckpt",
+        "best-step-2.ckpt",
+        "best-step-3.ckpt",
+    }  # filelock and torch open them, after a look
+    assert {name for name, count in opened.items() if count > guarded[name]} | others <= judged
 
 
 # --- links, pipes and devices in a run -------------------------------------------------------------------------------
@@ -312,7 +307,9 @@ def replaced(name: str, kind: str) -> tuple[Path, Path]:
     return path, victim
 
 
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    "kind", ["link", "pipe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dangling", "device"))]
+)
 @pytest.mark.parametrize("name", OF_A_RUN)
 def test_a_run_with_links_pipes_or_devices_is_refused_and_nothing_is_touched(name, kind, run_a, train, capfd):
     path, victim = replaced(name, kind)
@@ -344,8 +341,9 @@ def test_a_folder_of_a_run_that_is_a_link_is_refused(name, run_a, train):
     ):
         with pytest.raises(UserError, match=f"{name} is a link"):
             use()
-    log = process.RankLog(Path("runs/a"), 0)
-    log.write("text")
+    with process.RankLog(Path("runs/a"), 0):
+        print("text")
+        process.log.write("text")
     assert sorted(elsewhere.iterdir()) == before
 
 
@@ -379,9 +377,20 @@ def test_a_checkpoint_cannot_name_the_run_that_its_evaluation_writes_into(run_a)
 # --- references in what is read back ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["${oc.env:LOCKSTEP_PASSWORD}", "${nosuch}", "x${oc.env:LOCKSTEP_PASSWORD}y", "${", "???", "${lockstep.sweep:a}"])  # fmt: skip
-@pytest.mark.parametrize("key", ["data.root", "trainer.max_epochs", "model.name"])
-def test_what_is_read_back_from_a_run_refers_to_nothing(text, key, run_a, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("data.root", "${oc.env:LOCKSTEP_PASSWORD}"),
+        ("trainer.max_epochs", "${nosuch}"),
+        ("model.name", "x${oc.env:LOCKSTEP_PASSWORD}y"),
+        ("data.batch_size", "???"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("optim.lr", "${"), ("task.monitor", "${lockstep.sweep:a}")]
+        ),
+    ],
+)
+def test_what_is_read_back_from_a_run_refers_to_nothing(key, text, run_a, monkeypatch, capfd):
     monkeypatch.setenv("LOCKSTEP_PASSWORD", SECRET)
     values = yaml.safe_load(Path("runs/a/config.yaml").read_text())
     group, name = key.split(".")
@@ -429,13 +438,17 @@ def test_files_without_an_end_are_not_read(tmp_path):
     assert all("bytes, more than" in problem for problem in error.value.problems)
 
 
-@pytest.mark.parametrize("text", ["${oc.env:LOCKSTEP_PASSWORD}", "a=${oc.env:LOCKSTEP_PASSWORD}"])
+@pytest.mark.parametrize("text", ["${oc.env:LOCKSTEP_PASSWORD}", "x${nosuch}", "a=${nosuch}", "[", "$("])
 def test_a_sweep_of_a_stranger_is_text(text, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_PASSWORD", SECRET)
     (tmp_path / "multirun.yaml").write_text(yaml.safe_dump({"hydra": {"overrides": {"task": [f"seed=1,{text}"]}}}))
     (tmp_path / "0").mkdir()
     (tmp_path / "0/config.yaml").touch()
-    assert SECRET not in str(list(sweeps.numbering_problems(tmp_path, ["seed=3,4"])))
+    try:
+        told = str(list(sweeps.numbering_problems(tmp_path, ["seed=3,4"])))
+    except UserError as e:
+        told = str(e)
+    assert SECRET not in told
 
 
 # --- checkpoints of strangers ----------------------------------------------------------------------------------------
@@ -504,7 +517,7 @@ def test_weights_of_another_form_are_named(form, run_a, train):
         lambda: lockstep.load_model("moved.ckpt"),
         lambda: train("run=a", "resume=auto", "trainer.max_epochs=2"),
     ):
-        with pytest.raises(UserError, match=f"{re.escape(name)} is "):
+        with pytest.raises(UserError, match=re.escape(name.removeprefix("net.")) + " is "):
             use()
 
 
@@ -589,7 +602,7 @@ def test_a_cache_of_a_stranger_does_not_hang(name, kind, tmp_path):
     path.unlink(missing_ok=True)
     ODD[kind](path, tmp_path)
     if cache_module.intact(cached.folder) is not None:
-        with pytest.raises(OSError, match="link|regular"):
+        with pytest.raises(OSError, match=r"link|regular"):
             cached.arrays("train")
 
 
@@ -665,7 +678,7 @@ def test_each_sentence_of_what_is_promised_has_a_test():
         each
         for bullet in bullets
         for each in re.split(r"(?<=[.:]) (?=[A-Z`])", bullet)
-        if not each.startswith("`eval.py`")
+        if not each.startswith(("`eval.py`", "`gh ", "HTML "))
     ]
     assert [next((p for p in PROMISES if each.startswith(p)), each) for each in sentences] == list(PROMISES)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))

@@ -55,7 +55,7 @@ def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 def write(content: Any, path: Path) -> None:
     """torch.save, then fsync."""
-    with path.open("wb") as file:
+    with open_plain(path, "wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())

@@ -49,10 +49,10 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
         earlier = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]  # as text: OmegaConf would resolve it
         grids = [earlier["overrides"]["task"], overrides]
         sweeper = earlier.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
-    if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
-        return
-    varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
-    jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
+        if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
+            return
+        varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
+        jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
     for place, (then, now) in enumerate(zip_longest(*jobs)):
         job = RunFolder(folder / str(place))
         if (own := job.report().get("overrides")) is not None:  # of an earlier sweep than multirun.yaml, perhaps
