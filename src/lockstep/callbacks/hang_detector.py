@@ -130,7 +130,7 @@ class Monitor:
                 seen = {}
                 with suppress(OSError):
                     make_folder(self.stacks.parent)
-                    with open_plain(self.stacks, "a", below=self.stacks.parents[1], encoding="utf-8") as log:
+                    with open_plain(self.stacks, "a", encoding="utf-8") as log:
                         print(f"no batch finished for {quiet_s:.0f} s; the threads:", file=log, flush=True)
                         faulthandler.dump_traceback(file=log, all_threads=True)
             self.heartbeat = Heartbeat(self.heartbeat.beat + 1, place, waits, quiet_s, outer)

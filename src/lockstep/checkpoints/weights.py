@@ -203,13 +203,8 @@ def form(value: Any) -> str:
     """What has to agree of a weight and its saved value: a copy of one form into another fails, or loses a part."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    kinds = (
-        ("sparse ", value.layout is not torch.strided),
-        ("meta ", value.is_meta),
-        ("complex ", value.is_complex()),
-        ("quantized ", value.is_quantized),
-    )
-    return "".join(name for name, holds in kinds if holds) + str(tuple(value.shape))
+    odd = {"sparse": value.layout is not torch.strided, "meta": value.is_meta, "complex": value.is_complex()}
+    return " ".join([*(name for name, holds in odd.items() if holds), str(tuple(value.shape))])
 
 
 @torch.no_grad()

@@ -214,7 +214,8 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         folder = RunFolder(checkpoint.path.resolve().parents[1])
     # a checkpoint that was moved out of its run directory has the config as well
     saved = completed(folder.config() if folder.has_config() else OmegaConf.create(checkpoint.config))
-    folder.refuse_links()
+    if folder.has_config():
+        folder.refuse_links()
     predicts = job == "predict"
     what = ("run", "runs_dir", "checkpoint", "debug_rank", *(PREDICT if predicts else ()))  # the command's own keys
     own = [o for o in overrides if key_of(o) not in what]

@@ -35,21 +35,13 @@ def naming(path: Path) -> Iterator[None]:
 # Anybody may have made them. Everything that opens a file of a run opens it here (tests/test_strangers.py).
 
 
-def open_plain(
-    path: Path, mode: str = "rb", *, follows: bool = False, below: Path | None = None, **text: Any
-) -> IO[Any]:
+def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options: Any) -> IO[Any]:
     """A regular file. Raises OSError for a link, which leads anywhere, and for a pipe or a device, which may hang or never end.
 
-    `follows`: for what users name themselves, such as images, which may be links to regular files. Folders below `below` may be no
-    links either.
+    `follows`: for what users name themselves, such as images, which may be links to regular files.
     """
-    places = (
-        []
-        if follows
-        else [path, *(each for each in path.parents if below and each.is_relative_to(below) and each != below)]
-    )
-    if link := next((place for place in places if place.is_symlink()), None):
-        raise OSError(errno.ELOOP, "it is a link, which a run has none of", str(link))
+    if not follows:
+        refuse_link(path)
     guard = getattr(os, "O_NONBLOCK", 0) | (0 if follows else getattr(os, "O_NOFOLLOW", 0))
 
     def opener(name: str, flags: int) -> int:
@@ -59,7 +51,7 @@ def open_plain(
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", name)
 
-    return open(path, mode, opener=opener, **text)
+    return open(path, mode, opener=opener, **options)
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES, *, follows: bool = False) -> bytes:
@@ -78,6 +70,10 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 def make_folder(path: Path) -> None:
     """A folder of a run, without its parents: a run's folder that was removed does not come back. Raises OSError for a link."""
     path.mkdir(exist_ok=True)
+    refuse_link(path)
+
+
+def refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link, which a run has none of", str(path))
 
