@@ -206,16 +206,21 @@ FREE = {  # what a module opens in another way, and why it may
     "reporting/panels.py": ("Image.open wave.open", "bytes in memory"),
     "checkpoints/finding.py": ("zipfile.ZipFile archive.open", "a file that was opened in the one place"),
     "checkpoints/weights.py": ("torch.load", "torch maps by path: a file that was judged in the line before"),
-    "checkpoints/saving.py": ("shutil.copyfile", "a checkpoint that was judged, into a new folder of its own"),
+    "checkpoints/saving.py": ("shutil.copyfile shutil.copytree", "a checkpoint that was judged, into a new folder of its own"),
     "launch/local.py": ("path.read_text end_file.touch VMSTAT.read_text", "files of a private temporary folder; a counter of the system"),
     "launch/help.py": ("read_text", "configs of the project"),
 }  # fmt: skip
 NOT_OF_A_RUN = ("machine/", "config/", "data/", "extras/", "__main__.py")
 
 
+COPIES = ("shutil.copyfile", "shutil.copytree")
+
+
 def opened_in(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in COPIES:
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Call):
             name = re.sub(r"\(.*\)|'.*'", "", ast.unparse(node.func))
             if name in OPENS_BY_NAME or name.rpartition(".")[2] in OPENS:
                 yield name
