@@ -1,22 +1,45 @@
 """Runs and checkpoints of strangers are data: using one runs no code, and writes nothing but what the command says."""
 
+import ast
+import json
 import os
+import pickle
 import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+import yaml
+from conftest import write_cifar10
 from in_process import SMALL
 from omegaconf import OmegaConf
+from PIL import Image, UnidentifiedImageError
 
 import lockstep
-from lockstep.errors import UserError
+from lockstep import ROOT
+from lockstep.checkpoints import finding
+from lockstep.checkpoints.weights import open_file
+from lockstep.data import Cifar10, images, published
+from lockstep.data import cache as cache_module
+from lockstep.errors import OutOfMemory, UserError
 from lockstep.extras.export import export
 from lockstep.extras.study import write_plots
 from lockstep.launch import sweeps
 from lockstep.launch.exits import exit_code
+from lockstep.machine import files, process
+from lockstep.machine.files import write_json
 from lockstep.reporting import console
+from lockstep.reporting.runs_page import Report, runs_page
+from lockstep.run import RunFolder
 from lockstep.strategies.base import by_index
 
 pytestmark = pytest.mark.xdist_group("strangers")
@@ -159,3 +182,509 @@ def test_what_is_written_follows_the_umask(run_a):
     finally:
         os.umask(before)
     assert not [path for path in (folder.parent, folder, *folder.iterdir()) if path.stat().st_mode & 0o077]
+
+
+# --- one place opens the files of a run ------------------------------------------------------------------------------
+
+OPENS = (
+    "open",
+    "read_text",
+    "read_bytes",
+    "write_text",
+    "write_bytes",
+    "FileHandler",
+    "copyfile",
+    "copytree",
+    "fromfile",
+    "touch",
+)
+OPENS_BY_NAME = ("torch.load", "np.load", "OmegaConf.load", "zipfile.ZipFile", "np.memmap")
+OURS = ("read_text", "read_bytes", "write_text")  # of machine/files.py, called by their names or as files.x
+FREE = {  # what a module opens in another way, and why it may
+    "reporting/recorder.py": ("self.open", "its own method"),
+    "reporting/render.py": ("read_text", "files of the package"),
+    "reporting/panels.py": ("Image.open wave.open", "bytes in memory"),
+    "checkpoints/finding.py": ("zipfile.ZipFile archive.open", "a file that was opened in the one place"),
+    "checkpoints/weights.py": ("torch.load", "torch maps by path: a file that was judged in the line before"),
+    "checkpoints/saving.py": ("shutil.copyfile shutil.copytree", "a checkpoint that was judged, into a new folder of its own"),
+    "launch/local.py": ("path.read_text end_file.touch VMSTAT.read_text", "files of a private temporary folder; a counter of the system"),
+    "launch/help.py": ("read_text", "configs of the project"),
+}  # fmt: skip
+NOT_OF_A_RUN = ("machine/", "config/", "data/", "extras/", "__main__.py")
+
+
+COPIES = ("shutil.copyfile", "shutil.copytree")
+
+
+def opened_in(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in COPIES:
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            name = re.sub(r"\(.*\)|'.*'", "", ast.unparse(node.func))
+            if name in OPENS_BY_NAME or name.rpartition(".")[2] in OPENS:
+                yield name
+
+
+def test_no_file_of_a_run_is_opened_around_the_one_place():
+    """The rooms that handle a run call open_plain, read_text and read_bytes as functions, never a method of a path."""
+    seen: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "src/lockstep").rglob("*.py")):
+        place = path.relative_to(ROOT / "src/lockstep").as_posix()
+        if not place.startswith(NOT_OF_A_RUN):
+            other = {name for name in opened_in(path) if name.removeprefix("files.") not in OURS}
+            seen |= {place: other} if other else {}
+    allowed = {place: set(names.split()) for place, (names, _) in FREE.items()}
+    around = {
+        place: {n for n in names if not any(n == a or n.endswith(f".{a}") for a in allowed.get(place, ()))}
+        for place, names in seen.items()
+    }
+    assert {place: names for place, names in around.items() if names} == {}
+    assert set(FREE) == seen.keys(), "an exception that nothing needs any more"
+
+
+def test_while_a_run_is_trained_and_evaluated_its_files_are_opened_without_following_links(train, tmp_path):
+    opened, guarded, others = Counter[str](), Counter[str](), set[str]()
+
+    def note(event: str, args: tuple) -> None:
+        path, mode, flags = args if event == "open" else (None, None, 0)
+        if watching and isinstance(path, str | os.PathLike) and isinstance(flags, int):
+            place = Path(os.fsdecode(path)).absolute()
+            is_part = any(part.startswith(files.PART) for part in place.parts)
+            if place.is_relative_to(tmp_path / "runs/w") and not place.is_dir() and not is_part:
+                if mode is not None:  # before the opener, which is asked next
+                    opened[place.name] += 1
+                elif flags & os.O_NOFOLLOW:
+                    guarded[place.name] += 1
+                else:
+                    others.add(place.name)
+
+    watching = True
+    sys.addaudithook(note)  # for ever, so it looks at nothing else
+    try:
+        train("run=w", "trainer.max_steps=2", "logger=csv")
+        lockstep.evaluate(["run=w", *SMALL[1:]])
+        train("run=w", "resume=auto", "trainer.max_steps=3", "trainer.max_epochs=2")
+    finally:
+        watching = False
+    assert {"config.yaml", "report.json", "metrics.csv", "train.log", "last.ckpt"} <= guarded.keys()
+    judged = {
+        ".lock",
+        "last.ckpt",
+        "best-step-2.ckpt",
+        "best-step-3.ckpt",
+    }  # filelock and torch open them, after a look
+    assert {name for name, count in opened.items() if count > guarded[name]} | others <= judged
+
+
+# --- links, pipes and devices in a run -------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    def end(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+SECRET = "the password of a user"
+ODD = {
+    "link": lambda path, victim: path.symlink_to(victim),
+    "dangling": lambda path, victim: path.symlink_to(victim.with_name("new")),
+    "pipe": lambda path, _: os.mkfifo(path),
+    "device": lambda path, _: path.symlink_to("/dev/zero"),
+}
+OF_A_RUN = ("config.yaml", "report.json", "metrics.csv", "digests.csv", "train.log", "report.html", "panels.json", ".lock", "logs/rank-0.log")  # fmt: skip
+
+
+def replaced(name: str, kind: str) -> tuple[Path, Path]:
+    """The path of a file of the run `a` that is now something odd, and the user's file."""
+    victim, path = Path("victim").absolute(), Path("runs/a", name)
+    victim.write_text(SECRET)
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    ODD[kind](path, victim)
+    return path, victim
+
+
+@pytest.mark.parametrize(
+    "kind", ["link", "pipe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dangling", "device"))]
+)
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_a_run_with_links_pipes_or_devices_is_refused_and_nothing_is_touched(name, kind, run_a, train, capfd):
+    path, victim = replaced(name, kind)
+    with pytest.raises(UserError) as error:
+        train("run=a", "resume=auto", "trainer.max_epochs=2")
+    assert path.name in str(error.value) or "exists" in str(error.value) or "is missing" in str(error.value)
+    with pytest.raises(UserError):
+        lockstep.evaluate(["run=a", *SMALL[1:]])
+    report = Report.listed(RunFolder("runs/a"), Path("runs"))
+    runs_page([report], Path("runs"), Path("page.html"))
+    with suppress(UserError, OSError):
+        report._repr_html_()
+    assert victim.read_text() == SECRET
+    assert not victim.with_name("new").exists()
+    assert SECRET not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs"])
+def test_a_folder_of_a_run_that_is_a_link_is_refused(name, run_a, train):
+    path, elsewhere = Path("runs/a", name), Path("elsewhere")
+    if path.exists():
+        path.rename(elsewhere)
+    elsewhere.mkdir(exist_ok=True)
+    path.symlink_to(elsewhere.absolute())
+    before = sorted(elsewhere.iterdir())
+    for use in (
+        lambda: train("run=a", "resume=auto", "trainer.max_epochs=2"),
+        lambda: lockstep.evaluate(["run=a", *SMALL[1:]]),
+    ):
+        with pytest.raises(UserError, match=f"{name} is a link"):
+            use()
+    with process.RankLog(Path("runs/a"), 0):
+        print("text")
+        process.log.write("text")
+    assert sorted(elsewhere.iterdir()) == before
+
+
+@pytest.mark.parametrize("linked", ["runs", "runs/a"])
+def test_runs_may_be_on_another_disk(linked, run_a, train):
+    Path(linked).rename("disk")
+    Path(linked).symlink_to(Path("disk").absolute())
+    assert train("run=a", "resume=auto", "trainer.max_epochs=2", "trainer.max_steps=13")["status"] == "done"
+    assert lockstep.evaluate(["run=a", *SMALL[1:]])["test/count"] == 103
+
+
+def test_a_checkpoint_that_the_user_links_is_evaluated(run_a):
+    Path("mine.ckpt").symlink_to(Path("runs/a/checkpoints/last.ckpt").absolute())
+    assert lockstep.evaluate(["checkpoint=mine.ckpt", *SMALL[1:]])["test/count"] == 103
+
+
+def test_a_checkpoint_cannot_name_the_run_that_its_evaluation_writes_into(run_a):
+    shutil.copytree("runs/a", "runs/mine")
+    Path("runs/x").mkdir()
+    content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    content["config"]["run"] = "mine"
+    torch.save(content, "runs/x/moved.ckpt")
+    Path("runs/x/y").mkdir()
+    Path("runs/x/moved.ckpt").rename("runs/x/y/moved.ckpt")  # two folders below runs
+    before = sorted(Path("runs/mine").rglob("*"))
+    lockstep.evaluate(["checkpoint=runs/x/y/moved.ckpt", *SMALL[1:]])
+    assert sorted(Path("runs/mine").rglob("*")) == before
+    assert Path("runs/x/y/moved.eval.json").is_file()
+
+
+# --- references in what is read back ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("data.root", "${oc.env:LOCKSTEP_PASSWORD}"),
+        ("trainer.max_epochs", "${nosuch}"),
+        ("model.name", "x${oc.env:LOCKSTEP_PASSWORD}y"),
+        ("data.batch_size", "???"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("optim.lr", "${"), ("task.monitor", "${lockstep.sweep:a}")]
+        ),
+    ],
+)
+def test_what_is_read_back_from_a_run_refers_to_nothing(key, text, run_a, monkeypatch, capfd):
+    monkeypatch.setenv("LOCKSTEP_PASSWORD", SECRET)
+    values = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    group, name = key.split(".")
+    values[group][name] = text
+    Path("runs/a/config.yaml").write_text(yaml.safe_dump(values))
+    content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    torch.save({**content, "config": values}, "moved.ckpt")
+    cpu = SMALL[1:]
+    uses = (
+        lambda: lockstep.evaluate(["run=a", *cpu]),
+        lambda: lockstep.evaluate(["run=a", "trainer.precision=32-true", *cpu]),
+        lambda: lockstep.predict(["run=a", "input=test", *cpu]),
+        lambda: lockstep.train(["run=a", "resume=auto", "trainer.max_epochs=2", *cpu]),
+        lambda: lockstep.evaluate(["checkpoint=moved.ckpt", *cpu]),
+        lambda: export(Path("moved.ckpt"), Path("out")),
+        lambda: lockstep.load_model("moved.ckpt"),
+    )
+    for use in uses:
+        with pytest.raises(UserError) as error:
+            use()
+        assert text in str(error.value)
+        assert SECRET not in str(error.value)
+    assert RunFolder("runs/a").config_file.exists()
+    runs_page([Report.listed(RunFolder("runs/a"), Path("runs"))], Path("runs"), Path("page.html"))
+    assert SECRET not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("text", ["a: &a0 [x]\n" + "".join(f"b{i}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)), "[" * 5000, "a: 1\na: 2\n", "", "- 1", "x", "\0", "!!python/object/apply:os.mkdir [harmed]"])  # fmt: skip
+def test_a_config_of_a_stranger_that_is_none_is_named(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml is damaged"):
+        RunFolder(tmp_path).config()
+    assert not Path("harmed").exists()
+    assert isinstance(Report.listed(RunFolder(tmp_path), tmp_path.parent).settings, dict)
+
+
+def test_files_without_an_end_are_not_read(tmp_path):
+    for name in ("config.yaml", "report.json", "metrics.csv"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**40)
+    with pytest.raises(UserError) as error:
+        RunFolder(tmp_path).validate()
+    assert len(error.value.problems) == 3
+    assert all("bytes, more than" in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize("text", ["${oc.env:LOCKSTEP_PASSWORD}", "x${nosuch}", "a=${nosuch}", "[", "$("])
+def test_a_sweep_of_a_stranger_is_text(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_PASSWORD", SECRET)
+    (tmp_path / "multirun.yaml").write_text(yaml.safe_dump({"hydra": {"overrides": {"task": [f"seed=1,{text}"]}}}))
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/config.yaml").touch()
+    try:
+        told = str(list(sweeps.numbering_problems(tmp_path, ["seed=3,4"])))
+    except UserError as e:
+        told = str(e)
+    assert SECRET not in told
+
+
+# --- checkpoints of strangers ----------------------------------------------------------------------------------------
+
+
+def shared(depth: int) -> list:
+    node: list = [1, 2]
+    for _ in range(depth):
+        node = [node, node]
+    return node
+
+
+def itself() -> list:
+    node: list = []
+    node.append(node)
+    return node
+
+
+def deep() -> list:
+    node: list = []
+    for _ in range(400):
+        node = [node]
+    return node
+
+
+@pytest.mark.parametrize("what", [("config", "data", "x"), ("config", "x"), ("network", "x"), (finding.DATA, "about")])
+@pytest.mark.parametrize(
+    "tree", [shared(40), itself(), deep(), {"a": shared(40)}], ids=["shared", "itself", "deep", "dict"]
+)
+def test_what_a_checkpoint_shares_or_nests_ends(what, tree, run_a):
+    values = finding.unpickled(Path("runs/a/checkpoints/last.ckpt"))
+    node = values
+    for key in what[:-1]:
+        node = node.setdefault(key, {})
+    node[what[-1]] = {"x": tree} if what[-1] == "about" else tree
+    with pytest.raises(UserError, match=r"more than 1,000,000 values"):
+        finding.Checkpoint.parse(Path("x.ckpt"), values)
+
+
+@pytest.mark.parametrize("named", [5, "checkpoints/gone.ckpt", "../../x.ckpt", "", ["a"], 0, True])
+def test_another_checkpoint_than_the_one_of_the_report_is_told(named, run_a, capsys):
+    write_json(Path("runs/a/report.json"), run_a | {"checkpoint": named})
+    assert finding.checkpoint_of_report(Path("runs/a")).name in ("last.ckpt", run_a["checkpoint"].rpartition("/")[2])
+    assert f"checkpoint={named} is no complete checkpoint" in capsys.readouterr().err
+
+
+def save(**changed: object) -> None:
+    path = "runs/a/checkpoints/last.ckpt"
+    torch.save({**torch.load(path, weights_only=True), **changed}, path)
+
+
+@pytest.mark.parametrize("form", ["sparse", "csr", "meta", "complex", "text", "none", "shape"])
+@pytest.mark.filterwarnings("ignore")  # of torch, about CSR
+def test_weights_of_another_form_are_named(form, run_a, train):
+    weights = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    name, value = next((n, v) for n, v in weights.items() if v.dim() == 2)
+    odd = {
+        "sparse": value.to_sparse(), "csr": value.to_sparse_csr(), "meta": value.to("meta"), "complex": value.to(torch.complex64),
+        "text": "x", "none": None, "shape": value[:1],
+    }[form]  # fmt: skip
+    save(state_dict={**weights, name: odd})
+    shutil.copy("runs/a/checkpoints/last.ckpt", "moved.ckpt")
+    cpu = SMALL[1:]
+    for use in (
+        lambda: lockstep.evaluate(["checkpoint=moved.ckpt", *cpu]),
+        lambda: lockstep.load_model("moved.ckpt"),
+        lambda: train("run=a", "resume=auto", "trainer.max_epochs=2"),
+    ):
+        with pytest.raises(UserError, match=re.escape(name.removeprefix("net.")) + " is "):
+            use()
+
+
+def test_a_checkpoint_without_lightnings_version_says_so(run_a, train):
+    content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    del content["pytorch-lightning_version"]
+    torch.save(content, "runs/a/checkpoints/last.ckpt")
+    with pytest.raises(UserError, match="it has no pytorch-lightning_version"):
+        train("run=a", "resume=auto", "trainer.max_epochs=2")
+
+
+def test_code_in_the_newest_checkpoint_is_told_and_no_older_one_is_taken(run_a, train):
+    save(optimizer_states=[Evil()])
+    for use in (lambda: train("run=a", "resume=auto", "trainer.max_epochs=2"), lambda: lockstep.evaluate(["checkpoint=runs/a/checkpoints/last.ckpt"])):  # fmt: skip
+        with pytest.raises(UserError, match=r"last\.ckpt is not a checkpoint of Lockstep: it holds objects that could run code \(posix\.mkdir\)"):  # fmt: skip
+            use()
+    assert not Path("harmed").exists()
+
+
+@pytest.mark.parametrize("leads_to", ["a file", "a folder", "nothing"])
+def test_what_is_kept_while_last_ckpt_is_replaced_may_not_be_a_link(leads_to, run_a, train):
+    Path("victim").mkdir()
+    Path("victim/kept").touch()
+    to = {"a file": "victim/kept", "a folder": "victim", "nothing": "gone"}[leads_to]
+    Path("runs/a/checkpoints/last.ckpt.old").symlink_to(Path(to).absolute())
+    assert train("run=a", "resume=auto", "trainer.max_epochs=2", "trainer.max_steps=13")["status"] == "done"
+    Path("new").mkdir()
+    files.take_place(Path("new"), Path("runs/a/checkpoints/last.ckpt"))
+    assert Path("victim/kept").exists()
+
+
+@pytest.mark.parametrize("reader", ["unpickled", "open_file", "config", "report"])
+def test_memory_that_runs_out_is_no_damage(reader, run_a, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise (
+            MemoryError
+            if reader != "open_file"
+            else RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)")
+        )
+
+    path = Path("runs/a/checkpoints/last.ckpt")
+    uses = {
+        "unpickled": (finding.Outline, "load", lambda: finding.unpickled(path)),
+        "open_file": (torch, "load", lambda: open_file(path)),
+        "config": (yaml, "load", lambda: RunFolder("runs/a").config()),
+        "report": (json, "loads", lambda: RunFolder("runs/a").report()),
+    }
+    owner, name, use = uses[reader]
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(OutOfMemory, match="memory ran out while"):
+        use()
+
+
+# --- data of strangers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+def test_images_are_regular_files_with_an_end(kind, tmp_path):
+    path, good = tmp_path / "x.png", tmp_path / "good.png"
+    Image.new("L", (4, 4)).save(good)
+    if kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    else:
+        ODD[kind](path, good)
+    (tmp_path / "link.png").symlink_to(good)
+    names = ["x.png", "good.png", "link.png"]
+    found = list(images.read_all(tmp_path, names, "reading", channels=1, size=4, image_NCHW=None))
+    assert [problem is None for _, problem in found] == [False, True, True]
+    assert re.search("no regular file|bytes, more than", str(found[0][1]))
+    for read in (lambda: images.decoded(path, channels=1, size=4), lambda: images.Images(image_size=4).mask_size(path)):
+        with pytest.raises((OSError, UnidentifiedImageError)):
+            read()
+    assert images.decoded(tmp_path / "link.png", channels=1, size=4).shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["about.json", "train/input.npy", "train/more.npy"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_cache_of_a_stranger_does_not_hang(name, kind, tmp_path):
+    cached = cache_module.write({"train/input": np.zeros((2, 3), np.uint8)}, {}, tmp_path / "cache")
+    path = cached.folder / name
+    path.unlink(missing_ok=True)
+    ODD[kind](path, tmp_path)
+    if cache_module.intact(cached.folder) is not None:
+        with pytest.raises(OSError, match=r"link|regular"):
+            cached.arrays("train")
+
+
+def test_the_bytes_of_cifar_that_were_hashed_are_those_that_are_parsed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 3))
+    found, read = Cifar10.find(tmp_path), published.read_bytes
+
+    def swapped(path: Path, **options: bool) -> bytes:
+        content = read(path, **options)
+        path.write_bytes(pickle.dumps(Evil()))  # by somebody else, at once
+        return content
+
+    monkeypatch.setattr(published, "read_bytes", swapped)
+    assert len(Cifar10.read_files(found)["train/input"]) == 15
+    with pytest.raises(UserError, match="MD5 differs"):
+        Cifar10.read_files(found)
+    assert not Path("harmed").exists()
+
+
+@pytest.mark.parametrize("made", ["link", "file", "open", "of another", "old"])
+def test_the_temporary_cache_is_the_users_alone(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, victim = tmp_path / f"lockstep-{os.getuid()}", tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    if made == "link":
+        first.symlink_to(victim)
+    elif made == "file":
+        first.touch()
+    else:
+        first.mkdir(mode=0o700)
+        first.chmod(0o777 if made == "open" else 0o755 if made == "old" else 0o700)
+    if made == "of another":
+        if os.getuid():
+            pytest.skip("only root gives a folder away")
+        os.chown(first, 12345, 12345)
+    folder = cache_module.private_folder()
+    assert folder == Path(f"{first}-1") == cache_module.private_folder()
+    assert (folder.stat().st_mode & 0o777, list(victim.iterdir())) == (0o700, [])
+
+
+# --- what SECURITY.md promises ---------------------------------------------------------------------------------------
+
+PROMISES = {  # how each sentence begins, and its tests; what a file's workflow does has none here
+    "Checkpoints, configs, caches and run directories": "test_a_strangers_run_runs_no_code test_a_cache_of_a_stranger_does_not_hang",
+    "Loading one runs none": "test_a_strangers_run_runs_no_code test_code_in_the_newest_checkpoint_is_told_and_no_older_one_is_taken",
+    "Nothing else is imported": "test_a_strangers_run_runs_no_code test_a_config_of_a_stranger_that_is_none_is_named",
+    "What is read back": "test_what_is_read_back_from_a_run_refers_to_nothing",
+    "A `${...}` in its config": "test_what_is_read_back_from_a_run_refers_to_nothing test_a_sweep_of_a_stranger_is_text",
+    "A checkpoint cannot name": "test_a_checkpoint_cannot_name_the_run_that_its_evaluation_writes_into",
+    "No link, pipe or device": "test_a_run_with_links_pipes_or_devices_is_refused_and_nothing_is_touched "
+    "test_a_folder_of_a_run_that_is_a_link_is_refused test_no_file_of_a_run_is_opened_around_the_one_place",
+    "The directory itself": "test_runs_may_be_on_another_disk",
+    "Files that are read whole": "test_files_without_an_end_are_not_read",
+    "Images may be links": "test_images_are_regular_files_with_an_end",
+    "Lockstep's downloads": "test_mnist_is_fetched_from_the_mirror_that_has_it_and_what_is_damaged_again",
+    "Archives and lists": "test_cifar10_is_unpacked_to_where_it_is_looked_for_and_again_without_the_network",
+    "The bytes that were compared": "test_the_bytes_of_cifar_that_were_hashed_are_those_that_are_parsed",
+    "The decoded cache": "test_a_damaged_cache_is_decoded_again_with_a_warning test_the_temporary_cache_is_the_users_alone",
+    "Files of yours": "test_only_parts_of_ours_are_removed test_a_prediction_leaves_the_folders_of_others_and_no_part_of_its_own",
+    "Unfinished files": "test_only_parts_of_ours_are_removed",
+    "Names are text": "test_names_reach_the_terminal_as_text test_the_page_of_a_study_escapes_its_name",
+    "Files follow your umask": "test_what_is_written_follows_the_umask",
+    "Releases are built": "",
+    "`requirements.txt` pins": "",
+}  # fmt: skip
+
+
+def test_each_sentence_of_what_is_promised_has_a_test():
+    text = (ROOT / "SECURITY.md").read_text().partition("## What is promised")[2].partition("\n## ")[0]
+    bullets = [" ".join(each.replace("**", "").split()) for each in text.split("\n- ")[1:]]
+    sentences = [
+        each
+        for bullet in bullets
+        for each in re.split(r"(?<=[.:]) (?=[A-Z`])", bullet)
+        if not each.startswith(("`eval.py`", "`gh ", "HTML "))
+    ]
+    assert [next((p for p in PROMISES if each.startswith(p)), each) for each in sentences] == list(PROMISES)
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for names in PROMISES.values() for name in names.split() if f"def {name}(" not in tests] == []

@@ -18,6 +18,18 @@ class UserError(ValueError):
         self.problems = problems
 
 
+class ForeignObjects(UserError):
+    """A checkpoint has objects that could run code. Nobody's fault but its maker's: it is never skipped in silence."""
+
+    def __init__(self, name: str, path: Path | None = None) -> None:
+        what = f"holds objects that could run code ({name}); a checkpoint has only tensors and plain values"
+        super().__init__(
+            f"{path} is not a checkpoint of Lockstep: it {what}. Nothing was loaded; remove it to use another."
+            if path
+            else name
+        )
+
+
 class TrainingFailed(RuntimeError):
     """Training cannot continue, for a reason that needs no traceback."""
 
@@ -152,6 +164,17 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A hint for the end of a message: the most similar of `names`, if one is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+@contextmanager
+def naming_memory(path: Path) -> Iterator[None]:
+    """Raises OutOfMemory that names `path`, which the block reads: the file may be intact."""
+    try:
+        yield
+    except MemoryError:
+        raise OutOfMemory(
+            f"memory ran out while {path} was read. Free some, or raise the limit of this shell."
+        ) from None
 
 
 @contextmanager

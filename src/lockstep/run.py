@@ -5,7 +5,6 @@ What a person may have damaged raises UserError, which names the file.
 
 import csv
 import difflib
-import errno
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.errors import FolderRemoved, UserError, outcome_of, raise_problems
+from lockstep.errors import FolderRemoved, OutOfMemory, UserError, naming_memory, outcome_of, raise_problems
 from lockstep.machine import files
 
 PARTS = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")  # every config has these
@@ -37,10 +36,33 @@ log = logging.getLogger("lockstep")
 def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
     """Any error of the block that reads `path` becomes a UserError: a person may have put anything there."""
     try:
-        yield
+        with naming_memory(path):
+            yield
+    except (UserError, OutOfMemory):
+        raise
     except Exception as e:
-        why, _, _ = str(e).partition("\n")
+        why, _, _ = str(getattr(e, "strerror", None) or e).partition("\n")
         raise UserError(f"{path} is damaged: {why}. {advice}") from None
+
+
+MOST_VALUES, DEEPEST = 1_000_000, 50  # of a config
+CONFIG_BYTES, LOG_BYTES = 2**23, 2**26
+
+
+def foreign(tree: Any, *, references: bool = False) -> str | None:
+    """Why a config that was read back is not what a run has written. A run writes values: OmegaConf would resolve a `${` of a stranger,
+    and what a small file shares or nests would not end."""
+    left, count = [(tree, 0)], 1
+    while left:
+        node, depth = left.pop()
+        inner = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+        count += len(inner)
+        if count > MOST_VALUES or depth > DEEPEST:
+            return f"it has more than {MOST_VALUES:,} values, or they are nested more than {DEEPEST} deep"
+        if not references and isinstance(node, str) and ("${" in node or node == "???"):
+            return f"it has {node[:80]}, and the config of a run has values in place of references"
+        left += [(each, depth + 1) for each in inner]
+    return None
 
 
 class CsvLog:
@@ -52,9 +74,7 @@ class CsvLog:
 
     def rows(self) -> list[dict[str, str]]:
         """No rows without a file."""
-        if self.path.exists() and not self.path.is_file():  # a device may have no end
-            raise OSError(errno.EINVAL, "it is no regular file", str(self.path))
-        text = self.path.read_text() if self.path.exists() else ""
+        text = files.read_text(self.path) if self.path.exists() else ""
         reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
         self.columns = list(reader.fieldnames or ())
         return list(reader)
@@ -69,7 +89,7 @@ class CsvLog:
                 self.columns += [name for name in names if name not in self.columns]
                 if self.path.exists():
                     files.write_csv(self.path, self.columns, earlier)
-            with files.naming(self.path), self.path.open("a", newline="") as file:
+            with files.naming(self.path), files.open_plain(self.path, "a", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, self.columns)
                 if not file.tell():
                     writer.writeheader()
@@ -89,7 +109,7 @@ class RunFolder:
         self.config_file, self.report_file = self.path / "config.yaml", self.path / "report.json"
         self.log_file, self.page_file = self.path / "train.log", self.path / "report.html"
         self.panels_file = self.path / "panels.json"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.metrics_log = CsvLog(self.path / "metrics.csv")
         self.digests_log = CsvLog(self.path / "digests.csv")  # of each step's losses, gradients and weights
         self.lock_file = self.path / ".lock"
@@ -104,17 +124,26 @@ class RunFolder:
         """Whether the run has begun."""
         return self.config_file.is_file()
 
-    def config(self) -> DictConfig:
+    def settings(self) -> tuple[dict[str, Any], str]:
+        """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
         with told_if_damaged(self.config_file, "Put the file back, or set run=<another name> to start over."):
-            config = OmegaConf.load(self.config_file)
-            if not isinstance(config, DictConfig) or any(part not in config for part in PARTS):
+            values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
+            if why := foreign(values) or (None if isinstance(values, dict) else "it is no config"):
+                raise ValueError(why)
+        return values, text
+
+    def config(self) -> DictConfig:
+        values, text = self.settings()
+        with told_if_damaged(self.config_file, "Put the file back, or set run=<another name> to start over."):
+            config: Any = OmegaConf.create(text)
+            if any(part not in values for part in PARTS):
                 raise ValueError("it is not the whole config of a run")
         return config
 
     def report(self) -> dict[str, Any]:
         """Empty without one. A run that is `running` on this machine although no process holds its lock has `died`."""
         with told_if_damaged(self.report_file, "Remove the file: the run continues without it."):
-            report = json.loads(self.report_file.read_text(encoding="utf-8")) if self.report_file.exists() else {}
+            report = json.loads(files.read_text(self.report_file)) if self.report_file.exists() else {}
             if not isinstance(report, dict):
                 raise ValueError("it is not a report")
         is_here = report.get("status") == "running" and report.get("host") == socket.gethostname()
@@ -129,6 +158,14 @@ class RunFolder:
                 raise ValueError("a row has no step")
         return rows
 
+    def log_lines(self) -> list[str]:
+        """The last ones of train.log."""
+        if not self.log_file.exists():
+            return []
+        with files.open_plain(self.log_file) as file:
+            file.seek(max(0, self.log_file.stat().st_size - LOG_BYTES))
+            return str(file.read(LOG_BYTES), "utf-8", "replace").splitlines()
+
     def validate(self) -> None:
         """Raises one UserError for all that is wrong with the files that continuing a run reads."""
         problems: list[str] = []
@@ -138,6 +175,14 @@ class RunFolder:
             except UserError as e:
                 problems.extend(e.problems)
         raise_problems(problems)
+
+    def refuse_links(self) -> None:
+        """Raises UserError: something of the run is a link, a pipe or a device, through which other files would be read or written."""
+        named = (self.config_file, self.report_file, self.log_file, self.page_file, self.panels_file, self.metrics_log.path,
+                 self.digests_log.path, self.lock_file, *self.logs.glob("rank-*.log"))  # fmt: skip
+        odd = [path for path in (*named, self.checkpoints, self.logs) if path.is_symlink()]
+        odd += [path for path in named if path.exists() and not (path.is_file() or path.is_dir())]
+        raise_problems(f"{path} is a link, a pipe or a device, which a run has none of. Remove it." for path in odd)
 
     # --- What the run writes ---
 
@@ -178,7 +223,7 @@ class RunFolder:
         if self.is_empty():
             return partial(shutil.rmtree, self.path)
         replaced = (self.config_file, self.report_file, self.page_file)
-        earlier = {file: file.read_text() if file.is_file() else None for file in replaced}
+        earlier = {file: files.read_text(file) if file.is_file() else None for file in replaced}
 
         def restore() -> None:
             for file, text in earlier.items():
@@ -196,7 +241,7 @@ class RunFolder:
         with suppress(ImportError, OSError):  # Windows; no file, or a file system without locks
             import fcntl
 
-            with self.lock_file.open() as file:
+            with files.open_plain(self.lock_file) as file:
                 try:  # shared: several may look, on a disk that they may only read
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -212,6 +257,7 @@ class RunFolder:
         """
         from filelock import FileLock, Timeout
 
+        self.refuse_links()
         new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.lock_file, timeout=patience_s, fallback_to_soft=False)  # a soft lock would outlive a kill
@@ -226,6 +272,7 @@ class RunFolder:
                     f"{self.path} is in use: another process trains there now. Wait until it ends, or stop it; then run the command "
                     "again with resume=auto. Or set another run=<name>."
                 ) from None
+        files.remove_parts(self.checkpoints, age_s=0)  # of a run that was killed while it saved
         try:
             yield
         finally:

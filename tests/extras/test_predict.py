@@ -48,7 +48,7 @@ def predict(place, tmp_path) -> Callable[..., list[dict]]:
         assert Path(done["output"]) == output
         rows = read(output)
         assert len(rows) == done["count"]
-        assert not list(tmp_path.glob("*.parts"))
+        assert not list(tmp_path.glob(".lockstep-*"))
         return rows
 
     return predicted
@@ -172,12 +172,13 @@ def test_broken_files_are_where_they_belong_by_workers_and_by_several_processes(
     assert close(predict(*asked, "strategy=ddp", "trainer.devices=2"), expected)
 
 
-def test_what_a_killed_prediction_left_is_removed(predict, tmp_path):
-    (tmp_path / "table.jsonl.parts/mask").mkdir(parents=True)
-    (tmp_path / "table.jsonl.parts/rank-0.jsonl").write_text("[0, {")
-    (tmp_path / "table.jsonl.part").write_text("[")
+def test_a_prediction_leaves_the_folders_of_others_and_no_part_of_its_own(predict, tmp_path):
+    for name in ("table.jsonl.parts", "table.jsonl.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.jsonl").write_text("mine")
     assert len(predict("run=digits", "input=test")) == 103
-    assert [path.name for path in tmp_path.iterdir()] == ["table.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"table.jsonl", "table.jsonl.part", "table.jsonl.parts"}
+    assert all(path.read_text() == "mine" for path in tmp_path.glob("*/rank-0.jsonl"))
 
 
 # --- files ---

@@ -1,6 +1,7 @@
 """Files are written whole or not at all."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -26,7 +27,7 @@ def test_a_reader_sees_the_old_file_until_the_new_one_is_whole_and_an_error_keep
     assert (names(tmp_path), path.read_text()) == (["report.json"], "new")
 
 
-def test_a_kill_keeps_the_old_file_and_the_next_write_leaves_no_part(tmp_path):
+def test_a_kill_keeps_the_old_file_and_a_write_a_day_later_leaves_no_part(tmp_path):
     path = tmp_path / "report.json"
     files.write_text(path, "old")
     killed = (
@@ -37,13 +38,36 @@ def test_a_kill_keeps_the_old_file_and_the_next_write_leaves_no_part(tmp_path):
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
     assert path.read_text() == "old"
     files.write_text(path, "new")
-    assert (names(tmp_path), path.read_text()) == (["report.json"], "new")
+    (part,) = (path for path in tmp_path.iterdir() if path.suffix == ".part")
+    assert path.read_text() == "new", "a part that another process may be writing stays"
+    for place in (part / "report.json", part):
+        os.utime(place, (1, 1))
+    files.write_text(path, "new")
+    assert names(tmp_path) == ["report.json"]
+
+
+def test_only_parts_of_ours_are_removed(tmp_path):
+    mine = [
+        "report.json.part",
+        "report.json.parts",
+        "report.json.old",
+        ".report.json.part",
+        ".lockstep-notes.part",
+        ".lockstep-a.part",
+    ]
+    for name in mine:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").touch()
+    (tmp_path / ".lockstep-01234567.part").symlink_to(tmp_path / "report.json.part")
+    (tmp_path / ".lockstep-12345678.part").touch()  # no folder
+    files.remove_parts(tmp_path, age_s=0)
+    files.write_text(tmp_path / "report.json", "new")
+    assert names(tmp_path) == sorted([*mine, ".lockstep-01234567.part", ".lockstep-12345678.part", "report.json"])
+    assert all((tmp_path / name / "kept").exists() for name in mine)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     folder = tmp_path / "cache"
-    (tmp_path / "cache.part").mkdir()
-    (tmp_path / "cache.part" / "old").touch()  # of a process that was killed
     with pytest.raises(KeyboardInterrupt), files.replacing(folder) as part:
         part.mkdir()
         raise KeyboardInterrupt

@@ -3,7 +3,6 @@
 import codecs
 import pickle
 import re
-import sys
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -12,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import GROUPS, RECIPES
-from lockstep.errors import UserError
+from lockstep.config.words import warn
+from lockstep.errors import ForeignObjects, OutOfMemory, UserError, naming_memory
+from lockstep.machine.files import open_plain
 from lockstep.machine.world import rank_of
-from lockstep.run import RunFolder, find_run
+from lockstep.run import RunFolder, find_run, foreign
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 SHARD = re.compile(r"shard-\d+-of-\d+\.pt")
@@ -51,6 +52,7 @@ POSITION = {
     **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
     **dict.fromkeys(("callbacks", "loops"), dict),
     **dict.fromkeys(("epoch", "global_step", "accumulate_grad_batches"), int),
+    "pytorch-lightning_version": str,  # Lightning converts what an older one has written
 }
 OTHERS = ("state_dict", "config", DATA, "window", "network", "plateau", "current_model_state")
 PARTS = POSITION | dict.fromkeys(OTHERS, dict)
@@ -65,10 +67,7 @@ LOOP = (
 
 def is_config(config: dict[str, Any]) -> bool:
     groups = all(isinstance(config.get(group), dict) for group in GROUPS if group not in RECIPES)
-    try:
-        found = list(leaves(config))
-    except RecursionError:  # it holds itself
-        return False
+    found = list(leaves(config))
     keys = {type(key) for place, _ in found for key in place}
     return groups and keys <= {str, int} and all(isinstance(v, bool | int | float | str | None) for _, v in found)
 
@@ -95,10 +94,12 @@ class Checkpoint:
             why = f"it has no {' and no '.join(missing)}"
         elif wrong := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
             why = f"its {wrong[0]} is a {type(values[wrong[0]]).__name__}"
-        elif not is_config(values["config"]):
-            why = "its config is not the config of a run"
+        elif (problem := foreign(values["config"])) or not is_config(values["config"]):
+            why = f"its config is not the config of a run{f': {problem}' if problem else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             why = "it does not say what its data is"
+        elif problem := foreign([values.get(DATA), values.get("network")], references=True):
+            why = f"of its data and network {problem}"
         if why:
             raise UserError(
                 f"{path} is not a checkpoint of Lockstep: {why}. Pass a run, or a .ckpt file from its checkpoints folder. A timm model "
@@ -145,7 +146,7 @@ class Outline(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in KNOWN:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, and has to hold only tensors and plain values")
+            raise ForeignObjects(f"{module}.{name}")
         return {"OrderedDict": OrderedDict, "Counter": Counter}.get(name, StandIn)
 
     def persistent_load(self, _: Any) -> Any:
@@ -156,12 +157,16 @@ def unpickled(path: Path) -> Any:
     """The values of a file of torch.save, with stand-ins for its tensors. Raises UserError: it is none."""
     file = path / REST if path.is_dir() else path
     try:
-        with zipfile.ZipFile(file) as archive:
+        with naming_memory(file), open_plain(file) as opened, zipfile.ZipFile(opened) as archive:
             name = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
             if name is None:
                 raise pickle.UnpicklingError("it is an archive that torch.save did not write")
             with archive.open(name) as pickled:
                 return Outline(pickled).load()
+    except ForeignObjects as e:
+        raise ForeignObjects(str(e), path) from None
+    except OutOfMemory:
+        raise
     except Exception as e:  # bytes that are no pickle may raise anything
         raise UserError(f"{path} is not a checkpoint of Lockstep: {' '.join(str(e).split())}.") from None
 
@@ -177,6 +182,8 @@ def step_of(path: Path) -> int:
     """The optimizer steps done in a checkpoint; -1 if it does not say."""
     try:
         step = unpickled(path)["global_step"] if is_stored(path / REST if path.is_dir() else path) else -1
+    except ForeignObjects:  # somebody has made it: not what a kill or a disk leaves
+        raise
     except (UserError, LookupError, TypeError):
         return -1
     return step if isinstance(step, int) else -1
@@ -189,9 +196,7 @@ def is_stored(path: Path, *, reads: bool = False) -> bool:
     """Whether `path` is a zip file without compression, as of torch.save; with `reads`, and its checksums are right. Opens no device or
     pipe, and reads no more bytes than the file has."""
     try:
-        if not path.is_file():
-            return False
-        with zipfile.ZipFile(path) as archive:
+        with open_plain(path) as file, zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             fits = stored and sum(entry.file_size for entry in entries) <= path.stat().st_size
@@ -206,7 +211,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is complete: a file, or a folder with all its shards (weights.py)."""
-    if not path.is_dir():
+    if not path.is_dir() or path.is_symlink():
         return is_stored(path, reads=True)
     shards = shard_files(path)
     counts = {int(shard.stem.rpartition("-")[2]) for shard in shards}
@@ -216,6 +221,8 @@ def is_checkpoint(path: Path) -> bool:
 def found_in(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, complete or not."""
     folder = run_dir / "checkpoints"
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link, which a run has none of. Remove it, or link the folder of the whole run.")
     last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves only `.old`
     return [*[path for path in last if path.exists()][:1], *folder.glob("best-step-*.ckpt")]
 
@@ -230,7 +237,7 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
         if steps[path] >= 0 and is_checkpoint(path):
             yield path
         elif rank_of() == 0:
-            print(f"WARNING: {path} is incomplete and is skipped.", file=sys.stderr)
+            warn(f"{path} is {'a link' if path.is_symlink() else 'incomplete'} and is skipped.")
 
 
 # --- Finding what a key names ---
@@ -261,11 +268,17 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
     named = RunFolder(run_dir).report().get("checkpoint")
-    return path if named and is_checkpoint(path := run_dir / str(named)) else newest_checkpoint(run_dir)
+    if named and is_checkpoint(path := run_dir / str(named)):
+        return path
+    newest = newest_checkpoint(run_dir)
+    if named is not None and rank_of() == 0:
+        warn(f"{run_dir}/report.json: checkpoint={named} is no complete checkpoint. {newest} is taken instead.")
+    return newest
 
 
 def complete_checkpoint(path: Path, key: str) -> Path:
-    """`path`, if it is a complete checkpoint. Raises UserError otherwise."""
+    """`path`, if it is a complete checkpoint; of a link, where it leads. Raises UserError otherwise."""
+    path = path.resolve() if path.is_symlink() else path
     if not path.exists():
         raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or run=<name>.")
     if not is_checkpoint(path):

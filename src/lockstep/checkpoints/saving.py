@@ -1,7 +1,6 @@
 """How checkpoints are written: atomically, in the order of the calls, while training continues. When they are saved, which are kept,
 and where a resumed run continues."""
 
-import contextlib
 import logging
 import math
 import shutil
@@ -99,8 +98,6 @@ class AtomicCheckpointIO(CheckpointIO):
         try:
             write(checkpoint, path)
         except Exception as e:
-            with contextlib.suppress(OSError):
-                files.remove(files.part_of(path))  # it takes disk space
             if not self.folder.is_dir():
                 raise FolderRemoved(self.folder) from None
             cause = next(
@@ -346,10 +343,11 @@ class LastCheckpoint(Checkpoint):
             return
         if before.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
             with files.replacing(self.path) as part:
-                (shutil.copytree if before.is_dir() else shutil.copyfile)(before, part)
+                copy = partial(shutil.copytree, symlinks=True) if before.is_dir() else shutil.copyfile
+                copy(before, part)
             self.resumed = self.path
         old = self.path.with_name(self.path.name + ".old")
-        if old.exists() and not self.path.exists():
+        if old.exists() and not old.is_symlink() and not self.path.exists():
             old.rename(self.path)
         kept = {Path(path) for best in trainer.checkpoint_callbacks for path in getattr(best, "best_k_models", ())}
         for path in folder.iterdir():

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from lockstep.checkpoints.finding import REST, Checkpoint, mapped, shard_files
 from lockstep.config import words
 from lockstep.config.instantiate import network
-from lockstep.errors import UserError
+from lockstep.errors import ForeignObjects, UserError, naming_memory
+from lockstep.machine.files import open_plain
+from lockstep.run import told_if_damaged
 
 # --- Values that torch.load accepts with weights_only=True, as it does those of checkpoints ---
 
@@ -72,7 +74,7 @@ def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 def write(content: Any, path: Path) -> None:
     """torch.save, then fsync."""
-    with path.open("wb") as file:
+    with open_plain(path, "wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
@@ -80,18 +82,19 @@ def write(content: Any, path: Path) -> None:
 
 def open_file(path: Path) -> Any:
     """Tensors and plain values, memory-mapped. Raises UserError: the checksums do not cover the table of contents."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError) as e:
-        if "weights_only" in str(e):  # torch's own message advises to run its code
+    with naming_memory(path):
+        try:
+            open_plain(path).close()  # torch maps by path only
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
+            if "weights_only" in str(e):  # torch's own message advises to run its code
+                raise ForeignObjects("which torch refuses to load", path) from None
+            if "allocate memory" in str(e).lower():  # of a mapping
+                raise MemoryError from None
             raise UserError(
-                f"{path} is not a checkpoint of Lockstep: it holds objects that could run code, and a checkpoint has only tensors and plain "
-                "values."
+                f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it: resume=auto takes the newest "
+                "complete checkpoint."
             ) from None
-        raise UserError(
-            f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it: resume=auto takes the newest "
-            "complete checkpoint."
-        ) from None
 
 
 # --- A checkpoint as a folder ---
@@ -144,13 +147,14 @@ def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
     if not path.is_dir():
         return open_file(path)
     shards: dict[str, list[dict[str, Any]]] = {}  # by note, in the order of their rows, memory-mapped
-    for file in shard_files(path):
-        for note, shard in open_file(file).items():
-            shards.setdefault(note, []).append(shard)
-    tensors = {
-        note: resharded(parts, mesh) if mesh else torch.cat([part["rows"] for part in parts])
-        for note, parts in shards.items()
-    }
+    with told_if_damaged(path, "Restore it from a copy."):
+        for file in shard_files(path):
+            for note, shard in open_file(file).items():
+                shards.setdefault(note, []).append(shard)
+        tensors = {
+            note: resharded(parts, mesh) if mesh else torch.cat([part["rows"] for part in parts])
+            for note, parts in shards.items()
+        }
     return mapped(
         open_file(path / REST),
         lambda _, leaf: tensors[leaf] if isinstance(leaf, str) and leaf.startswith(NOTE) else leaf,
@@ -210,8 +214,16 @@ def differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> Itera
     for what, names in (("missing", own.keys() - saved.keys()), ("unexpected", saved.keys() - own.keys())):
         if names:
             yield f"{what}: {', '.join(sorted(names)[:SHOWN])}"
-    both = [name for name in own if name in saved and own[name].shape != saved[name].shape]
-    yield from (f"{name} is {tuple(saved[name].shape)} instead of {tuple(own[name].shape)}" for name in both[:SHOWN])
+    pairs = [(name, form(saved[name]), form(tensor)) for name, tensor in own.items() if name in saved]
+    yield from [f"{name} is {found} instead of {wanted}" for name, found, wanted in pairs if found != wanted][:SHOWN]
+
+
+def form(value: Any) -> str:
+    """What has to agree of a weight and its saved value: a copy of one form into another fails, or loses a part."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    odd = {"sparse": value.layout is not torch.strided, "meta": value.is_meta, "complex": value.is_complex()}
+    return " ".join([*(name for name, holds in odd.items() if holds), str(tuple(value.shape))])
 
 
 @torch.no_grad()

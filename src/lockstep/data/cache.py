@@ -5,9 +5,11 @@ filelock is imported where data is read: the config check imports this module.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.dataset import add_arrays
 from lockstep.errors import DataChanged, explained
-from lockstep.machine.files import refuse_unwritable, remove, replacing
+from lockstep.machine.files import open_plain, read_text, refuse_unwritable, remove, replacing
 
 FORMAT = 4  # version of the cache; raise it when the files change
 DAMAGE = (ValueError, TypeError, KeyError, EOFError)  # of a file that was cut off or changed
@@ -52,7 +54,7 @@ class Cached:
 
     def arrays(self, part: str) -> Parts:
         """The memory-mapped arrays of a part such as `train`; empty if there is no such part."""
-        return {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / part).glob("*.npy"))}
+        return {path.stem: mapped(path) for path in sorted((self.folder / part).glob("*.npy"))}
 
 
 def cache_folder(given: str | None) -> Path:
@@ -64,7 +66,20 @@ def cache_folder(given: str | None) -> Path:
         base.mkdir(parents=True, exist_ok=True)
         return base
     except (OSError, RuntimeError):  # the home directory is not writable, or there is none, as in some containers
-        return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+        return private_folder()
+
+
+def private_folder() -> Path:
+    """The first folder lockstep-<user>, lockstep-<user>-1, ... of the temporary ones that is this user's alone: others may make some."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    for number in itertools.count():
+        path = Path(tempfile.gettempdir(), f"lockstep-{user}{f'-{number}' if number else ''}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700, parents=True)
+        found = path.lstat()  # of a link, itself
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == user and (os.name == "nt" or not found.st_mode & 0o077):
+            return path
+    raise AssertionError
 
 
 def key_of(name: str, files: list[Path], *more: object) -> str:
@@ -84,8 +99,15 @@ def one_download(cache: Path, name: str, root: Path) -> Iterator[None]:
 
 
 def hash_of(path: Path, algorithm: str) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, algorithm).hexdigest()
+    with open_plain(path, follows=True) as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()  # type: ignore[arg-type]  # it is a buffered reader
+
+
+def mapped(path: Path) -> NDArray[Any]:
+    """The array of a file. Raises OSError: it is a link or no regular file."""
+    open_plain(path).close()  # np.load maps by path only
+    array: NDArray[Any] = np.load(path, mmap_mode="r")
+    return array
 
 
 def decoded(folder: Path, decode: Decode) -> Cached:
@@ -124,12 +146,12 @@ def checked(folder: Path) -> Cached | None:
     Files are hashed (0.7 GB/s) only if their size or time is not what it was when they were written.
     """
     try:
-        about = json.loads((folder / "about.json").read_text())
+        about = json.loads(read_text(folder / "about.json"))
         if about.pop("check") != check_of(about):
             return None
         now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
         if now not in (about["stamps"], verified.get(folder)):
-            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
+            arrays = {name: mapped(folder / f"{name}.npy") for name in about["stamps"]}
             if digest_of(arrays, about["extra"]) != about["sha256"]:
                 return None
             verified[folder] = now
@@ -165,7 +187,7 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
             stamps[name] = stamp(path)
         sha256 = digest_of(arrays, extra)
         about = {"sha256": sha256, "extra": extra, "stamps": stamps}
-        part.mkdir(exist_ok=True)
+        part.mkdir(exist_ok=True)  # without arrays
         (part / "about.json").write_text(json.dumps(about | {"check": check_of(about)}))
     return Cached(folder, sha256, extra)
 

@@ -23,6 +23,7 @@ from lockstep.data.dataset import Batch, DataSet, Indices
 from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained, raise_problems
+from lockstep.machine.files import open_plain, read_bytes
 from lockstep.machine.world import cores, rank_of
 
 # B batch · C channel · H W pixel · N file
@@ -56,7 +57,7 @@ def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[in
     """
     line, rows, problems = 0, list[Row](), list[str]()
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, follows=True)
         text, separators = content.decode("utf-8-sig"), "\t" if path.suffix.lower() == ".tsv" else ",;\t"
         separator = next((each for each in separators if each in text.partition("\n")[0]), ",")
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -146,7 +147,8 @@ def decoded(file: Any, *, channels: int, size: int) -> NDArray[np.uint8]:
     """image_CHW of a file, by its path or opened."""
     from PIL import Image
 
-    with warnings.catch_warnings(), Image.open(file) as image:
+    source = io.BytesIO(read_bytes(file, follows=True)) if isinstance(file, Path) else file
+    with warnings.catch_warnings(), Image.open(source) as image:
         warnings.simplefilter("ignore")  # about odd EXIF data and palettes
         return to_array(image, channels=channels, size=size)
 
@@ -186,7 +188,7 @@ def read_all(
     def read(place: int) -> tuple[bytes, str | None]:
         digest = b""
         try:
-            content = (base / paths[place]).read_bytes()
+            content = read_bytes(base / paths[place], follows=True)
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
                 if image_NCHW is not None:
@@ -287,7 +289,7 @@ class Images(DataSet):
     def mask_size(self, path: Path) -> tuple[int, int]:
         from PIL import Image
 
-        with Image.open(path) as image:
+        with open_plain(path, follows=True) as file, Image.open(file) as image:
             return original_size(image)
 
     @cached_property

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import importlib.util
+import io
 import math
 import pickle
 import tarfile
@@ -15,12 +16,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.cache import Cached, Parts, cache_folder, decoded, hash_of, key_of, one_download
+from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, one_download
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import SHOWN, Images, reading
 from lockstep.data.pixels import ENDINGS, spelled
 from lockstep.errors import UserError
-from lockstep.machine.files import replacing
+from lockstep.machine.files import open_plain, read_bytes, replacing
 
 # --- Downloads files from mirrors and keeps them only with the right checksum ---
 
@@ -28,14 +29,14 @@ TIMEOUT_S = 10
 DEFAULT_ROOT = Path("data")  # of the configs: downloads go there unasked
 
 
-def download(urls: list[str], path: Path, checksum: str) -> None:
-    """Downloads from the first url whose content has the MD5 `checksum` to `path`, unless that file is there already.
+def download(urls: list[str], path: Path, checksum: str) -> bytes:
+    """The content with the MD5 `checksum` of the file `path`, downloaded to it from the first url that has it unless it is there already.
 
     Raises:
         ConnectionError: no url could be read, or none had the right content. `path` then does not exist.
     """
-    if path.is_file() and hash_of(path, "md5") == checksum:
-        return
+    if path.is_file() and hashlib.md5(content := read_bytes(path, follows=True)).hexdigest() == checksum:
+        return content
     import http.client  # here, because they take 0.05 s of the config check, which imports this module
     import urllib.request
 
@@ -51,7 +52,7 @@ def download(urls: list[str], path: Path, checksum: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as part:
                 part.write_bytes(content)
-            return
+            return bytes(content)
         reasons.append(f"{url}: wrong checksum")
     raise ConnectionError("; ".join(reasons))
 
@@ -162,7 +163,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         UserError: the file is cut off, not an idx file, or cannot be read.
     """
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_plain(path, follows=True) as plain, gzip.open(plain) if path.suffix == ".gz" else plain as file:
             header = file.read(4)
             if len(header) < 4 or header[:3] != b"\0\0\x08" or not header[3]:
                 raise ValueError("no idx header")
@@ -253,19 +254,23 @@ class Cifar10(Published):
     classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
     @classmethod
-    def changed(cls, files: list[Path]) -> list[str]:
-        """Names of files that are not as published."""
-        return [path.name for path in files if hash_of(path, "md5") != cls.md5[path.name]]
+    def changed(cls, files: list[Path], contents: Iterable[bytes]) -> list[str]:
+        """Names of files whose contents are not as published."""
+        pairs = zip(files, contents, strict=True)
+        return [path.name for path, content in pairs if hashlib.md5(content).hexdigest() != cls.md5[path.name]]
 
     @classmethod
     def read_files(cls, files: list[Path]) -> Parts:
         """They are pickles, which can run code: none is opened unless its MD5 is the published one."""
         with reading(files[0].parent):
-            if names := cls.changed(files):
+            contents = [
+                read_bytes(path, follows=True) for path in files
+            ]  # once: a file may change between two readings
+            if names := cls.changed(files, contents):
                 raise UserError(
                     f"{files[0].parent}: {', '.join(names)} cut off, damaged or changed (MD5 differs from the published one). Replace the folder, or set data.source=download."
                 )
-            batches = [pickle.loads(path.read_bytes(), encoding="bytes") for path in files]
+            batches = [pickle.loads(content, encoding="bytes") for content in contents]
         images = [np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32) for batch in batches]
         labels = [np.asarray(batch[b"labels"], np.uint8) for batch in batches]
         train = {"train/input": np.concatenate(images[:-1]), "train/target": np.concatenate(labels[:-1])}
@@ -274,8 +279,8 @@ class Cifar10(Published):
     def fetch(self) -> None:
         """Unpacks the published archive, unless its files are already there as published."""
         files = self.find(self.root)
-        if not files or self.changed(files):
+        if not files or self.changed(files, (read_bytes(path, follows=True) for path in files)):
             archive = self.root / "cifar-10-python.tar.gz"
-            download([CIFAR10_URL], archive, CIFAR10_TAR_MD5)
-            with tarfile.open(archive) as tar:
+            content = download([CIFAR10_URL], archive, CIFAR10_TAR_MD5)
+            with tarfile.open(fileobj=io.BytesIO(content)) as tar:
                 tar.extractall(self.root, filter="data")

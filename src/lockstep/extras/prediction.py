@@ -32,7 +32,7 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
 from lockstep.launch.start import gallery_of
-from lockstep.machine.files import remove, replacing, write_text
+from lockstep.machine.files import part_folder, remove, replacing, write_text
 from lockstep.reporting.render import render
 from lockstep.tasks.panel import Mask, Sample
 from lockstep.tasks.task import RESERVED
@@ -72,13 +72,9 @@ SORTED = {"loss": "the largest losses first", "probability": "the least certain 
 KEPT = 200  # samples of a gallery
 
 
-def folder_of(output: Path) -> Path:
-    return output.with_name(f"{output.name}.parts")
-
-
-def part(output: Path, rank: int) -> Path:
+def part(folder: Path, rank: int) -> Path:
     """The file of one process: a line holds the number of a batch, the index of a sample, and its row."""
-    return folder_of(output) / f"rank-{rank}.jsonl"
+    return folder / f"rank-{rank}.jsonl"
 
 
 def masks(output: Path, column: str) -> Path:
@@ -89,22 +85,22 @@ def masks(output: Path, column: str) -> Path:
 class Parts:
     """The rows of all processes: `write` makes the table of them, `gallery` a page; what they count is in `count`, `broken`, `wrong`."""
 
-    def __init__(self, output: Path, world: int) -> None:
-        self.output, self.world = output, world
+    def __init__(self, output: Path, folder: Path, world: int) -> None:
+        self.output, self.folder, self.world = output, folder, world
         self.count = self.broken = self.wrong = 0
         self.reasons: list[tuple[str, str]] = []  # why the first broken files could not be read
         example = next((row for _, row in self.rows() if not row.get(ERROR)), None)
         if example is None:
             raise UserError("no file can be read any more. Nothing was written.")
         self.example: Row = example
-        self.masks = sorted(path.name for path in folder_of(output).iterdir() if path.is_dir())
+        self.masks = sorted(path.name for path in folder.iterdir() if path.is_dir())
         columns = (name for name in self.example if name not in FIRST and not name.startswith("target/"))
         self.guess = next(columns, "")  # the column of what is predicted
         self.key = next((name for name in SORTED if name in self.example), None)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         """Index and row, in input order: a batch is shared out by rank, so rows of a batch come by rank."""
-        paths = [part(self.output, rank) for rank in range(self.world)]
+        paths = [part(self.folder, rank) for rank in range(self.world)]
         if missing := [str(path) for path in paths if not path.is_file()]:
             raise UserError(f"{missing[0]} is missing: all machines must share the folder of output=. Set another one.")
         with ExitStack() as files:
@@ -133,7 +129,7 @@ class Parts:
             write_table(new, self.output.suffix, self.example, self.counted())
             for name in self.masks:
                 remove(masks(self.output, name))
-                (folder_of(self.output) / name).replace(masks(self.output, name))
+                (self.folder / name).replace(masks(self.output, name))
 
     def gallery(self, path: Path, data: DataModule, about: Mapping[str, str]) -> None:
         """A page of `KEPT` samples with their predictions. It needs no network, and the files of sounds beside it only to play them."""
@@ -192,7 +188,8 @@ class Writer(pl.Callback):
 
     def __init__(self, data: DataModule, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]) -> None:
         self.data, self.asked, self.made, self.names = data, asked, made, names
-        self.output = Path(asked.output)
+        self.output = self.folder = Path(asked.output)
+        self.own = ExitStack()  # of rank 0: the folder of the parts
         self.files = data.dataset.test if isinstance(data.dataset, Inputs) else None
         self.paths = None if self.files else data.dataset.paths(data.predicted_split[0])
         self.file: IO[str] | None = None
@@ -205,15 +202,15 @@ class Writer(pl.Callback):
         return {"index": index} | ({} if self.paths is None else {"path": str(self.paths[index])})
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        folder = folder_of(self.output)
         if trainer.is_global_zero:
-            remove(folder)
-            folder.mkdir(parents=True)
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            self.folder = self.own.enter_context(part_folder(self.output.parent))
+        self.folder = trainer.strategy.broadcast(self.folder)
         same = hashlib.sha256(self.files.name_N.tobytes()).hexdigest() if self.files else ""
         if trainer.strategy.broadcast(same) != same:  # which also waits for the folder
             raise TrainingFailed("input: processes found different files: the folder changes. Pass a CSV of the files.")
         trainer.strategy.barrier("the folder of the parts")
-        self.file = part(self.output, trainer.global_rank).open("w", encoding="utf-8")
+        self.file = part(self.folder, trainer.global_rank).open("w", encoding="utf-8")
         self.order = iter(trainer.predict_dataloaders.sampler)  # type: ignore[union-attr]  # the loader's own order again
 
     def on_predict_batch_end(
@@ -236,7 +233,7 @@ class Writer(pl.Callback):
         there = masks(self.output, name)
         if there.exists() and not self.asked.overwrite:
             raise UserError(f"{there} exists. Set another output=, or overwrite=true.")
-        folder = folder_of(self.output) / name
+        folder = self.folder / name
         folder.mkdir(exist_ok=True)
         for place, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
             if self.data.problems and self.data.problems[place]:
@@ -292,7 +289,7 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
             trainer.predict(work.module, data, return_predictions=False)
         if world.rank:
             return None
-        parts = Parts(output, world.size)
+        parts = Parts(output, writer.folder, world.size)
         parts.write()
         if asked.gallery:
             parts.gallery(gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name})
@@ -302,5 +299,4 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
         return parts
     finally:
         writer.close()
-        if world.rank == 0:
-            remove(folder_of(output))
+        writer.own.close()

@@ -259,7 +259,10 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     """An experiment config with the trial's values and with the overrides that all trials shared."""
     skipped = ("sweep", "error", "resume", "runs_dir", "steps")
     chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
-    chosen |= {key: OmegaConf.create(f"it: {v}").it for key, v in chosen.items() if isinstance(v, str)}
+    read: Any = {
+        k: OmegaConf.to_container(OmegaConf.create(f"it: {v}")) for k, v in chosen.items() if isinstance(v, str)
+    }
+    chosen |= {key: value["it"] for key, value in read.items()}
     recipes = [f"/{group}/{recipe}" for group in RECIPES if (recipe := chosen.pop(group, None))]
     groups = [{f"override /{key}": chosen.pop(key)} for key in list(chosen) if is_group(key)]
     body = OmegaConf.create({"defaults": [*recipes, "_self_", *groups]})

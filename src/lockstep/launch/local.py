@@ -25,7 +25,7 @@ from lockstep.config.settings import Settings
 from lockstep.errors import LostProcess, OutOfMemory, Preempted, RunFailed, UserError, did_you_mean
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process
-from lockstep.machine.files import write_text
+from lockstep.machine.files import parts_in, write_text
 from lockstep.machine.world import World, cores
 from lockstep.run import RunFolder
 
@@ -263,7 +263,7 @@ def wait(
         waiting = len(list(filter(None, told)))
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
-            saving = passed_on or (checkpoints and any(checkpoints.glob("*.part")))
+            saving = passed_on or (checkpoints and parts_in(checkpoints))
             first = next((code for code in failed if code < 0), failed[0])  # the others failed because of a killed one
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
         elif deadline == float("inf") and told[:1] == [""] and process.debug_rank is None:

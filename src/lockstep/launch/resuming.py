@@ -214,6 +214,8 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         folder = RunFolder(checkpoint.path.resolve().parents[1])
     # a checkpoint that was moved out of its run directory has the config as well
     saved = completed(folder.config() if folder.has_config() else OmegaConf.create(checkpoint.config))
+    if folder.has_config():
+        folder.refuse_links()
     predicts = job == "predict"
     what = ("run", "runs_dir", "checkpoint", "debug_rank", *(PREDICT if predicts else ()))  # the command's own keys
     own = [o for o in overrides if key_of(o) not in what]
@@ -221,11 +223,19 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         raise UserError(f"{idle[0]} has no effect in {'a prediction' if predicts else 'an evaluation'}. Remove it.")
     cfg = merged(saved, composed, [*own, *MACHINE])
     with open_dict(cfg):
-        cfg.runs_dir = composed.runs_dir if composed.run is not None else str(folder.path.parent)
         cfg.run = str(saved.run if composed.run is None else composed.run)
+        cfg.runs_dir = composed.runs_dir if composed.run is not None else home_of(checkpoint.path, cfg.run)
         cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint.path), False
         cfg.callbacks, cfg.trainer.accumulate_grad_batches = {}, 1
     return cfg
+
+
+def home_of(checkpoint: Path, run: str) -> str:
+    """runs_dir of the run with the name `run` that has this checkpoint. Of one that was moved out of it, where no folder is: its config
+    may name any run."""
+    folder, name = checkpoint.resolve().parents[1], Path(run).parts
+    inside = folder.parts[-len(name) :] == name and RunFolder(folder).has_config()
+    return str(Path(*folder.parts[: -len(name)]) if inside else checkpoint)
 
 
 # --- A finished run that is started again, with nothing left to train ---

@@ -153,7 +153,9 @@ def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[
     data = None if reads_files else prepare_data(settings, evaluating=True)[0]
     execute(job, requested.decided(data).identified(data.source if data else None))
     path = requested.evaluation_file(job.name)
-    result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
+    result: dict[str, Any] = (
+        json.loads(files.read_text(path)) if path.exists() else {}
+    )  # it may be on another node's disk
     return result
 
 
@@ -221,7 +223,7 @@ def with_request(settings: Settings, asked: DictConfig, overrides: list[str]) ->
         endings = ENDINGS if shipped else ("",)  # a class of the user's says later which files it reads
         count = 0 if part else len(find_inputs(asked.input, endings).paths)
         if count == 1 and not shipped and Path(asked.input).suffix.lower() in LISTS:  # a list of files, or data itself
-            with Path(asked.input).expanduser().open("rb") as file:
+            with files.open_plain(Path(asked.input).expanduser(), follows=True) as file:
                 count = sum(1 for _ in file)
     except UserError as e:
         problems += e.problems

@@ -8,6 +8,7 @@ from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.table import Table
@@ -18,10 +19,10 @@ from lockstep.config.words import counted, number, readable
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
-from lockstep.machine.files import write_csv
+from lockstep.machine.files import open_plain, read_text, write_csv
 from lockstep.machine.world import cores, visible_gpus
 from lockstep.reporting import console
-from lockstep.run import RunFolder, tested, told_if_damaged
+from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, tested, told_if_damaged
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
@@ -45,13 +46,13 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     if not file.is_file():
         return
     with told_if_damaged(file, "Set run=<another name>."):
-        earlier = OmegaConf.load(file).hydra
-        grids = [earlier.overrides.task, overrides]
-        sweeper = OmegaConf.select(earlier, "runtime.choices", default={}).get("hydra/sweeper", "basic")
-    if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
-        return
-    varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
-    jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
+        earlier = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]  # as text: OmegaConf would resolve it
+        grids = [earlier["overrides"]["task"], overrides]
+        sweeper = earlier.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
+        if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
+            return
+        varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
+        jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
     for place, (then, now) in enumerate(zip_longest(*jobs)):
         job = RunFolder(folder / str(place))
         if (own := job.report().get("overrides")) is not None:  # of an earlier sweep than multirun.yaml, perhaps
@@ -186,7 +187,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
     job = local.Handover(OmegaConf.to_container(cfg), overrides)
     # In a session of its own, so the terminal's Ctrl-C reaches it through the launcher alone.
     with (
-        output.open("ab") as log,
+        open_plain(output, "ab") as log,
         local.spawn(script, {**outside, **slot}, job, stdout=log, stderr=log, start_new_session=True) as child,
     ):
         local.wait([child])

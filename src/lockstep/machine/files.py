@@ -1,19 +1,23 @@
-"""Writes files whole or not at all. Free of torch."""
+"""Opens files of strangers safely, and writes files whole or not at all. Free of torch."""
 
 import csv
+import errno
 import json
 import math
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep.errors import UserError
 
 PROBE_BYTES = 2**16
+MOST_BYTES = 2**30  # of a file that is read whole; a sparse file of a stranger may have any size
 
 
 @contextmanager
@@ -22,43 +26,105 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        e.filename = e.filename or str(path)
+        e.filename = str(path) if not e.filename or PART in str(e.filename) else e.filename
         raise
+
+
+# --- Files of a run and of users, opened ---
+#
+# Anybody may have made them. Everything that opens a file of a run opens it here (tests/test_strangers.py).
+
+
+def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options: Any) -> IO[Any]:
+    """A regular file. Raises OSError for a link, which leads anywhere, and for a pipe or a device, which may hang or never end.
+
+    `follows`: for what users name themselves, such as images, which may be links to regular files.
+    """
+    if not follows:
+        refuse_link(path)
+    guard = getattr(os, "O_NONBLOCK", 0) | (0 if follows else getattr(os, "O_NOFOLLOW", 0))
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | guard, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", name)
+
+    return open(path, mode, opener=opener, **options)
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES, *, follows: bool = False) -> bytes:
+    """A whole file. Raises OSError: it has more than `most` bytes."""
+    with open_plain(path, follows=follows) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}", str(path))
+        return bytes(file.read(size))
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    return read_bytes(path, most).decode("utf-8")
+
+
+def make_folder(path: Path) -> None:
+    """A folder of a run, without its parents: a run's folder that was removed does not come back. Raises OSError for a link."""
+    path.mkdir(exist_ok=True)
+    refuse_link(path)
+
+
+def refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, which a run has none of", str(path))
+
+
+# --- Files that appear whole or not at all ---
+
+PART, A_DAY_S = ".lockstep-", 86400.0
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields the path of a new file, which replaces `path` when the block ends without an error; or of a new folder.
 
-    A reader sees the old file or the new one, never a part of it. A kill leaves `<name>.part`, which the next write removes.
+    A reader sees the old file or the new one, never a part of it. It is written in a hidden folder of a random name beside `path`.
     """
-    part = part_of(path)
-    remove(part)
-    try:
-        with naming(path):
-            yield part
-            take_place(part, path)
-    except BaseException:
-        remove(part)
-        raise
+    with naming(path), part_folder(path.parent) as folder:
+        yield folder / path.name
+        take_place(folder / path.name, path)
 
 
-def part_of(path: Path) -> Path:
-    """Where a file or a folder is written before it takes its name."""
-    return path.with_name(f"{path.name}.part")
+@contextmanager
+def part_folder(folder: Path) -> Iterator[Path]:
+    """A new folder in `folder`, which nobody else uses, for what is not complete yet; removed at the end. A kill leaves it for a day."""
+    remove_parts(folder, A_DAY_S)
+    with tempfile.TemporaryDirectory(".part", PART, folder, ignore_cleanup_errors=True) as part:
+        yield Path(part)
+
+
+def remove_parts(folder: Path, age_s: float) -> None:
+    """Removes the folders of `part_folder` that a killed process left, if nothing in them has changed for so long."""
+    for part in parts_in(folder):
+        with suppress(OSError):
+            if time.time() - max(place.lstat().st_mtime for place in (part, *part.rglob("*"))) >= age_s:
+                remove(part)
+
+
+def parts_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob(f"{PART}????????.part") if path.is_dir() and not path.is_symlink()]
 
 
 def take_place(part: Path, path: Path) -> None:
     """Moves the file or the folder `part` to `path`.
 
     A file replaces a file atomically. A folder cannot: for an instant only `<path>.old` exists, which checkpoints/finding.py looks
-    for.
+    for. Only folders of checkpoints are replaced.
     """
-    if not part.is_dir() and not path.is_dir():
+    if not part.is_dir() and not (path.is_dir() and not path.is_symlink()):
         part.replace(path)
         return
     old = path.with_name(f"{path.name}.old")
-    if path.exists():
+    if os.path.lexists(path):
         remove(old)  # left by a kill
         path.rename(old)
     part.rename(path)
@@ -66,8 +132,8 @@ def take_place(part: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there."""
-    if path.is_dir():
+    """Removes a file or a folder, if it is there; of a link, itself."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -19,9 +19,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from lockstep.errors import Interrupted, Preempted
+from lockstep.machine import files
 
 # --- Signals that warn of the end of a process. Free of torch ---
 #
@@ -216,7 +217,7 @@ class RankLog:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.path = folder, folder / "logs" / f"rank-{rank}.log"
         self.early, self.owner = list[str](), os.getpid()
-        self.file: io.FileIO | None = None
+        self.file: IO[bytes] | None = None
         self.lock = threading.Lock()
 
     def __enter__(self) -> None:
@@ -229,8 +230,8 @@ class RankLog:
             plain = plain[: plain.rfind("\n", 0, bar.start()) + 1]
         with self.lock, contextlib.suppress(OSError, ValueError):  # the disk is full; the log has just been closed
             if self.file is None and (self.folder / "checkpoints").is_dir():
-                self.path.parent.mkdir(exist_ok=True)
-                self.file = self.path.open("ab", buffering=0)
+                files.make_folder(self.path.parent)
+                self.file = files.open_plain(self.path, "ab", buffering=0)
                 if os.getpid() == self.owner:  # not in a worker, which was forked with a copy of them
                     self.file.write("".join(self.early).encode(errors="replace"))
             if self.file is None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from lockstep.config.words import readable
 from lockstep.machine import process
+from lockstep.machine.files import open_plain
 from lockstep.machine.process import in_notebook
 
 # --- A line that says how far something is: a bar on a terminal, a line that is rewritten in a notebook, else a line now and then ---
@@ -171,7 +172,7 @@ LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) (.*)")
 
 
-class LogFile(logging.FileHandler):
+class LogFile(logging.StreamHandler[IO[str]]):
     """A full disk ends no run here, and prints no traceback for each line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -182,7 +183,7 @@ class LogFile(logging.FileHandler):
 @contextmanager
 def logged(path: Path) -> Iterator[None]:
     """Within, messages and warnings go to the file, and warnings to the screen as well."""
-    to_file, to_screen = LogFile(path, encoding="utf-8"), logging.StreamHandler()
+    to_file, to_screen = LogFile(open_plain(path, "a", encoding="utf-8")), logging.StreamHandler()
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     to_screen.setLevel(logging.WARNING)
     targets = [(to_file, name) for name in LOGGED] + [(to_screen, name) for name in ("lockstep", "py.warnings")]
@@ -196,7 +197,7 @@ def logged(path: Path) -> Iterator[None]:
         for handler, name in targets:
             logging.getLogger(name).removeHandler(handler)
         with suppress(OSError):  # what a full disk did not take
-            to_file.close()
+            to_file.stream.close()
         logging.captureWarnings(False)
 
 

@@ -121,8 +121,7 @@ def write_page(
     """Writes report.html, and with it panels.json of a run that is done or has failed. `progress`: of a run that still trains."""
     if progress is None:
         write_panels(folder.panels_file, panels)
-    metrics, has_log = folder.metrics(), folder.log_file.is_file()
-    log_lines = folder.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if has_log else []
+    metrics, log_lines = folder.metrics(), folder.log_lines()
     failed, there = report["status"] not in ("done", "running"), in_runs_dir(config)
     galleries = [panel for panel in panels if isinstance(panel, Gallery)]
     if failed and metrics:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from lockstep.config.words import metric
 from lockstep.data.dataset import Sound
-from lockstep.machine.files import write_text
+from lockstep.machine.files import read_text, write_text
 from lockstep.reporting.render import ENVIRONMENT, chart, coloured
 from lockstep.run import told_if_damaged
 from lockstep.tasks.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Tokens
@@ -124,7 +124,7 @@ def write_panels(path: Path, panels: Sequence[Content]) -> None:
 def read_panels(path: Path) -> list[Content]:
     """No panels without the file. Raises UserError: it is damaged."""
     with told_if_damaged(path, "Remove the file: report.html shows the same."):
-        panels = json.loads(path.read_text(encoding="utf-8"), object_hook=decoded) if path.is_file() else []
+        panels = json.loads(read_text(path), object_hook=decoded) if path.exists() else []
         if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
             raise ValueError("it holds something else")
     return panels

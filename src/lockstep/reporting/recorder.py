@@ -19,6 +19,7 @@ from lockstep.config.settings import Settings
 from lockstep.config.words import warn
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
+from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import logged
 from lockstep.run import SEPARATOR, provenance, tested, validation_of
@@ -122,7 +123,8 @@ class Recorder:
         folder.write_report(self.report)
 
     def open_log(self) -> None:
-        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder.checkpoints)
         self.log.enter_context(logged(self.folder.log_file))
 
     def add(self, **metrics: Any) -> None:

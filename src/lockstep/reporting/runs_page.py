@@ -11,13 +11,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import yaml
-
 from lockstep.config.compose import PLACE, dotted
 from lockstep.config.words import is_fraction, metric, number, seconds, shown
 from lockstep.errors import UserError
+from lockstep.machine.files import read_text
 from lockstep.reporting.render import COLOURS, chart, render
-from lockstep.run import LOADER, RunFolder, metric_series, tested
+from lockstep.run import RunFolder, metric_series, tested
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,10 +54,9 @@ class Report(dict[str, Any]):
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config by dotted keys, empty if it is missing or damaged. OmegaConf takes 20 ms for a config where libyaml takes 2."""
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            config = yaml.load(self.run_folder.config_file.read_text(), LOADER)
-            return dotted(config) if isinstance(config, dict) else {}
+        """The config by dotted keys, empty if it is missing or damaged."""
+        with suppress(UserError):
+            return dotted(self.run_folder.settings()[0])
         return {}
 
     @cached_property
@@ -88,7 +86,7 @@ class Report(dict[str, Any]):
         rows = {name: metric(name, self[name]) for name in names if self.get(name) is not None}
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
         page = self.run_folder.page_file
-        return f"<table>{cells}</table>" + (FRAME.format(escape(page.read_text("utf-8"))) if page.is_file() else "")
+        return f"<table>{cells}</table>" + (FRAME.format(escape(read_text(page))) if page.is_file() else "")
 
 
 # --- The page of many runs: a section for each data set, as only runs of the same data can be ranked. Free of torch ---
@@ -151,7 +149,7 @@ def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
 def confusion(run: Report) -> Values | None:
     """Of panels.json as it is: reporting/panels.py, which decodes it, imports torch."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        panels = json.loads(run.run_folder.panels_file.read_text("utf-8"))
+        panels = json.loads(read_text(run.run_folder.panels_file))
         matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
         return matrix and {key: matrix[key] for key in ("names", "values")}
     return None

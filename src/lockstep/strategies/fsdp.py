@@ -1,8 +1,7 @@
 """One process per device with a shard of everything: torch's fully_shard (FSDP2), on GPUs and on CPUs."""
 
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -182,17 +181,19 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     def write_shards(self, content: dict[str, Any], path: Path) -> None:
         """Runs in the writing thread while training continues, with a process group of its own."""
-        part = files.part_of(path)
-        with self.all_or_none():
-            if self.is_global_zero:
-                shutil.rmtree(part, ignore_errors=True)
-                self.checkpoint_io.make_parent(part)  # type: ignore[attr-defined]
-                part.mkdir()
-        with self.all_or_none():
-            weights.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
-        with self.all_or_none():
-            if self.is_global_zero:
-                files.take_place(part, path)
+        with ExitStack() as whole:
+            place = [""]
+            with self.all_or_none():
+                if self.is_global_zero:
+                    self.checkpoint_io.make_parent(path)  # type: ignore[attr-defined]
+                    part = whole.enter_context(files.replacing(path))
+                    part.mkdir()
+                    place = [str(part)]
+            torch.distributed.broadcast_object_list(place, 0, self.writers)
+            with self.all_or_none():
+                weights.save(content["rest"], content["own"], Path(place[0]), self.global_rank, self.world_size)
+            with self.all_or_none():
+                whole.pop_all().close()  # takes the name
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
