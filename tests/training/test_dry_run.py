@@ -90,7 +90,7 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
     (f"model._target_=torch.nn.Identity {PLAIN}", r"model=identity, data=mnist .* do not fit together: the network gives .*\(2, 1, 12, 12\)"),
     (f"model._target_=torchvision.models.squeezenet1_0 {PLAIN}", r"model=squeezenet1_0, .* to have 3 channels, but got 1 channels"),
     ("+model.num_classes=5", r"model.num_classes=5 has no effect: the data and the task need 10"),
-    ("task=segmentation", r"task=segmentation needs a class per pixel"),
+    ("task=segmentation", r"is int64 of shape \(\); expected a class number for each pixel from 0 to 9, or 255"),
     ("optim._target_=torch.optim.SparseAdam ~optim.fused ~optim.weight_decay", r"optim: SparseAdam does not support dense gradients"),
     (f"{ONE_CYCLE} +schedule.max_lr=1 trainer.max_epochs=-1", r"schedule: .*total_steps"),
     (F1, r"task.metrics.f1 does not fit task=classification .* the same shape"),

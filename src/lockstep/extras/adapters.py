@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lockstep.config.instantiate import problems
 from lockstep.config.words import shown
 from lockstep.data.cache import cache_folder, decoded, hash_of, key_of, one_download
-from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of
+from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, listed
 from lockstep.data.folder import part_names
 from lockstep.data.images import Images, decoded_all, reading
 from lockstep.data.pixels import reason
@@ -54,6 +54,14 @@ class Wrapped(Images):
         """What describes the targets: `classes`, `targets`, ..."""
         names = class_names(self.held["train"])
         return {"classes": names} if names else {}
+
+    @cached_property
+    def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
+        declared = {part: class_names(dataset, numbers=False) for part, dataset in self.held.items()}
+        renamed = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # by data.classes
+        return {
+            part: {"classes": [renamed.get(name, name) for name in names]} for part, names in declared.items() if names
+        }
 
     @cached_property
     def first(self) -> NDArray[Any]:
@@ -97,13 +105,24 @@ class Wrapped(Images):
         return super().preprocess(batch) if self.holds_images else batch
 
 
-def class_names(dataset: Any) -> list[str]:
+def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
     """A Dataset's class names, or class numbers; empty if it has neither."""
     if (names := getattr(dataset, "classes", None)) is not None:
         return [str(name[0] if isinstance(name, tuple) else name) for name in names]
-    if (class_N := classes_of(dataset)) is not None and len(class_N):
-        return [str(number) for number in range(int(class_N.max()) + 1)]
-    return class_names(dataset.dataset) if hasattr(dataset, "dataset") else []  # of a Subset
+    if numbers and (class_N := classes_of(dataset)) is not None and len(class_N):
+        return numbers_as_names(np.unique(class_N), len(class_N))
+    return class_names(dataset.dataset, numbers=numbers) if hasattr(dataset, "dataset") else []  # of a Subset
+
+
+def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
+    """0 to the largest of the class numbers that occur. Raises UserError: these are something else, such as the keys of a table."""
+    count = int(max(numbers)) + 1
+    if count > max(samples, 2 * len(numbers)):
+        raise UserError(
+            f"the class numbers {listed(sorted(numbers))} would make {count:,} classes of {samples:,} training samples. Number the classes "
+            f"from 0 to {len(numbers) - 1}, or use texts."
+        )
+    return [str(number) for number in range(count)]
 
 
 # --- Any map-style torch Dataset ---
@@ -247,7 +266,7 @@ class Rows:
     table: Any
     columns: Mapping[str, str]  # names of its columns: input, target
     places: Indices
-    names: Mapping[str, list[str]]
+    target_N: NDArray[Any] | None  # if they are classes or numbers
     channels: int
     size: int
 
@@ -258,10 +277,8 @@ class Rows:
         rows = self.places[indices].tolist()
         found = self.table[rows]
         values = {key: found[column] for key, column in self.columns.items()}
-        if "classes" in self.names:
-            values["target"] = class_numbers(values["target"], self.names["classes"])
-        elif "targets" in self.names:
-            values["target"] = values["target"].astype(np.float32).reshape(len(rows), 1)
+        if self.target_N is not None:
+            values["target"] = self.target_N[indices]
         if isinstance(values["input"], list):  # encoded images, or files that the table names
             files = [file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"]) for file in values["input"]]
             values["input"] = decoded_all(files, channels=self.channels, size=self.size)
@@ -340,11 +357,15 @@ class HuggingFace(Wrapped):
         kind = str(getattr(feature, "dtype", ""))
         if hasattr(feature, "names"):
             return {"classes": list(feature.names)}
-        if kind == "string":
-            return {"classes": sorted(train.unique(column))}
-        if kind.startswith(("int", "uint")):
-            return {"classes": [str(number) for number in range(max(train.unique(column)) + 1)]}
+        if kind.startswith(("int", "uint", "string")):
+            values = sorted(value for value in train.unique(column) if value is not None)
+            return {"classes": values if kind == "string" else numbers_as_names(values, len(train))}
         return {"targets": [column]} if kind.startswith("float") else {}
+
+    @cached_property
+    def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
+        features = {part: table.features[self.columns["target"]] for part, table in self.tables.items()}
+        return {part: {"classes": feature.names} for part, feature in features.items() if hasattr(feature, "names")}
 
     def prepare(self) -> None:
         """Raises UserError if a target is not a class, such as the -1 of test sets without answers."""
@@ -353,17 +374,25 @@ class HuggingFace(Wrapped):
         for part, table in self.tables.items() if classes else ():
             if wrong := [value for value in table.unique(column) if value not in known]:
                 raise UserError(
-                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part is not one of the {len(classes)} classes of train. "
+                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part, first in row {list(table[column]).index(wrong[0])}, is not one of the {len(classes)} classes of train. "
                     "Remove these rows; or remove the part, which is then taken from train."
                 )
         super().prepare()
 
+    def targets(self, table: Any) -> NDArray[Any] | None:
+        """Class numbers, or a column of numbers; None for anything else, such as tokens."""
+        if not self.names:
+            return None
+        values = table.with_format("numpy")[self.columns["target"]][:]
+        if classes := self.names.get("classes"):
+            return class_numbers(values, classes)
+        return values.astype(np.float32).reshape(len(table), 1)
+
     @cached_property
     def rows(self) -> dict[str, tuple[Any, Indices]]:
         """The table and rows of each part; missing parts are taken from train."""
-        train, column = self.tables["train"], self.columns["target"]
-        classes = self.names.get("classes")
-        strata = class_numbers(train.with_format("numpy")[column][:], classes) if classes else np.zeros(len(train), int)
+        train = self.tables["train"]
+        strata: Any = self.targets(train) if "classes" in self.names else np.zeros(len(train), int)
         fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
         part_N = divided(np.full(len(train), "train"), strata, fractions)
         whole = {part: (table, np.arange(len(table))) for part, table in self.tables.items()}
@@ -377,13 +406,15 @@ class HuggingFace(Wrapped):
         table, places = self.rows[part]
         if not len(places):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
+        target_N = self.targets(table)
         table = table.select_columns(list(self.columns.values()))
         images = [column for column, feature in table.features.items() if isinstance(feature, datasets.Image)]
         for column in images:
             table = table.cast_column(column, datasets.Image(decode=False))
         numbers = [column for column in table.column_names if column not in images]
         table = table.with_format("numpy", columns=numbers, output_all_columns=True)
-        return Rows(table, self.columns, places, self.names, channels=self.channels, size=self.image_size)
+        target_N = None if target_N is None else target_N[places]
+        return Rows(table, self.columns, places, target_N, channels=self.channels, size=self.image_size)
 
     @cached_property
     def fingerprint(self) -> str:
