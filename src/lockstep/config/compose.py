@@ -246,11 +246,10 @@ def variants(override: str) -> list[str]:
     if parsed.is_interval_sweep():  # a sweeper draws values between its ends
         interval = parsed.value()
         return [f"{parsed.get_key_element()}={end}" for end in (interval.start, interval.end)]
-    if values := [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]:
-        return values
-    raise HydraException(
-        f"no option of {parsed.get_key_element()} matches; it has {', '.join(options(key_of(override))) or 'none'}"
-    )
+    values = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    if not values:  # of a glob
+        raise HydraException(f"it matches no option; use one of {', '.join(options(key_of(override))) or 'none'}")
+    return values
 
 
 def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:

@@ -29,7 +29,7 @@ NAMES = ("classes", "labels", "targets", "inputs", "vocabulary")  # lists in `ab
 MATCHED = NAMES[:3]  # those of targets, which can be renumbered
 
 
-def places_in(known: Sequence[Any], names: Sequence[Any], key: str, whose: str) -> Tensor | None:
+def places_in(known: Sequence[Any], names: Sequence[Any], key: str, part: str, who: str) -> Tensor | None:
     """The places in `known` of `names`; None for equal lists. Raises UserError that shows both: they cannot be matched."""
     own, there = [*map(str, names)], {str(name): place for place, name in enumerate(known)}
     if own == [*map(str, known)]:
@@ -38,7 +38,8 @@ def places_in(known: Sequence[Any], names: Sequence[Any], key: str, whose: str) 
     if strange or not unique or key not in MATCHED or (key == "targets" and len(own) < len(there)):
         why = f"{listed(strange)} cannot be matched" if strange else "they must be the same, in this order"
         raise UserError(
-            whose.format(listed(own), listed(known)) + f": {why}. Rename or remove them, or choose other data."
+            f"the {part} part of this data has the {key} {listed(own)}, and {who} has {listed(known)}: {why}. Rename or remove them, or choose "
+            "other data. For new classes, export a timm network, then set model.checkpoint_path=<export>/model.safetensors model.pretrained=true."
         )
     return torch.tensor([there[name] for name in own])
 
@@ -151,8 +152,7 @@ class DataModule(pl.LightningDataModule):
         for key in (key for key in NAMES if known.get(key) and about.get(key)):
             own = {part: self.dataset.part_names.get(part, {}).get(key, about[key]) for part in PARTS}
             for part, names in own.items():
-                whose = f"the {part} part of this data has the {key} {{}}, and {who} has {{}}"
-                if (places := places_in(known[key], names, key, whose)) is not None:
+                if (places := places_in(known[key], names, key, part, who)) is not None:
                     self.numbering[part] = places, key
             self.about[key] = list(known[key])
             there = {str(name) for names in own.values() for name in names}
@@ -190,12 +190,12 @@ class DataModule(pl.LightningDataModule):
                 raise UserError(f"the target of sample {batch['index'][wrong[0]]} of the {part} part is {wrong[1]}")
         if places is None or target is None:
             return batch
-        if isinstance(target, Tensor):
-            return {**batch, "target": renumbered(target, places, of_key, len(self.about[of_key]))}
-        names = f"{of_key} {listed(self.about[of_key])}"
-        raise UserError(
-            f"the targets of the {part} part cannot be renumbered: they are no tensors. Number the {names}."
-        )
+        names = self.about[of_key]
+        if not isinstance(target, Tensor):
+            raise UserError(
+                f"the {part} part cannot be renumbered. Number its {of_key} in this order: {listed(names)}."
+            )
+        return {**batch, "target": renumbered(target, places, of_key, len(names))}
 
     def loader(self, part: str, sampler: Sampler) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)

@@ -121,7 +121,8 @@ def holder_of(part: Any) -> Any:
 def targets_of(part: Any) -> NDArray[Any] | None:
     """The targets of a part as numbers, if it holds them as one array: Arrays with `target`, a TensorDataset of two tensors, or an
     attribute of CLASSES."""
-    holder = holder_of(part)
+    holder: Any = holder_of(part)
+    held: Any
     if isinstance(part, Arrays):
         held = part.arrays.get("target")
     elif len(tensors := getattr(holder, "tensors", ())) == 2:

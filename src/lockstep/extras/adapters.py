@@ -285,14 +285,6 @@ class Rows:
         return values
 
 
-def class_numbers(values: NDArray[Any], classes: Sequence[str]) -> NDArray[np.int64]:
-    """Class numbers of targets that are numbers or names of classes."""
-    if values.dtype.kind in "iu":
-        return values.astype(np.int64)
-    number = {name: index for index, name in enumerate(classes)}
-    return np.array([number[value] for value in values.tolist()], np.int64)
-
-
 class HuggingFace(Wrapped):
     """Two columns of the tables in `root`: images, which workers decode, or numbers.
 
@@ -384,9 +376,10 @@ class HuggingFace(Wrapped):
         if not self.names:
             return None
         values = table.with_format("numpy")[self.columns["target"]][:]
-        if classes := self.names.get("classes"):
-            return class_numbers(values, classes)
-        return values.astype(np.float32).reshape(len(table), 1)
+        if (classes := self.names.get("classes")) is None:
+            return values.astype(np.float32).reshape(len(table), 1)
+        number = {} if values.dtype.kind in "iu" else {name: index for index, name in enumerate(classes)}
+        return np.array([number.get(value, value) for value in values.tolist()], np.int64)
 
     @cached_property
     def rows(self) -> dict[str, tuple[Any, Indices]]:

@@ -34,11 +34,7 @@ class Targets:
     def wrong(self, target_N: NDArray[Any], names: int) -> tuple[int, str] | None:
         """The place of the first sample whose target is something else, and what it is."""
         most = names - 1 if self.most is None else self.most
-        limits = (
-            ""
-            if self.most is not None
-            else f" from 0 to {most}" + ("" if self.ignored is None else f", or {self.ignored}")
-        )
+        limits = (f" from 0 to {most}" if self.whole else "") + ("" if self.ignored is None else f", or {self.ignored}")
         expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}."
         if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in ("biu" if self.whole else "biuf"):
             return 0, f"{target_N.dtype} of shape {target_N.shape[1:]}; {expected}"
