@@ -121,11 +121,11 @@ def holder_of(part: Any) -> Any:
 def targets_of(part: Any) -> NDArray[Any] | None:
     """The targets of a part as numbers, if it holds them as one array: Arrays with `target`, a TensorDataset of two tensors, or an
     attribute of CLASSES."""
-    holder: Any = holder_of(part)
-    held: Any
+    holder = holder_of(part)
+    tensors: Any = getattr(holder, "tensors", ())
     if isinstance(part, Arrays):
         held = part.arrays.get("target")
-    elif len(tensors := getattr(holder, "tensors", ())) == 2:
+    elif len(tensors) == 2:
         held = tensors[1]
     else:
         held = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)

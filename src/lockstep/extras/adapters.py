@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lockstep.config.instantiate import problems
 from lockstep.config.words import shown
 from lockstep.data.cache import cache_folder, decoded, hash_of, key_of, one_download
-from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, listed
+from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, holder_of, listed
 from lockstep.data.folder import part_names
 from lockstep.data.images import Images, decoded_all, reading
 from lockstep.data.pixels import reason
@@ -57,7 +57,7 @@ class Wrapped(Images):
 
     @cached_property
     def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
-        declared = {part: class_names(dataset, numbers=False) for part, dataset in self.held.items()}
+        declared = {part: class_names(holder_of(getattr(self, part)), numbers=False) for part in PARTS}
         renamed = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # by data.classes
         return {
             part: {"classes": [renamed.get(name, name) for name in names]} for part, names in declared.items() if names
@@ -116,13 +116,11 @@ def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
 
 def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
     """0 to the largest of the class numbers that occur. Raises UserError: these are something else, such as the keys of a table."""
-    count = int(max(numbers)) + 1
+    count, few = int(max(numbers)) + 1, f"Number the classes from 0 to {len(numbers) - 1}, or use texts."
     if count > max(samples, 2 * len(numbers)):
-        raise UserError(
-            f"the class numbers {listed(sorted(numbers))} would make {count:,} classes of {samples:,} training samples. Number the classes "
-            f"from 0 to {len(numbers) - 1}, or use texts."
-        )
-    return [str(number) for number in range(count)]
+        shown_numbers = listed(sorted(numbers))
+        raise UserError(f"{shown_numbers} as class numbers make {count:,} classes of {samples:,} samples. {few}")
+    return [*map(str, range(count))]
 
 
 # --- Any map-style torch Dataset ---
@@ -267,6 +265,7 @@ class Rows:
     columns: Mapping[str, str]  # names of its columns: input, target
     places: Indices
     target_N: NDArray[Any] | None  # if they are classes or numbers
+    classes: Sequence[str] | None  # in the order of the part's numbers
     channels: int
     size: int
 
@@ -354,52 +353,46 @@ class HuggingFace(Wrapped):
             return {"classes": values if kind == "string" else numbers_as_names(values, len(train))}
         return {"targets": [column]} if kind.startswith("float") else {}
 
-    @cached_property
-    def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
-        features = {part: table.features[self.columns["target"]] for part, table in self.tables.items()}
-        return {part: {"classes": feature.names} for part, feature in features.items() if hasattr(feature, "names")}
+    def targets(self, part: str) -> NDArray[Any] | None:
+        """Class numbers, or a column of numbers; None for anything else, such as tokens.
 
-    def prepare(self) -> None:
-        """Raises UserError if a target is not a class, such as the -1 of test sets without answers."""
-        classes, column = self.names.get("classes", []), self.columns["target"]
-        known = {*classes, *range(len(classes))}
-        for part, table in self.tables.items() if classes else ():
-            if wrong := [value for value in table.unique(column) if value not in known]:
-                raise UserError(
-                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part, first in row {list(table[column]).index(wrong[0])}, is not one of the {len(classes)} classes of train. "
-                    "Remove these rows; or remove the part, which is then taken from train."
-                )
-        super().prepare()
-
-    def targets(self, table: Any) -> NDArray[Any] | None:
-        """Class numbers, or a column of numbers; None for anything else, such as tokens."""
+        Raises UserError: a target is not a class, such as a null, or the -1 of test sets without answers.
+        """
+        column, classes = self.columns["target"], self.names.get("classes")
         if not self.names:
             return None
-        values = table.with_format("numpy")[self.columns["target"]][:]
-        if (classes := self.names.get("classes")) is None:
-            return values.astype(np.float32).reshape(len(table), 1)
-        number = {} if values.dtype.kind in "iu" else {name: index for index, name in enumerate(classes)}
-        return np.array([number.get(value, value) for value in values.tolist()], np.int64)
+        values = self.tables[part][column][:]
+        if classes is None:
+            return np.array(values, np.float32).reshape(len(values), 1)
+        number = {name: index for index, name in enumerate(classes)} | {index: index for index in range(len(classes))}
+        for row, value in enumerate(values):
+            if value not in number:
+                raise UserError(
+                    f"data.root={self.root}: {column}={value} in row {row} of the {part} part is not one of the {len(classes)} classes of train. "
+                    "Remove such rows; or remove the part, which is then taken from train."
+                )
+        return np.array([number[value] for value in values], np.int64)
 
     @cached_property
-    def rows(self) -> dict[str, tuple[Any, Indices]]:
-        """The table and rows of each part; missing parts are taken from train."""
-        train = self.tables["train"]
-        strata: Any = self.targets(train) if "classes" in self.names else np.zeros(len(train), int)
+    def rows(self) -> dict[str, tuple[Any, Indices, NDArray[Any] | None]]:
+        """The table, rows and targets of each part; missing parts are taken from train."""
+        train, target_N = self.tables["train"], {part: self.targets(part) for part in self.tables}
+        strata: Any = target_N["train"] if "classes" in self.names else np.zeros(len(train), int)
         fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
         part_N = divided(np.full(len(train), "train"), strata, fractions)
-        whole = {part: (table, np.arange(len(table))) for part, table in self.tables.items()}
-        return whole | {part: (train, np.flatnonzero(part_N == part)) for part in ("train", *fractions)}
+        whole = {part: (table, np.arange(len(table)), target_N[part]) for part, table in self.tables.items()}
+        taken = {part: np.flatnonzero(part_N == part) for part in ("train", *fractions)}
+        return whole | {part: (train, places, target_N["train"]) for part, places in taken.items()}
 
     def open_part(self, part: str) -> Rows | None:
         import datasets
 
         if part not in self.rows:
             return None
-        table, places = self.rows[part]
+        table, places, target_N = self.rows[part]
         if not len(places):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
-        target_N = self.targets(table)
+        classes = getattr(table.features[self.columns["target"]], "names", None)
         table = table.select_columns(list(self.columns.values()))
         images = [column for column, feature in table.features.items() if isinstance(feature, datasets.Image)]
         for column in images:
@@ -407,7 +400,7 @@ class HuggingFace(Wrapped):
         numbers = [column for column in table.column_names if column not in images]
         table = table.with_format("numpy", columns=numbers, output_all_columns=True)
         target_N = None if target_N is None else target_N[places]
-        return Rows(table, self.columns, places, target_N, channels=self.channels, size=self.image_size)
+        return Rows(table, self.columns, places, target_N, classes, channels=self.channels, size=self.image_size)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -415,5 +408,5 @@ class HuggingFace(Wrapped):
         files = sorted(self.root.rglob("*.arrow"))
         folder = self.cache / key_of("huggingface", files)
         content = decoded(folder, lambda: ({}, {"sha256": [hash_of(path, "sha256") for path in files]})).extra
-        rows = {part: rows.tobytes() for part, (_, rows) in self.rows.items()}
+        rows = {part: rows.tobytes() for part, (_, rows, _) in self.rows.items()}
         return hashlib.sha256(repr((content["sha256"], self.columns, self.names, rows)).encode()).hexdigest()
