@@ -123,9 +123,9 @@ INTS = datasets.Value("int64")
     (lambda at: table(at, [0, 1, None] * 9, named("cat", "dog")), one, "label=None in row 2 of the train part"),
     (lambda at: table(at, [0, 1] * 9, INTS, labels=[0, None], of=INTS), one, "label=None in row 1 of the test part"),
     (lambda at: table(at, [0, -1] * 9, named("cat", "dog")), one, "label=-1 in row 1 of the train part"),
-    (lambda at: table(at, [100, 2000, 3000000] * 9, INTS), one, "100, 2000, 3000000 as class numbers make 3,000,001 classes of 27 samples. Number"),
+    (lambda at: table(at, [100, 2000, 3000000] * 9, INTS), one, "100, 2000, 3000000 make 3,000,001 classes of 27 samples. Number classes from 0, or use texts"),
     (lambda at: table(at, [0.5, None, float("nan")] * 20, datasets.Value("float64")), number, r"of the train part is nan; expected finite numbers"),
-    (lambda _: items(Items([5, 70] * 5, [5, 70] * 5)), one, "5, 70 as class numbers make 71 classes of 10 samples. Number the classes from 0 to 1"),
+    (lambda _: items(Items([5, 70] * 5, [5, 70] * 5)), one, "5, 70 make 71 classes of 10 samples. Number"),
 ])  # fmt: skip
 def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, make, task, told):
     with pytest.raises(UserError, match=told):

@@ -1,6 +1,4 @@
-"""Data that another library holds, as a data set: torch Datasets, torchvision's by name, a folder of Hugging Face's. Free of torch
-until samples are read.
-"""
+"""Other libraries' data: torch Datasets, torchvision's by name, a folder of Hugging Face's. Free of torch until samples are read."""
 
 import hashlib
 import importlib.util
@@ -116,10 +114,9 @@ def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
 
 def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
     """0 to the largest of the class numbers that occur. Raises UserError: these are something else, such as the keys of a table."""
-    count, few = int(max(numbers)) + 1, f"Number the classes from 0 to {len(numbers) - 1}, or use texts."
+    count, given = int(max(numbers)) + 1, listed(sorted(numbers))
     if count > max(samples, 2 * len(numbers)):
-        shown_numbers = listed(sorted(numbers))
-        raise UserError(f"{shown_numbers} as class numbers make {count:,} classes of {samples:,} samples. {few}")
+        raise UserError(f"{given} make {count:,} classes of {samples:,} samples. Number classes from 0, or use texts.")
     return [*map(str, range(count))]
 
 
@@ -204,13 +201,9 @@ class Torchvision(Wrapped):
             parts |= {part: self.make(make, downloads, train=part == "train") for part in ("train", "test")}
         if parts["test"] is None and parts["val"] is not None:
             parts |= {"test": parts["val"], "val": None}
-            self.notice = (
-                f"{self.dataset} has no test part: its validation part is the test set, and part of train validates."
-            )
+            self.notice = f"{self.dataset} has no test part: its validation part is the test set; train is divided."
         if parts["train"] is None or parts["test"] is None:
-            raise UserError(
-                f"torchvision.datasets.{self.dataset} has no test part. Set data=folder, which splits its files."
-            )
+            raise UserError(f"torchvision.datasets.{self.dataset} has no test part. Set data=folder, which splits.")
         return parts
 
     def first_split(self, make: Callable[..., Any], names: Iterable[str], downloads: bool) -> Any:
@@ -248,8 +241,7 @@ class Torchvision(Wrapped):
 
 def torchvision_names() -> list[str]:
     """The data sets of torchvision.datasets, by its source, because importing it takes seconds."""
-    spec = importlib.util.find_spec("torchvision")
-    assert spec is not None and spec.origin is not None
+    spec: Any = importlib.util.find_spec("torchvision")
     text = (Path(spec.origin).parent / "datasets" / "__init__.py").read_text()
     return re.findall(r'"([A-Z]\w*)"', text.partition("__all__")[2])  # it exports a function, too
 
@@ -285,11 +277,7 @@ class Rows:
 
 
 class HuggingFace(Wrapped):
-    """Two columns of the tables in `root`: images, which workers decode, or numbers.
-
-    Raises:
-        UserError: `root` is no such folder, a column is missing, or the targets are neither classes nor numbers.
-    """
+    """Two columns of the tables in `root`: images, which workers decode, or numbers. Raises UserError for what is missing there."""
 
     source = "disk"
 
@@ -354,16 +342,11 @@ class HuggingFace(Wrapped):
         return {"targets": [column]} if kind.startswith("float") else {}
 
     def targets(self, part: str) -> NDArray[Any] | None:
-        """Class numbers, or a column of numbers; None for anything else, such as tokens.
-
-        Raises UserError: a target is not a class, such as a null, or the -1 of test sets without answers.
-        """
+        """Class numbers, or a column of numbers; None for others. Raises UserError: no class, such as a null, or a -1 for no answer."""
         column, classes = self.columns["target"], self.names.get("classes")
-        if not self.names:
-            return None
-        values = self.tables[part][column][:]
+        values = self.tables[part][column][:] if self.names else []
         if classes is None:
-            return np.array(values, np.float32).reshape(len(values), 1)
+            return np.array(values, np.float32).reshape(len(values), 1) if self.names else None
         number = {name: index for index, name in enumerate(classes)} | {index: index for index in range(len(classes))}
         for row, value in enumerate(values):
             if value not in number:
@@ -379,10 +362,9 @@ class HuggingFace(Wrapped):
         train, target_N = self.tables["train"], {part: self.targets(part) for part in self.tables}
         strata: Any = target_N["train"] if "classes" in self.names else np.zeros(len(train), int)
         fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
-        part_N = divided(np.full(len(train), "train"), strata, fractions)
+        part_N, first = divided(np.full(len(train), "train"), strata, fractions), target_N["train"]
         whole = {part: (table, np.arange(len(table)), target_N[part]) for part, table in self.tables.items()}
-        taken = {part: np.flatnonzero(part_N == part) for part in ("train", *fractions)}
-        return whole | {part: (train, places, target_N["train"]) for part, places in taken.items()}
+        return whole | {part: (train, np.flatnonzero(part_N == part), first) for part in ("train", *fractions)}
 
     def open_part(self, part: str) -> Rows | None:
         import datasets
