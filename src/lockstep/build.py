@@ -21,6 +21,7 @@ from lockstep import strategies
 from lockstep.augment import Augmentation
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
+from lockstep.checkpoints.finding import outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config.checks import monitor_problems, whole_batch_problems
 from lockstep.config.instantiate import ENGINE, ENGINE_DATA, create, create_custom_module, create_data, network
@@ -115,12 +116,15 @@ def optimizer(settings: Settings) -> dict[str, Any]:
     return made
 
 
-def workload(settings: Settings, data: pl.LightningDataModule, weights: str | None = None) -> Workload:
+def workload(settings: Settings, data: Any, weights: str | None = None) -> Workload:
     """What is trained on the data: the task with a new network, or with the weights of the checkpoint `weights`.
 
     Raises:
         UserError: network, task and data do not fit together.
     """
+    if (source := weights or settings.cfg.resume) and not settings.own_loaders:
+        for told in data.match_names(outline(Path(source)).metadata, str(source)):
+            console.say(f"WARNING: {told}")
     if not settings.custom_module:
         return task_workload(settings, data, weights)
     work = Workload(create_custom_module(settings.cfg.task), data)
@@ -138,6 +142,8 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
             f"task={settings.title('task')} needs a data set that describes itself; data={settings.title('data')} is a LightningDataModule with its own dataloaders. "
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
+    if goal.expects and data.about.get(goal.names):
+        data.judge_targets(goal.names, goal.expects.wrong)
     goal.bind(data.about)
     if goal.between_samples:
         raise_problems(whole_batch_problems(settings))

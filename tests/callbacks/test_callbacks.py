@@ -18,11 +18,10 @@ from torch.distributed import HashStore
 
 from lockstep.callbacks import EMA, Throughput, stopping
 from lockstep.callbacks.step_seed import StepSeed, seed_generators, seed_host, step_seed
-from lockstep.callbacks.stopping import CollectivesGuard, EarlyStopping, RankAgreement, Timer
+from lockstep.callbacks.stopping import EarlyStopping, RankAgreement, Timer
 from lockstep.data.sampler import Split, TrainBatches
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
-from lockstep.tasks import Classification
 from lockstep.training.arithmetic import StepArithmetic
 
 
@@ -118,41 +117,6 @@ def test_processes_that_would_compute_differently_end_and_say_so():
     RankAgreement({"computes in precision": "bf16-mixed"}).setup(trainer, None, "fit")
     with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed"):
         RankAgreement({"computes in precision": "32-true"}).setup(trainer, None, "fit")
-
-
-# --- A task is watched for one micro-batch; tests/test_losses.py has what is rejected ---
-
-
-class WithLossModule(Classification):
-    """Lightning's idiom; the method of the class is what is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss = nn.CrossEntropyLoss()
-
-
-def with_attributes() -> Classification:
-    """A loss that is chosen when the task is made."""
-    task = Classification()
-    task.loss, task.outputs = partial(Classification.loss, task), partial(Classification.outputs, task)
-    return task
-
-
-@pytest.mark.parametrize("make", [Classification, with_attributes, WithLossModule])
-def test_a_watched_task_is_afterwards_what_it_was(make):
-    task = make()
-    task.bind({"classes": "0123456789"})
-    module = SimpleNamespace(task=task, arithmetic=StepArithmetic())
-    callback, trainer = CollectivesGuard(), SimpleNamespace(world_size=2, accumulate_grad_batches=2)
-    before, modules = dict(vars(task)), dict(task.named_modules())
-    callback.on_train_start(trainer, module)
-    assert task.loss is not before.get("loss")
-    batch = {"input": torch.zeros(3, 10), "target": torch.zeros(3, dtype=torch.int64)}
-    assert task.loss(task.outputs(nn.Identity(), batch), batch).tolist() == pytest.approx([2.302585] * 3)
-    for _ in range(2):
-        callback.on_train_batch_end(trainer, module, None, batch, 0)
-        assert vars(task) == before
-        assert dict(task.named_modules()) == modules
 
 
 # --- The rows of the global batch that a process has masks for are those of the samples that it gets ---

@@ -63,7 +63,7 @@ def test_what_is_no_image_goes_to_the_network_as_it_is():
 
 
 def test_classes_are_those_of_the_dataset_or_of_its_targets():
-    assert "classes" not in torch_data(vectors(12)).about
+    assert torch_data(vectors(12)).about["classes"] == ["0", "1", "2"]
     assert torch_data(Subset(pictures(), [3, 4])).about["classes"] == list(COLOURS)
     named = vectors(12)
     named.targets = [0, 2, 1] * 4
@@ -192,8 +192,8 @@ def test_texts_are_classes_a_part_of_each_is_held_out_and_splits_are_taken(tmp_p
     ({"root": "."}, {}, "is not a folder written by `save_to_disk`"),
     ({"root": "nowhere"}, {}, "is not a folder written"),
     ({"input": "x", "target": "kind"}, {"test": {"x": [[0.0] * 3], "kind": ["cow"], "price": [0.0]}},
-     r"kind=cow of the test part is not one of the 2 classes of train"),
-    ({"input": "x", "target": "even"}, {"test": {"x": [[0.0] * 3], "even": [-1]}}, r"even=-1 of the test part is not one of the 2 classes"),
+     r"kind=cow in row 0 of the test part is not one of the 2 classes of train"),
+    ({"input": "x", "target": "even"}, {"test": {"x": [[0.0] * 3], "even": [-1]}}, r"even=-1 in row 0 of the test part is not one of the 2 classes"),
     ({"input": "x", "target": "kind"}, {"val": COLUMNS, "validation": COLUMNS}, "has val and validation, which are both the val part"),
 ])  # fmt: skip
 def test_folders_columns_and_parts_that_do_not_fit_are_rejected(tmp_path, keys, parts, message):

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from in_process import state
 from torch.utils.data import DataLoader, IterableDataset
@@ -240,6 +240,29 @@ def test_folds_divide_the_training_part(total, folds):
     assert sorted(held_out) == list(range(total))
     with pytest.raises(UserError, match=rf"data.folds={total + 1} is more than the {total} training"):
         splits(data_of(total), batch_size=1, folds=total + 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), folds=st.integers(2, 5))
+@example(sizes=[2, 50, 3], folds=3)
+def test_folds_have_their_share_of_every_class(sizes, folds):
+    class_N, total = labels(sizes), sum(sizes)
+    assume(total >= folds + 1)
+    data, held_out = data_of(target=class_N), []
+    for fold in range(folds):
+        train, val, _ = splits(data, batch_size=1, folds=folds, fold=fold)
+        parts = [split.indices(np.arange(split.count)) for split in (train, val)]
+        assert sorted(np.concatenate(parts).tolist()) == list(range(total))
+        held_out.append(np.bincount(class_N[parts[1]], minlength=len(sizes)))
+        few = splits(data, batch_size=1, folds=folds, fold=fold, limit_train=train.count // 2 + 1)[
+            0
+        ]  # of a random order
+        assert set(few.indices(np.arange(few.count))) <= set(parts[0])
+    assert (np.ptp(held_out, axis=0) <= 1).all()
+    with pytest.raises(UserError, match=r"data\.folds"):
+        splits(data, batch_size=1, folds=total + 1)
+    if sizes == [2, 50, 3]:
+        assert balanced(train, data.train, "images").indices(np.arange(train.count)).tolist() == parts[0].tolist()
 
 
 # --- balanced classes ---

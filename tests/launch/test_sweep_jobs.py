@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import compose_config, tried_alone, variants
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 from lockstep.machine import world
@@ -143,3 +143,11 @@ def test_jobs_on_a_cpu_share_its_cores(monkeypatch):
     for overrides, jobs, count, threads in CORES:
         found = sweeps.environments(compose_config("train", ["trainer.accelerator=cpu", *overrides]), jobs)
         assert found == [{"OMP_NUM_THREADS": str(threads)}] * count
+
+
+def test_a_glob_sweeps_over_the_options_that_it_matches():
+    assert variants("schedule=glob(c*)") == ["schedule=constant", "schedule=cosine"]
+    assert variants("schedule=glob([c*, step], exclude=cos*)") == ["schedule=constant", "schedule=step"]
+    assert tried_alone("train", ["schedule=glob(c*)", "seed=0,1"])[0] == []
+    for given, told in (("schedule=glob(x*)", "use one of constant, cosine,"), ("seed=glob(*)", "use one of none")):
+        assert told in tried_alone("train", [given])[0][0]

@@ -61,11 +61,3 @@ class Gathers(Classification):
         if distributed.is_initialized() and torch.is_grad_enabled():
             output = output + 0 * torch.cat(all_gather(output)).mean()
         return super().loss(output, batch)
-
-
-class GathersOutputs(Classification):
-    def outputs(self, net, batch):
-        logits_BK = net(batch["input"])
-        if distributed.is_initialized():
-            distributed.all_reduce(logits_BK.detach().clone())
-        return logits_BK

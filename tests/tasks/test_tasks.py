@@ -212,7 +212,6 @@ def test_the_dice_loss_is_that_of_the_formula():
     (lambda: multilabel(pos_weight=[1.0, 2.0]), r"task.pos_weight has 2 numbers; the data has 3 labels"),
     (lambda: multilabel(threshold=1.5), r"task.threshold=1.5"),
     (lambda: Classification(loss="bce", class_weights=[1, 1]), r"task.class_weights has no effect with task.loss=bce"),
-    (lambda: segmentation().loss(torch.zeros(2, 3), {"target": torch.zeros(2)}), r"targets of shape \(2,\), the network gives \(2, 3\)"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(make, told):
     with pytest.raises(UserError, match=told):

@@ -1,26 +1,24 @@
 """What ends a run before its time: a warning by the system, a time limit, a metric that no longer improves; a loss that is no number,
-a loss that communicates within a divided batch, processes that differ."""
+processes that differ."""
 
 import itertools
 import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ContextDecorator, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoints.finding import checkpoints, leaves, step_of
 from lockstep.config.words import counted
-from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError
+from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed
 from lockstep.machine import process
 from lockstep.machine.world import objects_of_all
 from lockstep.training.arithmetic import completes_step, has_row, steps_done
@@ -236,70 +234,6 @@ def first_odd_value(trainer: Trainer, step: int) -> str:
                 if isinstance(value, Tensor) and not value.isfinite().all():
                     return f"{'.'.join(map(str, path))} of sample {index} is {value[~value.isfinite()][0]}"
     return ""
-
-
-# --- A loss that communicates within a divided batch ---
-
-
-class CollectiveCounter(TorchDispatchMode, ContextDecorator):
-    """Can be entered several times, and decorates functions; `count` adds up. Collectives of DTensors are not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.count += "c10d" in getattr(func, "namespace", "")
-        return func(*args, **(kwargs or {}))
-
-
-class CollectivesGuard(Callback):
-    """Rejects a task that communicates on its own where each micro-batch has a loss of its own: the result would depend on how a batch
-    is divided, and nothing else would show it.
-
-    It watches the first micro-batch of a process. One process alone is not watched: tasks communicate if there are several.
-    """
-
-    def __init__(self) -> None:
-        self.counter, self.division = CollectiveCounter(), ""
-        # The task's own attributes named `loss` and `outputs`, to put back; None: it is not watched.
-        self.own: dict[str, Any] | None = None
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        module: Any = pl_module
-        self.division = module.arithmetic.division(trainer.accumulate_grad_batches)
-        if trainer.world_size == 1 or not self.division:
-            return
-        task, counter = module.task, self.counter
-
-        def unwatched(net: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            """A network that is sharded is gathered, and its batch norm may be synchronised."""
-            counter.__exit__(None, None, None)
-            try:
-                return net(*args, **kwargs)
-            finally:
-                counter.__enter__()
-
-        loss, outputs = counter(task.loss), counter(task.outputs)
-        self.own = {name: vars(task)[name] for name in ("loss", "outputs") if name in vars(task)}
-        # Not setattr, which rejects the name of a submodule.
-        vars(task).update(loss=loss, outputs=lambda net, batch: outputs(partial(unwatched, net), batch))
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if self.own is None:
-            return
-        task: Any = pl_module.task
-        del vars(task)["loss"], vars(task)["outputs"]
-        vars(task).update(self.own)
-        self.own = None
-        if self.counter.count:
-            raise UserError(
-                f"{type(task).__name__} communicates between processes in its loss or outputs, and {self.division} divides each process's samples: "
-                "the result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes "
-                f"without communicating; then remove {self.division}."
-            )
 
 
 # --- Processes that differ ---

@@ -239,12 +239,17 @@ def message(error: BaseException, override: str) -> str:
 def variants(override: str) -> list[str]:
     """An override, or one override for each value that it sweeps over."""
     parsed = OverridesParser.create().parse_override(override)
+    with callers_hydra_restored(), initialize_config_dir(str(CONFIGS)):
+        parsed.config_loader = GlobalHydra.instance().config_loader()  # which finds what a glob matches
     if not parsed.is_sweep_override():
         return [override]
     if parsed.is_interval_sweep():  # a sweeper draws values between its ends
         interval = parsed.value()
         return [f"{parsed.get_key_element()}={end}" for end in (interval.start, interval.end)]
-    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    values = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    if not values:  # of a glob
+        raise HydraException(f"it matches no option; use one of {', '.join(options(key_of(override))) or 'none'}")
+    return values
 
 
 def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """The datamodule: batches of a data set, in the sampler's order, preprocessed on the device."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,15 +9,48 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor
 
-from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, classes_of, samples_of
+from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, classes_of, listed, samples_of, targets_of
 from lockstep.data.loaders import FromWorkers, InMemory, ResumableLoader, fetch, is_numeric
-from lockstep.data.sampler import EvalSampler, Sampler, Split, TrainBatches, balanced, splits
-from lockstep.errors import UserError
+from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, splits
+from lockstep.errors import UserError, raise_problems
 
 Augment = Callable[..., Batch]  # of a batch, seed, epoch and the samples' indices: lockstep.augment's Augmentation
 VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `varied`, and for all
 ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto may use
+# Of targets, and how many names they may stand for: the place of the first wrong one, and what it is.
+Judge = Callable[[Any, int], tuple[int, str] | None]
+
+# --- Targets are numbers or columns that stand for names. Parts of the data, and checkpoints, may have the names in different orders ---
+
+# B batch · K name
+
+NAMES = ("classes", "labels", "targets", "inputs", "vocabulary")  # lists in `about` whose order gives numbers a meaning
+MATCHED = NAMES[:3]  # those of targets, which can be renumbered
+
+
+def places_in(known: Sequence[Any], names: Sequence[Any], key: str, part: str, who: str) -> Tensor | None:
+    """The places in `known` of `names`; None for equal lists. Raises UserError that shows both: they cannot be matched."""
+    own, there = [*map(str, names)], {str(name): place for place, name in enumerate(known)}
+    if own == [*map(str, known)]:
+        return None
+    strange, unique = [name for name in own if name not in there], len({*own}) == len(own) and len(there) == len(known)
+    if strange or not unique or key not in MATCHED or (key == "targets" and len(own) < len(there)):
+        why = f"{listed(strange)} cannot be matched" if strange else "they must be the same, in this order"
+        raise UserError(
+            f"the {part} part of this data has the {key} {listed(own)}, and {who} has {listed(known)}: {why}. Rename or remove them, or choose "
+            "other data. For new classes, export a timm network, then set model.checkpoint_path=<export>/model.safetensors model.pretrained=true."
+        )
+    return torch.tensor([there[name] for name in own])
+
+
+def renumbered(target: Tensor, places: Tensor, key: str, count: int) -> Tensor:
+    """Numbers that stand for no name stay, such as those of pixels that do not count. Columns that are not there are 0."""
+    if key != "classes":
+        return target.new_zeros(len(target), count).index_copy(1, places.to(target.device), target)
+    number, size = target.long(), len(places)
+    return places.to(target.device)[number.clamp(0, size - 1)].where((number >= 0) & (number < size), number)
 
 
 class DataModule(pl.LightningDataModule):
@@ -56,7 +89,13 @@ class DataModule(pl.LightningDataModule):
         # why samples of the current batch could not be read, if the data says so
         self.problems: list[str] | None = None
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
-        self.about = {**dataset.about, **class_counts(dataset, self.train_split)}
+        self.about = dict(dataset.about)
+        self.judge: Judge | None = None  # of targets that stand for the names in `about[judged]`
+        self.judged = ""
+        self.numbering: dict[
+            str, tuple[Tensor, str]
+        ] = {}  # of parts whose targets are not numbered as in `about`: places, key
+        self.match_names(dataset.about, "the train part")
         if balance:
             self.train_split = balanced(self.train_split, dataset.train, dataset.unit)
         self.val_part = "train" if dataset.val is None else "val"
@@ -103,21 +142,79 @@ class DataModule(pl.LightningDataModule):
             self.in_memory[part] = InMemory(arrays, self.home(arrays))
         return self.in_memory[part]
 
+    def match_names(self, known: Mapping[str, Any], who: str) -> list[str]:
+        """From now on, targets have the numbers that `known`, the `about` of `who`, gives to their names. Returns warnings.
+
+        Raises:
+            UserError: a part of the data has a name that `known` lacks. The message shows both lists.
+        """
+        about, warnings = self.dataset.about, []
+        self.numbering = {}
+        for key in (key for key in NAMES if known.get(key) and about.get(key)):
+            own = {part: self.dataset.part_names.get(part, {}).get(key, about[key]) for part in PARTS}
+            for part, names in own.items():
+                if (places := places_in(known[key], names, key, part, who)) is not None:
+                    self.numbering[part] = places, key
+            self.about[key] = list(known[key])
+            there = {str(name) for names in own.values() for name in names}
+            if absent := [name for name in map(str, known[key]) if name not in there]:
+                warnings.append(f"{who} has {len(known[key]):,} {key}; this data lacks {listed(absent)}")
+        self.about |= class_counts(self.dataset, self.train_split, self.about, self.numbering.get("train"))
+        return warnings
+
+    def judge_targets(self, key: str, judge: Judge) -> None:
+        """Judges the targets that parts hold as an array now, and others when they are read; they stand for the names in `about[key]`.
+
+        Raises:
+            UserError: targets are wrong. It names the first one of each part.
+        """
+        self.judged, self.judge, problems = key, judge, list[str]()
+        for part in PARTS:
+            held = targets_of(getattr(self.dataset, part))
+            try:
+                if held is not None and (wrong := self.first_wrong(part, held)):
+                    self.raw(part, [wrong[0]])  # as it is read: a Dataset may change what it holds
+            except UserError as e:
+                problems += e.problems
+        raise_problems(problems)
+
+    def first_wrong(self, part: str, target_B: Any) -> tuple[int, str] | None:
+        places, _ = self.numbering.get(part, (self.about.get(self.judged, ()), ""))
+        return self.judge(target_B, len(places)) if self.judge else None
+
+    def labelled(self, part: str, batch: Batch) -> Batch:
+        """The batch with the numbers of `about` as its targets. Raises UserError, with part and index: a target is wrong."""
+        target, (places, of_key) = batch.get("target"), self.numbering.get(part, (None, ""))
+        if isinstance(target, Tensor) and target.device.type == "cpu":  # otherwise of an array, which was judged
+            numbers = target.double() if target.dtype == torch.bfloat16 else target
+            if wrong := self.first_wrong(part, numbers.numpy()):
+                raise UserError(f"the target of sample {batch['index'][wrong[0]]} of the {part} part is {wrong[1]}")
+        if places is None or target is None:
+            return batch
+        names = self.about[of_key]
+        if not isinstance(target, Tensor):
+            raise UserError(
+                f"the {part} part cannot be renumbered. Number its {of_key} in this order: {listed(names)}."
+            )
+        return {**batch, "target": renumbered(target, places, of_key, len(names))}
+
     def loader(self, part: str, sampler: Sampler) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
         if not self.num_workers and isinstance(samples, Arrays) and all(map(is_numeric, samples.arrays.values())):
             memory = self.memory(part)
-            return ResumableLoader(partial(memory.batches, sampler, pin=on_gpu and memory.device is None), sampler)
-        loaded = FromWorkers(
-            samples_of(samples),
-            sampler,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.num_workers > 0 and self.persistent_workers is not False,
-            pin_memory=on_gpu,
-        )
-        self.with_workers.append(loaded)
-        return ResumableLoader(loaded.batches, sampler)
+            read: Any = partial(memory.batches, sampler, pin=on_gpu and memory.device is None)
+        else:
+            loaded = FromWorkers(
+                samples_of(samples),
+                sampler,
+                num_workers=self.num_workers,
+                prefetch_factor=self.prefetch_factor,
+                persistent_workers=self.num_workers > 0 and self.persistent_workers is not False,
+                pin_memory=on_gpu,
+            )
+            self.with_workers.append(loaded)
+            read = loaded.batches
+        return ResumableLoader(lambda: map(partial(self.labelled, part), read()), sampler)
 
     def train_dataloader(self) -> ResumableLoader:
         sampler = self.sampler(
@@ -204,7 +301,7 @@ class DataModule(pl.LightningDataModule):
 
     def raw(self, part: str, index_N: Any) -> Batch:
         """Samples of a part as the data set gives them, before `finished`."""
-        return fetch(samples_of(getattr(self.dataset, part)), np.asarray(index_N))
+        return self.labelled(part, fetch(samples_of(getattr(self.dataset, part)), np.asarray(index_N)))
 
     def example(self, samples: int | Indices, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of training samples, augmented for `training`: of these indices, or of the first, repeated if there are fewer."""
@@ -254,10 +351,13 @@ def absent(value: Any, count: int) -> Any:
     return 0
 
 
-def class_counts(dataset: DataSet, split: Split) -> dict[str, list[int]]:
+def class_counts(dataset: DataSet, split: Split, about: Mapping[str, Any], numbering: Any) -> dict[str, list[int]]:
     """How many training samples each class has, if the data has classes and holds those of its samples as one array."""
-    classes = dataset.about.get("classes")
-    if classes is None or not len(classes) or (class_N := classes_of(dataset.train)) is None:
+    own, classes = dataset.about.get("classes"), about.get("classes")
+    if not own or not classes or (class_N := classes_of(dataset.train)) is None:
         return {}
     train_N = class_N[split.indices(np.arange(split.count))]
-    return {"class_counts": np.bincount(train_N[train_N >= 0], minlength=len(classes)).tolist()}
+    count_K = np.zeros(len(classes), np.int64)
+    own_K = np.bincount(train_N[(train_N >= 0) & (train_N < len(own))], minlength=len(own))
+    count_K[numbering[0] if numbering else slice(None)] = own_K
+    return {"class_counts": count_K.tolist()}

@@ -118,15 +118,36 @@ def holder_of(part: Any) -> Any:
     return part.dataset if isinstance(part, Items) else part
 
 
-def classes_of(part: Any) -> NDArray[np.int64] | None:
-    """class_N of a part's samples, if it holds them as one array: Arrays with `target`, or an attribute of CLASSES."""
+def targets_of(part: Any) -> NDArray[Any] | None:
+    """The targets of a part as numbers, if it holds them as one array: Arrays with `target`, a TensorDataset of two tensors, or an
+    attribute of CLASSES."""
+    holder = holder_of(part)
+    tensors: Any = getattr(holder, "tensors", ())
     if isinstance(part, Arrays):
         held = part.arrays.get("target")
+    elif len(tensors) == 2:
+        held = tensors[1]
     else:
-        held = next((value for name in CLASSES if (value := getattr(holder_of(part), name, None)) is not None), None)
-    array = np.asarray(held)  # that of None has no dimension
-    good = array.ndim == 1 and array.dtype.kind in "iu" and len(array) == len(part)
-    return array.astype(np.int64) if good else None
+        held = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)
+    with contextlib.suppress(ValueError, TypeError):  # lists of several lengths, bfloat16
+        array: NDArray[Any] = np.asarray(held)  # that of None has no dimension
+        if array.ndim > 0 and array.dtype.kind in "biuf" and len(array) == len(part):
+            return array
+    return None
+
+
+def classes_of(part: Any) -> NDArray[np.int64] | None:
+    """class_N of a part's samples, if it holds them as one array."""
+    array = targets_of(part)
+    return array.astype(np.int64) if array is not None and array.ndim == 1 and array.dtype.kind in "iu" else None
+
+
+LISTED = 12  # names in a message
+
+
+def listed(names: Iterable[Any]) -> str:
+    texts = [*map(str, names)]
+    return ", ".join(texts[:LISTED]) + (f", ... ({len(texts):,} in all)" if len(texts) > LISTED else "")
 
 
 # --- Fingerprints of samples ---
@@ -222,6 +243,8 @@ class DataSet:
     unit: ClassVar[str] = "samples"  # the word for samples in output: images, sentences, ...
     source: str | None = None  # where the data came from: disk, download, ...
     notice: str | None = None  # a warning printed before training, e.g. that only a subset is used
+    # By part, names such as `classes` in the order of the part's own numbers, where that is not the order in `about`.
+    part_names: Mapping[str, Mapping[str, Any]] = {}
 
     def open_part(self, part: str) -> Any:
         """Called for a part that was not set, when it is first used. Returns None for `val` if the data has none."""

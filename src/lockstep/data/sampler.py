@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
@@ -76,10 +76,13 @@ class Split:
     first: int
     count: int
     shuffled: bool = True
+    order_N: Indices | None = field(default=None, compare=False)  # in place of the split's own
 
     def indices(self, positions: Indices) -> Indices:
         """Data-set indices of the split's samples at `positions`."""
         places = (positions + self.first) % self.total
+        if self.order_N is not None:
+            return self.order_N[places]
         return permute(places, self.total, SPLIT_SEED, 0) if self.shuffled else places
 
     def ordered(self, places: Indices, seed: int, epoch: int) -> Indices:
@@ -106,6 +109,16 @@ def length(dataset: DataSet, part: str) -> int:
     )
 
 
+def stratified(part: Any, folds: int) -> tuple[Indices, list[int]]:
+    """An order of the samples in which folds follow each other, and where each begins. Folds have equally many of each class, to one sample."""
+    class_N = classes_of(part)
+    order_N = permute(np.arange(len(part)), len(part), SPLIT_SEED, 0)
+    by_class_N = np.arange(len(part)) if class_N is None else np.argsort(class_N[order_N], kind="stable")
+    fold_N = np.empty_like(order_N)
+    fold_N[by_class_N] = np.arange(len(part)) % folds
+    return order_N[np.argsort(fold_N, kind="stable")], [0, *np.bincount(fold_N, minlength=folds).cumsum().tolist()]
+
+
 def splits(
     dataset: DataSet,
     *,
@@ -122,7 +135,8 @@ def splits(
     """
     (total, val_total, test_total), has_val = (length(dataset, part) for part in PARTS), dataset.val is not None
     unit = f"{dataset.unit} ({dataset.source})" if dataset.source else dataset.unit
-    begin, end = (fold * total // folds, (fold + 1) * total // folds) if folds else (0, val_count(total, val_fraction))
+    order_N, bounds = stratified(dataset.train, folds) if folds else (None, [0, val_count(total, val_fraction)])
+    begin, end = bounds[fold : fold + 2]
     val = 0 if has_val else end - begin
     left, count = total - val, min(total - val, limit_train or total)
 
@@ -143,7 +157,8 @@ def splits(
 
     raise_problems(islice(problems(), 1))  # the others would follow from it
     whole_val, test = (Split(n, 0, n, shuffled=False) for n in (val_total, test_total))
-    return Split(total, begin + val, count), whole_val if has_val else Split(total, begin, val), test
+    train, held_out = (Split(total, first, n, order_N=order_N) for first, n in ((begin + val, count), (begin, val)))
+    return train, whole_val if has_val else held_out, test
 
 
 @dataclass(eq=False)
@@ -296,4 +311,4 @@ def balanced(split: Split, part: Any, unit: str) -> Balanced:
     members = tuple(np.flatnonzero(own == number) for number in np.unique(own))
     if len(members) < 2:
         raise UserError(f"data.balance=true has no effect: all training {unit} have one class. Remove it.")
-    return Balanced(split.total, split.first, split.count, split.shuffled, members)
+    return Balanced(**vars(split), members=members)

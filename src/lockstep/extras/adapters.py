@@ -1,6 +1,4 @@
-"""Data that another library holds, as a data set: torch Datasets, torchvision's by name, a folder of Hugging Face's. Free of torch
-until samples are read.
-"""
+"""Other libraries' data: torch Datasets, torchvision's by name, a folder of Hugging Face's. Free of torch until samples are read."""
 
 import hashlib
 import importlib.util
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 from lockstep.config.instantiate import problems
 from lockstep.config.words import shown
 from lockstep.data.cache import cache_folder, decoded, hash_of, key_of, one_download
-from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of
+from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, holder_of, listed
 from lockstep.data.folder import part_names
 from lockstep.data.images import Images, decoded_all, reading
 from lockstep.data.pixels import reason
@@ -54,6 +52,14 @@ class Wrapped(Images):
         """What describes the targets: `classes`, `targets`, ..."""
         names = class_names(self.held["train"])
         return {"classes": names} if names else {}
+
+    @cached_property
+    def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
+        declared = {part: class_names(holder_of(getattr(self, part)), numbers=False) for part in PARTS}
+        renamed = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # by data.classes
+        return {
+            part: {"classes": [renamed.get(name, name) for name in names]} for part, names in declared.items() if names
+        }
 
     @cached_property
     def first(self) -> NDArray[Any]:
@@ -97,13 +103,21 @@ class Wrapped(Images):
         return super().preprocess(batch) if self.holds_images else batch
 
 
-def class_names(dataset: Any) -> list[str]:
+def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
     """A Dataset's class names, or class numbers; empty if it has neither."""
     if (names := getattr(dataset, "classes", None)) is not None:
         return [str(name[0] if isinstance(name, tuple) else name) for name in names]
-    if (class_N := classes_of(dataset)) is not None and len(class_N):
-        return [str(number) for number in range(int(class_N.max()) + 1)]
-    return class_names(dataset.dataset) if hasattr(dataset, "dataset") else []  # of a Subset
+    if numbers and (class_N := classes_of(dataset)) is not None and len(class_N):
+        return numbers_as_names(np.unique(class_N), len(class_N))
+    return class_names(dataset.dataset, numbers=numbers) if hasattr(dataset, "dataset") else []  # of a Subset
+
+
+def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
+    """0 to the largest of the class numbers that occur. Raises UserError: these are something else, such as the keys of a table."""
+    count, given = int(max(numbers)) + 1, listed(sorted(numbers))
+    if count > max(samples, 2 * len(numbers)):
+        raise UserError(f"{given} make {count:,} classes of {samples:,} samples. Number classes from 0, or use texts.")
+    return [*map(str, range(count))]
 
 
 # --- Any map-style torch Dataset ---
@@ -187,13 +201,9 @@ class Torchvision(Wrapped):
             parts |= {part: self.make(make, downloads, train=part == "train") for part in ("train", "test")}
         if parts["test"] is None and parts["val"] is not None:
             parts |= {"test": parts["val"], "val": None}
-            self.notice = (
-                f"{self.dataset} has no test part: its validation part is the test set, and part of train validates."
-            )
+            self.notice = f"{self.dataset} has no test part: its validation part is the test set; train is divided."
         if parts["train"] is None or parts["test"] is None:
-            raise UserError(
-                f"torchvision.datasets.{self.dataset} has no test part. Set data=folder, which splits its files."
-            )
+            raise UserError(f"torchvision.datasets.{self.dataset} has no test part. Set data=folder, which splits.")
         return parts
 
     def first_split(self, make: Callable[..., Any], names: Iterable[str], downloads: bool) -> Any:
@@ -231,8 +241,7 @@ class Torchvision(Wrapped):
 
 def torchvision_names() -> list[str]:
     """The data sets of torchvision.datasets, by its source, because importing it takes seconds."""
-    spec = importlib.util.find_spec("torchvision")
-    assert spec is not None and spec.origin is not None
+    spec: Any = importlib.util.find_spec("torchvision")
     text = (Path(spec.origin).parent / "datasets" / "__init__.py").read_text()
     return re.findall(r'"([A-Z]\w*)"', text.partition("__all__")[2])  # it exports a function, too
 
@@ -247,7 +256,8 @@ class Rows:
     table: Any
     columns: Mapping[str, str]  # names of its columns: input, target
     places: Indices
-    names: Mapping[str, list[str]]
+    target_N: NDArray[Any] | None  # if they are classes or numbers
+    classes: Sequence[str] | None  # in the order of the part's numbers
     channels: int
     size: int
 
@@ -258,30 +268,16 @@ class Rows:
         rows = self.places[indices].tolist()
         found = self.table[rows]
         values = {key: found[column] for key, column in self.columns.items()}
-        if "classes" in self.names:
-            values["target"] = class_numbers(values["target"], self.names["classes"])
-        elif "targets" in self.names:
-            values["target"] = values["target"].astype(np.float32).reshape(len(rows), 1)
+        if self.target_N is not None:
+            values["target"] = self.target_N[indices]
         if isinstance(values["input"], list):  # encoded images, or files that the table names
             files = [file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"]) for file in values["input"]]
             values["input"] = decoded_all(files, channels=self.channels, size=self.size)
         return values
 
 
-def class_numbers(values: NDArray[Any], classes: Sequence[str]) -> NDArray[np.int64]:
-    """Class numbers of targets that are numbers or names of classes."""
-    if values.dtype.kind in "iu":
-        return values.astype(np.int64)
-    number = {name: index for index, name in enumerate(classes)}
-    return np.array([number[value] for value in values.tolist()], np.int64)
-
-
 class HuggingFace(Wrapped):
-    """Two columns of the tables in `root`: images, which workers decode, or numbers.
-
-    Raises:
-        UserError: `root` is no such folder, a column is missing, or the targets are neither classes nor numbers.
-    """
+    """Two columns of the tables in `root`: images, which workers decode, or numbers. Raises UserError for what is missing there."""
 
     source = "disk"
 
@@ -340,50 +336,53 @@ class HuggingFace(Wrapped):
         kind = str(getattr(feature, "dtype", ""))
         if hasattr(feature, "names"):
             return {"classes": list(feature.names)}
-        if kind == "string":
-            return {"classes": sorted(train.unique(column))}
-        if kind.startswith(("int", "uint")):
-            return {"classes": [str(number) for number in range(max(train.unique(column)) + 1)]}
+        if kind.startswith(("int", "uint", "string")):
+            values = sorted(value for value in train.unique(column) if value is not None)
+            return {"classes": values if kind == "string" else numbers_as_names(values, len(train))}
         return {"targets": [column]} if kind.startswith("float") else {}
 
-    def prepare(self) -> None:
-        """Raises UserError if a target is not a class, such as the -1 of test sets without answers."""
-        classes, column = self.names.get("classes", []), self.columns["target"]
-        known = {*classes, *range(len(classes))}
-        for part, table in self.tables.items() if classes else ():
-            if wrong := [value for value in table.unique(column) if value not in known]:
+    def targets(self, part: str) -> NDArray[Any] | None:
+        """Class numbers, or a column of numbers; None for others. Raises UserError: no class, such as a null, or a -1 for no answer."""
+        column, classes = self.columns["target"], self.names.get("classes")
+        values = self.tables[part][column][:] if self.names else []
+        if classes is None:
+            return np.array(values, np.float32).reshape(len(values), 1) if self.names else None
+        number = {name: index for index, name in enumerate(classes)} | {index: index for index in range(len(classes))}
+        for row, value in enumerate(values):
+            if value not in number:
                 raise UserError(
-                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part is not one of the {len(classes)} classes of train. "
-                    "Remove these rows; or remove the part, which is then taken from train."
+                    f"data.root={self.root}: {column}={value} in row {row} of the {part} part is not one of the {len(classes)} classes of train. "
+                    "Remove such rows; or remove the part, which is then taken from train."
                 )
-        super().prepare()
+        return np.array([number[value] for value in values], np.int64)
 
     @cached_property
-    def rows(self) -> dict[str, tuple[Any, Indices]]:
-        """The table and rows of each part; missing parts are taken from train."""
-        train, column = self.tables["train"], self.columns["target"]
-        classes = self.names.get("classes")
-        strata = class_numbers(train.with_format("numpy")[column][:], classes) if classes else np.zeros(len(train), int)
+    def rows(self) -> dict[str, tuple[Any, Indices, NDArray[Any] | None]]:
+        """The table, rows and targets of each part; missing parts are taken from train."""
+        train, target_N = self.tables["train"], {part: self.targets(part) for part in self.tables}
+        strata: Any = target_N["train"] if "classes" in self.names else np.zeros(len(train), int)
         fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
-        part_N = divided(np.full(len(train), "train"), strata, fractions)
-        whole = {part: (table, np.arange(len(table))) for part, table in self.tables.items()}
-        return whole | {part: (train, np.flatnonzero(part_N == part)) for part in ("train", *fractions)}
+        part_N, first = divided(np.full(len(train), "train"), strata, fractions), target_N["train"]
+        whole = {part: (table, np.arange(len(table)), target_N[part]) for part, table in self.tables.items()}
+        return whole | {part: (train, np.flatnonzero(part_N == part), first) for part in ("train", *fractions)}
 
     def open_part(self, part: str) -> Rows | None:
         import datasets
 
         if part not in self.rows:
             return None
-        table, places = self.rows[part]
+        table, places, target_N = self.rows[part]
         if not len(places):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
+        classes = getattr(table.features[self.columns["target"]], "names", None)
         table = table.select_columns(list(self.columns.values()))
         images = [column for column, feature in table.features.items() if isinstance(feature, datasets.Image)]
         for column in images:
             table = table.cast_column(column, datasets.Image(decode=False))
         numbers = [column for column in table.column_names if column not in images]
         table = table.with_format("numpy", columns=numbers, output_all_columns=True)
-        return Rows(table, self.columns, places, self.names, channels=self.channels, size=self.image_size)
+        target_N = None if target_N is None else target_N[places]
+        return Rows(table, self.columns, places, target_N, classes, channels=self.channels, size=self.image_size)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -391,5 +390,5 @@ class HuggingFace(Wrapped):
         files = sorted(self.root.rglob("*.arrow"))
         folder = self.cache / key_of("huggingface", files)
         content = decoded(folder, lambda: ({}, {"sha256": [hash_of(path, "sha256") for path in files]})).extra
-        rows = {part: rows.tobytes() for part, (_, rows) in self.rows.items()}
+        rows = {part: rows.tobytes() for part, (_, rows, _) in self.rows.items()}
         return hashlib.sha256(repr((content["sha256"], self.columns, self.names, rows)).encode()).hexdigest()

@@ -1,7 +1,6 @@
 """The devices and memory of this machine, and the processes of a run: how torchrun and SLURM tell a process its place. Free of torch."""
 
 import ctypes
-import mmap
 import os
 import platform
 import re
@@ -52,19 +51,9 @@ def capabilities() -> list[int]:
     return [10 * asked(of, CUDA_MAJOR, gpu) + asked(of, CUDA_MINOR, gpu) for gpu in gpus]
 
 
-def has_kernels(capability: int, architectures: list[str]) -> bool:
-    """Kernels of `sm_80` run on 8.0 to 8.9; those of `compute_80` are compiled for any newer GPU."""
-    built = [(name.partition("_")[0], int("".join(filter(str.isdigit, name)))) for name in architectures]
-    return any(n <= capability and (kind == "compute" or n // 10 == capability // 10) for kind, n in built)
-
-
-# --- The CUDA version and the GPU architectures of the installed torch, without importing it, which takes seconds ---
-#
-# torch 2.13 states both only after its import (`torch.version.cuda`, `torch.cuda.get_arch_list()`). They are read from its files, in
-# 0.02 s. None if they are not found: the driver is believed then.
+# --- The CUDA version of the installed torch, without importing it, which takes seconds: from its file. None: the driver is believed ---
 
 CUDA_LINE = re.compile(r"^cuda\b.*= *(?:None|['\"]([\d.]+)['\"])", re.MULTILINE)
-ARCHITECTURES = re.compile(rb"\0(sm_\d+[a-z]?(?: (?:sm|compute)_\d+[a-z]?)*)\0")
 
 
 def torch_folder() -> Path:
@@ -81,34 +70,17 @@ def cuda_of_torch() -> str | None:
 
 
 @cache
-def architectures_of_torch() -> list[str] | None:
-    """`[sm_75, sm_80, ...]`."""
-    library = next(torch_folder().glob("lib/*torch_python.*"), None)
-    if library is None:
-        return None
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        found = ARCHITECTURES.search(content, max(0, content.find(b"\0sm_")))  # a fast look first: it has 30 MB
-        return found[1].decode().split() if found else None
-
-
-@cache
 def why_no_gpu() -> str | None:
     """Why torch cannot use the GPUs that the driver shows; None if it can, or if there are none."""
     if not capabilities():
         return None
-    built, architectures, driver = cuda_of_torch(), architectures_of_torch(), asked("cuDriverGetVersion")
-    old = {f"{c // 10}.{c % 10}" for c in capabilities() if architectures and not has_kernels(c, architectures)}
+    built, driver = cuda_of_torch(), asked("cuDriverGetVersion")
     if built == "":
         return "the installed torch is a build without CUDA; https://pytorch.org/get-started has one with it"
     if built and driver // 1000 < int(built.partition(".")[0]):
         return (
             f"the installed torch needs a driver for CUDA {built}, and this one is for {driver // 1000}.{driver % 1000 // 10}; "
             "update the driver, or install a torch for an older CUDA"
-        )
-    if old:
-        return (
-            f"the installed torch has no kernels for a GPU of compute capability {', '.join(sorted(old))}, only {' '.join(architectures or ())}; "
-            "install a torch for an older CUDA, or hide that GPU with CUDA_VISIBLE_DEVICES"
         )
     return None
 

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
 from lockstep.tasks.panel import Calibration, Confusion, Panel, PrecisionRecall, wilson
-from lockstep.tasks.task import Task, loss_factors, validate_outputs
+from lockstep.tasks.task import Targets, Task, loss_factors, validate_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 
@@ -24,6 +24,7 @@ class Classification(Task):
     """
 
     needs = ("classes",)
+    expects = Targets("one class number", dims=0, hint="; argmax gives that of a one-hot row")
     titles: ClassVar = {"loss": ("Loss", "cross-entropy"), "acc": ("Accuracy", "share of samples")}
     activation = "softmax"
     class_weights_K: Tensor | None
@@ -51,13 +52,14 @@ class Classification(Task):
         self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        validate_outputs(output, len(batch["target"]), max(len(self.value_names), *output.shape[-1:]))
+        target_B = batch["target"].long()
+        validate_outputs(output, len(target_B), max(len(self.value_names), *output.shape[-1:]))
         if self.binary:
-            own_BK = F.one_hot(batch["target"], output.shape[1]).to(output.dtype)
+            own_BK = F.one_hot(target_B, output.shape[1]).to(output.dtype)
             target_BK = own_BK * (1 - self.label_smoothing) + self.label_smoothing / output.shape[1]
             return F.binary_cross_entropy_with_logits(output, target_BK, reduction="none").mean(1)
         return F.cross_entropy(
-            output, batch["target"], self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
+            output, target_B, self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
         )
 
     def metrics(self) -> dict[str, Metric]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from lockstep.tasks.panel import EXACT, Content, Lines, Panel, Tokens
-from lockstep.tasks.task import Task, validate_outputs
+from lockstep.tasks.task import Targets, Task, validate_outputs
 
 
 class LanguageModel(Task):
@@ -32,6 +32,7 @@ class LanguageModel(Task):
     def __init__(self, *, ignore_index: int = -100) -> None:
         super().__init__()
         self.ignore_index = ignore_index
+        self.expects = Targets("a token number for each place", dims=1, ignored=ignore_index)
 
     def network_arguments(self) -> dict[str, Any]:
         return {"vocabulary_size": len(self.value_names), "sequence_length": self.about["sequence_length"]}

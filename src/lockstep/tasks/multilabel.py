@@ -12,7 +12,7 @@ from torchmetrics.classification import MultilabelAccuracy, MultilabelStatScores
 
 from lockstep.errors import UserError
 from lockstep.tasks.panel import ByLabel, Panel, PrecisionRecall
-from lockstep.tasks.task import Task, loss_factors, validate_outputs
+from lockstep.tasks.task import Targets, Task, loss_factors, validate_outputs
 
 
 class Multilabel(Task):
@@ -20,6 +20,7 @@ class Multilabel(Task):
 
     needs = ("labels",)
     names = "labels"
+    expects = Targets("0 or 1 for each label", dims=1, whole=False, most=1)
     titles: ClassVar = {
         "loss": ("Loss", "binary cross-entropy"),
         "f1": ("F1", "mean over labels that occur or are predicted"),

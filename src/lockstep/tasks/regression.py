@@ -2,6 +2,7 @@
 
 # B batch · T target
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from lockstep.tasks.panel import Panel, Residuals
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Targets, Task
 
 
 class Regression(Task):
@@ -21,6 +22,7 @@ class Regression(Task):
 
     needs = ("targets",)
     names = "targets"
+    expects = Targets("finite numbers", dims=None, whole=False, least=-math.inf, most=math.inf)
     activation = "identity"
     float32_head = True  # near 1,500, bf16 has multiples of 8
 

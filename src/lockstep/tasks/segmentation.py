@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from lockstep.errors import UserError
 from lockstep.tasks.panel import ByPixel, Mask, Panel
-from lockstep.tasks.task import Task, validate_outputs
+from lockstep.tasks.task import Targets, Task, validate_outputs
 
 
 class Segmentation(Task):
@@ -33,14 +32,10 @@ class Segmentation(Task):
     def __init__(self, *, ignore_index: int = 255, dice: float = 0.0) -> None:
         super().__init__()
         self.ignore_index, self.dice = ignore_index, dice
+        self.expects = Targets("a class number for each pixel", dims=2, ignored=ignore_index)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BHW = batch["target"].long()
-        if target_BHW.dim() != 3 or output.dim() != 4:
-            raise UserError(
-                f"task=segmentation needs a class per pixel and a network for it; the data has targets of shape {tuple(target_BHW.shape)}, the network "
-                f"gives {tuple(output.shape)}. Choose a different task, or different data and a different model."
-            )
         validate_outputs(output, len(target_BHW), len(self.value_names), *target_BHW.shape[1:])
         loss_BHW = F.cross_entropy(output, target_BHW, reduction="none", ignore_index=self.ignore_index)
         loss_B = loss_BHW.sum((1, 2)) / (target_BHW != self.ignore_index).sum((1, 2)).clamp(min=1)

@@ -3,9 +3,12 @@
 # B batch
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -14,6 +17,35 @@ from lockstep.tasks.panel import Panel
 
 Plain = str | int | float
 RESERVED = ("index", "path", "row", "target", "error")  # columns of a table of predictions that say what a row is about
+AT_ONCE = 2**22  # numbers that are judged together
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a task takes as targets. Whole numbers are from `least` on and stand for names, unless `most` is given."""
+
+    what: str  # in words, of one sample
+    dims: int | None  # of one sample's; None: any
+    whole: bool = True
+    least: float = 0
+    most: float | None = None
+    ignored: int | None = None  # a number that does not count
+    hint: str = ""
+
+    def wrong(self, target_N: NDArray[Any], names: int) -> tuple[int, str] | None:
+        """The place of the first sample whose target is something else, and what it is."""
+        most = names - 1 if self.most is None else self.most
+        limits = (f" from 0 to {most}" if self.whole else "") + ("" if self.ignored is None else f", or {self.ignored}")
+        expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}."
+        if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in ("biu" if self.whole else "biuf"):
+            return 0, f"{target_N.dtype} of shape {target_N.shape[1:]}; {expected}"
+        rows = max(1, AT_ONCE * len(target_N) // max(1, target_N.size))  # masks may fill the memory
+        for first in range(0, len(target_N), rows):
+            block = target_N[first : first + rows]
+            odd = ~(np.isfinite(block) & (block >= self.least) & (block <= most) | (block == self.ignored))
+            if odd.any():
+                return first + int(np.argwhere(odd)[0, 0]), f"{block[odd][0]}; {expected}"
+        return None
 
 
 class Task(nn.Module):
@@ -35,9 +67,9 @@ class Task(nn.Module):
     # A loss between samples, such as a contrastive one: training and evaluation call `loss` with the outputs and the batch of all
     # processes, in the order of the global batch. It returns a number for each of these samples.
     between_samples: bool = False
-    float32_head: bool = (
-        False  # the network's last layer computes in float32 under mixed precision, for outputs with more than 3 digits
-    )
+    # The network's last layer computes in float32 under mixed precision, for outputs with more than 3 digits.
+    float32_head: bool = False
+    expects: Targets | None = None  # judged before training, or when they are read; None: any `target`
     about: Mapping[str, Any]
 
     def bind(self, about: Mapping[str, Any]) -> None:

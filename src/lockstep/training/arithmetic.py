@@ -100,10 +100,6 @@ class StepArithmetic:
         all_reduce(squared, torch.distributed.ReduceOp.SUM, grads)
         return squared.sqrt()
 
-    def division(self, accumulate: int) -> str | None:
-        """The key that divides each process's samples of a step into `accumulate` micro-batches, if one does."""
-        return self.key_of(accumulate, 1) if accumulate > 1 else None
-
     def key_of(self, accumulate: int, world: int) -> str | None:
         """What to set for `accumulate` micro-batches a step in each process; None if it is not possible."""
         return f"trainer.accumulate_grad_batches={accumulate}"
@@ -231,9 +227,6 @@ class LogicalRanks(StepArithmetic):
         all_reduce(total, torch.distributed.ReduceOp.SUM, grads)
         norm = (total.double() / grid * (unit / unit.max()).square()).sum().sqrt() * unit.max()
         return norm.where(largest.isfinite().all(), torch.inf)
-
-    def division(self, accumulate: int) -> str | None:
-        return f"exact.logical_ranks={self.count}"
 
     def key_of(self, accumulate: int, world: int) -> str | None:
         return f"exact.logical_ranks={world * accumulate} in a new run" if accumulate.bit_count() == 1 else None
