@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.config.words import warn
 from lockstep.data.dataset import add_arrays
 from lockstep.errors import DataChanged, explained
 from lockstep.machine.files import refuse_unwritable, remove, replacing
@@ -104,7 +104,7 @@ def decoded(folder: Path, decode: Decode) -> Cached:
         if cached := intact(folder):
             return cached
         if folder.exists():
-            print(f"WARNING: the decoded data in {folder} is damaged and is decoded again.", file=sys.stderr)
+            warn(f"the decoded data in {folder} is damaged and is decoded again.")
             remove(folder)  # processes that have mapped its files keep them
         parts, extra = decode()
         with explained(f"data.cache_dir={folder.parent} cannot be written", ROOM):

@@ -5,7 +5,6 @@ import heapq
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +22,7 @@ from lockstep import build
 from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
 from lockstep.config.settings import Settings
+from lockstep.config.words import warn
 from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import mask_image
@@ -295,7 +295,7 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
             parts.gallery(gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name})
         if parts.broken:
             what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
-            print(f"WARNING: {what}:{listed(parts.reasons, parts.broken)}", file=sys.stderr)
+            warn(f"{what}:{listed(parts.reasons, parts.broken)}")
         return parts
     finally:
         writer.close()

@@ -20,7 +20,7 @@ from lockstep.config.schema import wrong_values
 from lockstep.config.settings import Settings, folder_of
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import local
-from lockstep.launch.exits import INTERRUPTED, exit_code
+from lockstep.launch.exits import AGAIN, INTERRUPTED, exit_code
 from lockstep.launch.local import Job, Run
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
@@ -42,7 +42,7 @@ def main(run: Run, name: str) -> None:
     """
     process.secure()
     ended: list[int] = []
-    atexit.register(lambda: process.exit_process(ended[0]) if ended else None)  # registered first, called last
+    atexit.register(process.LastOfAll(ended))
     process.owned = True
     job = Job(name, Path(sys.argv[0]).resolve(), run)
     handover: local.Handover | None = None
@@ -69,11 +69,15 @@ def main(run: Run, name: str) -> None:
             start(job, handover.config, list(handover.overrides))
 
     with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
-        ended.append(exit_code(work, rank))
+        ended.append(exit_code(work, rank, again_of(job)))
     if ended[0] and (process.supervised or launcher):
         process.report_failure(rank)
         process.exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
+
+
+def again_of(job: Job) -> str:
+    return f"{AGAIN} with resume=auto" if job.trains else AGAIN
 
 
 def command(job: Job, argv: list[str]) -> None:
@@ -147,7 +151,7 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
 
         cfg = sweeps.named(cfg, hydra_cfg)
     result: list[dict[str, Any]] = []
-    code = exit_code(lambda: result.append(start(job, cfg, overrides)), rank_of())
+    code = exit_code(lambda: result.append(start(job, cfg, overrides)), rank_of(), again_of(job))
     if not multirun:
         outcome.append(code)
         return None
@@ -198,7 +202,9 @@ def guarded_job(name: str) -> Job:
     def run_and_restore(settings: Settings) -> Any:
         import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
 
-        with process.libraries_restored():
+        from lockstep.compat.torch import masks_restored
+
+        with process.libraries_restored(), masks_restored():
             return run(settings)
 
     return Job(name, script, run_and_restore)

@@ -17,7 +17,7 @@ from lockstep.config.checks import check, check_classes, missing_keys, step_prob
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.schema import PREDICT, problem_of, wrong_values
 from lockstep.config.settings import Settings, folder_of, restarted, workers
-from lockstep.config.words import readable, warn
+from lockstep.config.words import inline, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
 from lockstep.launch.local import Job
@@ -127,7 +127,7 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
     settings = settings.decided(data, samples).identified(data.source if data else None, experiment)
     if told := resuming.already_finished(settings, samples):
         if world.rank == 0:
-            print(readable(told))
+            print(inline(told))
         return Report(RunFolder(Path(cfg.resume).resolve().parents[1]))
     folder = settings.folder
     lock = folder.locked(RESTART_S if restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
@@ -175,7 +175,7 @@ def execute(job: Job, settings: Settings) -> None:
         settings = settings.but(cfg)
     if process.debug_rank is not None and world.size > 1:
         logs = folder.path / "logs"
-        print(f"rank {process.debug_rank} has the terminal; each rank also prints to {logs}", file=sys.stderr)
+        print(f"rank {process.debug_rank} has the terminal; each rank also prints to {inline(logs)}", file=sys.stderr)
     in_processes = partial(local.run_processes, job.script, trains=job.trains)
     with process.noted():
         try:
