@@ -62,13 +62,15 @@ def prepare(metric: Metric, device: torch.device, *, of_panel: bool = False) -> 
     """
     exact = exact_on(device)
     for each in parts([metric]):
-        each._dtype = each._dtype if of_panel else exact  # to which some metrics convert their inputs
         for name, default in each._defaults.items():
-            is_sum = isinstance(default, Tensor) and default.is_floating_point()
-            if is_sum and (default.dtype == torch.float64 or not of_panel):
+            if not isinstance(default, Tensor) or not default.is_floating_point():
+                continue
+            if default.dtype == torch.float64 or not of_panel:
                 each._defaults[name] = default.to(exact)
                 setattr(each, name, getattr(each, name).to(exact))
     metric.to(device).eval()
+    for each in () if of_panel else parts([metric]):
+        each._dtype = exact  # to which some metrics convert their inputs
 
 
 def update(metric: Metric, batch_idx: int, *inputs: Any) -> None:
