@@ -55,7 +55,8 @@ def seconds(value: float) -> str:
 
 def readable(text: str) -> str:
     """`text` with control characters spelt out, except line ends and tabs: a terminal would obey its escape sequences."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else ascii(c)[1:-1] for c in text)
+    odd = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in odd else ascii(c)[1:-1] for c in text)
 
 
 def inline(text: object) -> str:

@@ -125,6 +125,7 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
 
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
     settings = settings.decided(data, samples).identified(data.source if data else None, experiment)
+    del data  # the run reads it again: two of them would not fit into memory
     if told := resuming.already_finished(settings, samples):
         if world.rank == 0:
             print(inline(told))
@@ -149,7 +150,9 @@ def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[
     raise_problems(debug_problems(settings.world))
     reads_files = job.name == "predict" and requested.cfg.predict.part is None
     data = None if reads_files else prepare_data(settings, evaluating=True)[0]
-    execute(job, requested.decided(data).identified(data.source if data else None))
+    requested = requested.decided(data).identified(data.source if data else None)
+    del data  # as in training
+    execute(job, requested)
     path = requested.evaluation_file(job.name)
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
     return result
