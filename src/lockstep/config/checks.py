@@ -109,8 +109,12 @@ def class_nodes(cfg: DictConfig) -> dict[str, Any]:
 
 
 def unread_arguments(cfg: DictConfig) -> Iterator[str]:
-    """Keys without a Kind that a shipped class does not take. Its source is read, because it takes seconds to import."""
-    for key, node in class_nodes(cfg).items():
+    """Keys without a Kind that a shipped class does not take. Its source is read, because it takes seconds to import.
+
+    Beside classes of the user's, `check_classes` reports them, with the keys of those.
+    """
+    nodes = class_nodes(cfg)
+    for key, node in nodes.items() if all(map(is_shipped, (*nodes.values(), cfg.data))) else ():
         left_out = (*SPECIAL, *ENGINE.get(key, ()))
         asked = [name for name in node if name not in left_out and f"{key}.{name}" not in KEYS]
         known = written_arguments(node._target_) if asked and is_shipped(node) else None
@@ -278,7 +282,7 @@ def check(cfg: DictConfig, *, evaluating: bool = False, with_data: bool = True) 
             raise
         return found
     found += unread_arguments(cfg)
-    return broken_rules(settings, found, bool(wrong), evaluating=evaluating, with_data=with_data)
+    return broken_rules(settings, found, evaluating=evaluating, with_data=with_data)
 
 
 def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool = False) -> list[str]:
@@ -287,33 +291,34 @@ def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool
     The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
     """
     found = [] if evaluating else list(signature_problems(settings, shipped=shipped))  # what has trained is right
-    return broken_rules(settings, found, bool(found), evaluating=evaluating)
+    return broken_rules(settings, found, evaluating=evaluating)
 
 
 BUGS = (TypeError, ValueError, ArithmeticError, OmegaConfBaseException)
 Rule = Callable[[Settings], Iterator[str]]
 
 
-def broken_rules(
-    settings: Settings, found: list[str], wrong: bool, *, evaluating: bool, with_data: bool = True
-) -> list[str]:
-    """`found` and the problems of the rules. `wrong`: whether a value has been reported, for which a rule may fail."""
+def broken_rules(settings: Settings, found: list[str], *, evaluating: bool, with_data: bool = True) -> list[str]:
+    """`found` and the problems of the rules. A rule may fail for a value that has been reported."""
     for rule in EVALUATION if evaluating else TRAINING:
         try:
             found += rule(settings) if with_data or rule is not data else ()
         except UserError as e:
             found += e.problems
         except BUGS:
-            if not wrong or is_bug(rule, settings):
+            if not found or is_bug(rule, settings):
                 raise
     return list(dict.fromkeys(found))
 
 
 def is_bug(rule: Rule, settings: Settings) -> bool:
-    """Whether a rule fails with an example in place of each wrong value as well."""
+    """Whether a rule fails with an example in place of each wrong or missing value as well."""
     cfg = settings.cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    cfg.merge_with_dotlist([f"{key}={kind.example}" for key, kind in KEYS.items() if any(wrong_values(cfg, [key]))])
+    wrong = [key for key in KEYS if any(wrong_values(cfg, [key]))] + ["data.batch_size"] * (
+        "batch_size" not in cfg.data
+    )
+    cfg.merge_with_dotlist([f"{key}={KEYS[key].example}" for key in wrong])
     try:
         list(rule(Settings.of(cfg, imported=settings.imported)))
     except UserError:
