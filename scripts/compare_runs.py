@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lockstep.config.words import inline, readable
 from lockstep.errors import UserError
 from lockstep.extras.comparison import ENDS, agree, compare, find, grown_rounding
 
@@ -27,13 +28,13 @@ def main() -> int:
     try:
         a, b = (find(given, args.runs_dir) for given in args.runs)
     except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(readable(f"error: {e}"), file=sys.stderr)
         return 2
     found = compare(a, b, exact=args.exact, tolerance=args.tolerance)
     for section, lines in found.items():
         print(f"{section}: {'no difference' if not lines else ''}")
         for line in lines:
-            print(f"  {line}")
+            print(f"  {inline(line)}")
     same = "identical, bit by bit" if args.exact else f"the same to {args.tolerance:g}"
     if agree(found):
         print(f"the results are {same}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import is_checkpoint
+from lockstep.config.words import inline
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import replacing
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, help="default: the folder's name with -whole")
     args = parser.parse_args()
     file = args.file or args.folder.with_name(f"{args.folder.stem}-whole.ckpt")
-    print(f"{args.folder} is now one file: {consolidate(args.folder, file)}")
+    print(inline(f"{args.folder} is now one file: {consolidate(args.folder, file)}"))
 
 
 if __name__ == "__main__":

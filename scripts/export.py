@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
+from lockstep.config.words import inline
 from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 
@@ -35,7 +36,11 @@ def main() -> None:
     of_sweep = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     folder = args.folder or Path("exports") / f"{of_sweep}{run.name}"
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
-    print(f"{path} is exported to {export(path, folder, formats, args.files)}. Try it: python {folder}/load.py <file>")
+    print(
+        inline(
+            f"{path} is exported to {export(path, folder, formats, args.files)}. Try it: python {folder}/load.py <file>"
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from lockstep import ROOT
@@ -63,6 +64,10 @@ def check(folder: Path, package: str) -> None:
     """Raises UserError if the folder is not empty or the name is not a valid package name."""
     if not package.isidentifier() or keyword.iskeyword(package) or package in ("lockstep", "hydra_plugins", "tests"):
         raise UserError(f"--package {package} is not a valid package name. Use letters, digits and _, such as flowers.")
+    if package in sys.stdlib_module_names or (find_spec(package) and package != NAME):
+        raise UserError(
+            f"--package {package}: Python or an installed library has a package of that name. Use a different name."
+        )
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty. Use a different folder.")
 

@@ -41,7 +41,7 @@ from lockstep.config.compose import ABSENT, PLACE, as_overrides, key_of, typed
 from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.settings import title
-from lockstep.config.words import number, readable, shown
+from lockstep.config.words import inline, number, shell_line, shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
@@ -175,7 +175,7 @@ def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
         table.columns[0].overflow = "fold"  # do not wrap names: people copy them
         for run in runs:
             # The requested keys keep all digits, because learning rates need them.
-            table.add_row(*(readable(cell(run, key, digits=key not in headings)) for key in keys), age(began_s(run)))
+            table.add_row(*(inline(cell(run, key, digits=key not in headings)) for key in keys), age(began_s(run)))
         print_wide(table, columns=10_000)
 
 
@@ -185,7 +185,7 @@ def show(run: Report) -> None:
     config = saved_config(run)
     changed = as_overrides(config) if config else ["unknown"]
     for heading, lines in ((f"{run['run']}:", metrics), ("config, besides the defaults:", changed), ("files:", files)):
-        print(*map(readable, (heading, *lines)), sep="\n  ")
+        print(*map(inline, (heading, *lines)), sep="\n  ")
 
 
 def has_failed(run: Report, stale_min: float) -> bool:
@@ -199,7 +199,7 @@ def again(run: Report, runs_dir: Path) -> str:
     name, begun, given = run["run"], run.run_folder.has_config(), run.get("overrides")
     config = saved_config(run) if begun else None
     if (begun and config is None) or (not begun and given is None):
-        return f"# {name}: its files do not say how to run it again"
+        return f"# {inline(name)}: its files do not say how to run it again"
     if begun and next(checkpoints(run.folder), None):
         words = ["resume=auto"]
     else:
@@ -211,7 +211,8 @@ def again(run: Report, runs_dir: Path) -> str:
         left_out = (*PLACE, "init_from") if other else PLACE  # what the other run started from
         words = [*start, *(o for o in words if key_of(o) not in left_out)]
     place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
-    return shlex.join([*shlex.split(command("train")), f"run={typed(name)}", *place, *words])
+    line = shell_line(*shlex.split(command("train")), f"run={typed(name)}", *place, *words)
+    return line or f"# {inline(name)}: its name or its settings have characters that a command cannot have"
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ class Interrupted(Preempted):
 
 
 class NotSaved(TrainingFailed):
-    """A checkpoint could not be written; earlier ones are intact."""
+    """A checkpoint or a result could not be written; earlier ones are intact."""
 
 
 class NotLoadable(NotSaved):

@@ -63,12 +63,14 @@ def gpus(monkeypatch):
         world.capabilities.cache_clear()
         world.why_no_gpu.cache_clear()
 
-    def show(*capabilities: int, driver=13000, built="13.0") -> None:
-        answers = {"cuDeviceGetCount": lambda: len(capabilities), "cuDriverGetVersion": lambda: driver}
-        digits = {world.CUDA_MAJOR: 0, world.CUDA_MINOR: 1}
-        answers["cuDeviceGetAttribute"] = lambda attribute, gpu: divmod(capabilities[gpu], 10)[digits[attribute]]
-        monkeypatch.setattr(world, "asked", lambda name, *given: answers[name](*given))
-        monkeypatch.setattr(world, "cuda_of_torch", lambda: built)
+    def show(*capabilities: int, driver=13000, built="13.0", of=world.CUDA) -> None:
+        count, attribute, major, minor = of
+        answers = {count: lambda: len(capabilities), "cuDriverGetVersion": lambda: driver}
+        digits = {major: 0, minor: 1}
+        answers[attribute] = lambda attribute, gpu: divmod(capabilities[gpu], 10)[digits[attribute]]
+        monkeypatch.setattr(world, "asked", lambda name, *given: answers.get(name, lambda *_: 0)(*given))
+        kind = "cuda" if of == world.CUDA else "hip"
+        monkeypatch.setattr(world, "version_of_torch", lambda asked: built if asked == kind else "")
         forget()
 
     yield show
@@ -95,8 +97,10 @@ def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expecte
 UNUSABLE = [
     ({"built": ""}, "a build without CUDA"),
     ({"driver": 12040}, r"needs a driver for CUDA 13.0, and this one is for 12.4"),
+    ({"of": world.HIP, "built": ""}, "a build without ROCm"),
 ]
 USABLE = [
+    {"of": world.HIP, "built": "6.4.43483-a187df25c"},
     {"built": None},
     {"driver": 13020},
 ]  # unknown: the driver is believed
@@ -115,11 +119,11 @@ def test_a_gpu_that_the_installed_torch_cannot_use_is_none(gpus):
 
 
 def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypatch):
-    gpus(90, driver=12040)
+    gpus(70, built="")
     monkeypatch.setattr(start.local, "in_run", lambda *_: 1 / 0)  # far enough
     with pytest.raises(ZeroDivisionError):
         train("trainer.accelerator=auto")
-    warning = "WARNING: running on the CPU: the installed torch needs a driver for CUDA 13.0, and this one is for 12.4"
+    warning = "WARNING: running on the CPU: the installed torch is a build without CUDA"
     assert warning in capfd.readouterr().err
 
 

@@ -143,11 +143,14 @@ def test_all_ranks_of_a_cluster_job_find_the_same_name():
 
 def test_torch_was_built_for_what_its_files_say():
     """When this fails, machine/world.py looks in the wrong place."""
-    assert world.cuda_of_torch() == (torch.version.cuda or "")
+    assert world.version_of_torch("cuda") == (torch.version.cuda or "")
+    assert world.version_of_torch("hip") == (torch.version.hip or "")
 
 
 def test_a_build_without_cuda_has_none(tmp_path, monkeypatch):
     monkeypatch.setattr(world, "torch_folder", lambda: tmp_path)
     for text, expected in (("", None), ("cuda: Optional[str] = None\n", ""), ("cuda = '12.6'\n", "12.6")):
         (tmp_path / "version.py").write_text(text)
-        assert world.cuda_of_torch.__wrapped__() == expected
+        assert world.version_of_torch.__wrapped__("cuda") == expected
+    (tmp_path / "version.py").write_text("cuda = None\nhip: Optional[str] = '6.4.43483-a187df25c'\n")
+    assert world.version_of_torch.__wrapped__("hip") == "6.4.43483-a187df25c"

@@ -118,6 +118,9 @@ class Freeze(Callback):
         self.unfreeze = [(pattern, epoch) for pattern, epoch in unfreeze]
         self.thaws: dict[str, float] = {}  # frozen parameters: the epoch from which each is trained
         self.without_gradient: list[nn.Parameter] = []  # in this epoch
+        self.at_rest: set[nn.Module] = (
+            set()
+        )  # trained before they were frozen; others evaluate by the network's own `train`
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.freeze(getattr(pl_module, "net", pl_module))
@@ -155,7 +158,10 @@ class Freeze(Callback):
         for path, module in net.named_modules():
             own = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
             if own and any(True for _ in module.buffers(recurse=False)):
-                module.train(not all(self.is_frozen(name, epoch) for name in own))
+                if module.training and all(self.is_frozen(name, epoch) for name in own):
+                    self.at_rest.add(module.eval())
+                elif module in self.at_rest and not all(self.is_frozen(name, epoch) for name in own):
+                    self.at_rest.remove(module.train())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         for p in self.without_gradient:

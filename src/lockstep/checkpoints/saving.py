@@ -349,7 +349,8 @@ class LastCheckpoint(Checkpoint):
         old = self.path.with_name(self.path.name + ".old")
         if old.exists() and not old.is_symlink() and not self.path.exists():
             old.rename(self.path)
-        kept = {Path(path) for best in trainer.checkpoint_callbacks for path in getattr(best, "best_k_models", ())}
+        own = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
+        kept = {Path(path) for best in own for path in best.best_k_models}
         for path in folder.iterdir():
             name = BEST.fullmatch(path.name)
             if name and path.resolve() not in kept and (kept or int(name[1]) > steps_done(trainer)):
@@ -358,7 +359,9 @@ class LastCheckpoint(Checkpoint):
 
 def best_checkpoint(trainer: Trainer) -> str | None:
     """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated. Raises Damaged."""
-    of_best = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint)]
+    of_best = [
+        c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)
+    ]  # not a user's
     of_last = [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
     path = next((path for path in (*of_best, *of_last) if path and Path(path).exists()), None)
     whole = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all

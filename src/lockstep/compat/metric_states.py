@@ -50,15 +50,27 @@ def parts(metrics: Sequence[Metric]) -> list[Metric]:
     return [each for metric in metrics for each in metric.modules() if isinstance(each, Metric)]
 
 
-def prepare(metric: Metric, device: torch.device, exact: torch.dtype) -> None:
-    """Before an evaluation: the metric's sums are in `exact`; integers stay integers, and a custom network keeps its dtype."""
-    metric.to(device).eval()
+def exact_on(device: torch.device) -> torch.dtype:
+    """Of sums: the order of 10,000 additions in float32 changes the sixth digit. MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def prepare(metric: Metric, device: torch.device, *, of_panel: bool = False) -> None:
+    """Before an evaluation: moves the metric, whose sums are exact then; integers stay integers, and a custom network keeps its dtype.
+
+    A panel says itself which of its numbers are float64, and keeps the others.
+    """
+    exact = exact_on(device)
     for each in parts([metric]):
-        each._dtype = exact  # to which some metrics convert their inputs
         for name, default in each._defaults.items():
-            if isinstance(default, Tensor) and default.is_floating_point():
+            if not isinstance(default, Tensor) or not default.is_floating_point():
+                continue
+            if default.dtype == torch.float64 or not of_panel:
                 each._defaults[name] = default.to(exact)
                 setattr(each, name, getattr(each, name).to(exact))
+    metric.to(device).eval()
+    for each in () if of_panel else parts([metric]):
+        each._dtype = exact  # to which some metrics convert their inputs
 
 
 def update(metric: Metric, batch_idx: int, *inputs: Any) -> None:

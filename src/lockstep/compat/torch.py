@@ -1,5 +1,7 @@
 """Private names of torch, each with the reason, and when it can go."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +25,16 @@ def in_backward() -> bool:
 # each result (pytorch#78549): 165 times in a forward pass of resnet50d. In Lockstep every process has samples. The only switch: torch
 # leaves the masks out while it captures a CUDA graph. Remove this when torch has another way:
 # tests/compat/test_torch.py::test_torch_asks_the_gpu_for_the_size_of_a_mask fails then.
+
+
+@contextmanager
+def masks_restored() -> Iterator[None]:
+    """Undoes `without_masks` afterwards, in a process that is not a run's own."""
+    original = _functions.SyncBatchNorm.forward
+    try:
+        yield
+    finally:
+        _functions.SyncBatchNorm.forward = staticmethod(original)  # type: ignore[method-assign]
 
 
 def without_masks() -> None:

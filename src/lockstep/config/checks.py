@@ -1,16 +1,24 @@
 """Every check of a config without torch, whose problems are reported together, and those that need the classes of the user."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import rules
-from lockstep.config.instantiate import ENGINE_DATA, data_set_problems, problems, to_plain
+from lockstep.config.instantiate import (
+    ENGINE,
+    ENGINE_DATA,
+    SPECIAL,
+    data_set_problems,
+    not_taken,
+    problems,
+    to_plain,
+)
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, is_shipped, wrong_values
 from lockstep.config.settings import Settings
-from lockstep.config.targets import foreign_names, target_of, unnamed
+from lockstep.config.targets import foreign_names, target_of, unnamed, written_arguments
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean
 
@@ -92,13 +100,31 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
 # --- Signatures ---
 
 
-def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
-    """Keys that a class of the user's does not take, and of the `shipped` ones too, which take seconds to import. Without `data`."""
-    cfg, groups = settings.cfg, ("task", "model", "strategy", "optim", "schedule")
-    nodes: dict[str, Any] = {key: cfg[key] for key in groups if "_target_" in cfg[key]}
-    nodes |= {"optim": settings.optimizer_node} if "optim" in nodes else {}
+def class_nodes(cfg: DictConfig) -> dict[str, Any]:
+    """The nodes that name classes, by their keys. Without `data`."""
+    nodes: dict[str, Any] = {key: cfg[key] for key in ("task", "model", "strategy", "optim", "schedule") if cfg[key]}
     for key, group in (("task.metrics", cfg.task.get("metrics")), ("callbacks", cfg.callbacks), ("logger", cfg.logger)):
         nodes |= {f"{key}.{name}": node for name, node in (group or {}).items()}
+    return nodes
+
+
+def unread_arguments(cfg: DictConfig) -> Iterator[str]:
+    """Keys without a Kind that a shipped class does not take. Its source is read, because it takes seconds to import.
+
+    Beside classes of the user's, `check_classes` reports them, with the keys of those.
+    """
+    nodes = class_nodes(cfg)
+    for key, node in nodes.items() if all(map(is_shipped, (*nodes.values(), cfg.data))) else ():
+        left_out = (*SPECIAL, *ENGINE.get(key, ()))
+        asked = [name for name in node if name not in left_out and f"{key}.{name}" not in KEYS]
+        known = written_arguments(node._target_) if asked and is_shipped(node) else None
+        yield from not_taken(node._target_, key, asked, known) if known is not None else ()
+
+
+def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
+    """Keys that a class of the user's does not take, and of the `shipped` ones too, which take seconds to import. Without `data`."""
+    nodes = class_nodes(settings.cfg)
+    nodes |= {"optim": settings.optimizer_node} if "optim" in nodes else {}
     for key, node in nodes.items():
         if shipped or not is_shipped(node):
             from lockstep.compat import others  # noqa: F401  # before Lightning
@@ -230,6 +256,7 @@ EVALUATION = (rules.devices, rules.strategy, data, rules.loading, module, rules.
 TRAINING = (
     *EVALUATION,
     rules.exact_training,
+    rules.images,
     rules.augmentation,
     rules.division,
     rules.accumulation,
@@ -240,21 +267,22 @@ TRAINING = (
 )
 
 
-def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
+def check(cfg: DictConfig, *, evaluating: bool = False, with_data: bool = True) -> list[str]:
     """All problems of a composed config that need neither torch nor the user's classes; an empty list without any. Reads no data."""
-    structure = list(structure_problems(cfg))
-    found = [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
+    structure, wrong = list(structure_problems(cfg)), list(wrong_values(cfg))
+    found = [*structure, *unknown_keys(cfg), *wrong]
     if structure:  # the rules read these keys
         return found
     for group in GROUPS:
         found += foreign_names(to_plain(cfg[group]), group) if group in cfg else ()
     try:
         settings = Settings.of(cfg, imported=False)
-    except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):
-        if not found:  # otherwise a value that is already reported caused it
+    except BUGS:
+        if not wrong:  # otherwise a value that is already reported caused it
             raise
         return found
-    return broken_rules(settings, found, evaluating=evaluating)
+    found += unread_arguments(cfg)
+    return broken_rules(settings, found, evaluating=evaluating, with_data=with_data)
 
 
 def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool = False) -> list[str]:
@@ -266,14 +294,35 @@ def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool
     return broken_rules(settings, found, evaluating=evaluating)
 
 
-def broken_rules(settings: Settings, found: list[str], *, evaluating: bool) -> list[str]:
-    """`found` and the problems of the rules."""
+BUGS = (TypeError, ValueError, ArithmeticError, OmegaConfBaseException)
+Rule = Callable[[Settings], Iterator[str]]
+
+
+def broken_rules(settings: Settings, found: list[str], *, evaluating: bool, with_data: bool = True) -> list[str]:
+    """`found` and the problems of the rules. A rule may fail for a value that has been reported."""
     for rule in EVALUATION if evaluating else TRAINING:
         try:
-            found += rule(settings)
+            found += rule(settings) if with_data or rule is not data else ()
         except UserError as e:
             found += e.problems
-        except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):
-            if not found:  # otherwise a value that is already reported caused it
+        except BUGS:
+            if not found or is_bug(rule, settings):
                 raise
     return list(dict.fromkeys(found))
+
+
+def is_bug(rule: Rule, settings: Settings) -> bool:
+    """Whether a rule fails with an example in place of each wrong or missing value as well."""
+    cfg = settings.cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    wrong = [key for key in KEYS if any(wrong_values(cfg, [key]))] + ["data.batch_size"] * (
+        "batch_size" not in cfg.data
+    )
+    cfg.merge_with_dotlist([f"{key}={KEYS[key].example}" for key in wrong])
+    try:
+        list(rule(Settings.of(cfg, imported=settings.imported)))
+    except UserError:
+        return False
+    except BUGS:
+        return True
+    return False

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check
 from lockstep.config.project import command, config_folders
-from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, SEVERAL
+from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, RECIPES, SEVERAL
 from lockstep.config.settings import sweep_name
 from lockstep.config.words import plain, shown
-from lockstep.errors import UserError, did_you_mean
+from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.run import LOADER
 
 # --- Dotted keys of a config ---
@@ -108,9 +108,12 @@ OmegaConf.register_resolver("lockstep.tasks", lambda devices: devices if isinsta
 
 
 def search_path(argv: Sequence[str]) -> list[str]:
-    """Hydra's option --config-dir as an override, for composing without its command line."""
+    """Hydra's option --config-dir as an override, for composing without its command line. Raises UserError: there is no such folder."""
     folders = [b for a, b in pairwise(argv) if a in ("--config-dir", "-cd")]
     folders += [arg.partition("=")[2] for arg in argv if arg.startswith(("--config-dir=", "-cd="))]
+    raise_problems(
+        f"--config-dir {folder}: there is no such folder." for folder in folders if not Path(folder).is_dir()
+    )
     path = ",".join(f"file://{Path(folder).resolve()}" for folder in folders)
     return [f"hydra.searchpath=[{path}]"] if folders else []
 
@@ -212,6 +215,8 @@ def message(error: BaseException, override: str) -> str:
     key, text = key_of(override), f"{error} {error.__cause__ or ''}"
     if key in OWNED:
         return f"{key} cannot be set: {OWNED[key]}."
+    if not key:
+        return f"{override} names no key. Pass <key>=<value>; {command('train')} --help shows all."
     if "@" in (name := override.partition("=")[0]):
         return f"{name} cannot be set: a group stands under its own name. Set {key}=<option>."
     if key in GROUPS and override.startswith("~"):
@@ -236,8 +241,12 @@ def message(error: BaseException, override: str) -> str:
     return f"{override}: {' '.join(str(error).split())}"
 
 
+MOST_JOBS = 10_000
+MOST_TRIED = 100  # values of one override; and wrong overrides, before a message stops looking for more
+
+
 def variants(override: str) -> list[str]:
-    """An override, or one override for each value that it sweeps over."""
+    """An override, or one override for each value that it sweeps over; of more than MOST_JOBS, one more than these."""
     parsed = OverridesParser.create().parse_override(override)
     with callers_hydra_restored(), initialize_config_dir(str(CONFIGS)):
         parsed.config_loader = GlobalHydra.instance().config_loader()  # which finds what a glob matches
@@ -246,10 +255,11 @@ def variants(override: str) -> list[str]:
     if parsed.is_interval_sweep():  # a sweeper draws values between its ends
         interval = parsed.value()
         return [f"{parsed.get_key_element()}={end}" for end in (interval.start, interval.end)]
-    values = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
-    if not values:  # of a glob
+    values = islice(parsed.sweep_string_iterator(), MOST_JOBS + 1)
+    found = [f"{parsed.get_key_element()}={value}" for value in values]
+    if not found:  # of a glob
         raise HydraException(f"it matches no option; use one of {', '.join(options(key_of(override))) or 'none'}")
-    return values
+    return found
 
 
 def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:
@@ -263,7 +273,7 @@ def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str
         except HydraException as e:
             problems.append(message(e, given))
             continue
-        for override in tried:
+        for override in tried[:MOST_TRIED] if len(problems) < MOST_TRIED else ():
             try:
                 compose_config(config_name, [*always, *groups, override])
             except CONFIG_ERRORS as e:
@@ -279,7 +289,9 @@ def explain(error: BaseException, config_name: str, overrides: Sequence[str], al
     try:
         composed = compose_config(config_name, [*always, *good])
         if config_name == "train":  # the config of eval is merged with that of the run first
-            problems += check(without_replaced_defaults(composed, good))
+            # a data set's class is imported only for the sake of a command that is about it
+            with_data = any(key_of(o).partition(".")[0] in ("data", *RECIPES) for o in good)
+            problems += check(without_replaced_defaults(composed, good), with_data=with_data)
     except CONFIG_ERRORS as e:
         error = e
     return problems or [" ".join(str(error).split())]

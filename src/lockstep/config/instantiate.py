@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,13 @@ def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
             yield from e.problems
 
 
+def not_taken(target: str, key: str, names: Iterable[str], known: Sequence[str]) -> Iterator[str]:
+    """Those of `names` that are not among the arguments that a target is `known` to take."""
+    for name in (name for name in names if name not in known):
+        meant = did_you_mean(name, [*known, *ENGINE.get(key, ())])
+        yield f"{key}.{name} is not an argument of {target}{meant}; it takes {', '.join(known) or 'none'}."
+
+
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them."""
     # The node may have no `_target_` itself.
@@ -152,8 +159,7 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
             if f"{key}.{name}" not in KEYS or not is_shipped(node):  # config/schema.py has the better message
                 yield from type_problem(named[name], f"{key}.{name}", node[name])
         elif not takes_any:
-            meant = did_you_mean(name, [*known, *engine])
-            yield f"{key}.{name} is not an argument of {target}{meant}; it takes {', '.join(known) or 'none'}."
+            yield from not_taken(target, key, [name], known)
     if given is not None and not node.get("_partial_"):
         for name in known:
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:

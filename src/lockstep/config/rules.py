@@ -1,10 +1,12 @@
 """Rules between the keys of a config: devices, strategy, batches, length, task, and what `exact.logical_ranks` excludes. Free of torch."""
 
+import math
 import os
 from collections.abc import Iterator
 
 from lockstep.config.schema import is_devices, is_shipped
 from lockstep.config.settings import Settings
+from lockstep.config.targets import written_value
 from lockstep.config.words import plain, shown
 from lockstep.machine.world import available, number, why_no_gpu
 
@@ -31,6 +33,8 @@ EXACT_TRAINING = {
     "strategy.static_graph": (False, ADDED),
     "strategy.find_unused_parameters": (False, ADDED),
 }
+SCHEDULES = "lockstep.training.schedules."
+ENDLESS = (f"{SCHEDULES}constant",)  # those that do not ask when the run ends
 COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
 
 
@@ -168,6 +172,13 @@ def loading(settings: Settings) -> Iterator[str]:
             yield f"data.{key}={shown(data[key])} has no effect without workers. Set data.num_workers=2 as well, or remove it."
 
 
+def images(settings: Settings) -> Iterator[str]:
+    side, target = settings.cfg.data.get("image_size"), settings.cfg.model.get("_target_")
+    smallest = written_value(target, "smallest_image") if type(side) is int and is_shipped(settings.cfg.model) else None
+    if smallest and side < smallest:
+        yield f"data.image_size={side}: {target.rpartition('.')[2]} needs images of at least {smallest} pixels."
+
+
 def augmentation(settings: Settings) -> Iterator[str]:
     names = [*settings.operations]  # raises all that is wrong with their arguments
     if settings.own_loaders and names:
@@ -232,6 +243,9 @@ def length(settings: Settings) -> Iterator[str]:
         yield f"trainer.min_steps={trainer.min_steps} is more than trainer.max_steps={trainer.max_steps}. Remove one of them."
     if trainer.check_val_every_n_epoch is None and not isinstance(trainer.val_check_interval, int):
         yield "trainer.check_val_every_n_epoch=null counts batches over epochs. Set trainer.val_check_interval=<number of batches> as well."
+    schedule = str(settings.cfg.schedule.get("_target_"))
+    if math.isinf(epochs) and trainer.max_steps == -1 and schedule.startswith(SCHEDULES) and schedule not in ENDLESS:
+        yield "schedule: the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
     if trainer.limit_train_batches == 0:
         yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval in place of train, with run=<name>."
 

@@ -139,6 +139,7 @@ def accumulations(batch: int, world: int, unit: int = 1) -> list[int]:
 # --- What `auto` is for this run and machine ---
 
 MOST_WORKERS = 8  # per process
+SGD = ("torch.optim.SGD", "torch.optim.sgd.SGD")  # torch's own, which a check need not import; subclasses are asked
 ROWS, SPARSEST = 20, 50  # of the log: at least so many a run, and at least one in so many steps
 
 
@@ -292,7 +293,7 @@ class Settings:
             return None  # training/arithmetic.py
         if exact and is_sharded:
             return f"was not tried on shards of GPUs, so exact.logical_ranks={exact} is not possible"
-        if not str(cfg.optim.get("_target_")).endswith("SGD"):
+        if cfg.optim.get("_target_") not in SGD and not (self.imported and is_a(cfg.optim, "optim", SGD[1])):
             return None
         if is_sharded:
             return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"

@@ -1,10 +1,13 @@
 """What a config may name at which key, and the arguments of what it names. Free of torch."""
 
+import ast
 import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
 from typing import Any
 
 from lockstep import PACKAGE
@@ -208,6 +211,48 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
     except (LookupError, TypeError, ValueError):
         return None
     return found
+
+
+@cache
+def written(path: str) -> ast.ClassDef | ast.FunctionDef | None:
+    """The source of a class or function, found without importing it; None if it is not where its path and the imports there lead."""
+    module, _, name = path.rpartition(".")
+    package, *rest = module.split(".")
+    spec = find_spec(package) if package else None
+    if spec is None or spec.origin is None:
+        return None
+    place = Path(spec.origin).parent.joinpath(*rest)
+    file, inside = (
+        (place / "__init__.py", module) if place.is_dir() else (place.with_suffix(".py"), module.rpartition(".")[0])
+    )
+    for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else ():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom):
+            for alias in (alias for alias in node.names if name == (alias.asname or alias.name)):
+                return written(f"{resolve_name('.' * node.level + (node.module or ''), inside)}.{alias.name}")
+    return None
+
+
+def written_arguments(path: str) -> list[str] | None:
+    """The arguments in the source of a class or function; None if it passes on others, or is not found."""
+    found = written(path)
+    own = found.body if isinstance(found, ast.ClassDef) else [found]
+    made = next(
+        (each for each in own if isinstance(each, ast.FunctionDef) and (each is found or each.name == "__init__")), None
+    )
+    if made is None or made.args.kwarg:
+        return None
+    names = [each.arg for each in (*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs)]
+    return names[made is not found :]
+
+
+def written_value(path: str, name: str) -> Any:
+    """A plain attribute in the source of a class; None if it is not there."""
+    for each in getattr(written(path), "body", ()):
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name:
+            return ast.literal_eval(each.value)
+    return None
 
 
 def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -1,6 +1,7 @@
 """How messages show values and names."""
 
 import re
+import shlex
 import sys
 import unicodedata
 from typing import Any
@@ -54,7 +55,19 @@ def seconds(value: float) -> str:
 
 def readable(text: str) -> str:
     """`text` with control characters spelt out, except line ends and tabs: a terminal would obey its escape sequences."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else ascii(c)[1:-1] for c in text)
+    odd = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in odd else ascii(c)[1:-1] for c in text)
+
+
+def inline(text: object) -> str:
+    """Text of others, such as the name of a file, as part of a line: line ends and tabs are spelt out as well."""
+    return readable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def shell_line(*words: str) -> str | None:
+    """A command for a shell, in which no word does more than be one; None if a word has characters that no line can show."""
+    line = shlex.join(words)
+    return line if inline(line) == line else None
 
 
 def warn(text: str) -> None:

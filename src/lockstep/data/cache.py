@@ -10,7 +10,6 @@ import json
 import math
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.config.words import warn
 from lockstep.data.dataset import add_arrays
 from lockstep.errors import DataChanged, explained
 from lockstep.machine.files import open_plain, read_text, refuse_unwritable, remove, replacing
@@ -126,7 +126,7 @@ def decoded(folder: Path, decode: Decode) -> Cached:
         if cached := intact(folder):
             return cached
         if folder.exists():
-            print(f"WARNING: the decoded data in {folder} is damaged and is decoded again.", file=sys.stderr)
+            warn(f"the decoded data in {folder} is damaged and is decoded again.")
             remove(folder)  # processes that have mapped its files keep them
         parts, extra = decode()
         with explained(f"data.cache_dir={folder.parent} cannot be written", ROOM):

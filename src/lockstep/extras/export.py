@@ -3,7 +3,6 @@
 import inspect
 import json
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy as copied
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from lockstep.config.compose import as_overrides
 from lockstep.config.instantiate import WEIGHTS, create, create_data, network
 from lockstep.config.settings import Settings, model_title, title
 from lockstep.config.targets import accepted, nodes, parameters, target_of
+from lockstep.config.words import warn
 from lockstep.data import dataset, pixels
 from lockstep.data.dataset import Batch, DataSet, samples_of
 from lockstep.data.images import NEEDED, Images
@@ -34,7 +34,7 @@ from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
 from lockstep.extras.tables import input_files
 from lockstep.machine.files import remove, replacing
-from lockstep.reporting.render import ENVIRONMENT
+from lockstep.reporting.render import MARKDOWN
 from lockstep.run import RunFolder, tested, versions
 from lockstep.tasks import Task
 from lockstep.training.invariance import same_random_numbers
@@ -162,7 +162,7 @@ class Exported:
                 files: dict[str, Any] = {"lockstep.data": dataset, "lockstep.errors": UserError}
                 parts.copy({name: Path(inspect.getfile(file)) for name, file in files.items()}, part / "standin")
             except (UserError, AttributeError) as e:
-                print(f"WARNING: load.py of the folder cannot read files: {e}", file=sys.stderr)
+                warn(f"load.py of the folder cannot read files: {e}")
                 content["reader"] = None
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
         numbers = {key: task.about[key] for key in NEEDED} if self.takes_images else dict(task.about)
@@ -296,4 +296,4 @@ def card(checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, fl
         "settings": as_overrides(cfg),
         "versions": versions(),
     }
-    return ENVIRONMENT.get_template("card.md.j2").render(values) + "\n"
+    return MARKDOWN.get_template("card.md.j2").render(values) + "\n"

@@ -276,7 +276,8 @@ def main() -> None:
     for row in rows:
         path, error = row.pop("path"), row.pop("error")
         found = ", ".join(f"{name} {text(value)}" for name, value in row.items() if name != "mask")
-        print(f"{path}: {f'cannot be read: {error}' if error else found}")
+        line = f"{path}: {f'cannot be read: {error}' if error else found}"
+        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))  # a terminal obeys what a name may hold
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import heapq
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +22,7 @@ from lockstep import build
 from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
 from lockstep.config.settings import Settings
-from lockstep.config.words import readable
+from lockstep.config.words import warn
 from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import mask_image
@@ -270,7 +269,7 @@ def data(settings: Settings) -> DataModule:
     instead = "pass input=test, or val or train: a part of the run's own data"
     files = input_files(cfg.predict.input, cfg.data, checkpoint.metadata, instead)
     if files.left_out and settings.world.rank == 0:
-        print(readable(f"left out of input={cfg.predict.input}: {files.left_out}"), file=sys.stderr)
+        warn(f"left out of input={cfg.predict.input}: {files.left_out}")
     if isinstance(files.reader, Images):
         files.reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
     batch, workers = cfg.data.get("eval_batch_size") or cfg.data.batch_size, cfg.data.get("num_workers", 0)
@@ -294,7 +293,7 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
             parts.gallery(gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name})
         if parts.broken:
             what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
-            print(f"WARNING: {what}:{listed(parts.reasons, parts.broken)}", file=sys.stderr)
+            warn(f"{what}:{listed(parts.reasons, parts.broken)}")
         return parts
     finally:
         writer.close()

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from lockstep.config.project import of_users_code
 from lockstep.config.settings import title
 from lockstep.config.targets import target_of
+from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
 from lockstep.data.images import Listing, find_inputs
 from lockstep.data.pixels import reason
@@ -31,7 +32,9 @@ LISTED = 10  # files in a message
 def listed(reasons: list[tuple[str, str]], count: int) -> str:
     """Why `count` files cannot be read; `reasons` has those of the first ones, by path."""
     more = count - len(reasons)
-    return "".join(f"\n  {path}: {why}" for path, why in reasons) + (f"\n  and {more:,} more" if more else "")
+    return "".join(f"\n  {inline(path)}: {inline(why)}" for path, why in reasons) + (
+        f"\n  and {more:,} more" if more else ""
+    )
 
 
 class InputFiles:

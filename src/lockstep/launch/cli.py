@@ -1,8 +1,10 @@
 """The command line `python train.py key=value ...`, its processes, and the same from Python, with exceptions instead of exit codes."""
 
 import atexit
+import math
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -14,13 +16,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lockstep import CONFIGS
+from lockstep import CONFIGS, PACKAGE
 from lockstep.config import compose, project
 from lockstep.config.schema import wrong_values
 from lockstep.config.settings import Settings, folder_of
-from lockstep.errors import RunFailed, UserError, raise_problems
+from lockstep.errors import RunFailed, UserError, chain, raise_problems
 from lockstep.launch import local
-from lockstep.launch.exits import INTERRUPTED, exit_code
+from lockstep.launch.exits import AGAIN, INTERRUPTED, exit_code
 from lockstep.launch.local import Job, Run
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
@@ -42,7 +44,7 @@ def main(run: Run, name: str) -> None:
     """
     process.secure()
     ended: list[int] = []
-    atexit.register(lambda: process.exit_process(ended[0]) if ended else None)  # registered first, called last
+    atexit.register(process.LastOfAll(ended))
     process.owned = True
     job = Job(name, Path(sys.argv[0]).resolve(), run)
     handover: local.Handover | None = None
@@ -69,11 +71,15 @@ def main(run: Run, name: str) -> None:
             start(job, handover.config, list(handover.overrides))
 
     with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
-        ended.append(exit_code(work, rank))
+        ended.append(exit_code(work, rank, again_of(job)))
     if ended[0] and (process.supervised or launcher):
         process.report_failure(rank)
         process.exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
+
+
+def again_of(job: Job) -> str:
+    return f"{AGAIN} with resume=auto" if job.trains else AGAIN
 
 
 def command(job: Job, argv: list[str]) -> None:
@@ -92,6 +98,11 @@ def command(job: Job, argv: list[str]) -> None:
         if not job.trains:
             raise UserError(f"{job.name}.py takes one run at a time. Remove -m.")
         raise_problems(compose.tried_alone(job.name, overrides, always)[0])
+        jobs = math.prod(len(compose.variants(override)) for override in overrides)
+        if jobs > compose.MOST_JOBS and "hydra/sweeper" not in map(
+            compose.key_of, overrides
+        ):  # a study draws its trials
+            raise UserError(f"-m: this sweep has more than {compose.MOST_JOBS:,} jobs. Sweep over fewer values.")
         names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
         first = compose.compose_config(job.name, [*always, *names])
         raise_problems(wrong_values(first, FIRST))
@@ -110,9 +121,18 @@ def command(job: Job, argv: list[str]) -> None:
         raise
     except compose.CONFIG_ERRORS as e:
         raise UserError(*compose.explain(e, job.name, overrides, always)) from None
-    except Exception:
+    except Exception as e:
         if not multirun:  # whose command has been checked
             compose.composed(job.name, overrides, always)  # raises what is wrong with the command, if something is
+        files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__)]
+        hydras = [o for o in overrides if compose.key_of(o).startswith("hydra")]
+        if hydras and not any(
+            file.is_relative_to(PACKAGE.parent) for file in files[1:]
+        ):  # none of our plugins, nor a job
+            why = " ".join(str([*chain(e)][-1]).split())
+            raise UserError(
+                f"{' '.join(hydras)}: Hydra cannot use this: {why}. Remove it; --hydra-help says more."
+            ) from None
         raise
     if any(outcome):
         raise RunFailed("the failed process printed the reason", max(outcome))
@@ -147,7 +167,7 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
 
         cfg = sweeps.named(cfg, hydra_cfg)
     result: list[dict[str, Any]] = []
-    code = exit_code(lambda: result.append(start(job, cfg, overrides)), rank_of())
+    code = exit_code(lambda: result.append(start(job, cfg, overrides)), rank_of(), again_of(job))
     if not multirun:
         outcome.append(code)
         return None
@@ -197,8 +217,9 @@ def guarded_job(name: str) -> Job:
 
     def run_and_restore(settings: Settings) -> Any:
         import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
+        from lockstep.compat.torch import masks_restored
 
-        with process.libraries_restored():
+        with process.libraries_restored(), masks_restored():
             return run(settings)
 
     return Job(name, script, run_and_restore)

@@ -14,6 +14,8 @@ from lockstep.errors import RunFailed, TrainingFailed, UserError, outcome_of
 from lockstep.machine import process
 
 INTERRUPTED = outcome_of(KeyboardInterrupt()).exit_code
+AGAIN = "rerun the command"
+MOST = 50  # problems that a message lists
 SPOKEN_S = 5.0  # for rank 0 to say what is wrong: torchrun ends all processes as soon as one has ended
 # Of gloo and nccl where another process has ended, or has not answered within strategy.timeout_s.
 LOST = re.compile(
@@ -22,13 +24,13 @@ LOST = re.compile(
 )
 
 
-def disk_error(error: BaseException) -> str:
-    """What happened to the disk; empty if nothing did."""
+def disk_error(error: BaseException, again: str) -> str:
+    """What happened to the disk, and what to do `again`; empty if nothing did."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return ""
     return (
         f"{error.filename or 'a file'} could not be written: {error.strerror}. What was saved before is still there. Free some "
-        "space or repair the disk, then rerun the command with resume=auto."
+        f"space or repair the disk, then {again}."
     )
 
 
@@ -43,23 +45,25 @@ def lost_process(error: BaseException) -> str:
     )
 
 
-def report(error: BaseException, rank: int) -> list[str]:
+def report(error: BaseException, rank: int, again: str = AGAIN) -> list[str]:
     """What a process says of the error that ends it; nothing if another process says it."""
     prefix = f"[rank {rank}] " if rank else ""
     if isinstance(error, UserError):  # all ranks found the same mistakes
         if rank and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(SPOKEN_S)
-        return [] if rank else [f"error: {problem}" for problem in error.problems]
+        more = len(error.problems) - MOST
+        told = [f"error: {problem}" for problem in error.problems[:MOST]] + [f"error: and {more:,} more"] * (more > 0)
+        return [] if rank else told
     if isinstance(error, TrainingFailed):
         return [] if rank and error.alike else [f"error: {prefix}{error}"]
     if isinstance(error, RunFailed) or outcome_of(error).status == "interrupted":
         return []
-    if why := disk_error(error) or lost_process(error):
+    if why := disk_error(error, again) or lost_process(error):
         return [f"error: {prefix}{why}"]
     return [prefix + line for line in readable("".join(traceback.format_exception(error))).splitlines()]
 
 
-def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
+def exit_code(call: Callable[[], Any], rank: int = 0, again: str = AGAIN) -> int:
     """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
     try:
         call()
@@ -70,6 +74,6 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
             return 1
         raise
     except BaseException as e:
-        print(readable("".join(f"{line}\n" for line in report(e, rank))), end="", file=sys.stderr)
+        print(readable("".join(f"{line}\n" for line in report(e, rank, again))), end="", file=sys.stderr)
         return outcome_of(e).exit_code
     return 0

@@ -33,7 +33,8 @@ def text(job: Job, argv: Sequence[str]) -> str:
     Raises:
         UserError: a name is not that of a group or key.
     """
-    asked = [arg for arg in argv if not arg.startswith("-") and "=" not in arg]
+    before = zip(["", *argv], argv, strict=False)
+    asked = [b for a, b in before if not b.startswith("-") and "=" not in b and a not in ("--config-dir", "-cd")]
     overrides = [arg for arg in argv if not arg.startswith("-") and "=" in arg]
     config = Shown(job.name, overrides, configs.search_path(argv))
     known = [*GROUPS, *config.values]

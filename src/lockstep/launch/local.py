@@ -89,7 +89,7 @@ def job(name: str) -> Run:
 # Lightning starts processes by repeating the command line; under a Hydra multirun, each child would repeat the whole sweep
 # (Lightning#11300). Here each process gets the config of its job, and LOCAL_RANK tells Lightning that it is started.
 
-VARIABLE = "LOCKSTEP_JOB"
+VARIABLE = "LOCKSTEP_JOB"  # the file of the hand-over: an environment string holds at most 128 KiB
 
 
 @dataclass(frozen=True)
@@ -104,26 +104,32 @@ class Handover:
     end_file: str = ""  # where a rank reports that its part is done (empty), or that memory ran out
 
 
-def spawn(script: Path, env: Mapping[str, str], handover: Handover, **options: Any) -> subprocess.Popen[bytes]:
-    """Runs `script` in a process that ends with this one, whose pipe its standard input is."""
-    env = {**env, **project.environment(), VARIABLE: json.dumps(asdict(handover))}
+def spawn(
+    script: Path, env: Mapping[str, str], handover: Handover, file: Path, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Runs `script` in a process that ends with this one, whose pipe its standard input is. It reads the hand-over from `file`, in a
+    folder that nobody else may read, and removes it."""
+    file.touch(0o600, exist_ok=False)
+    file.write_text(json.dumps(asdict(handover)))
+    env = {**env, **project.environment(), VARIABLE: str(file)}
     return subprocess.Popen([sys.executable, str(script)], env=env, **{"stdin": subprocess.PIPE, **options})
 
 
 def received() -> Handover | None:
     """What the parent handed over; None in a process that a user started. Raises UserError: it is something else."""
-    text = os.environ.pop(VARIABLE, None)
-    if text is None:
+    file = os.environ.pop(VARIABLE, None)
+    if file is None:
         return None
     try:
-        given = json.loads(text)
+        given = json.loads(Path(file).read_text())
         if not isinstance(given["config"], dict):
             raise TypeError
         world = World(**given["world"]) if given["world"] else None
         handover = Handover(**{**given, "config": OmegaConf.create(given["config"]), "world": world})
-    except (ValueError, TypeError, KeyError):
+        Path(file).unlink()
+    except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
-            f"{VARIABLE}={text[:40]} in the environment is none of Lockstep's. Run unset {VARIABLE}."
+            f"{VARIABLE}={file[:40]} in the environment is none of Lockstep's. Run unset {VARIABLE}."
         ) from None
     process.supervised, process.debug_rank = world is not None, handover.debug_rank
     process.from_notebook = handover.from_notebook
@@ -215,7 +221,9 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
                 if rank != (debug_rank or 0):
                     streams["stdout"] = subprocess.DEVNULL
                 handover = replace(job, world=place, end_file=str(end_file))
-                processes.append(spawn(script, environment(place, port), handover, **streams))
+                processes.append(
+                    spawn(script, environment(place, port), handover, Path(folder, f"{rank}.json"), **streams)
+                )
             code = wait(processes, end_files, settings.folder.checkpoints)
             rank = world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
         finally:

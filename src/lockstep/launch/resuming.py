@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import outline, step_of
 from lockstep.config.compose import compose_config, dotted, is_group, key_of
+from lockstep.config.instantiate import is_a
 from lockstep.config.project import command
 from lockstep.config.rules import without_effect
 from lockstep.config.schema import CLOSED, KEYS, PREDICT, RECIPES
@@ -22,16 +23,28 @@ from lockstep.run import RunFolder, find_run
 # Another network does not fit the checkpoint. Another split would validate on images that were trained on. Other batches would
 # repeat some samples and skip others. The optimizer's state has its own learning rates. The bits depend on the `exact` keys.
 FIXED = (
-    "task._target_", "model._target_", "model.name", "seed", "optim", "callbacks.ema", "exact.logical_ranks", "exact.threads",
+    "task._target_", "model._target_", "model.name", "seed", "optim", "exact.logical_ranks", "exact.threads",
     "data._target_", "data.val_fraction", "data.folds", "data.fold", "data.limit_train", "data.balance", "data.batch_size", "data.repeats",
 )  # fmt: skip
+
+
+AVERAGE = (
+    "lockstep.callbacks.EMA",
+    "lockstep.callbacks.weights.EMA",
+)  # what a checkpoint's weights are, under any name
 
 
 def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
     """Where the resumed run `cfg` differs from `saved` in what must stay."""
 
     def fixed(config: DictConfig) -> dict[str, Any]:
-        return {key: value for at in FIXED for key, value in dotted(plain(OmegaConf.select(config, at)), at).items()}
+        nodes = {f"callbacks.{name}": node for name, node in config.callbacks.items()}
+        averages = [key for key, node in nodes.items() if node._target_ in AVERAGE or is_a(node, key, AVERAGE[1])]
+        return {
+            key: value
+            for at in (*FIXED, *averages)
+            for key, value in dotted(plain(OmegaConf.select(config, at)), at).items()
+        }
 
     now, then = fixed(cfg), fixed(saved)
     for key in {**now, **then}:

@@ -17,7 +17,7 @@ from lockstep.config.checks import check, check_classes, missing_keys, step_prob
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.schema import PREDICT, problem_of, wrong_values
 from lockstep.config.settings import Settings, folder_of, restarted, workers
-from lockstep.config.words import readable, warn
+from lockstep.config.words import inline, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
 from lockstep.launch.local import Job
@@ -54,7 +54,7 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
     if data.notice and rank_of() == 0:
         warn(data.notice)
     if rank_of() == 0 and (left_out := data.facts.get("left_out")):
-        print(readable(f"left out of the data: {left_out}"), file=sys.stderr)
+        warn(f"left out of the data: {left_out}")
     return data, train.count
 
 
@@ -127,9 +127,10 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
 
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
     settings = settings.decided(data, samples).identified(data.source if data else None, experiment)
+    del data  # the run reads it again: two of them would not fit into memory
     if told := resuming.already_finished(settings, samples):
         if world.rank == 0:
-            print(readable(told))
+            print(inline(told))
         return Report(RunFolder(Path(cfg.resume).resolve().parents[1]))
     folder = settings.folder
     lock = folder.locked(RESTART_S if restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
@@ -151,7 +152,9 @@ def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[
     raise_problems(debug_problems(settings.world))
     reads_files = job.name == "predict" and requested.cfg.predict.part is None
     data = None if reads_files else prepare_data(settings, evaluating=True)[0]
-    execute(job, requested.decided(data).identified(data.source if data else None))
+    requested = requested.decided(data).identified(data.source if data else None)
+    del data  # as in training
+    execute(job, requested)
     path = requested.evaluation_file(job.name)
     result: dict[str, Any] = (
         json.loads(files.read_text(path)) if path.exists() else {}
@@ -179,7 +182,7 @@ def execute(job: Job, settings: Settings) -> None:
         settings = settings.but(cfg)
     if process.debug_rank is not None and world.size > 1:
         logs = folder.path / "logs"
-        print(f"rank {process.debug_rank} has the terminal; each rank also prints to {logs}", file=sys.stderr)
+        print(f"rank {process.debug_rank} has the terminal; each rank also prints to {inline(logs)}", file=sys.stderr)
     in_processes = partial(local.run_processes, job.script, trains=job.trains)
     with process.noted():
         try:

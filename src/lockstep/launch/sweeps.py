@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import chain, product, zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from lockstep.config.compose import key_of, variants
 from lockstep.config.settings import Settings, folder_of
-from lockstep.config.words import counted, number, readable
+from lockstep.config.words import counted, inline, number
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
@@ -120,14 +121,14 @@ def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any
         table = Table("run", "with", *names)
         for place, (row, own) in enumerate(zip(lines, differences(lines), strict=True), 1):
             cells = [str(row["run"]), own, *(number(row.get(name)) for name in names)]
-            table.add_row(*map(readable, cells), end_section=place == len(rows))
+            table.add_row(*map(inline, cells), end_section=place == len(rows))
         return table
 
     out, any_width = console.out, console.out.options.update(max_width=1000)
     while out.file.isatty() and len(names) > 2 and out.measure(table(), options=any_width).maximum > out.width:
         names.pop()
     console.print_wide(table(), f"done: {counted(len(rows), 'run')}; all columns are in")
-    out.print(readable(str(path)), soft_wrap=True)
+    out.print(inline(path), soft_wrap=True)
 
 
 def write_table(sweep_dir: Path) -> None:
@@ -180,7 +181,9 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
     folder = folder_of(cfg)
     output = folder.path.with_name(f"{folder.path.name}.log")
     where = f" on GPU {slot['CUDA_VISIBLE_DEVICES']}" if "CUDA_VISIBLE_DEVICES" in slot else ""
-    print(f"{cfg.run} begins{where}: {' '.join(typed(overrides))}\n", end="", flush=True)  # in one write: threads print
+    print(
+        f"{cfg.run} begins{where}: {inline(' '.join(typed(overrides)))}\n", end="", flush=True
+    )  # in one write: threads print
     output.parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job around all jobs: the launcher requeues that one.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
@@ -188,7 +191,10 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
     # In a session of its own, so the terminal's Ctrl-C reaches it through the launcher alone.
     with (
         open_plain(output, "ab") as log,
-        local.spawn(script, {**outside, **slot}, job, stdout=log, stderr=log, start_new_session=True) as child,
+        TemporaryDirectory(prefix="lockstep-") as private,
+        local.spawn(
+            script, {**outside, **slot}, job, Path(private, "job"), stdout=log, stderr=log, start_new_session=True
+        ) as child,
     ):
         local.wait([child])
         child.kill()  # if it has not obeyed

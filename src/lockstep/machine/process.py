@@ -140,6 +140,23 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
+class LastOfAll:
+    """Registered with atexit, ends the process with `ended[0]` after all exit handlers, whenever they were registered.
+
+    A handler of our own would come before those that were there already: here Python lets go of the handlers it has called.
+    """
+
+    def __init__(self, ended: list[int]) -> None:
+        self.ended = ended
+
+    def __call__(self) -> None:
+        """Nothing yet."""
+
+    def __del__(self) -> None:
+        if self.ended:
+            exit_process(self.ended[0])
+
+
 def end_with_parent(*, has_pipe: bool, message: str = "") -> None:
     """Ends this process soon after its parent, in whatever way that ended.
 

@@ -6,6 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -24,36 +25,43 @@ if TYPE_CHECKING:
 BF16_ON_CPU = re.compile(r"^flags.*\b(avx512_bf16|amx_bf16)\b", re.MULTILINE)  # x86; bf16 on ARM was not measured
 CPUINFO = Path("/proc/cpuinfo")
 CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-CUDA_MAJOR, CUDA_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+AMD = Path("/dev/kfd")  # is there with AMD's driver
+# How each driver counts GPUs, tells an attribute of one, and numbers the two parts of the compute capability.
+CUDA = ("cuDeviceGetCount", "cuDeviceGetAttribute", 75, 76)
+HIP = ("hipGetDeviceCount", "hipDeviceGetAttribute", 23, 61)
 VOLTA, AMPERE = 70, 80  # the first compute capabilities with fp16 and with bf16 units
 
 
 @cache
-def cuda() -> ctypes.CDLL | None:
-    """The CUDA driver, which respects CUDA_VISIBLE_DEVICES and MIG; None without one."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
-    except OSError:
-        return None
-    return driver if driver.cuInit(0) == 0 else None
+def driver() -> ctypes.CDLL | None:
+    """NVIDIA's driver, or AMD's, which torch may bring. Both respect the variables that hide GPUs. None without one."""
+    nvidia = "nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1"
+    of_amd = ("libamdhip64.so", str(torch_folder() / "lib/libamdhip64.so")) if AMD.exists() else ()
+    for name in (nvidia, *of_amd):
+        with suppress(OSError):
+            found = ctypes.CDLL(name)
+            if (found.cuInit if name == nvidia else found.hipInit)(0) == 0:
+                return found
+    return None
 
 
 def asked(function: str, *arguments: int) -> int:
     """The driver's answer; 0 without one."""
-    driver, answer = cuda(), ctypes.c_int(0)
-    return answer.value if driver and getattr(driver, function)(ctypes.byref(answer), *arguments) == 0 else 0
+    call, answer = getattr(driver(), function, None), ctypes.c_int(0)
+    return answer.value if call and call(ctypes.byref(answer), *arguments) == 0 else 0
 
 
 @cache
 def capabilities() -> list[int]:
-    """The compute capability of each GPU that the driver shows to this process: 90 for an H100."""
-    of, gpus = "cuDeviceGetAttribute", range(asked("cuDeviceGetCount"))
-    return [10 * asked(of, CUDA_MAJOR, gpu) + asked(of, CUDA_MINOR, gpu) for gpu in gpus]
+    """The compute capability of each GPU that the driver shows to this process: 90 for an H100; of AMD's as torch has it."""
+    count, of, major, minor = CUDA if asked(CUDA[0]) else HIP
+    return [10 * asked(of, major, gpu) + asked(of, minor, gpu) for gpu in range(asked(count))]
 
 
-# --- The CUDA version of the installed torch, without importing it, which takes seconds: from its file. None: the driver is believed ---
-
-CUDA_LINE = re.compile(r"^cuda\b.*= *(?:None|['\"]([\d.]+)['\"])", re.MULTILINE)
+# --- What the installed torch was built for, without importing it, which takes seconds ---
+#
+# torch 2.13 states it only after its import (`torch.version.cuda`, `torch.version.hip`). It is read from its file. None if it is not
+# found: the driver is believed then.
 
 
 def torch_folder() -> Path:
@@ -62,10 +70,12 @@ def torch_folder() -> Path:
 
 
 @cache
-def cuda_of_torch() -> str | None:
-    """`13.0`; empty for a build without CUDA."""
+def version_of_torch(kind: str) -> str | None:
+    """`13.0` of cuda or hip; empty for a build without."""
     file = torch_folder() / "version.py"
-    found = CUDA_LINE.search(file.read_text()) if file.is_file() else None
+    found = re.search(
+        rf"^{kind}\b.*= *(?:None|['\"]([\w.-]+)['\"])", file.read_text() if file.is_file() else "", re.MULTILINE
+    )
     return found and (found[1] or "")
 
 
@@ -74,12 +84,13 @@ def why_no_gpu() -> str | None:
     """Why torch cannot use the GPUs that the driver shows; None if it can, or if there are none."""
     if not capabilities():
         return None
-    built, driver = cuda_of_torch(), asked("cuDriverGetVersion")
+    kind, name = ("cuda", "CUDA") if asked(CUDA[0]) else ("hip", "ROCm")
+    built, version = version_of_torch(kind), asked("cuDriverGetVersion")
     if built == "":
-        return "the installed torch is a build without CUDA; https://pytorch.org/get-started has one with it"
-    if built and driver // 1000 < int(built.partition(".")[0]):
+        return f"the installed torch is a build without {name}; https://pytorch.org/get-started has one with it"
+    if built and kind == "cuda" and version // 1000 < int(built.partition(".")[0]):
         return (
-            f"the installed torch needs a driver for CUDA {built}, and this one is for {driver // 1000}.{driver % 1000 // 10}; "
+            f"the installed torch needs a driver for CUDA {built}, and this one is for {version // 1000}.{version % 1000 // 10}; "
             "update the driver, or install a torch for an older CUDA"
         )
     return None
@@ -248,7 +259,7 @@ class World:
 
 
 def gpu_count() -> int:
-    """CUDA GPUs that this process may use, and that the installed torch can use."""
+    """GPUs that this process may use, and that the installed torch can use."""
     return 0 if why_no_gpu() else len(capabilities())
 
 

@@ -31,6 +31,8 @@ class Dropout(nn.Dropout):
 class BasicNet(nn.Module):
     """image_BCHW to logits_BK: two 3x3 convolutions, max-pool, two linear layers. 1.2 million parameters on MNIST."""
 
+    smallest_image = 6  # two convolutions without padding, then the pool; a check reads it
+
     def __init__(
         self,
         *,
@@ -41,9 +43,11 @@ class BasicNet(nn.Module):
         dropout_fc: float = 0.5,
     ) -> None:
         super().__init__()
-        side = (image_size - 4) // 2  # two convolutions without padding, then the pool
-        if side < 1:
-            raise ValueError(f"data.image_size={image_size}: BasicNet needs images of at least 6 pixels.")
+        side = (image_size - 4) // 2
+        if image_size < self.smallest_image:
+            raise ValueError(
+                f"data.image_size={image_size}: BasicNet needs images of at least {self.smallest_image} pixels."
+            )
         # ReLU after the pool gives the same numbers as before it, from a quarter of the elements. Both are cheap
         # in channels_last, which is also fast for convolutions; from `Flatten` on there is one order.
         self.features = nn.Sequential(

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.style import Style
 from rich.table import Table
 
-from lockstep.config.words import readable
+from lockstep.config.words import inline
 from lockstep.machine import process
 from lockstep.machine.files import open_plain
 from lockstep.machine.process import in_notebook
@@ -144,7 +144,7 @@ def say(text: str, *, copied: bool = False, link: Path | None = None) -> None:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     if getattr(rank_zero_only, "rank", 0) == 0:
-        text = readable(text)
+        text = inline(text)
         style = Style(link=link.resolve().as_uri()) if link else None
         out.print(text, style=style, soft_wrap=copied or not out.file.isatty())
         log.info(text)
@@ -154,8 +154,8 @@ def metrics_table(rows: Sequence[tuple[str, str]]) -> None:
     """A table of names and values, also written to train.log."""
     table = Table(show_header=False)
     for row in rows:
-        table.add_row(*map(readable, row))
-        log.info("%s: %s", *map(readable, row))
+        table.add_row(*map(inline, row))
+        log.info("%s: %s", *map(inline, row))
     out.print(table)
 
 

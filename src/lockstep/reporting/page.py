@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.checkpoints.finding import found_in
 from lockstep.config.compose import as_overrides, typed
 from lockstep.config.project import command
-from lockstep.config.words import counted, is_fraction, metric, number, seconds, size
+from lockstep.config.words import counted, is_fraction, metric, number, seconds, size, warn
+from lockstep.errors import NotSaved
 from lockstep.machine.files import write_json, write_text
 from lockstep.reporting.console import metrics_table, say, time_left, warnings_in
 from lockstep.reporting.panels import classes_of, is_right, write_panels
@@ -107,7 +109,7 @@ def labels(names: Sequence[str]) -> list[str]:
 
 def in_runs_dir(config: DictConfig) -> str:
     """The override that commands need to find the run."""
-    return "" if config.runs_dir == "runs" else f" runs_dir={typed(str(config.runs_dir))}"
+    return "" if config.runs_dir == "runs" else f" {shlex.quote(f'runs_dir={typed(str(config.runs_dir))}')}"
 
 
 def write_page(
@@ -130,7 +132,7 @@ def write_page(
     limits = [name for name in twice if (config.trainer[name] or 0) > 0] or ["max_epochs"]
     values: dict[str, Any] = {
         "run": typed(str(config.run)),
-        "folder": folder.path if there else config.run,
+        "folder": shlex.quote(str(folder.path)) if there else config.run,
         "there": there,
         "longer": " ".join(f"trainer.{name}={twice[name]}" for name in limits),
         "overrides": as_overrides(config),
@@ -244,15 +246,17 @@ def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], work
 
 def show_evaluation(path: Path, about: Mapping[str, Any], metrics: dict[str, Any]) -> None:
     """Prints the metrics, and writes them to `path` with what they are about: run, checkpoint, strategy, world size."""
-    write_json(path, {**about, **metrics})
     rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in metrics.items()]
     say(str(about["checkpoint"]), copied=True)
     metrics_table(rows)
+    try:
+        write_json(path, {**about, **metrics})
+    except OSError as e:
+        raise NotSaved(f"{path} could not be written: {e.strerror}. The metrics are above.") from None
 
 
 def show_predictions(path: Path, about: Mapping[str, Any], result: Mapping[str, Any], gallery: bool) -> None:
-    """Says where the table is, and writes `path`. `result`: input, output, count of rows, broken files."""
-    write_json(path, {**about, **result})
+    """Says where the table is, and notes it in `path`. `result`: input, output, count of rows, broken files."""
     output, broken = Path(result["output"]), result["broken"]
     rows = f"done: {counted(result['count'], 'row')}" + (f", {counted(broken, 'broken file')}" if broken else "")
     say(f"{rows}; predictions by {about['checkpoint']}:")
@@ -260,3 +264,7 @@ def show_predictions(path: Path, about: Mapping[str, Any], result: Mapping[str, 
     if gallery:
         page = output.with_name(f"{output.name}.html")
         say(str(page), copied=True, link=page)
+    try:
+        write_json(path, {**about, **result})
+    except OSError as e:  # the table is complete, and may be elsewhere because the run is read-only
+        warn(f"{path} could not be written: {e.strerror}. The table is complete.")

@@ -1,8 +1,10 @@
 """Templates and charts to pages: one file with its styles, script and images, which needs no network. Free of torch."""
 
 import math
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lockstep import __version__
-from lockstep.config.words import is_fraction, metric, number, percent, seconds, shown, size
+from lockstep.config.words import inline, is_fraction, metric, number, percent, seconds, shown, size
 
 # --- Charts as SVG, coloured by the page's CSS. matplotlib takes more than a second to import, at the end of every run ---
 
@@ -127,7 +129,7 @@ def thinned(points: Points, many: int = MANY) -> Points:
 FOLDER = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(FOLDER),
-    autoescape=lambda name: not str(name).endswith(".md.j2"),
+    autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -144,6 +146,25 @@ ENVIRONMENT.filters |= {
     "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
 }
 ENVIRONMENT.policies["json.dumps_kwargs"] = {}  # keys in their order
+MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")  # of Markdown, besides HTML
+
+
+def markdown(value: Any) -> Any:
+    """Text of others in a page of Markdown, where it is no markup: an expression of a template, unless it is `code`."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return MARKUP.sub(r"\\\g<0>", escape(inline(value), quote=False))
+
+
+def code(value: object) -> Markup:
+    """A line of code in Markdown, between more backticks than it has."""
+    text = inline(value)
+    ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return Markup(f"{ticks} {text} {ticks}" if len(ticks) > 1 else f"`{text}`")
+
+
+MARKDOWN = ENVIRONMENT.overlay(autoescape=False, finalize=markdown)
+MARKDOWN.filters["code"] = code
 ENVIRONMENT.tests["share"] = lambda value: hasattr(value, "interval")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lockstep.tasks.panel import EXACT, Content, Lines, Panel, Tokens
+from lockstep.tasks.panel import Content, Lines, Panel, Tokens
 from lockstep.tasks.task import Targets, Task, validate_outputs
 
 
@@ -94,11 +94,12 @@ class ByPosition(Panel):
     def __init__(self, length: int, losses: Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.losses = losses
-        self.add_state("sums_2T", torch.zeros(2, length, dtype=EXACT), dist_reduce_fx="sum")
+        self.add_state("sums_2T", torch.zeros(2, length, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
         loss_BT, counts_BT = self.losses(output, batch)
-        sums_2T = torch.stack([(loss_BT * counts_BT).sum(0, dtype=EXACT), counts_BT.sum(0).to(EXACT)])
+        exact = self.sums_2T.dtype
+        sums_2T = torch.stack([(loss_BT * counts_BT).sum(0, dtype=exact), counts_BT.sum(0).to(exact)])
         self.sums_2T[:, : sums_2T.shape[1]] += sums_2T
 
     def contents(self) -> Sequence[Content]:

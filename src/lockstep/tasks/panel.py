@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-EXACT = torch.float32 if torch.backends.mps.is_available() else torch.float64  # MPS has no float64
 Point = tuple[float, float]
 
 
@@ -267,7 +266,7 @@ class Calibration(Panel):
     def __init__(self, scores: Inputs) -> None:
         super().__init__()
         self.scores = scores  # probability_BK and target_B
-        self.add_state("bins_3B", torch.zeros(3, BINS, dtype=EXACT), dist_reduce_fx="sum")
+        self.add_state("bins_3B", torch.zeros(3, BINS, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
         probability_BK, target_B = self.scores(output, batch)

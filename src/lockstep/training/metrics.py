@@ -13,12 +13,12 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.compat.metric_states import of_all_processes, update
+from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.machine.world import objects_of_all
 from lockstep.tasks import Task
-from lockstep.tasks.panel import EXACT, Content, Gallery, Kept, Panel, Sample
+from lockstep.tasks.panel import Content, Gallery, Kept, Panel, Sample
 from lockstep.training.arithmetic import tree_sum
 from lockstep.training.losses import sample_at, samples_at, without_fillers
 
@@ -43,9 +43,8 @@ class MeanLoss(Metric):
 
     def __init__(self, sums: int = 1) -> None:
         super().__init__()
-        self.exact = EXACT  # the order of 10,000 float32 additions changes the sixth digit
-        self.add_state("loss_sum", torch.zeros(sums, dtype=self.exact), dist_reduce_fx="sum")
-        self.add_state("weight_sum", torch.zeros(sums, dtype=self.exact), dist_reduce_fx="sum")
+        self.add_state("loss_sum", torch.zeros(sums), dist_reduce_fx="sum")  # exact once it is prepared
+        self.add_state("weight_sum", torch.zeros(sums), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, loss_B: Tensor, weight_B: Tensor | None, place: int = 0) -> None:
@@ -56,7 +55,7 @@ class MeanLoss(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         loss = tree_sum(self.loss_sum) / tree_sum(self.weight_sum)
-        return {"loss": loss.float(), "count": self.count.to(self.exact)}
+        return {"loss": loss.float(), "count": self.count.to(self.loss_sum.dtype)}
 
 
 def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
@@ -96,7 +95,9 @@ class TestPanels:
 
     def begin(self, device: torch.device) -> None:
         with self.attempt("test_panels"):
-            self.panels = {name: panel.to(device) for name, panel in self.task.test_panels().items()}
+            self.panels = self.task.test_panels()
+            for panel in self.panels.values():
+                prepare(panel, device, of_panel=True)
         self.worst.to(device)
         self.random.to(device)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lockstep.compat.metric_states import of_all_processes, prepare, update
+from lockstep.compat.metric_states import exact_on, of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
@@ -110,8 +110,8 @@ class TaskModule(pl.LightningModule):
         loss = loss_B.mean()
         # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
         # nor their number changes a row.
-        self.window_loss += loss.detach().float().to(self.mean_loss.exact)
-        weight: Any = 1.0 if weight_B is None else weight_B.float().mean().to(self.mean_loss.exact)
+        self.window_loss += loss.detach().float().to(exact_on(self.device))
+        weight: Any = 1.0 if weight_B is None else weight_B.float().mean().to(exact_on(self.device))
         self.window_weight += weight
         if weight_B is not None:
             self.step_weight = weight + (0.0 if self.step_weight is None else self.step_weight)
@@ -128,7 +128,7 @@ class TaskModule(pl.LightningModule):
 
     def window(self) -> Tensor:
         """Loss and weight since the last log row, over all processes."""
-        sums, exact = (self.window_loss, self.window_weight), self.mean_loss.exact
+        sums, exact = (self.window_loss, self.window_weight), exact_on(self.device)
         both = torch.stack([torch.as_tensor(x, dtype=exact, device=self.device) for x in sums])
         return torch.as_tensor(self.trainer.strategy.reduce(both, reduce_op="mean"))
 
@@ -172,9 +172,9 @@ class TaskModule(pl.LightningModule):
         self.window_weight = checkpoint["window"]["weight"] * scale
 
     def on_validation_start(self) -> None:
-        """Makes metrics sum in float64, even if `trainer.precision=bf16-true` has converted the module."""
+        """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
         for metric in self.all_metrics:
-            prepare(metric, self.device, self.mean_loss.exact)
+            prepare(metric, self.device)
 
     def on_test_start(self) -> None:
         self.on_validation_start()

@@ -1,0 +1,270 @@
+"""What breaks around a run loses nothing: results before files, exit handlers, configs of any size, refusals as one message."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.nn.modules import _functions
+
+from lockstep import ROOT
+from lockstep.callbacks.weights import Freeze
+from lockstep.checkpoints import saving
+from lockstep.compat.metric_states import exact_on, prepare
+from lockstep.compat.torch import masks_restored, without_masks
+from lockstep.config import checks, compose, rules, settings
+from lockstep.config.checks import check
+from lockstep.config.compose import compose_config
+from lockstep.config.targets import written_arguments
+from lockstep.errors import NotSaved, UserError, outcome_of
+from lockstep.launch import cli, exits, local, resuming
+from lockstep.reporting import page
+from lockstep.tasks.panel import Calibration
+
+
+@pytest.mark.parametrize("call", ["raise UserError('wrong')", "1 / 0", "pass"])
+def test_exit_handlers_run_whenever_they_were_registered(call, tmp_path):
+    (tmp_path / "train.py").write_text(f"""
+import atexit, sys
+atexit.register(print, "first")
+class Late:
+    def __del__(self): print("torn down")
+late = Late()
+from lockstep import launch
+from lockstep.errors import UserError
+from lockstep.launch import cli
+def command(job, argv):
+    atexit.register(print, "last")
+    {call}
+cli.command = command
+launch.main(lambda settings: None, "train")
+""")
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    code = {"raise UserError('wrong')": 2, "1 / 0": 1}.get(call, 0)
+    assert done.returncode == code
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["last", "first"]
+    assert "torn down" not in lines  # threads of gloo would abort the process then
+
+
+@pytest.mark.parametrize("size", [1, 10_000, 1_000_000])
+def test_a_config_of_any_size_is_handed_over_in_a_private_file(size, tmp_path, monkeypatch):
+    popen = Mock()
+    monkeypatch.setattr(local.subprocess, "Popen", popen)
+    file = tmp_path / "job"
+    local.spawn(Path("train.py"), {}, local.Handover({"weights": [0.5] * size}), file)
+    env = popen.call_args.kwargs["env"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert sum(len(value) for value in env.values()) < 10_000
+    monkeypatch.setenv(local.VARIABLE, env[local.VARIABLE])
+    monkeypatch.setattr(local.process, "end_with_parent", lambda **_: None)
+    found = local.received()
+    assert found is not None and len(found.config.weights) == size
+    assert not file.exists() and local.VARIABLE not in os.environ
+
+
+def test_a_hand_over_is_made_exclusively(tmp_path):
+    (tmp_path / "job").write_text("of somebody else")
+    with pytest.raises(FileExistsError):
+        local.spawn(Path("train.py"), {}, local.Handover({}), tmp_path / "job")
+    assert (tmp_path / "job").read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("number", [28, 30, 13, 122])  # full, read-only, not permitted, over quota
+def test_results_are_printed_before_they_are_written(number, tmp_path, monkeypatch, capsys):
+    def fail(path, content):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(page, "write_json", fail)
+    about, metrics = {"checkpoint": "last.ckpt"}, {"test/acc": 0.987654321}
+    with pytest.raises(NotSaved, match="The metrics are above") as error:
+        page.show_evaluation(tmp_path / "eval.json", about, metrics)
+    assert "0.98765432" in capsys.readouterr().out
+    assert "resume" not in str(error.value) and outcome_of(error.value).exit_code == 1
+    result = {"input": "a", "output": "out.csv", "count": 3, "broken": 0}
+    page.show_predictions(tmp_path / "predict.json", about, result, gallery=False)  # its table is complete
+    shown = capsys.readouterr()
+    assert "out.csv" in shown.out and "The table is complete" in shown.err and "resume" not in shown.err
+
+
+@pytest.mark.parametrize(("trains", "advised"), [(True, True), (False, False)])
+def test_only_a_command_that_has_the_key_is_advised_to_resume(trains, advised, capsys):
+    again = cli.again_of(local.Job("train" if trains else "eval", Path("x.py"), Mock()))
+    full = OSError(28, "No space left on device", "a.csv")
+    assert exits.exit_code(Mock(side_effect=full), again=again) == 1
+    assert ("resume=auto" in capsys.readouterr().err) == advised
+
+
+@pytest.mark.parametrize("count", [1, 50, 51, 20_000])
+def test_a_message_is_bounded(count, capsys):
+    assert exits.exit_code(Mock(side_effect=UserError(*map(str, range(count))))) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == min(count, 50) + (count > 50)
+    assert count <= 50 or lines[-1] == f"error: and {count - 50:,} more"
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--config-dir", "/nosuch"], "--config-dir /nosuch: there is no such folder"),
+    (["--config-dir=/nosuch", "seed=1"], "there is no such folder"),
+    (["-cd", "/nosuch", "-m", "seed=1,2"], "there is no such folder"),
+    (["@=1"], "@=1 names no key"),
+    (["=1"], "=1 names no key"),
+    (["-m", "seed=range(0,1000000000)"], "more than 10,000 jobs"),
+    (["-m", "seed=range(0,101)", "data.fold=range(0,101)"], "more than 10,000 jobs"),
+    (["-m", "hydra.launcher._target_=subprocess.Popen", "seed=1"], "Unknown plugin class"),
+    (["-m", "hydra.launcher._target_=hydra.nosuch.X", "seed=1"], "Unknown plugin class"),
+    (["-m", "hydra.sweeper._target_=logging.shutdown", "seed=1"], "Unknown plugin class"),
+    (["-m", "+hydra.launcher.x=1", "seed=1"], "unexpected keyword"),
+    (["hydra/job_logging=default", "++hydra.job_logging.handlers.console.class=subprocess.Popen"], "cannot be authorized"),
+    (["+hydra.callbacks.x._target_=os.system"], "cannot be authorized"),
+])  # fmt: skip
+def test_hydra_s_own_refusals_are_one_message(argv, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+    with (
+        local.process.restored(),
+        local.process.logging_restored(),
+        compose.callers_hydra_restored(),
+        pytest.raises(UserError) as error,
+    ):
+        cli.command(local.Job("train", ROOT / "train.py", Mock()), argv)
+    assert len(error.value.problems) == 1 and words in error.value.problems[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["+optim.nosuch=1"], "optim.nosuch is not an argument of torch.optim.AdamW"),
+    (["optim=sgd", "+optim.dampning=1"], "did you mean dampening?"),
+    (["data.image_size=1"], "BasicNet needs images of at least 6 pixels"),
+    (["data.image_size=5"], "BasicNet needs images of at least 6 pixels"),
+    (["schedule=cosine", "trainer.max_epochs=-1"], "the schedule needs the run's number of steps"),
+    (["schedule=step", "trainer.max_epochs=-1"], "the schedule needs the run's number of steps"),
+    (["callbacks=[default,ema]", "+callbacks.ema.decai=1"], "did you mean decay?"),
+])  # fmt: skip
+def test_what_is_known_without_torch_is_refused_by_the_check(overrides, words):
+    assert words in "\n".join(check(compose_config("train", overrides)))
+
+
+@pytest.mark.parametrize("overrides", [
+    ["data.image_size=6"], ["schedule=constant", "trainer.max_epochs=-1"], ["+optim.amsgrad=true"],
+    ["schedule=cosine", "trainer.max_epochs=-1", "trainer.max_steps=5"],
+], ids=" ".join)  # fmt: skip
+def test_what_is_right_is_accepted(overrides):
+    assert check(compose_config("train", overrides)) == []
+
+
+@pytest.mark.parametrize("path", ["os.nosuch", "nosuch.X", "X", "lockstep.models.from_timm", "lockstep.nosuch.X"])
+def test_a_source_that_cannot_be_read_says_nothing(path):
+    assert written_arguments(path) is None
+
+
+@pytest.mark.slow  # Python starts
+def test_a_typo_imports_no_data_and_no_torch(tmp_path):
+    code = (
+        "import atexit, runpy, sys\nsys.argv = [sys.argv[1], 'optim.lrr=1']\n"
+        "atexit.register(lambda: print(sum(m.startswith('lockstep') for m in sys.modules), 'torch' in sys.modules))\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "train.py")], capture_output=True, text=True, cwd=tmp_path
+    )
+    count, has_torch = done.stdout.split()
+    assert done.returncode == 2 and "did you mean optim.lr?" in done.stderr
+    assert int(count) <= 30 and has_torch == "False"
+
+
+@pytest.mark.parametrize(("wrong", "breaks", "hidden"), [
+    ([], True, False),
+    (["trainer.max_epochs=x"], True, False),
+    (["+nosuch=1"], True, False),
+    (["trainer.max_epochs=x"], False, True),
+])  # fmt: skip
+def test_a_bug_in_a_rule_does_not_hide_behind_other_problems(wrong, breaks, hidden, monkeypatch):
+    """`breaks`: whether the rule fails with right values too."""
+
+    def rule(given):
+        yield str(1 + "a" if breaks else 1 + given.cfg.trainer.max_epochs)
+
+    monkeypatch.setattr(checks, "TRAINING", (rules.devices, rule))
+    if hidden:
+        assert any("trainer.max_epochs=x is invalid" in problem for problem in check(compose_config("train", wrong)))
+    else:
+        with pytest.raises(TypeError):
+            check(compose_config("train", wrong))
+
+
+def test_the_best_checkpoint_is_not_that_of_a_users_callback(tmp_path):
+    theirs, own, last = tmp_path / "theirs.ckpt", tmp_path / "own.ckpt", tmp_path / "last.ckpt"
+    for path in (theirs, own, last):
+        torch.save({}, path)
+    users, ours = Mock(spec=saving.callbacks.ModelCheckpoint), Mock(spec=saving.ModelCheckpoint)
+    users.best_model_path, ours.best_model_path = str(theirs), str(own)
+    trainer = SimpleNamespace(
+        checkpoint_callbacks=[users, ours], is_global_zero=False, strategy=SimpleNamespace(broadcast=lambda x: x)
+    )
+    assert saving.best_checkpoint(trainer) == str(own)
+
+
+def test_freeze_leaves_norms_as_the_networks_own_train_left_them():
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    net[0].eval()  # as a network's own `train` does
+    module = nn.Module()
+    module.net = net
+    frozen = Freeze(["0.*", "1.*"], unfreeze=[("*", 1)])
+    frozen.freeze(net)
+    for epoch, training in ((0, [False, False]), (1, [False, True]), (2, [False, True])):
+        frozen.on_train_epoch_start(SimpleNamespace(current_epoch=epoch), module)
+        assert [norm.training for norm in net[:2]] == training
+
+
+def test_sums_have_the_dtype_of_the_device_that_is_used(monkeypatch):
+    assert (exact_on(torch.device("cpu")), exact_on(torch.device("mps"))) == (torch.float64, torch.float32)
+    panel = Calibration(Mock())
+    prepare(panel, torch.device("cpu"), of_panel=True)
+    assert panel.bins_3B.dtype == torch.float64
+    monkeypatch.setattr("lockstep.compat.metric_states.exact_on", lambda _: torch.float32)
+    prepare(panel, torch.device("cpu"), of_panel=True)
+    panel.reset()
+    assert panel.bins_3B.dtype == torch.float32
+
+
+def test_synchronised_batch_norm_is_torchs_again_after_a_run_in_a_callers_process():
+    original = _functions.SyncBatchNorm.forward
+    with masks_restored():
+        without_masks()
+        assert _functions.SyncBatchNorm.forward is not original
+    assert _functions.SyncBatchNorm.forward is original
+
+
+@pytest.mark.parametrize(("target", "is_sgd"), [
+    ("torch.optim.SGD", True), ("torch.optim.sgd.SGD", True), ("torch.optim.AdamW", False), ("my_package.NotSGD", False),
+])  # fmt: skip
+def test_sgd_is_known_by_its_class(target, is_sgd):
+    cfg = compose_config("train", ["strategy=fsdp", "optim=sgd", "trainer.accelerator=cpu"])
+    cfg.optim._target_ = target
+    assert (settings.Settings.of(cfg, {}, imported=False).why_not_fused is not None) == is_sgd
+
+
+@pytest.mark.parametrize("name", ["ema", "average"])
+def test_an_average_cannot_be_changed_under_any_name(name):
+    saved = compose_config("train", [])
+    OmegaConf.set_struct(saved, False)
+    saved.callbacks = {name: {"_target_": "lockstep.callbacks.EMA", "decay": 0.9}}
+    now = saved.copy()
+    assert list(resuming.changes(now, saved)) == []
+    now.callbacks[name].decay = 0.5
+    (problem,) = resuming.changes(now, saved)
+    assert problem.startswith(f"callbacks.{name}.decay=0.5 cannot be changed")
+
+
+def test_a_report_is_json_however_odd_its_names(tmp_path):
+    page.write_json(tmp_path / "eval.json", {"\x1b[2J": "\n"})
+    assert json.loads((tmp_path / "eval.json").read_text()) == {"\x1b[2J": "\n"}

@@ -1,0 +1,37 @@
+"""What others name, such as files, classes, runs and values, is only text: on a terminal, in Markdown, in a shell's line."""
+
+import shlex
+import subprocess
+
+import pytest
+
+from lockstep.config.words import inline, shell_line
+from lockstep.extras.tables import listed
+from lockstep.reporting.render import MARKDOWN, code
+
+HOSTILE = [
+    "a\x1b[2Jb", "a\x1b]0;title\x07b", "a\nrm -rf b", "a\r\nb", "a\tb", "a\x00b", "a\u202eb", "a\u2028b", "a\x9b2Jb", "\ud800",
+    "$(touch X)", "`touch X`", "a'b", 'a"b', "a; touch X", "a\\", "-rf", "#a", "~", "*", "a && touch X", "", " ",
+    "<script>alert(1)</script>", "[a](javascript:b)", "![a](http://b)", "a|b", "&lt;", "```", "a``b`", "**a**", "=1+1", "@SUM(A1)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_a_name_is_only_text_everywhere(text, tmp_path):
+    line = inline(text)
+    assert all(c.isprintable() or c == " " for c in line)
+    assert inline(line) == line
+    assert len(listed([(text, text)], 1).splitlines()) == 2
+    words = shell_line("printf", "%s|", text, "end")
+    if line != text:
+        assert words is None  # it would need characters that a line cannot show
+    else:
+        done = subprocess.run(["sh", "-c", str(words)], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.stdout, done.stderr, list(tmp_path.iterdir())) == (f"{text}|end|", "", [])
+        assert shlex.split(str(words)) == ["printf", "%s|", text, "end"]
+    page = MARKDOWN.from_string("# {{ name }}\n\n| {{ name }} |\n\n{{ name | code }}").render(name=text)
+    title, row, _ = (part for part in page.split("\n\n"))
+    assert "<" not in title and "\n" not in title
+    assert row.replace("\\|", "").count("|") == 2
+    assert "`" not in title.replace("\\`", "") and "[" not in title.replace("\\[", "")
+    assert str(code(text)).strip("`").strip() == line.strip("`").strip() or "`" in line
