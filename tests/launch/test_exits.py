@@ -10,7 +10,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.launch import exits
 from lockstep.launch.exits import exit_code
-from lockstep.machine import process
+from lockstep.machine import files, process
 from lockstep.machine.files import replacing
 from lockstep.reporting.console import LogFile
 from lockstep.reporting.loggers import MetricsCsv
@@ -35,8 +35,9 @@ def test_a_lost_process_is_told_in_one_line(capsys, monkeypatch):
 def row(folder: Path) -> None:
     logger = MetricsCsv(folder)
     logger.log.columns = ["step", "loss"]
-    logger.log.path.symlink_to("/dev/full")
-    logger.log_metrics({"loss": 1.0}, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "open_plain", lambda *given, **options: Path("/dev/full").open("a"))
+        logger.log_metrics({"loss": 1.0}, 1)
 
 
 def whole_file(folder: Path) -> None:
@@ -53,13 +54,13 @@ def test_a_full_disk_is_told_with_the_file_and_without_a_traceback(write, tmp_pa
 
 
 def test_a_log_on_a_full_disk_is_silent(capsys):
-    full, fine = LogFile("/dev/full"), LogFile("/dev/null")
+    full, fine = (LogFile(Path("/dev", name).open("a", buffering=1)) for name in ("full", "null"))
     full.handle(logging.makeLogRecord({"msg": "text"}))
     with suppress(OSError):
-        full.close()
+        full.stream.close()
     assert not capsys.readouterr().err
     fine.handle(logging.makeLogRecord({"msg": "%d", "args": ("a user's mistake",)}))
-    fine.close()
+    fine.stream.close()
     assert "a user's mistake" in capsys.readouterr().err
 
 

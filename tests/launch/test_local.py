@@ -245,7 +245,7 @@ def test_processes_that_a_warning_ends_before_they_train_were_preempted(worker, 
 @pytest.mark.parametrize(
     ("code", "done", "files", "waits"),
     [
-        (3, [], ["last.ckpt.part"], True),  # a checkpoint is being written
+        (3, [], [".lockstep-abcdefgh.part/last.ckpt"], True),  # a checkpoint is being written
         (3, [], ["last.ckpt"], False),
         (0, [], [], True),
         (0, ["1"], [], True),  # the first one may be uploading a checkpoint
@@ -256,6 +256,7 @@ def test_the_last_process_has_time_for_what_it_does(code, done, files, waits, tm
     monkeypatch.setattr(local, "FAILING_S", 0.0)
     monkeypatch.setattr(local, "EXIT_S", 0.0)
     for name in [*done, *files]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
     assert ended.wait(60) == code
