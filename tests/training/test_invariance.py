@@ -130,7 +130,7 @@ def why_not(net: nn.Module, task: Task, *, exact: bool = False) -> str:
     batch = {"input": torch.randn(4, 6), "target": torch.zeros(4), "index": torch.arange(4), "count": 4}
     halves = [{**samples_at(batch, part, 4), "count": 2} for part in (slice(0, 2), slice(2, 4))]
     with torch.random.fork_rng():
-        return invariance.why_not(net, task, batch, halves, exact=exact).step
+        return invariance.why_not(net, task, [[batch, *halves]] * 2, exact=exact).step
 
 
 NETWORKS = [layers(), layers(nn.BatchNorm1d(6)), layers(nn.AlphaDropout(0.2)), Windows(), Lists(), Attention(0.0)]
@@ -152,7 +152,7 @@ DRAWS = "each process draws its own random numbers in "
     (OfNumpy(), rf"{DRAWS}OfNumpy \("),
     (OwnGenerator(), r"OwnGenerator \(.*draws from a generator of its own(?!.*exact.logical_ranks)"),  # nobody seeds it for a logical rank either
     (Attention(0.5), rf"{DRAWS}MultiheadAttention \(torch.nn.modules.activation:.*exact.logical_ranks=8"),
-    (SequenceFirst(), r"masks in or before Dropout \(.*do not follow the samples.*first dimension"),
+    (SequenceFirst(), r"Dropout \(.*depends on dropout masks that do not follow the samples.*first dimension"),
     (Coupled(), r"Coupled \(.*depends on the other samples"),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_depends_on_the_processes_is_named(net, expected):

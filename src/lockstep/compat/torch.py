@@ -4,6 +4,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.nn.modules import _functions
 
 # --- Whether torch is computing gradients ---
@@ -15,6 +16,21 @@ from torch.nn.modules import _functions
 def in_backward() -> bool:
     """Of this thread: also within `torch.autograd.grad`, and on the threads that compute the gradients of a GPU."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+# --- Hooks of parameters ---
+#
+# `copy.deepcopy` leaves them out (torch 2.13).
+
+
+def copy_hooks(net: nn.Module, copied: nn.Module) -> nn.Module:
+    """Gives `copied`, and returns it, the hooks of the parameters of `net`."""
+    for parameter, other in zip(net.parameters(), copied.parameters(), strict=True):
+        for hook in (parameter._backward_hooks or {}).values():
+            other.register_hook(hook)
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            other.register_post_accumulate_grad_hook(hook)
+    return copied
 
 
 # --- torch.nn.SyncBatchNorm without waiting for the GPU ---

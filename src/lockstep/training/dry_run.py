@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
-from lockstep.data.dataset import Batch
+from lockstep.compat.torch import copy_hooks
+from lockstep.data.dataset import Batch, Indices
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
@@ -106,7 +107,7 @@ class DryRun:
         """Of the network and the task, and a batch."""
         module, device, source = self.work.module, self.device, self.device
         if self.is_small:
-            net = copy.deepcopy(module.net)
+            net = copy_hooks(module.net, copy.deepcopy(module.net))
         else:
             device, source = META, torch.device("cpu")
             with META:
@@ -230,25 +231,26 @@ class DryRun:
                 f"`{padded[0]}` has several shapes. Pad to a fixed length in `__getitem__`, or train in one process."
             )
 
-    def divided(self, count: int) -> tuple[Batch, list[Batch]]:
+    def divided(self, index_N: Indices) -> list[Batch]:
         """A batch, and its two halves as two processes would read them."""
-        data, half = self.work.data, count // 2
-        index_N = data.varied(count)
+        half = len(index_N) // 2
         parts = index_N, index_N[:half], index_N[half:]
-        whole, *halves = (move_data_to_device(data.example(part, training=False), self.device) for part in parts)
-        return whole, halves
+        return [move_data_to_device(self.work.data.example(part, training=False), self.device) for part in parts]
 
     def division(self, count: int) -> invariance.Division:
         """In double precision where the network is not too large for it and computes in it."""
-        exact, (whole, halves) = self.work.arithmetic.same_bits, self.divided(count)
+        exact, index_N = self.work.arithmetic.same_bits, self.work.data.varied(count)
+        steps = [
+            self.divided(index_N),
+            self.divided(index_N[::-1]),
+        ]  # in one of both orders a sort by length changes it
         parameters = sum(p.numel() for p in self.work.module.net.parameters())
         if not self.shipped and parameters <= invariance.DOUBLE and self.device.type != "mps":
             net, task, _ = self.copies(training=False, samples=1)
             with suppress(RuntimeError, TypeError):  # code that makes float32 tensors of its own
-                wide = [invariance.in_double(batch) for batch in (whole, *halves)]
-                return invariance.why_not(net.double(), task.double(), wide[0], wide[1:], exact=exact)
+                return invariance.why_not(net.double(), task.double(), invariance.in_double(steps), exact=exact)
         net, task, _ = self.copies(training=False, samples=1)
-        return invariance.why_not(net, task, whole, halves, exact=exact)
+        return invariance.why_not(net, task, steps, exact=exact)
 
     def misfit(self, batch: Batch) -> str:
         shapes = [f"{name} {list(v.shape)}" for name, v in batch.items() if isinstance(v, Tensor) and name != "index"]
