@@ -61,7 +61,6 @@ MORE = {
     "sorted samples": (f"SortedNet Fit {FIXED}", SAME),
     "time first": (f"TimeFirstNet Fit {FIXED}", SAME),
     "a count of calls": ("AnnealedNet Fit", SAME),
-    "one draw for all samples": ("OwnDrawNet Fit", SAME),
     "features kept to be looked at": ("KeptNet Fit", SAME),
     "few weights": ("Net Weighted data.samples=Rare", SAME),
     "float32 inside": ("Float32Net Fit", SAME),

@@ -338,17 +338,6 @@ class AnnealedNet(Net):
         return super().pooled(features_BCT, there_BT) * (1 + 0.9**self.calls)
 
 
-class OwnDrawNet(Net):
-    """One draw of a generator of its own for all samples: each process has the same."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = np.random.default_rng(0)
-
-    def pooled(self, features_BCT, there_BT):
-        return super().pooled(features_BCT, there_BT) * (1 + float(self.numbers.random()))
-
-
 class KeptNet(Net):
     """Keeps what it computed for whoever wants to look at it."""
 

@@ -206,14 +206,14 @@ class DryRun:
 
     def divisions(self) -> tuple[invariance.Division, int]:
         """What was found out with so many samples: a few, then as many as a second and some memory allow."""
-        began_s, count = time.perf_counter(), invariance.COUNT
+        few = invariance.COUNT if self.shipped else invariance.FIRST
+        began_s, count = time.perf_counter(), max(invariance.COUNT, min(few, self.samples // 2 * 2))
         found = self.division(count)
         if self.shipped or found.step or found.evaluation:
             return found, count
-        times = int(invariance.SECONDS / (time.perf_counter() - began_s))
-        if (room := invariance.BYTES // max(1, found.nbytes)) and min(times, room) > 1:
-            count = min(invariance.MOST, count * min(times, room), self.work.data.train_split.count // 2 * 2)
-        return (self.division(count), count) if count > invariance.COUNT else (found, invariance.COUNT)
+        times = min(invariance.SECONDS / (time.perf_counter() - began_s), invariance.BYTES / max(1, found.nbytes))
+        more = min(invariance.MOST, count * int(times), self.work.data.train_split.count // 2 * 2)
+        return (self.division(more), more) if more > count else (found, count)
 
     def validate_gathered(self) -> None:
         """Raises UserError: the batches of processes cannot be joined to one, for a loss between samples."""
@@ -240,10 +240,8 @@ class DryRun:
     def division(self, count: int) -> invariance.Division:
         """In double precision where the network is not too large for it and computes in it."""
         exact, index_N = self.work.arithmetic.same_bits, self.work.data.varied(count)
-        steps = [
-            self.divided(index_N),
-            self.divided(index_N[::-1]),
-        ]  # in one of both orders a sort by length changes it
+        orders = [index_N] if self.shipped else [index_N, index_N[::-1].copy()]  # a sort by length changes one of them
+        steps = [self.divided(order) for order in orders]
         parameters = sum(p.numel() for p in self.work.module.net.parameters())
         if not self.shipped and parameters <= invariance.DOUBLE and self.device.type != "mps":
             net, task, _ = self.copies(training=False, samples=1)

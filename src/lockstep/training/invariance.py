@@ -30,7 +30,8 @@ from lockstep.training import dropout
 from lockstep.training.losses import weighted_loss
 
 MOVED = 0.01  # by which parameters change between steps
-COUNT, MOST = 4, 64  # samples of the first try; at most, within SECONDS and BYTES of what passes between modules
+# samples: at least; of the first try, if a micro-batch has as many; at most, within SECONDS and BYTES of what passes between modules
+COUNT, FIRST, MOST = 4, 16, 64
 SECONDS, BYTES = 1.0, 2**28
 DOUBLE = 50_000_000  # parameters of a network that is tried in double precision, where rounding flips no ReLU
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -101,11 +102,14 @@ class Computed:
     gradients: list[Tensor]  # of its sum
     buffers: dict[str, Tensor]
 
+    @property
+    def drawing(self) -> str:
+        """What draws random numbers."""
+        return next((named(passed.source) for passed in self.passed if passed.drew), "")
+
 
 class Process:
-    """Copies of a network and a task with their own state, which they keep from batch to batch. Parameters are shared, and so are
-    generators: those of real processes may have different seeds.
-    """
+    """Copies of a network and a task with a state of their own. They share parameters, and generators: real ones may differ in seed."""
 
     def __init__(self, both: nn.Module) -> None:
         values = (value for module in both.modules() for value in vars(module).values())
@@ -141,9 +145,9 @@ class Process:
                 keep(task, outputs if task.between_samples else loss)
                 for hook in hooks:  # activations may be computed again
                     hook.remove()
-                total = torch.stack([x.square().sum() for x in tensors(outputs)]) if task.between_samples else loss[0]
-                if net.training and total.requires_grad:
-                    total.sum().backward()
+                sums = [x.square().sum() for x in tensors(outputs)] if task.between_samples else [loss[0].sum()]
+                if self.both.training and (sums := [x for x in sums if x.requires_grad]):
+                    torch.stack(sums).sum().backward()
         finally:
             dropout.begin(None)
             for hook in hooks:
@@ -155,9 +159,10 @@ class Process:
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    found = list[Tensor]()
-    apply_to_collection(tree, Tensor, found.append)
-    return found
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for value in values for tensor in tensors(value)]
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -209,9 +214,7 @@ def named(source: nn.Module | Task) -> str:
         file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
         return kind.__name__
-    is_own = file.is_relative_to(Path.cwd()) and not file.is_relative_to(
-        sys.prefix
-    )  # an environment may be in the project
+    is_own = file.is_relative_to(Path.cwd()) and not file.is_relative_to(sys.prefix)  # of an environment in the project
     place = file.relative_to(Path.cwd()) if is_own else kind.__module__
     return f"{kind.__name__} ({place}:{line})"
 
@@ -244,7 +247,7 @@ def why_differ(whole: Computed, *parts: Computed, as_stored: bool = True) -> str
 def all_computed(processes: Sequence[Process], batches: Sequence[Batch]) -> list[Computed]:
     """By one process the whole of a batch, by two a half each."""
     firsts = 0, 0, len(batches[1]["index"])
-    return [process(*given) for process, *given in zip(processes, batches, firsts, strict=True)]
+    return [process(batch, first) for process, batch, first in zip(processes, batches, firsts, strict=True)]
 
 
 def not_repeated(both: nn.Module, whole: Batch) -> str:
@@ -255,14 +258,7 @@ def not_repeated(both: nn.Module, whole: Batch) -> str:
         for buffer, before in zip(process.both.buffers(), both.buffers(), strict=True):
             buffer.copy_(before)
     what = why_differ(first, process(whole))  # nobody seeds its generator, or sets its state back
-    return (
-        what
-        and f"{what} depends on earlier ones: it draws from a generator of its own, or keeps a state from batch to batch"
-    )
-
-
-def drawing(computed: Computed) -> str:
-    return next((named(passed.source) for passed in computed.passed if passed.drew), "")
+    return f"{what} draws from a generator of its own, or keeps a state from batch to batch" if what else ""
 
 
 def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exact: bool = False) -> Division:
@@ -296,12 +292,11 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
         return processes, computed, what
 
     processes, (first, *parts), what = tried()
-    if name := drawing(first):
+    if name := first.drawing:
         return Division(f"each process draws its own random numbers in {name}. Use an nn.Dropout layer there{OR_EXACT}")
-    if name := next(
-        (n for n, x in first.buffers.items() if any(differ(x, [part.buffers.get(n)]) for part in parts)), ""
-    ):
-        own = name.partition(".")[2]  # its name in the network or the task
+    written = [n for n, x in first.buffers.items() if any(differ(x, [part.buffers.get(n)]) for part in parts)]
+    if written:
+        own = written[0].partition(".")[2]  # its name in the network or the task
         return Division(f"the buffer {own} is written from the samples of each process. Set exact.logical_ranks=8")
     depends = f"{{}} depends on the other samples of its process{'' if as_stored else ', such as their padding'}"
     if what:
@@ -318,15 +313,12 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
         )
     for process in processes:
         process.both.eval()
+    nbytes = sum(tensor.nbytes for tensor in tensors([passed.tree for passed in first.passed]))
     evaluated, *parts = all_computed(processes, steps[-1])
-    if name := drawing(evaluated):
-        return Division("", f"{name} draws random numbers in it", nbytes_of(first))
+    if name := evaluated.drawing:
+        return Division("", f"{name} draws random numbers in it", nbytes)
     coupled = why_differ(evaluated, *parts, as_stored=as_stored)
-    return Division("", coupled and depends.format(coupled), nbytes_of(first))
-
-
-def nbytes_of(computed: Computed) -> int:
-    return sum(tensor.nbytes for tensor in tensors([passed.tree for passed in computed.passed]))
+    return Division("", coupled and depends.format(coupled), nbytes)
 
 
 def in_double(tree: Any) -> Any:
