@@ -45,12 +45,12 @@ MORE = {
     "weakly": ("WeakNet Fit", rf"{WHY}.*{OTHERS}"),
     "a hook of a tensor": ("TensorHookNet Fit", rf"{WHY}.*{OTHERS}"),
     "hooks of parameters": ("ParameterHookNet Fit", rf"{WHY}.*{OTHERS}"),
-    "a queue of features": ("QueueNet Fit", WHY),
-    "from the second step on": ("LateNet Fit", WHY),
+    "a queue of features": ("QueueNet Fit", rf"{WHY}.*a state kept"),
+    "from the second step on": ("LateNet Fit", rf"{WHY}.*a state kept"),
     "instance norm with running statistics": (f"RunningInstanceNet Fit {FIXED}", rf"{WHY}the buffer norm.running_mean"),
     "experts with a capacity": (f"CapacityNet Fit {FIXED}", rf"{WHY}.*{OTHERS}"),
     "attention between samples": (f"TransposedNet Fit {FIXED}", rf"{WHY}.*{OTHERS}"),
-    "dropout of sorted samples": ("SortedDropNet Fit", rf"{WHY}the dropout masks .* do not follow"),
+    "dropout of sorted samples": ("SortedDropNet Fit", rf"{WHY}.* depends on dropout masks that do not follow"),
     "a subclass of dropout": ("SubclassNet Fit", rf"{WHY}each process draws its own random numbers in MyDropout"),
     "norms of samples": (f"NormsNet Fit {FIXED}", SAME),
     "spectral norm and weight norm": ("SpectralNet Fit", SAME),
@@ -63,6 +63,7 @@ MORE = {
     "a count of calls": ("AnnealedNet Fit", SAME),
     "features kept to be looked at": ("KeptNet Fit", SAME),
     "few weights": ("Net Weighted data.samples=Rare", SAME),
+    "bfloat16 inside": ("Bfloat16Net Fit", rf"{WHY}the gradient of a sample in Bfloat16Net"),
     "float32 inside": ("Float32Net Fit", SAME),
 }  # fmt: skip
 QUICK = ("dropout on padded batches", "masked mean")

@@ -44,7 +44,7 @@ DIFFERS = "differs with the number of processes, because {}"
 UNKNOWN = "may differ with the number of processes, because {}"
 OR_EXACT = ", or set exact.logical_ranks=8"
 # Of the largest number of a tensor: rounding is at 1e-6 of it in single precision, another mask at 1.
-TOLERANCE = {True: 1e-5, False: 1e-3}  # in double precision, parts of which may be computed in single; in others
+TOLERANCE = {True: 1e-6, False: 1e-3}  # in double precision, parts of which may be computed in single; in others
 NOISE = 1e-6  # of the largest number of the outputs: a loss may consist of their rounding errors
 
 
@@ -258,7 +258,7 @@ def not_repeated(both: nn.Module, whole: Batch) -> str:
         for buffer, before in zip(process.both.buffers(), both.buffers(), strict=True):
             buffer.copy_(before)
     what = why_differ(first, process(whole))  # nobody seeds its generator, or sets its state back
-    return f"{what} draws from a generator of its own, or keeps a state from batch to batch" if what else ""
+    return f"{what} depends on a generator of its own, or on a state kept from batch to batch" if what else ""
 
 
 def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exact: bool = False) -> Division:
