@@ -20,7 +20,8 @@ def in_backward() -> bool:
 
 # --- Hooks of parameters ---
 #
-# `copy.deepcopy` leaves them out (torch 2.13). Remove this when it does not: tests/test_true_line.py passes without it then.
+# `copy.deepcopy` leaves them out (torch 2.13). Remove this when it copies them:
+# tests/compat/test_torch.py::test_a_copied_parameter_has_no_hooks fails then.
 
 
 def copy_hooks(net: nn.Module, copied: nn.Module) -> nn.Module:
