@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,42 @@ CASES = {
     "a buffer that is written": ("CenteredNet Fit", rf"{WHY}the buffer center is written"),
     "graphs": ("GraphNet OfGraphs data.samples=Graphs", SAME),
 }  # fmt: skip
+OTHERS = "depends on the other samples"
+FIXED = "data.samples=Fixed"
+MORE = {
+    "the hardest samples": ("Net Hardest", rf"{WHY}what Hardest .*{OTHERS}"),
+    "losses clipped at a quantile": ("Net Clipped", rf"{WHY}what Clipped .*{OTHERS}"),
+    "weights of a batch's classes": ("Net ByFrequency", rf"{WHY}what ByFrequency .*{OTHERS}"),
+    "a loss scaled by the size of the batch": ("Net BySize", rf"{WHY}what BySize .*{OTHERS}"),
+    "balanced experts": ("GatedNet Balanced", rf"{WHY}what Balanced .*{OTHERS}"),
+    "gradients reversed by a batch's statistic": ("ReversedNet Fit", rf"{WHY}.*{OTHERS}"),
+    "the same below a head of zeros": ("ZeroHeadNet Fit", rf"{WHY}.*{OTHERS}"),
+    "a branch of zeros": ("ZeroBranchNet Fit", rf"{WHY}.*{OTHERS}"),
+    "a branch of zeros twice": ("ZeroProductNet Fit", rf"{WHY}.*{OTHERS}"),
+    "weakly": ("WeakNet Fit", rf"{WHY}.*{OTHERS}"),
+    "a hook of a tensor": ("TensorHookNet Fit", rf"{WHY}.*{OTHERS}"),
+    "hooks of parameters": ("ParameterHookNet Fit", rf"{WHY}.*{OTHERS}"),
+    "a queue of features": ("QueueNet Fit", rf"{WHY}.*a state kept"),
+    "from the second step on": ("LateNet Fit", rf"{WHY}.*a state kept"),
+    "instance norm with running statistics": (f"RunningInstanceNet Fit {FIXED}", rf"{WHY}the buffer norm.running_mean"),
+    "experts with a capacity": (f"CapacityNet Fit {FIXED}", rf"{WHY}.*{OTHERS}"),
+    "attention between samples": (f"TransposedNet Fit {FIXED}", rf"{WHY}.*{OTHERS}"),
+    "dropout of sorted samples": ("SortedDropNet Fit", rf"{WHY}.* depends on dropout masks that do not follow"),
+    "a subclass of dropout": ("SubclassNet Fit", rf"{WHY}each process draws its own random numbers in MyDropout"),
+    "norms of samples": (f"NormsNet Fit {FIXED}", SAME),
+    "spectral norm and weight norm": ("SpectralNet Fit", SAME),
+    "packed sequences": ("PackedNet Fit", SAME),
+    "packed sequences of one padding": (f"PackedNet Fit {FIXED}", SAME),
+    "each length once": (f"DedupNet Fit {FIXED}", SAME),
+    "calls for each sample": (f"LoopNet Fit {FIXED}", SAME),
+    "sorted samples": (f"SortedNet Fit {FIXED}", SAME),
+    "time first": (f"TimeFirstNet Fit {FIXED}", SAME),
+    "a count of calls": ("AnnealedNet Fit", SAME),
+    "features kept to be looked at": ("KeptNet Fit", SAME),
+    "few weights": ("Net Weighted data.samples=Rare", SAME),
+    "bfloat16 inside": ("Bfloat16Net Fit", rf"{WHY}the gradient of a sample in Bfloat16Net"),
+    "float32 inside": ("Float32Net Fit", SAME),
+}  # fmt: skip
 QUICK = ("dropout on padded batches", "masked mean")
 SHORT = [
     "trainer.max_steps=10", "trainer.precision=32-true", "optim=sgd", "optim.lr=0.05", "data.batch_size=16",
@@ -42,29 +79,30 @@ DATA = "defaults: [own]\n_target_: coupled.Padded\nsamples: Series\n"
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, forked):
     files = {"configs/model/net.yaml": MODEL, "configs/task/fit.yaml": TASK, "configs/data/padded.yaml": DATA}
-    with thin_project.entered(
-        tmp_path_factory.mktemp("project"), "coupled", **thin_project.package("coupled"), **files
-    ) as root:
+    packages = thin_project.package("coupled") | thin_project.package("more_couplings")
+    with thin_project.entered(tmp_path_factory.mktemp("project"), "coupled", **packages, **files) as root:
         yield root
+    sys.modules.pop("more_couplings", None)
 
 
-def trained(keys: str, name: str, *more: str) -> tuple[dict, torch.Tensor]:
+def trained(keys: str, name: str, *more: str, package: str = "coupled") -> tuple[dict, torch.Tensor]:
     """The report, and all weights as one vector."""
     net, task, *others = keys.split()
-    chosen = ["model=net", f"model._target_=coupled.{net}", "task=fit", f"task._target_=coupled.{task}", "data=padded"]
-    report = lockstep.train([*chosen, *others, *SHORT, f"run={name}", *more])
+    chosen = {"model=net model": net, "task=fit task": task, "data=padded data": "Padded"}
+    parts = [f"{part}._target_={package}.{name}" for part, name in chosen.items()]
+    report = lockstep.train([*" ".join(parts).split(), *others, *SHORT, f"run={name}", *more])
     checkpoint = torch.load(Path("runs", name, "checkpoints/last.ckpt"), weights_only=True)
     return report, torch.cat([value.double().flatten() for value in checkpoint["state_dict"].values()])
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES | MORE]
 )
 def test_the_line_says_what_two_processes_show(name, project):
-    keys, line = CASES[name]
+    (keys, line), package = (CASES | MORE)[name], "coupled" if name in CASES else "more_couplings"
     try:
-        report, one = trained(keys, "one")
-        of_two, two = trained(keys, "two", "strategy=ddp", "trainer.devices=2")
+        report, one = trained(keys, "one", package=package)
+        of_two, two = trained(keys, "two", "strategy=ddp", "trainer.devices=2", package=package)
     finally:
         shutil.rmtree("runs", ignore_errors=True)
     apart = float((one - two).norm() / one.norm())

@@ -1,12 +1,13 @@
 """torch still lacks what compat/torch.py adds; when a test fails, see whether its section can go."""
 
+import copy
 import inspect
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import _functions
 
-from lockstep.compat.torch import in_backward
+from lockstep.compat.torch import copy_hooks, in_backward
 from lockstep.strategies.batch_norm import synchronise
 
 
@@ -52,3 +53,14 @@ def test_a_network_on_a_gpu_does_not(monkeypatch):
         synchronise(nn.Sequential(nn.BatchNorm2d(3)), "cuda")
     _functions.SyncBatchNorm.forward()
     assert seen == [True] and not torch.cuda.is_current_stream_capturing()
+
+
+def test_a_copied_parameter_has_no_hooks():
+    net = torch.nn.Linear(1, 1)
+    net.weight.register_hook(lambda gradient: gradient * 0 + 7)
+    net.bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.grad * 9))
+    copied = copy.deepcopy(net)
+    for of_weight, of_bias in ((1, 1), (7, 9)):
+        copied(torch.ones(1, 1)).backward()
+        assert (copied.weight.grad.item(), copied.bias.grad.item()) == (of_weight, of_bias)
+        copied = copy_hooks(net, copy.deepcopy(net)).double().float()

@@ -130,7 +130,7 @@ def why_not(net: nn.Module, task: Task, *, exact: bool = False) -> str:
     batch = {"input": torch.randn(4, 6), "target": torch.zeros(4), "index": torch.arange(4), "count": 4}
     halves = [{**samples_at(batch, part, 4), "count": 2} for part in (slice(0, 2), slice(2, 4))]
     with torch.random.fork_rng():
-        return invariance.why_not(net, task, batch, halves, exact=exact).step
+        return invariance.why_not(net, task, [[batch, *halves]] * 2, exact=exact).step
 
 
 NETWORKS = [layers(), layers(nn.BatchNorm1d(6)), layers(nn.AlphaDropout(0.2)), Windows(), Lists(), Attention(0.0)]
@@ -150,9 +150,9 @@ DRAWS = "each process draws its own random numbers in "
 @pytest.mark.parametrize(("net", "expected"), [
     (Functional(), rf"{DRAWS}Functional \(.*test_invariance.py:.*nn.Dropout"),
     (OfNumpy(), rf"{DRAWS}OfNumpy \("),
-    (OwnGenerator(), r"OwnGenerator \(.*draws from a generator of its own(?!.*exact.logical_ranks)"),  # nobody seeds it for a logical rank either
+    (OwnGenerator(), r"OwnGenerator \(.*depends on a generator of its own(?!.*exact.logical_ranks)"),  # nobody seeds it for a logical rank either
     (Attention(0.5), rf"{DRAWS}MultiheadAttention \(torch.nn.modules.activation:.*exact.logical_ranks=8"),
-    (SequenceFirst(), r"masks in or before Dropout \(.*do not follow the samples.*first dimension"),
+    (SequenceFirst(), r"Dropout \(.*depends on dropout masks that do not follow the samples.*first dimension"),
     (Coupled(), r"Coupled \(.*depends on the other samples"),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_depends_on_the_processes_is_named(net, expected):
@@ -163,7 +163,7 @@ def test_what_depends_on_the_processes_is_named(net, expected):
 def test_what_logical_ranks_repeat_is_covered_there(net):
     """They are seeded, and start from the same buffers; a generator of the network's own is not."""
     assert why_not(net, Noisy(), exact=True) == ""
-    assert "draws from a generator of its own" in why_not(OwnGenerator(), Mean(), exact=True)
+    assert "depends on a generator of its own" in why_not(OwnGenerator(), Mean(), exact=True)
 
 
 def test_random_numbers_of_the_loss_are_found():

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.nn.modules import _functions
 
 # --- Whether torch is computing gradients ---
@@ -17,6 +18,20 @@ from torch.nn.modules import _functions
 def in_backward() -> bool:
     """Of this thread: also within `torch.autograd.grad`, and on the threads that compute the gradients of a GPU."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+# --- Hooks of parameters ---
+#
+# `copy.deepcopy` leaves them out (torch 2.13). Remove this when it copies them:
+# tests/compat/test_torch.py::test_a_copied_parameter_has_no_hooks fails then.
+
+
+def copy_hooks(net: nn.Module, copied: nn.Module) -> nn.Module:
+    """Gives `copied`, and returns it, the hooks of the parameters of `net`."""
+    for parameter, other in zip(net.parameters(), copied.parameters(), strict=True):
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            setattr(other, hooks, getattr(parameter, hooks))
+    return copied
 
 
 # --- torch.nn.SyncBatchNorm without waiting for the GPU ---

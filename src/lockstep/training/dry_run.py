@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
-from lockstep.data.dataset import Batch
+from lockstep.compat.torch import copy_hooks
+from lockstep.data.dataset import Batch, Indices
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.tasks.task import validated_columns
@@ -107,7 +108,7 @@ class DryRun:
         """Of the network and the task, and a batch."""
         module, device, source = self.work.module, self.device, self.device
         if self.is_small:
-            net = copy.deepcopy(module.net)
+            net = copy_hooks(module.net, copy.deepcopy(module.net))
         else:
             device, source = META, torch.device("cpu")
             with META:
@@ -206,14 +207,14 @@ class DryRun:
 
     def divisions(self) -> tuple[invariance.Division, int]:
         """What was found out with so many samples: a few, then as many as a second and some memory allow."""
-        began_s, count = time.perf_counter(), invariance.COUNT
+        few = invariance.COUNT if self.shipped else invariance.FIRST
+        began_s, count = time.perf_counter(), max(invariance.COUNT, min(few, self.samples // 2 * 2))
         found = self.division(count)
         if self.shipped or found.step or found.evaluation:
             return found, count
-        times = int(invariance.SECONDS / (time.perf_counter() - began_s))
-        if (room := invariance.BYTES // max(1, found.nbytes)) and min(times, room) > 1:
-            count = min(invariance.MOST, count * min(times, room), self.work.data.train_split.count // 2 * 2)
-        return (self.division(count), count) if count > invariance.COUNT else (found, invariance.COUNT)
+        times = min(invariance.SECONDS / (time.perf_counter() - began_s), invariance.BYTES / max(1, found.nbytes))
+        more = min(invariance.MOST, count * int(times), self.work.data.train_split.count // 2 * 2)
+        return (self.division(more), more) if more > count else (found, count)
 
     def validate_gathered(self) -> None:
         """Raises UserError: the batches of processes cannot be joined to one, for a loss between samples."""
@@ -231,25 +232,24 @@ class DryRun:
                 f"`{padded[0]}` has several shapes. Pad to a fixed length in `__getitem__`, or train in one process."
             )
 
-    def divided(self, count: int) -> tuple[Batch, list[Batch]]:
+    def divided(self, index_N: Indices) -> list[Batch]:
         """A batch, and its two halves as two processes would read them."""
-        data, half = self.work.data, count // 2
-        index_N = data.varied(count)
+        half = len(index_N) // 2
         parts = index_N, index_N[:half], index_N[half:]
-        whole, *halves = (move_data_to_device(data.example(part, training=False), self.device) for part in parts)
-        return whole, halves
+        return [move_data_to_device(self.work.data.example(part, training=False), self.device) for part in parts]
 
     def division(self, count: int) -> invariance.Division:
         """In double precision where the network is not too large for it and computes in it."""
-        exact, (whole, halves) = self.work.arithmetic.same_bits, self.divided(count)
+        exact, index_N = self.work.arithmetic.same_bits, self.work.data.varied(count)
+        orders = [index_N] if self.shipped else [index_N, index_N[::-1].copy()]  # a sort by length changes one of them
+        steps = [self.divided(order) for order in orders]
         parameters = sum(p.numel() for p in self.work.module.net.parameters())
         if not self.shipped and parameters <= invariance.DOUBLE and self.device.type != "mps":
             net, task, _ = self.copies(training=False, samples=1)
             with suppress(RuntimeError, TypeError):  # code that makes float32 tensors of its own
-                wide = [invariance.in_double(batch) for batch in (whole, *halves)]
-                return invariance.why_not(net.double(), task.double(), wide[0], wide[1:], exact=exact)
+                return invariance.why_not(net.double(), task.double(), invariance.in_double(steps), exact=exact)
         net, task, _ = self.copies(training=False, samples=1)
-        return invariance.why_not(net, task, whole, halves, exact=exact)
+        return invariance.why_not(net, task, steps, exact=exact)
 
     def misfit(self, batch: Batch) -> str:
         shapes = [f"{name} {list(v.shape)}" for name, v in batch.items() if isinstance(v, Tensor) and name != "index"]

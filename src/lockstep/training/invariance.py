@@ -1,15 +1,15 @@
 """Whether the result depends on the number of processes: tried before training, with a copy of the network.
 
 Training samples are read and computed as one batch and as two halves, as one process and two would have them, with the masks that
-dropout has in training. Losses, gradients, and what passes between modules must agree, no other random numbers may be drawn, and no
-buffer may be written. What breaks this is named with its file and line. A logical rank is computed whole and with seeds of its own: it
-must give the same when it is repeated.
+dropout has in training, twice. Losses, gradients and buffers must agree, and no other random numbers may be drawn. What breaks this is
+named with its file and line. A logical rank is computed whole and with seeds of its own: it must give the same when it is repeated. Not
+seen: what begins later in training, or with samples, labels or sizes of a batch that were not tried.
 """
 
 # B batch
 
+import copy
 import inspect
-import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,10 +29,13 @@ from lockstep.tasks import Task
 from lockstep.training import dropout
 from lockstep.training.losses import weighted_loss
 
-COUNT, MOST = 4, 64  # samples of the first try; at most, within SECONDS and BYTES of what passes between modules
+MOVED = 0.01  # by which parameters change between steps
+# samples: at least; of the first try, if a micro-batch has as many; at most, within SECONDS and BYTES of what passes between modules
+COUNT, FIRST, MOST = 4, 16, 64
 SECONDS, BYTES = 1.0, 2**28
 DOUBLE = 50_000_000  # parameters of a network that is tried in double precision, where rounding flips no ReLU
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 SAME_BITS = "same bits on any number of processes"
 ROUNDING = "the same on any number of processes, up to rounding"
 # Measured: BasicNet, AdamW, one process and ddp on two. After 56 steps 7e-2 and 8e-5: training amplifies rounding.
@@ -41,7 +44,7 @@ DIFFERS = "differs with the number of processes, because {}"
 UNKNOWN = "may differ with the number of processes, because {}"
 OR_EXACT = ", or set exact.logical_ranks=8"
 # Of the largest number of a tensor: rounding is at 1e-6 of it in single precision, another mask at 1.
-TOLERANCE = {True: 1e-4, False: 1e-3}  # in double precision; in others
+TOLERANCE = {True: 1e-6, False: 1e-3}  # in double precision, parts of which may be computed in single; in others
 NOISE = 1e-6  # of the largest number of the outputs: a loss may consist of their rounding errors
 
 
@@ -88,59 +91,78 @@ class Passed:
     source: nn.Module | Task
     tree: Any  # of tensors
     drew: bool  # random numbers of a generator
-    noise: float  # what may be rounding errors
 
 
 @dataclass(frozen=True)
 class Computed:
     """What a network and a task make of a batch."""
 
-    passed: list[Passed]  # the loss and its weight last
-    gradients: list[Tensor]  # of the sum of the losses
-    buffers: dict[str, Tensor]  # that were written
+    passed: list[Passed]  # last what is compared: the loss and its weight, or outputs that a loss between samples joins
+    noise: float  # of that, what may be rounding errors
+    gradients: list[Tensor]  # of its sum
+    buffers: dict[str, Tensor]
+
+    @property
+    def drawing(self) -> str:
+        """What draws random numbers."""
+        return next((named(passed.source) for passed in self.passed if passed.drew), "")
 
 
-def forward(net: nn.Module, task: Task, batch: Batch, first: int = 0) -> Computed:
-    """Each call starts with the same random numbers and buffers. `first`: the place of the first sample in the global batch."""
-    device, both = batch["index"].device, nn.ModuleList([net, task])
-    passed, stack, state = list[Passed](), [net], generators(device)
+class Process:
+    """Copies of a network and a task with a state of their own. They share parameters, and generators: real ones may differ in seed."""
 
-    def keep(source: nn.Module | Task, tree: Any, noise: float = 0.0) -> None:
-        nonlocal state
-        before, state = state, generators(device)
-        kept = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
-        passed.append(Passed(source, kept, state != before, noise))
+    def __init__(self, both: nn.Module) -> None:
+        values = (value for module in both.modules() for value in vars(module).values())
+        shared = [*both.parameters(), *(value for value in values if isinstance(value, GENERATORS))]
+        self.both: Any = copy.deepcopy(both, {id(value): value for value in shared})
+        if any(isinstance(module, dropout.ByRow) for module in both.modules()):
+            dropout.by_row(self.both)  # a copy has layers of torch's own
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        keep(stack[-1], (args, kwargs))
-        stack.append(module)
+    def __call__(self, batch: Batch, first: int = 0) -> Computed:
+        """Each call starts with the same random numbers. `first`: the place of the first sample in the global batch."""
+        net, task = self.both
+        batch = dict(batch)
+        device, count = batch["index"].device, len(batch["index"])
+        passed, stack, state = list[Passed](), [net], generators(device)
 
-    hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in net.modules()]
-    hooks += [m.register_forward_hook(lambda *hooked: keep(stack.pop(), hooked[-1])) for m in net.modules()]
-    before = {name: buffer.clone() for name, buffer in both.named_buffers()}
-    written: dict[str, Tensor] = {}
-    dropout.begin(dropout.MicroBatch(0, 0, {device: range(first, first + len(batch["index"]))}))
-    try:
-        with same_random_numbers(device):
-            outputs = task.outputs(net, batch)
-            loss = weighted_loss(task, outputs, batch)
-            keep(task, loss, NOISE * largest(outputs))
-            for hook in hooks:  # activations may be computed again
+        def keep(source: nn.Module | Task, tree: Any) -> None:
+            nonlocal state
+            before, state = state, generators(device)
+            kept = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
+            passed.append(Passed(source, kept, state != before))
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            keep(stack[-1], (args, kwargs))
+            stack.append(module)
+
+        hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in net.modules()]
+        hooks += [m.register_forward_hook(lambda *hooked: keep(stack.pop(), hooked[-1])) for m in net.modules()]
+        dropout.begin(dropout.MicroBatch(0, 0, {device: range(first, first + count)}))
+        try:
+            with same_random_numbers(device):
+                outputs = task.outputs(net, batch)
+                loss = weighted_loss(task, outputs, batch)
+                keep(task, outputs if task.between_samples else loss)
+                for hook in hooks:  # activations may be computed again
+                    hook.remove()
+                sums = [x.square().sum() for x in tensors(outputs)] if task.between_samples else [loss[0].sum()]
+                if self.both.training and (sums := [x for x in sums if x.requires_grad]):
+                    torch.stack(sums).sum().backward()
+        finally:
+            dropout.begin(None)
+            for hook in hooks:
                 hook.remove()
-            if loss[0].requires_grad:
-                loss[0].sum().backward()
-    finally:
-        dropout.begin(None)
-        for hook in hooks:
-            hook.remove()
-        with torch.no_grad():
-            for name, buffer in both.named_buffers():
-                if name in before and not torch.equal(buffer, before[name]):
-                    written[name] = buffer.clone()
-                    buffer.copy_(before[name])
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in both.parameters()]
-        both.zero_grad()
-    return Computed(passed, gradients, written)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.both.parameters()]
+            self.both.zero_grad()
+        buffers = {name: buffer.clone() for name, buffer in self.both.named_buffers()}
+        return Computed(passed, NOISE * largest(outputs), gradients, buffers)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for value in values for tensor in tensors(value)]
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -155,49 +177,23 @@ def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def largest(tree: Any) -> float:
     """The largest finite number of a tree of tensors."""
-    numbers = [torch.zeros(1)]
-    apply_to_collection(tree, Tensor, lambda tensor: numbers.append(tensor[tensor.isfinite()].abs().double().cpu()))
-    return torch.cat(numbers).max().item()
+    finite = (x[x.isfinite()].abs().double() for x in tensors(tree))
+    return max((x.max().item() for x in finite if x.numel()), default=0.0)
 
 
-def differ(whole: Any, parts: Sequence[Any], noise: float) -> bool:
-    """Whether trees of tensors differ: `whole` from that of a second forward, or from those of two forwards of a half each.
-
-    Raises:
-        ValueError: a list has neither as many entries, nor one for each sample.
-    """
+def differ(whole: Any, parts: Sequence[Any], noise: float = 0.0) -> bool:
+    """Whether trees of tensors differ: `whole` from that of a second forward, or from those of two forwards of a half each."""
     if isinstance(whole, Mapping):
-        return any(differ(value, [part[key] for part in parts], noise) for key, value in whole.items())
-    if isinstance(whole, list | tuple):
+        return any(differ(value, [part.get(key) for part in parts], noise) for key, value in whole.items())
+    if isinstance(whole, list | tuple):  # with as many entries each, or with one for each sample
         same = all(len(part) == len(whole) for part in parts)
-        entries = zip(*parts, strict=True) if same else ((entry,) for part in parts for entry in part)
-        return any(differ(*pair, noise) for pair in zip(whole, entries, strict=True))
-    if not isinstance(whole, Tensor):
-        return False
+        entries = list(zip(*parts, strict=True)) if same else [(entry,) for part in parts for entry in part]
+        return len(entries) != len(whole) or any(differ(*pair, noise) for pair in zip(whole, entries, strict=True))
+    if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts):
+        return isinstance(whole, Tensor)
     a, b = whole.double(), joined(parts, whole).double()
     most = noise + TOLERANCE[whole.dtype == torch.float64] * largest(a)
     return a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=most, equal_nan=True)
-
-
-def differing(whole: Computed, *parts: Computed, as_stored: bool = True) -> list[int]:
-    """The places where a second forward, or two of a half each, pass something different from `whole`; its length for gradients.
-
-    Without `as_stored` halves hold their samples in another form than the whole, such as less padding: only losses and gradients count.
-
-    Raises:
-        ValueError: the forwards call different modules.
-    """
-    loss, last = whole.passed[-1], len(whole.passed) - 1
-    apart = [last] if differ(loss.tree, [part.passed[-1].tree for part in parts], loss.noise) else []
-    if as_stored:
-        sources = [passed.source for passed in whole.passed]
-        if any([each.source for each in part.passed] != sources for part in parts):
-            raise ValueError("its forward calls different modules for different samples")
-        trees = ([part.passed[place].tree for part in parts] for place in range(last))
-        apart = [p for p, tree in enumerate(trees) if differ(whole.passed[p].tree, tree, 0.0)] + apart
-    if largest(loss.tree[0]) > loss.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
-        apart.append(last + 1)
-    return apart
 
 
 def steps_differ(whole: list[Tensor], *parts: list[Tensor]) -> bool:
@@ -218,9 +214,7 @@ def named(source: nn.Module | Task) -> str:
         file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
         return kind.__name__
-    is_own = file.is_relative_to(Path.cwd()) and not file.is_relative_to(
-        sys.prefix
-    )  # an environment may be in the project
+    is_own = file.is_relative_to(Path.cwd()) and not file.is_relative_to(sys.prefix)  # of an environment in the project
     place = file.relative_to(Path.cwd()) if is_own else kind.__module__
     return f"{kind.__name__} ({place}:{line})"
 
@@ -234,10 +228,44 @@ class Division:
     nbytes: int = 0  # of what passed between modules
 
 
-def why_not(net: nn.Module, task: Task, whole: Batch, halves: Sequence[Batch], *, exact: bool = False) -> Division:
-    """Tries a division. `net` and `task` are copies; `halves` has the samples of `whole`, each read by itself.
+def why_differ(whole: Computed, *parts: Computed, as_stored: bool = True) -> str:
+    """What differs between a forward and a second one, or two of a half each; empty if nothing does.
 
-    `exact`: they are divided among logical ranks, whichever process computes them.
+    Without `as_stored` halves hold their samples in another form than the whole, such as less padding, and so does what modules pass.
+    """
+    (*passed, made), *others = ([each.tree for each in computed.passed] for computed in (whole, *parts))
+    if differ(made, [other[-1] for other in others], whole.noise):
+        kinds = [[type(each.source) for each in computed.passed] for computed in (whole, *parts)]
+        places = zip(passed, *others, strict=False) if as_stored and kinds.count(kinds[0]) == len(kinds) else ()
+        place = next((place for place, (tree, *rest) in enumerate(places) if differ(tree, rest)), -1)
+        return f"what {named(whole.passed[place].source)} computes for a sample"
+    if largest(made) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
+        return f"the gradient of a sample in {named(whole.passed[0].source)} or its loss"
+    return ""
+
+
+def all_computed(processes: Sequence[Process], batches: Sequence[Batch]) -> list[Computed]:
+    """By one process the whole of a batch, by two a half each."""
+    firsts = 0, 0, len(batches[1]["index"])
+    return [process(batch, first) for process, batch, first in zip(processes, batches, firsts, strict=True)]
+
+
+def not_repeated(both: nn.Module, whole: Batch) -> str:
+    """Why a second forward differs, which starts with the same random numbers and buffers; empty if it does not."""
+    process = Process(both)
+    first = process(whole)
+    with torch.no_grad():
+        for buffer, before in zip(process.both.buffers(), both.buffers(), strict=True):
+            buffer.copy_(before)
+    what = why_differ(first, process(whole))  # nobody seeds its generator, or sets its state back
+    return f"{what} depends on a generator of its own, or on a state kept from batch to batch" if what else ""
+
+
+def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exact: bool = False) -> Division:
+    """Tries steps and an evaluation. `net` and `task` are copies; each of `steps` has a batch, and its two halves, read by themselves.
+
+    Parameters change between the steps, so one that starts at zero hides nothing.
+    `exact`: samples are divided among logical ranks, whichever process computes them.
 
     Raises:
         Exception: of the user's classes, or because this cannot be tried.
@@ -246,74 +274,51 @@ def why_not(net: nn.Module, task: Task, whole: Batch, halves: Sequence[Batch], *
     for module in both.modules():
         if isinstance(module, NORMS):
             module.eval()  # statistics of a batch are not what is tried
-    if not exact:
-        dropout.by_row(both)
-    as_stored = holds_the_same(whole, halves)
-
-    def tried() -> tuple[Computed, list[Computed]]:
-        first = forward(net, task, whole)
-        return first, [forward(net, task, half, i * len(half["index"])) for i, half in enumerate(halves)]
-
-    def source(place: int) -> str:
-        return named(first.passed[min(place, len(first.passed) - 1)].source)
-
-    def drawing(computed: Computed) -> str:
-        return next((named(passed.source) for passed in computed.passed if passed.drew), "")
-
-    first, parts = tried()
-    if not exact and (name := drawing(first)):
-        return Division(f"each process draws its own random numbers in {name}. Use an nn.Dropout layer there{OR_EXACT}")
-    if again := differing(first, forward(net, task, whole)):  # nobody seeds its generator, or sets its state back
-        return Division(f"{source(again[0])} draws from a generator of its own, or keeps a state from batch to batch")
     if exact:
-        return Division()
-    if name := next((name for name in first.buffers if not same_buffer(name, first, *parts)), ""):
-        own = name.partition(".")[2]  # its name in the network or the task
+        return Division(not_repeated(both, steps[0][0]))
+    dropout.by_row(both)
+    as_stored = not any(differ(whole, halves) for whole, *halves in steps)
+
+    def tried() -> tuple[list[Process], list[Computed], str]:
+        """One process beside two, to the first step that differs."""
+        processes = [Process(both) for _ in range(3)]
+        for batches in steps:
+            computed = all_computed(processes, batches)
+            if what := why_differ(*computed, as_stored=as_stored):
+                break
+            with torch.no_grad():
+                for parameter in filter(lambda parameter: parameter.requires_grad, both.parameters()):
+                    parameter.add_(MOVED * torch.randn_like(parameter))
+        return processes, computed, what
+
+    processes, (first, *parts), what = tried()
+    if name := first.drawing:
+        return Division(f"each process draws its own random numbers in {name}. Use an nn.Dropout layer there{OR_EXACT}")
+    written = [n for n, x in first.buffers.items() if any(differ(x, [part.buffers.get(n)]) for part in parts)]
+    if written:
+        own = written[0].partition(".")[2]  # its name in the network or the task
         return Division(f"the buffer {own} is written from the samples of each process. Set exact.logical_ranks=8")
-    # with `between_samples`, the loss is of the whole global batch, here and in an evaluation
-    compared = len(first.passed) - 1 if task.between_samples else math.inf
-
-    def apart(whole: Computed, parts: list[Computed]) -> list[int]:
-        return [place for place in differing(whole, *parts, as_stored=as_stored) if place < compared]
-
-    depends = "what {} computes for a sample depends on the other samples of its process"
-    depends += "" if as_stored else ", such as their padding"
-    if divided := apart(first, parts):
+    depends = f"{{}} depends on the other samples of its process{'' if as_stored else ', such as their padding'}"
+    if what:
+        if again := not_repeated(both, steps[0][0]):
+            return Division(again)
         for module in both.modules():
             if isinstance(module, dropout.ByRow):
                 module.eval()
-        if coupled := apart(*tried()):  # without masks
-            return Division(f"{depends.format(source(coupled[0]))}. Set exact.logical_ranks=8")
+        if coupled := tried()[2]:  # without masks
+            return Division(f"{depends.format(coupled)}. Set exact.logical_ranks=8")
         return Division(
-            f"the dropout masks in or before {source(divided[0])} do not follow the samples. Keep the samples in the first dimension, in "
-            f"the order of the batch{OR_EXACT}"
+            f"{what} depends on dropout masks that do not follow the samples. Keep the samples in the first dimension, in the order of the "
+            f"batch{OR_EXACT}"
         )
-    both.eval()
-    evaluated, parts = tried()
-    if name := drawing(evaluated):
-        return Division("", f"{name} draws random numbers in it", nbytes_of(first))
-    coupled = apart(evaluated, parts)
-    return Division("", depends.format(source(coupled[0])) if coupled else "", nbytes_of(first))
-
-
-def holds_the_same(whole: Batch, halves: Sequence[Batch]) -> bool:
-    """Whether halves of a batch that were read by themselves hold what the whole holds: no other padding, no other numbers of nodes."""
-    stored, *others = ({name: value for name, value in batch.items() if name != "count"} for batch in (whole, *halves))
-    try:
-        return not differ(stored, others, 0.0)
-    except ValueError:
-        return False
-
-
-def same_buffer(name: str, *computed: Computed) -> bool:
-    """Whether all forwards wrote the same into it, such as how often they were called."""
-    return all(name in each.buffers and torch.equal(each.buffers[name], computed[0].buffers[name]) for each in computed)
-
-
-def nbytes_of(computed: Computed) -> int:
-    sizes = list[int]()
-    apply_to_collection([passed.tree for passed in computed.passed], Tensor, lambda tensor: sizes.append(tensor.nbytes))
-    return sum(sizes)
+    for process in processes:
+        process.both.eval()
+    nbytes = sum(tensor.nbytes for tensor in tensors([passed.tree for passed in first.passed]))
+    evaluated, *parts = all_computed(processes, steps[-1])
+    if name := evaluated.drawing:
+        return Division("", f"{name} draws random numbers in it", nbytes)
+    coupled = why_differ(evaluated, *parts, as_stored=as_stored)
+    return Division("", coupled and depends.format(coupled), nbytes)
 
 
 def in_double(tree: Any) -> Any:
