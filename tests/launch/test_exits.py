@@ -36,7 +36,7 @@ def row(folder: Path) -> None:
     logger = MetricsCsv(folder)
     logger.log.columns = ["step", "loss"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "open_plain", lambda *given, **options: Path("/dev/full").open("a"))
+        patch.setattr(files, "open_plain", Mock(side_effect=lambda *_, **__: Path("/dev/full").open("a")))
         logger.log_metrics({"loss": 1.0}, 1)
 
 
