@@ -114,8 +114,11 @@ def one_by_one(self: TreeReduction, tensors: list) -> None:
         torch._foreach_add_(self.sums[0], tensors)
 
 
-def other_numbers(seed: int, step: int, rank: int, original=step_seed.step_seed) -> int:
-    return original(seed + ((step, rank) == (4, 2)), step, rank)
+SEED = step_seed.step_seed
+
+
+def other_numbers(seed: int, *place: object) -> int:
+    return SEED(seed + (place == (4, 2)), *place)
 
 
 @pytest.mark.parametrize(("place", "fault", "told", "rounding"), [

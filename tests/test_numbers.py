@@ -84,7 +84,6 @@ def test_in_bf16_throughout_the_first_lines_say_what_a_prediction_is_worth():
 
 
 @pytest.mark.parametrize(("odd", "more", "told"), [
-    ("[target,7,nan]", [], "target of sample 7 is nan. Correct it"),
     ("[input,9,-inf]", ["trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=4"], "input of sample 9 is -inf. Correct it"),
     ("[target,11,nan]", ["task=lightning_module", "task._target_=houses.Module", "model=none", "optim=none", "schedule=none"],
      "target of sample 11 is nan. Correct it"),

@@ -46,6 +46,7 @@ def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
 
 
 MOST_VALUES, DEEPEST = 1_000_000, 50  # of a config
+BUSY_S = 0.2  # an evaluation writes beside a run that trains
 CONFIG_BYTES, LOG_BYTES = 2**23, 2**26
 
 
@@ -273,6 +274,7 @@ class RunFolder:
                     "again with resume=auto. Or set another run=<name>."
                 ) from None
         files.remove_parts(self.checkpoints, age_s=0)  # of a run that was killed while it saved
+        files.remove_parts(self.path, age_s=BUSY_S)
         try:
             yield
         finally:

@@ -238,7 +238,12 @@ def test_what_is_unknown_is_told_with_what_is_near(runs, call):
 def checkpoint(folder: Path) -> None:
     position = {"optimizer_states": [], "lr_schedulers": [], "callbacks": {"a": 0}, "epoch": 0}
     position |= {"accumulate_grad_batches": 1, "loops": {"fit_loop": dict.fromkeys(LOOP, 0)}}
-    content = {"global_step": 3, "state_dict": {}, "config": {group: {} for group in GROUPS}}
+    content = {
+        "global_step": 3,
+        "state_dict": {},
+        "config": {group: {} for group in GROUPS},
+        "pytorch-lightning_version": "2.6.6",
+    }
     weights.write(content | position, folder / "checkpoints" / "last.ckpt")
 
 

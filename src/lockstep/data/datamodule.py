@@ -30,6 +30,11 @@ NAMES = ("classes", "labels", "targets", "inputs", "vocabulary")  # lists in `ab
 MATCHED = NAMES[:3]  # those of targets, which can be renumbered
 
 
+def named(about: Mapping[str, Any], key: str) -> list[Any]:
+    value = about.get(key)
+    return [] if value is None else list(value)
+
+
 def places_in(known: Sequence[Any], names: Sequence[Any], key: str, part: str, who: str) -> Tensor | None:
     """The places in `known` of `names`; None for equal lists. Raises UserError that shows both: they cannot be matched."""
     own, there = [*map(str, names)], {str(name): place for place, name in enumerate(known)}
@@ -150,7 +155,7 @@ class DataModule(pl.LightningDataModule):
         """
         about, warnings = self.dataset.about, []
         self.numbering = {}
-        for key in (key for key in NAMES if known.get(key) and about.get(key)):
+        for key in (key for key in NAMES if named(known, key) and named(about, key)):
             own = {part: self.dataset.part_names.get(part, {}).get(key, about[key]) for part in PARTS}
             for part, names in own.items():
                 if (places := places_in(known[key], names, key, part, who)) is not None:
@@ -353,7 +358,7 @@ def absent(value: Any, count: int) -> Any:
 
 def class_counts(dataset: DataSet, split: Split, about: Mapping[str, Any], numbering: Any) -> dict[str, list[int]]:
     """How many training samples each class has, if the data has classes and holds those of its samples as one array."""
-    own, classes = dataset.about.get("classes"), about.get("classes")
+    own, classes = named(dataset.about, "classes"), named(about, "classes")
     if not own or not classes or (class_N := classes_of(dataset.train)) is None:
         return {}
     train_N = class_N[split.indices(np.arange(split.count))]
