@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
 from itertools import islice, pairwise
 from pathlib import Path
@@ -260,6 +260,15 @@ def variants(override: str) -> list[str]:
     if not found:  # of a glob
         raise HydraException(f"it matches no option; use one of {', '.join(options(key_of(override))) or 'none'}")
     return found
+
+
+def jobs(overrides: Sequence[str]) -> int:
+    """How many runs they stand for; those that cannot be read count as one."""
+    count = 1
+    for override in overrides:
+        with suppress(*CONFIG_ERRORS):
+            count *= len(variants(override))
+    return count
 
 
 def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:

@@ -1,7 +1,6 @@
 """The command line `python train.py key=value ...`, its processes, and the same from Python, with exceptions instead of exit codes."""
 
 import atexit
-import math
 import os
 import sys
 import traceback
@@ -97,12 +96,10 @@ def command(job: Job, argv: list[str]) -> None:
     if multirun:  # check now: Hydra writes multirun.yaml before it finds a mistake
         if not job.trains:
             raise UserError(f"{job.name}.py takes one run at a time. Remove -m.")
-        raise_problems(compose.tried_alone(job.name, overrides, always)[0])
-        jobs = math.prod(len(compose.variants(override)) for override in overrides)
-        if jobs > compose.MOST_JOBS and "hydra/sweeper" not in map(
-            compose.key_of, overrides
-        ):  # a study draws its trials
+        # a study draws its trials
+        if "hydra/sweeper" not in map(compose.key_of, overrides) and compose.jobs(overrides) > compose.MOST_JOBS:
             raise UserError(f"-m: this sweep has more than {compose.MOST_JOBS:,} jobs. Sweep over fewer values.")
+        raise_problems(compose.tried_alone(job.name, overrides, always)[0])
         names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
         first = compose.compose_config(job.name, [*always, *names])
         raise_problems(wrong_values(first, FIRST))
