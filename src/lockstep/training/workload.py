@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
@@ -148,7 +149,10 @@ class TaskWorkload(Workload):
             return DIFFERS.format(
                 "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.logical_ranks=8"
             )
-        return self.trial.replace(ROUNDING, ROUNDING + IN_HALF.format(precision)) if "16" in precision else self.trial
+        if "16" not in precision:
+            return self.trial
+        error = torch.finfo(torch.bfloat16 if "bf16" in precision else torch.float16).eps / 2
+        return self.trial.replace(ROUNDING, ROUNDING + IN_HALF.format(error=error, precision=precision))
 
     def promises(self, world: int, precision: str) -> list[str]:
         rounded = (
