@@ -102,7 +102,7 @@ def test_a_loss_that_is_no_number_names_the_value_that_is_none(odd, more, told):
 def test_a_column_of_locksteps_own_is_refused_before_training(more):
     with pytest.raises(
         UserError,
-        match=r"task=.*: the predictions have a column error, .* Reserved are index, path, row, target, error and target/",
+        match=r"task=.*: the predictions have a column error, .* Reserved are index, path, row, error and target/",
     ):
         lockstep.train([*REGRESSION, "run=a", *more])
     assert not Path("runs/a").exists()

@@ -66,7 +66,8 @@ def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool
 
 # --- What the processes of a prediction leave for rank 0: each a file of lines, joined in input order as streams ---
 
-*FIRST, ERROR = RESERVED  # columns before the task's, and that of why a file could not be read
+*_, ERROR = RESERVED  # the column of why a file could not be read
+FIRST = (*RESERVED[:-1], "target")  # columns before the task's
 SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
 KEPT = 200  # samples of a gallery
 

@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 from lockstep.tasks.panel import Panel
 
 Plain = str | int | float
-RESERVED = ("index", "path", "row", "target", "error")  # columns of a table of predictions that say what a row is about
+RESERVED = ("index", "path", "row", "error")  # columns of a table of predictions that say what a row is about
 AT_ONCE = 2**22  # numbers that are judged together
 
 
