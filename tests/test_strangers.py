@@ -106,6 +106,15 @@ def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
     assert not Path("harmed").exists()
 
 
+@pytest.mark.parametrize("way", ["module", "pickle"])
+def test_what_a_checkpoint_gives_to_its_network_is_no_node(way, evil, monkeypatch):
+    content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    torch.save({**content, "network": {**content["network"], "in_channels": evil[way]}}, "moved.ckpt")
+    with pytest.raises((UserError, TypeError)):
+        lockstep.load_model("moved.ckpt")
+    assert not Path("harmed").exists()
+
+
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 

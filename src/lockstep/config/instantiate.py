@@ -47,10 +47,11 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
         raise UserError(f"{key} holds an interpolation in an escaped form: {shown(plain)}. Write its value.")
     named = parameters(plain["_target_"])
     kept = {k: v for k, v in plain.items() if k not in ENGINE.get(key, ()) or (named is not None and k in named)}
+    allowed = [f"{prefix}*" for prefix in targets.trusted()]
     try:
-        return instantiate(
-            kept, **given, _execution_whitelist_=[f"{prefix}*" for prefix in targets.trusted()], _convert_="all"
-        )
+        made = instantiate({**kept, "_partial_": True}, _execution_whitelist_=allowed, _convert_="all")
+        # past Hydra, which would create objects of nodes in them: those of the network are from a checkpoint, which may be a stranger's
+        return partial(made, **given) if plain.get("_partial_") else made(**given)
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
     except ValueError as e:
