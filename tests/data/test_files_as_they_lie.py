@@ -133,7 +133,7 @@ ROWS = [f"im/{number}.png,{('cat', 'dog')[number % 2]}" for number in range(20)]
 NUMBERS = [f"im/{number}.png,{number / 4}" for number in range(20)]
 LINES = "\n".join
 # The content, the kind of target; and the sizes of the parts, or the message.
-LISTS: dict[str, tuple[str | bytes, str, list[int] | str]] = {
+LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str]] = {
     # cells
     "a decimal comma": (LINES(["path,target", *NUMBERS, "im/1.png,1,5"]), "number", "line 22: .*write 1.5 with a point"),
     "too few cells": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog"]), "class", "line 3: it has .* cells"),
@@ -160,6 +160,8 @@ LISTS: dict[str, tuple[str | bytes, str, list[int] | str]] = {
     # rows with the same path
     "the same path twice": (LINES(["path,target", *ROWS, *ROWS]), "class", [32, 4, 4]),
     "two labels of a path": (LINES(["path,target", *ROWS, "./im//1.png,cat"]), "class", "line 22: im/1.png is also in line 3, with a different"),
+    "two labels of a link": (LINES(["path,target", *ROWS, "link/1.png,cat"]), "class", "line 22: link/1.png is also in line 3, with a different"),
+    "a path and the same from the root": (lambda at: LINES(["path,target", *ROWS, *(f"{at}/{row}" for row in ROWS), *(f"link/{row[3:]}" for row in ROWS)]), "class", [48, 6, 6]),
     "two parts of a path": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,train", "im/1.png,cat,test"]), "class", "line 4: im/1.png is also in line 2"),
     "Training and Testing": (LINES(["path,target,split", *(f"{row},{'Training' if n < 16 else 'TESTING'}" for n, row in enumerate(ROWS))]), "class", [14, 2, 4]),
     # names
@@ -172,6 +174,8 @@ LISTS: dict[str, tuple[str | bytes, str, list[int] | str]] = {
 def test_a_csv_as_it_is_written(tmp_path, name):
     content, kind, expected = LISTS[name]
     tiny(*(tmp_path / "photos/im" / f"{name}.png" for name in (*range(20), CAFE["NFD"])))
+    linked(tmp_path / "photos/link", "im")
+    content = content(tmp_path / "photos") if callable(content) else content
     (tmp_path / "photos/labels.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
@@ -179,8 +183,8 @@ def test_a_csv_as_it_is_written(tmp_path, name):
         return
     data = opened(tmp_path / "photos", csv="labels.csv", target=kind)
     assert sizes(data) == expected
-    by_part = [{*data.paths(part)} for part in ("train", "val", "test")]
-    assert sum(map(len, by_part)) == len({*data.listing.paths})  # no path is in two parts
+    by_part = [{os.path.realpath(data.listing.base / path) for path in data.paths(part)} for part in ("train", "val", "test")]
+    assert sum(map(len, by_part)) == len(set.union(*by_part))  # no file is in two parts
 
 
 def test_a_list_of_files_to_predict_is_read_in_the_same_way(tmp_path):
@@ -310,6 +314,24 @@ def test_a_folder_of_images_does_not_become_a_published_data_set(tmp_path, monke
     with pytest.raises(
         UserError, match=rf"data.root={root} has cat, dog; it should contain .*data=folder data.root={root}"
     ):
+        data.prepare()
+
+
+@pytest.mark.parametrize(("kind", "left", "told"), [
+    (Mnist, "MNIST/raw/train-images-idx3-ubyte.gz", None), (Cifar10, "cifar-10-python.tar.gz", "no network"),
+    (Cifar10, "cifar-10-batches-py/data_batch_1", "no network"), (Mnist, "", "data.root=mine is a file; it should contain"),
+])  # fmt: skip
+def test_an_unfinished_download_goes_on(tmp_path, monkeypatch, kind, left, told):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kind, "fetch", lambda _: (_ for _ in ()).throw(ConnectionError("no network")))
+    Path("mine", left).parent.mkdir(parents=True, exist_ok=True)
+    Path("mine", left).write_bytes(b"cut off")
+    data = kind(root="mine", image_size=28, cache_dir="cache")
+    if told is None:
+        data.prepare()
+        assert data.source == "embedded"  # after it was tried to go on
+        return
+    with pytest.raises(UserError, match=told):
         data.prepare()
 
 
