@@ -118,7 +118,10 @@ class Published(Images):
             with reading(root):
                 if files := self.find(root):
                     return "disk", files
-                own = (self.folders[0].partition("/")[0], self.archive)  # an unfinished download, perhaps of another process
+                own = (
+                    self.folders[0].partition("/")[0],
+                    self.archive,
+                )  # an unfinished download, perhaps of another process
                 there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
                 typed = root != DEFAULT_ROOT or any(path.suffix.lower() in ENDINGS for path in root.glob("*/*"))
                 state = f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"

@@ -5,9 +5,10 @@ import importlib.util
 import inspect
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lockstep.data.folder import part_names
 from lockstep.data.images import Images, decoded_all, reading
 from lockstep.data.pixels import reason
 from lockstep.data.sampler import PARTS, divided
-from lockstep.errors import UserError, did_you_mean
+from lockstep.errors import UserError, did_you_mean, raise_problems
 
 IMAGE_SIZE = 224
 
@@ -104,20 +105,40 @@ class Wrapped(Images):
 
 
 def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
-    """A Dataset's class names, or class numbers; empty if it has neither."""
-    if (names := getattr(dataset, "classes", None)) is not None:
-        return [str(name[0] if isinstance(name, tuple) else name) for name in names]
+    """A Dataset's class names, or class numbers; empty if it has neither. Raises UserError: it consists of Datasets with different names."""
+    if names := declared(getattr(dataset, "classes", None)):
+        return names
     if numbers and (class_N := classes_of(dataset)) is not None and len(class_N):
         return numbers_as_names(np.unique(class_N), len(class_N))
-    return class_names(dataset.dataset, numbers=numbers) if hasattr(dataset, "dataset") else []  # of a Subset
+    # of a Subset, a ConcatDataset
+    inner = [dataset.dataset] if hasattr(dataset, "dataset") else getattr(dataset, "datasets", None) or []
+    known = {tuple(names) for each in inner if (names := class_names(each, numbers=False))}
+    if len(known) > 1:
+        lists = " and ".join(listed(names) for names in sorted(known))
+        raise UserError(
+            f"a {type(dataset).__name__} joins Datasets with the classes {lists}: a number would stand for two of them. Number them in one order."
+        )
+    return [*known.pop()] if known else max((class_names(each, numbers=numbers) for each in inner), key=len, default=[])
+
+
+def declared(classes: Any) -> list[str]:
+    """The names that `classes` of a Dataset gives to 0, 1, ...: a list, or a dict of names or numbers. Empty if it is something else."""
+    if isinstance(classes, Mapping):
+        name_of = dict((value, key) if isinstance(value, Integral) else (key, value) for key, value in classes.items())
+        numbers = range(len(classes))
+        classes = [name_of[number] for number in numbers] if name_of.keys() == {*numbers} else ()
+    names = classes.tolist() if getattr(classes, "ndim", 0) else classes
+    if not isinstance(names, Collection) or isinstance(names, str | set):
+        return []
+    if all(isinstance(name, Integral) for name in names) and [*names] != [*range(len(names))]:
+        return []  # those that occur, not names of 0, 1, ...
+    return [str(name[0] if isinstance(name, tuple) else name) for name in names]
 
 
 def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
-    """0 to the largest of the class numbers that occur. Raises UserError: these are something else, such as the keys of a table."""
-    count, given = int(max(numbers)) + 1, listed(sorted(numbers))
-    if count > max(samples, 2 * len(numbers)):
-        raise UserError(f"{given} make {count:,} classes of {samples:,} samples. Number classes from 0, or use texts.")
-    return [*map(str, range(count))]
+    """0 to the largest of the class numbers that occur; empty if these are something else, such as prices or the keys of a table."""
+    count = int(max(numbers)) + 1 if len(numbers) else 0
+    return [*map(str, range(count))] if count <= max(samples, 2 * len(numbers)) else []
 
 
 # --- Any map-style torch Dataset ---
@@ -327,6 +348,11 @@ class HuggingFace(Wrapped):
             if column not in there:
                 meant = f"{did_you_mean(column, there)}; {where} has {', '.join(there)}"
                 raise UserError(f"data.{key}={column}: there is no such column{meant}.")
+        raise_problems(
+            f"{where}: {self.columns['input']} has no value in row {row} of the {part} part. Remove such rows."
+            for part, table in tables.items()
+            for row in np.flatnonzero(table.data.column(self.columns["input"]).is_null())[:1]
+        )
         return tables
 
     @cached_property
@@ -337,9 +363,10 @@ class HuggingFace(Wrapped):
         if hasattr(feature, "names"):
             return {"classes": list(feature.names)}
         if kind.startswith(("int", "uint", "string")):
-            values = sorted(value for value in train.unique(column) if value is not None)
-            return {"classes": values if kind == "string" else numbers_as_names(values, len(train))}
-        return {"targets": [column]} if kind.startswith("float") else {}
+            values = sorted(value for value in train.unique(column) if value not in (None, ""))
+            if names := values if kind == "string" else numbers_as_names(values, len(train)):
+                return {"classes": names}
+        return {"targets": [column]} if kind.startswith(("float", "int", "uint")) else {}
 
     def targets(self, part: str) -> NDArray[Any] | None:
         """Class numbers, or a column of numbers; None for others. Raises UserError: no class, such as a null, or a -1 for no answer."""

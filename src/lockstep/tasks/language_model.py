@@ -3,6 +3,7 @@
 # B batch · T token of a sequence · V token of the vocabulary
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +33,10 @@ class LanguageModel(Task):
     def __init__(self, *, ignore_index: int = -100) -> None:
         super().__init__()
         self.ignore_index = ignore_index
-        self.expects = Targets("a token number for each place", dims=1, ignored=ignore_index)
+
+    @cached_property
+    def expects(self) -> Targets:  # type: ignore[override]
+        return Targets("a token number for each place", dims=1, ignored=self.ignore_index)
 
     def network_arguments(self) -> dict[str, Any]:
         return {"vocabulary_size": len(self.value_names), "sequence_length": self.about["sequence_length"]}

@@ -3,6 +3,7 @@
 # B batch · K class · H W pixel
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +33,10 @@ class Segmentation(Task):
     def __init__(self, *, ignore_index: int = 255, dice: float = 0.0) -> None:
         super().__init__()
         self.ignore_index, self.dice = ignore_index, dice
-        self.expects = Targets("a class number for each pixel", dims=2, ignored=ignore_index)
+
+    @cached_property
+    def expects(self) -> Targets:  # type: ignore[override]
+        return Targets("a class number for each pixel", dims=2, ignored=self.ignore_index)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BHW = batch["target"].long()
