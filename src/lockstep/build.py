@@ -29,7 +29,7 @@ from lockstep.config.project import of_users_code
 from lockstep.config.settings import Settings
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
-from lockstep.data.datamodule import MATCHED, NAMES, DataModule
+from lockstep.data.datamodule import MATCHED, NAMES, DataModule, named
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
@@ -152,8 +152,8 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
     match_names(settings, data, weights, [key for key in NAMES if key in goal.needs or key not in MATCHED])
-    if goal.expects:
-        data.judge_targets(goal.names, goal.expects.wrong)
+    if goal.expects and named(data.about, goal.names):
+        data.judge_targets(goal.names, goal.expects.wrong, goal.expects.whole)
     goal.bind(data.about)
     if goal.between_samples:
         raise_problems(whole_batch_problems(settings))

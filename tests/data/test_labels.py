@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 from in_process import SMALL, state
+from omegaconf import OmegaConf
 from pictures import write_pictures
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 import lockstep
+from lockstep import build
 from lockstep.data import Arrays, DataSet
 from lockstep.data.datamodule import DataModule
+from lockstep.data.datamodule import named as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
+from lockstep.training.workload import columns_of_module
 
 NUMBERS = np.arange(24) % 3
 CLASSES = {"classes": ["cat", "dog", "wolf"]}
@@ -111,8 +115,8 @@ def ready(data: DataSet, task: Any, known: Any = None) -> DataModule:
     data.prepare()
     module = DataModule(data, batch_size=2, eval_batch_size=4)
     module.warnings = module.match_names(known, "runs/a") if known else []
-    if task.expects:
-        module.judge_targets(task.names, task.expects.wrong)
+    if task.expects and names_in(module.about, task.names):
+        module.judge_targets(task.names, task.expects.wrong, task.expects.whole)
     task.bind({"sequence_length": 4, **module.about})
     return module
 
@@ -182,7 +186,7 @@ INTS = datasets.Value("int64")
     (lambda _: items(Items([5, 70] * 5, [5, 70] * 5)), one, "needs classes in .* The classes of a torch Dataset are data.classes"),
     (lambda _: items(Items([0, 1] * 5, classes=7)), one, "The classes of a torch Dataset are data.classes"),
     (lambda _: items(Items([0, 1] * 5, classes={"a": 1, "b": 2})), one, "The classes of a torch Dataset are data.classes"),
-    (lambda _: items(joined("ab", "ba")), one, "a ConcatDataset joins Datasets with the classes a, b and b, a: a number would"),
+    (lambda _: items(joined("ab", "ba")), one, "ConcatDataset joins Datasets with the classes a, b and b, a: numbers would"),
     (lambda _: items(Items([0, 1] * 2, classes=["a", "b"]), Items([0, 1], classes=["c", "b"])), one, "c cannot be matched. .* data.classes renames"),
 ])  # fmt: skip
 def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, make, task, told):
@@ -278,7 +282,7 @@ def test_samples_that_cannot_be_compared_are_taken_as_they_come(dtype):
 def test_targets_in_memory_are_judged_once():
     judged = []
     module = DataModule(arrays(), batch_size=2, eval_batch_size=4)
-    module.judge_targets("classes", lambda target_N, names: judged.append(names))
+    module.judge_targets("classes", lambda _, names: judged.append(names))
     module.raw("test", np.arange(4))
     assert judged == [3, 3]  # train and test
 
@@ -293,6 +297,32 @@ def test_only_the_names_that_a_task_reads_are_matched():
     with pytest.raises(UserError, match="cat, dog cannot be matched"):
         module.match_names({"classes": ["car", "ship"]}, "runs/a")
     assert module.raw("test", np.arange(2))["target"].tolist() == [1, 0]  # as before
+
+
+@pytest.mark.parametrize(
+    ("needs", "told"), [((), None), (("classes",), UserError), (None, "cat, dog, wolf cannot be matched")]
+)
+def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkeypatch, capsys):
+    """None: a LightningModule, of which nobody knows what it reads."""
+    module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
+    settings: Any = SimpleNamespace(own_loaders=False, custom_module=needs is None, cfg=OmegaConf.create(
+        {"resume": None, "task": {}, "checkpoint": {"monitor": None}}), title=str)  # fmt: skip
+    monkeypatch.setattr(build, "outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
+    task = SimpleNamespace(needs=needs, names="classes", expects=None, bind=lambda _: made.append(1) or 1 / 0)
+    monkeypatch.setattr(build, "create", lambda *_: task)
+    monkeypatch.setattr(build, "create_custom_module", lambda _: made.append(1) or 1 / 0)
+    with pytest.raises(told if told is UserError else ZeroDivisionError):
+        build.workload(settings, module, "weights.ckpt")
+    assert bool(made) == (told is not UserError)
+    assert (told if isinstance(told, str) else "") in " ".join(capsys.readouterr().out.split())
+    assert module.about["classes"] == CLASSES["classes"]
+
+
+def test_a_module_may_predict_a_target_beside_its_prediction():
+    assert list(columns_of_module({"prediction": [1], "target": [2]})) == ["prediction", "target"]
+    for name in ("index", "path", "row", "error"):
+        with pytest.raises(UserError, match=f"column {name}, which"):
+            columns_of_module({name: [1]})
 
 
 def test_labels_that_are_known_when_they_are_read_name_part_and_index(tmp_path):

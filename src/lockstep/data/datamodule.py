@@ -29,7 +29,8 @@ Judge = Callable[[Any, int], tuple[int, str] | None]
 
 NAMES = ("classes", "labels", "targets", "inputs", "vocabulary")  # lists in `about` whose order gives numbers a meaning
 MATCHED = NAMES[:3]  # those of targets, which can be renumbered
-TRAIN = "the train part"
+TRAIN, RENAME = "the train part", "For a torch Dataset, data.classes renames the classes of the train part."
+NEW_HEAD = "For new classes, export a timm network, then set model.checkpoint_path=<export>/model.safetensors model.pretrained=true."
 WIDE = (torch.uint16, torch.uint32, torch.uint64)  # which torch hardly computes with
 
 
@@ -48,11 +49,8 @@ def places_in(known: Sequence[Any], names: Sequence[Any], key: str, part: str, w
     strange, unique = [name for name in own if name not in there], len({*own}) == len(own) and len(there) == len(known)
     if strange or not unique or key not in MATCHED or (key == "targets" and len(own) < len(there)):
         why = f"{listed(strange)} cannot be matched" if strange else "they must be the same, in this order"
-        advice = "For new classes, export a timm network, then set model.checkpoint_path=<export>/model.safetensors model.pretrained=true."
-        if who == TRAIN:
-            advice = "For a torch Dataset, data.classes renames the classes of the train part."
         raise UserError(
-            f"the {part} part of this data has the {key} {listed(own)}, and {who} has {listed(known)}: {why}. Rename or remove them, or choose other data. {advice}"
+            f"the {part} part of this data has the {key} {listed(own)}, and {who} has {listed(known)}: {why}. Rename or remove them, or choose other data. {RENAME if who == TRAIN else NEW_HEAD}"
         )
     return torch.tensor([there[name] for name in own])
 
@@ -71,22 +69,10 @@ class DataModule(pl.LightningDataModule):
     trainer: pl.Trainer  # set before a hook or a dataloader is asked for
 
     def __init__(
-        self,
-        dataset: DataSet,
-        *,
-        batch_size: int,
-        eval_batch_size: int,
-        balance: bool = False,
-        repeats: int = 1,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool | None = None,
-        on_device: bool | str = "auto",
-        seed: int = 0,
-        augment: Augment | None = None,
-        shards: int | None = None,
-        **parts: Any,  # arguments of `splits`
-    ) -> None:
+        self, dataset: DataSet, *, batch_size: int, eval_batch_size: int, balance: bool = False, repeats: int = 1, num_workers: int = 0,
+        prefetch_factor: int | None = None, persistent_workers: bool | None = None, on_device: bool | str = "auto", seed: int = 0,
+        augment: Augment | None = None, shards: int | None = None, **parts: Any,  # arguments of `splits`
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dataset, self.unit = dataset, dataset.unit
         self.batch_size, self.eval_batch_size, self.seed = batch_size, eval_batch_size, seed
@@ -103,11 +89,10 @@ class DataModule(pl.LightningDataModule):
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
         self.about = dict(dataset.about)
         self.judge: Judge | None = None  # of targets that stand for the names in `about[judged]`
-        self.judged = ""
+        self.judged, self.whole = "", False
         self.settled: set[str] = set()  # parts whose targets were all judged
-        self.numbering: dict[
-            str, tuple[Tensor, str]
-        ] = {}  # of parts whose targets are not numbered as in `about`: places, key
+        # of parts whose targets are not numbered as in `about`: places, key
+        self.numbering: dict[str, tuple[Tensor, str]] = {}
         self.match_names(dataset.about, TRAIN)
         if balance:
             self.train_split = balanced(self.train_split, dataset.train, dataset.unit)
@@ -177,15 +162,14 @@ class DataModule(pl.LightningDataModule):
         self.about |= class_counts(self.dataset, self.train_split, self.about, self.numbering.get("train"))
         return warnings
 
-    def judge_targets(self, key: str, judge: Judge) -> None:
+    def judge_targets(self, key: str, judge: Judge, whole: bool = False) -> None:
         """Judges the targets that parts hold as an array now, and others when they are read; they stand for the names in `about[key]`.
+        `whole`: those of other types become whole numbers.
 
         Raises:
             UserError: targets are wrong. It names the first one of each part.
         """
-        if not named(self.about, key):
-            return
-        self.judged, self.judge, self.settled, problems = key, judge, set(), list[str]()
+        self.judged, self.judge, self.whole, self.settled, problems = key, judge, whole, set(), list[str]()
         for part in PARTS:
             held = targets_of(samples := getattr(self.dataset, part))
             try:
@@ -206,11 +190,11 @@ class DataModule(pl.LightningDataModule):
         target, (places, of_key) = batch.get("target"), self.numbering.get(part, (None, ""))
         if self.judge and isinstance(target, Tensor) and target.layout == torch.strided:
             if part not in self.settled:
-                numbers = target.detach().cpu()
-                numbers = numbers.double() if numbers.is_floating_point() else numbers  # numpy lacks bfloat16
+                # numpy lacks bfloat16
+                numbers = target.detach().cpu().to(torch.float64 if target.is_floating_point() else target.dtype)
                 if wrong := self.first_wrong(part, numbers.numpy()):
                     raise UserError(f"the target of sample {batch['index'][wrong[0]]} of the {part} part is {wrong[1]}")
-            if self.judged in ("classes", "vocabulary") and (target.is_floating_point() or target.dtype in WIDE):
+            if self.whole and (target.is_floating_point() or target.dtype in WIDE):
                 batch = {**batch, "target": (target := target.long())}
         if places is None or target is None:
             return batch

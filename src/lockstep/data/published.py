@@ -118,10 +118,8 @@ class Published(Images):
             with reading(root):
                 if files := self.find(root):
                     return "disk", files
-                own = (
-                    self.folders[0].partition("/")[0],
-                    self.archive,
-                )  # an unfinished download, perhaps of another process
+                # an unfinished download, perhaps of another process
+                own = (self.folders[0].partition("/")[0], self.archive)
                 there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
                 typed = root != DEFAULT_ROOT or any(path.suffix.lower() in ENDINGS for path in root.glob("*/*"))
                 state = f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"

@@ -51,8 +51,7 @@ class Wrapped(Images):
     @cached_property
     def names(self) -> dict[str, list[str]]:
         """What describes the targets: `classes`, `targets`, ..."""
-        names = class_names(self.held["train"])
-        return {"classes": names} if names else {}
+        return {"classes": names} if (names := class_names(self.held["train"])) else {}
 
     @cached_property
     def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
@@ -105,33 +104,29 @@ class Wrapped(Images):
 
 
 def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
-    """A Dataset's class names, or class numbers; empty if it has neither. Raises UserError: it consists of Datasets with different names."""
-    if names := declared(getattr(dataset, "classes", None)):
+    """Class names of a Dataset, a Subset or a ConcatDataset, or class numbers; empty if it has neither. Raises UserError: joined ones differ."""
+    if names := declared_names(getattr(dataset, "classes", None)):
         return names
     if numbers and (class_N := classes_of(dataset)) is not None and len(class_N):
         return numbers_as_names(np.unique(class_N), len(class_N))
-    # of a Subset, a ConcatDataset
     inner = [dataset.dataset] if hasattr(dataset, "dataset") else getattr(dataset, "datasets", None) or []
-    known = {tuple(names) for each in inner if (names := class_names(each, numbers=False))}
+    known = sorted({tuple(names) for each in inner if (names := class_names(each, numbers=False))})
     if len(known) > 1:
-        lists = " and ".join(listed(names) for names in sorted(known))
         raise UserError(
-            f"a {type(dataset).__name__} joins Datasets with the classes {lists}: a number would stand for two of them. Number them in one order."
+            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(listed, known))}: numbers would stand for several. Give them one order."
         )
-    return [*known.pop()] if known else max((class_names(each, numbers=numbers) for each in inner), key=len, default=[])
+    return [*known[0]] if known else max((class_names(each, numbers=numbers) for each in inner), key=len, default=[])
 
 
-def declared(classes: Any) -> list[str]:
-    """The names that `classes` of a Dataset gives to 0, 1, ...: a list, or a dict of names or numbers. Empty if it is something else."""
+def declared_names(classes: Any) -> list[str]:
+    """The names that `classes` gives to 0, 1, ...: a list, or a dict of names or numbers; empty for others, such as the numbers that occur."""
     if isinstance(classes, Mapping):
         name_of = dict((value, key) if isinstance(value, Integral) else (key, value) for key, value in classes.items())
-        numbers = range(len(classes))
-        classes = [name_of[number] for number in numbers] if name_of.keys() == {*numbers} else ()
+        classes = [name_of.get(number) for number in range(len(classes))]
     names = classes.tolist() if getattr(classes, "ndim", 0) else classes
-    if not isinstance(names, Collection) or isinstance(names, str | set):
+    usual = isinstance(names, Collection) and not isinstance(names, str | set) and None not in names
+    if not usual or (all(isinstance(name, Integral) for name in names) and [*names] != [*range(len(names))]):
         return []
-    if all(isinstance(name, Integral) for name in names) and [*names] != [*range(len(names))]:
-        return []  # those that occur, not names of 0, 1, ...
     return [str(name[0] if isinstance(name, tuple) else name) for name in names]
 
 
@@ -177,22 +172,15 @@ SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "vali
 class Torchvision(Wrapped):
     """`torchvision.datasets.<dataset>(root, ...)` with its own parts. Without a test part, its validation part is the test set.
 
-    Raises:
-        UserError: there is no such data set, it has no test part, or it is neither on disk nor downloadable.
+    Raises UserError: there is no such data set, it has no test part, or it is neither on disk nor downloadable.
     """
 
     source = "disk"
 
     def __init__(
-        self,
-        *,
-        dataset: str,
-        root: str,
-        source: str = "auto",
-        arguments: Mapping[str, Any] | None = None,
-        cache_dir: str | None = None,
-        **images: Any,
-    ) -> None:
+        self, *, dataset: str, root: str, source: str = "auto", arguments: Mapping[str, Any] | None = None, cache_dir: str | None = None,
+        **images: Any
+    ) -> None:  # fmt: skip
         super().__init__(**images)
         self.dataset, self.root = dataset, Path(root).expanduser()
         self.asked, self.arguments, self.cache = source, dict(arguments or {}), cache_folder(cache_dir)
@@ -244,9 +232,8 @@ class Torchvision(Wrapped):
             return make(**arguments)
         except (RuntimeError, OSError) as e:
             if self.asked == "disk" or not downloads:
-                how = ", or data.source=download" if downloads else ""
                 raise UserError(
-                    f"data.root={self.root} does not hold torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{how}."
+                    f"data.root={self.root} does not hold torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * downloads}."
                 ) from None
         try:
             with one_download(self.cache, self.dataset, self.root):
@@ -303,17 +290,9 @@ class HuggingFace(Wrapped):
     source = "disk"
 
     def __init__(
-        self,
-        *,
-        root: str,
-        input: str = "image",
-        target: str = "label",
-        test_fraction: float = 0.1,
-        val_fraction: float = 0.1,
-        folds: int | None = None,
-        cache_dir: str | None = None,
-        **images: Any,
-    ) -> None:
+        self, *, root: str, input: str = "image", target: str = "label", test_fraction: float = 0.1, val_fraction: float = 0.1,
+        folds: int | None = None, cache_dir: str | None = None, **images: Any
+    ) -> None:  # fmt: skip
         super().__init__(**images)
         self.root, self.cache = Path(root).expanduser(), cache_folder(cache_dir)
         self.columns = {"input": input, "target": target}

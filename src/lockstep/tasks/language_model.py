@@ -3,7 +3,7 @@
 # B batch · T token of a sequence · V token of the vocabulary
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ class LanguageModel(Task):
 
     needs = ("vocabulary", "sequence_length")
     names = "vocabulary"
+    expects = Targets("a token number for each place", dims=1, ignored=-100)
     activation = "next_token"
     titles: ClassVar = {
         "loss": ("Loss", "cross-entropy of a token"),
@@ -33,10 +34,7 @@ class LanguageModel(Task):
     def __init__(self, *, ignore_index: int = -100) -> None:
         super().__init__()
         self.ignore_index = ignore_index
-
-    @cached_property
-    def expects(self) -> Targets:  # type: ignore[override]
-        return Targets("a token number for each place", dims=1, ignored=self.ignore_index)
+        self.expects = self.expects and replace(self.expects, ignored=ignore_index)
 
     def network_arguments(self) -> dict[str, Any]:
         return {"vocabulary_size": len(self.value_names), "sequence_length": self.about["sequence_length"]}
