@@ -158,7 +158,7 @@ class DataModule(pl.LightningDataModule):
             if absent := [name for name in map(str, known[key]) if name not in there]:
                 warnings.append(f"{who} has {len(known[key]):,} {key}; this data lacks {listed(absent)}")
         self.numbering = numbering
-        self.about |= {key: known[key] for key in matched if named(known, key) != named(self.about, key)}
+        self.about |= {key: names for key in matched if (names := named(known, key)) != named(self.about, key)}
         self.about |= class_counts(self.dataset, self.train_split, self.about, self.numbering.get("train"))
         return warnings
 
