@@ -5,7 +5,7 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from lockstep.config.project import of_users_code
 from lockstep.config.settings import Settings
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
-from lockstep.data.datamodule import DataModule
+from lockstep.data.datamodule import MATCHED, NAMES, DataModule, named
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
@@ -122,16 +122,25 @@ def workload(settings: Settings, data: Any, weights: str | None = None) -> Workl
     Raises:
         UserError: network, task and data do not fit together.
     """
-    if (source := weights or settings.cfg.resume) and not settings.own_loaders:
-        for told in data.match_names(outline(Path(source)).metadata, str(source)):
-            console.say(f"WARNING: {told}")
     if not settings.custom_module:
         return task_workload(settings, data, weights)
+    if not settings.own_loaders:
+        try:
+            match_names(settings, data, weights, NAMES)
+        except UserError as e:  # it may read no names, or have a new head for them
+            console.say(f"WARNING: {e}")
     work = Workload(create_custom_module(settings.cfg.task), data)
     raise_problems(work.problems(settings.title("data"), settings.cfg.checkpoint.monitor))
     if weights:
         load_module_weights(work.module, Path(weights))
     return work
+
+
+def match_names(settings: Settings, data: DataModule, weights: str | None, keys: Collection[str]) -> None:
+    """Targets get the numbers of the checkpoint that the weights are from. Raises UserError."""
+    if source := weights or settings.cfg.resume:
+        for told in data.match_names(outline(Path(source)).metadata, str(source), keys):
+            console.say(f"WARNING: {told}")
 
 
 def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWorkload:
@@ -142,8 +151,9 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
             f"task={settings.title('task')} needs a data set that describes itself; data={settings.title('data')} is a LightningDataModule with its own dataloaders. "
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
-    if goal.expects and data.about.get(goal.names):
-        data.judge_targets(goal.names, goal.expects.wrong)
+    match_names(settings, data, weights, [key for key in NAMES if key in goal.needs or key not in MATCHED])
+    if goal.expects and named(data.about, goal.names):
+        data.judge_targets(goal.names, goal.expects.wrong, goal.expects.whole)
     goal.bind(data.about)
     if goal.between_samples:
         raise_problems(whole_batch_problems(settings))

@@ -79,26 +79,27 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     "a class called train": (lambda r: classes(r, "train", "car"), "photos/train has no folders. It needs a folder of images per class", None),
     "a stranger beside train": (built(DIVIDED, lambda r: classes(r, "more")), [18, 2, 20], "1 more/"),
     "images beside the classes": (built(TWO, lambda r: tiny(r / "a.png", r / "b.png")), WHOLE, "2 images outside of class folders"),
+    "an image beside the classes": (built(TWO, lambda r: tiny(r / "a.png")), WHOLE, "1 image outside of class folders"),
     # links
-    "a link to the folder above": (built(TWO, lambda r: linked(r / "cat/all", "..")), WHOLE, "1 links to what is listed"),
+    "a link to the folder above": (built(TWO, lambda r: linked(r / "cat/all", "..")), WHOLE, "1 link to listed files"),
     "a link to itself": (built(TWO, lambda r: linked(r / "cat/loop", "loop")), WHOLE, "1 without an ending"),
-    "links to files": (built(TWO, lambda r: [linked(r / f"cat/again/{n}.png", f"../{n}.png", False) for n in range(10)]), WHOLE, "10 links to what is listed"),
+    "links to files": (built(TWO, lambda r: [linked(r / f"cat/again/{n}.png", f"../{n}.png", False) for n in range(10)]), WHOLE, "10 links to listed files"),
     "links to files outside, twice": (
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / f"{name}/new.png", r.parent / "pool/x/0.png", False) for name in ("cat", "dog")]),
-        [17, 2, 2], "1 links to what is listed"),
+        [17, 2, 2], "1 link to listed files"),
     "classes elsewhere": (lambda r: [classes(r.parent / "pool", "x", "y"), linked(r / "cat", r.parent / "pool/x"), linked(r / "dog", r.parent / "pool/y")], WHOLE, None),
     "the folder is a link": (lambda r: [classes(r.parent / "real", "cat", "dog"), linked(r, "real")], WHOLE, None),
     "a link to a part of what is linked": (
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / "cat/a", r.parent / "pool/x"), linked(r / "cat/b", r.parent / "pool")]),
-        [24, 3, 3], "1 links to what is listed"),
+        [24, 3, 3], "1 link to listed files"),
     "a class is a link to another": (built(TWO, lambda r: linked(r / "kitten", "cat")), "photos/kitten holds no images .* of its own. Remove it", None),
     "val is a link to test": (built(DIVIDED, lambda r: linked(r / "val", "test")), "photos/val has no images in class folders", None),
     "a link to nothing": (built(TWO, lambda r: linked(r / "cat/lost.png", "gone.png", False)), "1 of 21 image files cannot be read:\n  cat/lost.png: .*No such file", None),
     # what file servers and systems leave
     "a NAS": (built(TWO, lambda r: [tiny(r / "cat/@eaDir/1.png/THUMB.png", r / "@eaDir/x.png"), (r / "dog/Thumbs.db").touch()]), WHOLE, "2 @eaDir/, 1 .db"),
     "an archive of a Mac": (built(TWO, lambda r: [tiny(r / "__MACOSX/cat/._1.png", r / "cat/._1.png", r / ".thumbnails/1.png")]), WHOLE, "1 __MACOSX/, 1 .thumbnails/, 1 hidden"),
-    "an image that is a link to itself": (built(TWO, lambda r: linked(r / "cat/loop.png", "loop.png", False)), WHOLE, "1 links to what is listed"),
-    "a pipe": (built(TWO, lambda r: os.mkfifo(r / "cat/pipe.png")), WHOLE, "1 links to what is listed"),
+    "an image that is a link to itself": (built(TWO, lambda r: linked(r / "cat/loop.png", "loop.png", False)), WHOLE, "1 link to listed files"),
+    "a pipe": (built(TWO, lambda r: os.mkfifo(r / "cat/pipe.png")), WHOLE, "1 link to listed files"),
     "a folder called like an image": (built(TWO, lambda r: tiny(r / "cat/1.jpg/x.png")), [17, 2, 2], None),
     # endings
     "jfif and JPE": (lambda r: [tiny(*(r / name / f"{n}.{e}" for n in range(5)), kind="JPEG") for name in ("cat", "dog") for e in ("jfif", "JPE")], WHOLE, None),
@@ -133,7 +134,7 @@ ROWS = [f"im/{number}.png,{('cat', 'dog')[number % 2]}" for number in range(20)]
 NUMBERS = [f"im/{number}.png,{number / 4}" for number in range(20)]
 LINES = "\n".join
 # The content, the kind of target; and the sizes of the parts, or the message.
-LISTS: dict[str, tuple[str | bytes, str, list[int] | str]] = {
+LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str]] = {
     # cells
     "a decimal comma": (LINES(["path,target", *NUMBERS, "im/1.png,1,5"]), "number", "line 22: .*write 1.5 with a point"),
     "too few cells": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog"]), "class", "line 3: it has .* cells"),
@@ -160,6 +161,8 @@ LISTS: dict[str, tuple[str | bytes, str, list[int] | str]] = {
     # rows with the same path
     "the same path twice": (LINES(["path,target", *ROWS, *ROWS]), "class", [32, 4, 4]),
     "two labels of a path": (LINES(["path,target", *ROWS, "./im//1.png,cat"]), "class", "line 22: im/1.png is also in line 3, with a different"),
+    "two labels of a link": (LINES(["path,target", *ROWS, "link/1.png,cat"]), "class", "line 22: link/1.png is also in line 3, with a different"),
+    "a path and the same from the root": (lambda at: LINES(["path,target", *ROWS, *(f"{at}/{row}" for row in ROWS), *(f"link/{row[3:]}" for row in ROWS)]), "class", [48, 6, 6]),
     "two parts of a path": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,train", "im/1.png,cat,test"]), "class", "line 4: im/1.png is also in line 2"),
     "Training and Testing": (LINES(["path,target,split", *(f"{row},{'Training' if n < 16 else 'TESTING'}" for n, row in enumerate(ROWS))]), "class", [14, 2, 4]),
     # names
@@ -172,6 +175,8 @@ LISTS: dict[str, tuple[str | bytes, str, list[int] | str]] = {
 def test_a_csv_as_it_is_written(tmp_path, name):
     content, kind, expected = LISTS[name]
     tiny(*(tmp_path / "photos/im" / f"{name}.png" for name in (*range(20), CAFE["NFD"])))
+    linked(tmp_path / "photos/link", "im")
+    content = content(tmp_path / "photos") if callable(content) else content
     (tmp_path / "photos/labels.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
@@ -179,8 +184,10 @@ def test_a_csv_as_it_is_written(tmp_path, name):
         return
     data = opened(tmp_path / "photos", csv="labels.csv", target=kind)
     assert sizes(data) == expected
-    by_part = [{*data.paths(part)} for part in ("train", "val", "test")]
-    assert sum(map(len, by_part)) == len({*data.listing.paths})  # no path is in two parts
+    by_part = [
+        {os.path.realpath(data.listing.base / path) for path in data.paths(part)} for part in ("train", "val", "test")
+    ]
+    assert sum(map(len, by_part)) == len(set.union(*by_part))  # no file is in two parts
 
 
 def test_a_list_of_files_to_predict_is_read_in_the_same_way(tmp_path):
@@ -313,6 +320,24 @@ def test_a_folder_of_images_does_not_become_a_published_data_set(tmp_path, monke
         data.prepare()
 
 
+@pytest.mark.parametrize(("kind", "left", "told"), [
+    (Mnist, "MNIST/raw/train-images-idx3-ubyte.gz", None), (Cifar10, "cifar-10-python.tar.gz", "no network"),
+    (Cifar10, "cifar-10-batches-py/data_batch_1", "no network"), (Mnist, "", "data.root=mine is a file; it should contain"),
+])  # fmt: skip
+def test_an_unfinished_download_goes_on(tmp_path, monkeypatch, kind, left, told):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kind, "fetch", lambda _: (_ for _ in ()).throw(ConnectionError("no network")))
+    Path("mine", left).parent.mkdir(parents=True, exist_ok=True)
+    Path("mine", left).write_bytes(b"cut off")
+    data = kind(root="mine", image_size=28, cache_dir="cache")
+    if told is None:
+        data.prepare()
+        assert data.source == "embedded"  # after it was tried to go on
+        return
+    with pytest.raises(UserError, match=told):
+        data.prepare()
+
+
 def test_the_default_root_may_hold_other_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny(Path("data/flowers/daisy/1.png"))
@@ -343,7 +368,7 @@ def test_a_run_on_what_a_file_server_left(tmp_path, monkeypatch, capfd):
     options = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
     data = ["data=folder", "data.root=photos", "data.image_size=12", "data.batch_size=8", "data.cache_dir=cache"]
     report = lockstep.train([*data, "run=a", "trainer.max_steps=30", "optim.lr=1e-3", "seed=1", *options])
-    left_out = "2 @eaDir/, 1 .heic, 1 links to what is listed"
+    left_out = "2 @eaDir/, 1 .heic, 1 link to listed files"
     assert (report["data/train"], report["test/acc"], report["data/left_out"]) == (32, 1.0, left_out)
     page = Path("runs/a/report.html").read_text(encoding="utf-8")
     assert left_out in page and r"h\xe9" in page

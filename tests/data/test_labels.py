@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 from in_process import SMALL, state
+from omegaconf import OmegaConf
 from pictures import write_pictures
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 import lockstep
+from lockstep import build
 from lockstep.data import Arrays, DataSet
 from lockstep.data.datamodule import DataModule
+from lockstep.data.datamodule import named as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
+from lockstep.training.workload import columns_of_module
 
 NUMBERS = np.arange(24) % 3
 CLASSES = {"classes": ["cat", "dog", "wolf"]}
@@ -54,6 +58,30 @@ def items(train: Any, test: Any = None, **changes: Any) -> TorchDataset:
     return TorchDataset(train=train, test=train if test is None else test, **changes)
 
 
+def given(target: torch.Tensor) -> DataSet:
+    """Three samples, read as tensors of whatever kind."""
+    data = DataSet()
+    data.train = data.test = Given(target)
+    data.about = dict(CLASSES)
+    return data
+
+
+class Given:
+    def __init__(self, target: torch.Tensor) -> None:
+        self.target = target
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def __getitem__(self, indices: Any) -> Any:
+        return {
+            "input": torch.zeros(len(indices), 2),
+            "target": self.target.index_select(0, torch.as_tensor(indices))
+            if self.target.is_sparse
+            else self.target[torch.as_tensor(indices)],
+        }
+
+
 def folders(place: Path, *parts: tuple[str, ...], **changes: Any) -> TorchDataset:
     """An ImageFolder for each part, with its classes; the first is `train`, the second `test`."""
     for number, names in enumerate(parts):
@@ -63,11 +91,11 @@ def folders(place: Path, *parts: tuple[str, ...], **changes: Any) -> TorchDatase
     return TorchDataset(train=train, test=test, image_size=8, **changes)
 
 
-def table(place: Path, train: Any, feature: Any = None, **test: Any) -> HuggingFace:
-    """Saved tables of the column `label`; `labels` and `of` make a test split, if there is one."""
+def table(place: Path, train: Any, feature: Any = None, holes: Any = (), **test: Any) -> HuggingFace:
+    """Saved tables of the column `label`; `labels` and `of` make a test split, if there is one. Rows of `holes` have no image."""
 
     def made(values: Any, feature: Any) -> datasets.Dataset:
-        columns = {"image": np.zeros((len(values), 2), np.float32).tolist(), "label": values}
+        columns = {"image": [None if row in holes else [0.0, 0.0] for row in range(len(values))], "label": values}
         kept = datasets.Features(image=datasets.List(datasets.Value("float32")), label=feature) if feature else None
         return datasets.Dataset.from_dict(columns, features=kept)
 
@@ -87,11 +115,37 @@ def ready(data: DataSet, task: Any, known: Any = None) -> DataModule:
     data.prepare()
     module = DataModule(data, batch_size=2, eval_batch_size=4)
     module.warnings = module.match_names(known, "runs/a") if known else []
-    module.judge_targets(task.names, task.expects.wrong)
+    if task.expects and names_in(module.about, task.names):
+        module.judge_targets(task.names, task.expects.wrong, task.expects.whole)
+    task.bind({"sequence_length": 4, **module.about})
     return module
 
 
+class Own:
+    def loss(self, output: Any, batch: Any) -> Any:
+        raise NotImplementedError
+
+
+class Masked(Own, Regression): ...
+
+
+class Sketch(Own, Segmentation): ...
+
+
+class Soft(Classification):
+    loss = Own.loss
+
+
+class Free(Classification):
+    needs, expects = (), None
+
+
+def joined(*names: str) -> ConcatDataset:
+    return ConcatDataset([Items([0, 1], classes=[*each]) for each in names])
+
+
 one, multi, number, pixels, text = Classification(), Multilabel(), Regression(), Segmentation(), LanguageModel()
+free = Free()
 MASKS = np.zeros((24, 4, 4), np.uint8)
 HOT = np.eye(3, dtype=np.int64)[NUMBERS]
 LABELS, TOKENS, PRICE = {"labels": ["red", "round"]}, {"vocabulary": list("abc")}, {"targets": ["price"]}
@@ -104,7 +158,9 @@ INTS = datasets.Value("int64")
     (lambda _: arrays(at={5: 3}), one, "sample 5 of the train part is 3; expected one class number from 0 to 2"),
     (lambda _: arrays(test=[0, 1, -100]), one, "sample 2 of the test part is -100; expected one class number"),
     (lambda _: arrays(at={7: 9}, test=[9]), one, r"(?s)sample 7 of the train part is 9.*sample 0 of the test part is 9"),
-    (lambda _: arrays(target=NUMBERS / 1), one, r"sample 0 of the train part is float64 of shape \(\); expected one class number"),
+    (lambda _: arrays(target=NUMBERS / 2), one, r"sample 1 of the train part is 0.5; expected one class number from 0 to 2"),
+    (lambda _: arrays(target=NUMBERS / 1, at={4: np.nan}), one, r"sample 4 of the train part is nan; expected one class number from 0 to 2"),
+    (lambda _: arrays(target=MASKS / 1, at={4: 0.5}), pixels, "sample 4 of the train part is 0.5; expected a class number for each pixel"),
     (lambda _: arrays(target=NUMBERS[:, None]), one, r"is int64 of shape \(1,\); expected one class number from 0 to 2"),
     (lambda _: arrays(target=HOT), one, r"is int64 of shape \(3,\); expected .* argmax gives that of a one-hot row"),
     (lambda _: arrays(target=MASKS, at={4: 9}), pixels, "sample 4 of the train part is 9; expected a class number for each pixel from 0 to 2, or 255"),
@@ -123,9 +179,15 @@ INTS = datasets.Value("int64")
     (lambda at: table(at, [0, 1, None] * 9, named("cat", "dog")), one, "label=None in row 2 of the train part"),
     (lambda at: table(at, [0, 1] * 9, INTS, labels=[0, None], of=INTS), one, "label=None in row 1 of the test part"),
     (lambda at: table(at, [0, -1] * 9, named("cat", "dog")), one, "label=-1 in row 1 of the train part"),
-    (lambda at: table(at, [100, 2000, 3000000] * 9, INTS), one, "100, 2000, 3000000 make 3,000,001 classes of 27 samples. Number classes from 0, or use texts"),
+    (lambda at: table(at, ["b", "", "a"] * 9), one, "label= in row 1 of the train part is not one of the 2 classes"),
+    (lambda at: table(at, [0, 1] * 9, named("cat", "dog"), holes=(3, 5)), one, "data: image has no value in row 3 of the train part. Remove such rows"),
+    (lambda at: table(at, [100, 2000, 3000000] * 9, INTS), one, "needs classes in .*, targets. .* those of a table are texts, or numbers from 0"),
     (lambda at: table(at, [0.5, None, float("nan")] * 20, datasets.Value("float64")), number, r"of the train part is nan; expected finite numbers"),
-    (lambda _: items(Items([5, 70] * 5, [5, 70] * 5)), one, "5, 70 make 71 classes of 10 samples. Number"),
+    (lambda _: items(Items([5, 70] * 5, [5, 70] * 5)), one, "needs classes in .* The classes of a torch Dataset are data.classes"),
+    (lambda _: items(Items([0, 1] * 5, classes=7)), one, "The classes of a torch Dataset are data.classes"),
+    (lambda _: items(Items([0, 1] * 5, classes={"a": 1, "b": 2})), one, "The classes of a torch Dataset are data.classes"),
+    (lambda _: items(joined("ab", "ba")), one, "ConcatDataset joins Datasets with the classes a, b and b, a: numbers would"),
+    (lambda _: items(Items([0, 1] * 2, classes=["a", "b"]), Items([0, 1], classes=["c", "b"])), one, "c cannot be matched. .* data.classes renames"),
 ])  # fmt: skip
 def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, make, task, told):
     with pytest.raises(UserError, match=told):
@@ -138,6 +200,28 @@ def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, m
     (lambda _: arrays({"classes": ["no", "yes"]}, target=NUMBERS > 0), one, None, [0, 1, 1, 0]),
     (lambda _: arrays(target=MASKS, at={0: 255, 1: 2}), pixels, None, [255, 2, 0, 0]),
     (lambda _: items(Items([0, 1, 2] * 4, [1, 2, 3] * 4, ["a", "b", "c"])), one, None, [0, 1, 2, 0]),
+    (lambda _: arrays(target=NUMBERS.astype(np.uint16)), one, None, [0, 1, 2, 0]),
+    (lambda _: arrays(target=NUMBERS.astype(np.uint64)), one, {"classes": ["wolf", "cat", "dog"]}, [1, 2, 0, 1]),
+    (lambda _: arrays(target=NUMBERS.astype(np.float32)), one, None, [0, 1, 2, 0]),
+    (lambda _: arrays(target=MASKS / 1, at={0: 255, 1: 2}), pixels, None, [255, 2, 0, 0]),
+    (lambda _: given(torch.arange(3.0).to(torch.float8_e4m3fn)), one, None, [0, 1, 2]),
+    (lambda _: given(torch.arange(3.0).requires_grad_()), one, None, [0, 1, 2]),
+    (lambda _: given(torch.eye(3).to_sparse()), Soft(), None, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
+    # numbers, where nobody asked for classes
+    (lambda _: items(TensorDataset(torch.zeros(9, 2), torch.arange(9) * 1000)), free, None, [0, 1000, 2000]),
+    (lambda at: table(at, [100, 2000, 3000000] * 9, INTS, labels=[7, 8], of=INTS), number, None, [[7], [8]]),
+    (lambda _: arrays({"classes": {0: "cat"}, "inputs": 4, "vocabulary": "gpt2"}), free, None, [0, 1, 2, 0]),
+    (lambda _: arrays({"classes": 3, "inputs": np.array(4), "vocabulary": {"a": 0}}), free, {"vocabulary": ["b"]}, [0, 1, 2, 0]),
+    # names as a dict, and numbers instead of names
+    (lambda _: items(Items([0, 1] * 2, classes=["cat", "dog"]), Items([0, 1], classes={"dog": 1, "cat": 0})), one, None, [0, 1]),
+    (lambda _: items(Items([0, 1] * 2, classes=["cat", "dog"]), Items([0, 1], classes={0: "dog", 1: "cat"})), one, None, [1, 0]),
+    (lambda _: items(Items([0, 1, 2], [0, 1, 2], classes=[0, 1, 2]), Items([2, 0], classes=[0, 2])), one, None, [2, 0]),
+    (lambda _: items(Items([0, 2, 2], [0, 2, 2], classes=torch.tensor([0, 2])), Items([2, 0])), one, None, [2, 0]),
+    (lambda _: items(joined("ab", "ab")), one, None, [0, 1, 0, 1]),
+    # a task with a loss of its own
+    (lambda _: arrays(PRICE, target=NUMBERS / 2, at={1: np.inf}), Masked(), None, [0, np.inf, 1]),
+    (lambda _: arrays(target=HOT / 2), Soft(), None, [[0.5, 0, 0], [0, 0.5, 0]]),
+    (lambda _: arrays(target=MASKS + 7), Sketch(), None, [7, 7]),
     # parts in other orders, or with fewer classes
     (lambda at: folders(at, ("cat", "dog"), ("dog",)), one, None, [1, 1]),
     (lambda at: folders(at, ("cat", "dog"), ("dog",), classes=["Katze", "Hund"]), one, None, [1, 1]),
@@ -167,13 +251,18 @@ def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, 
             ready(data, task, known)
         return
     module = ready(data, task, known)
-    target = module.raw("test", np.arange(len(expected)))["target"]
+    target = module.raw("test", np.arange(len(expected)))["target"].detach()
+    target = target.to_dense()
     assert (target[:, 0, 0] if target.dim() == 3 else target).tolist() == expected
     module.trainer = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cpu")), global_rank=0, world_size=1, lightning_module=None
     )
-    loaded = torch.cat([batch["target"] for batch in module.test_dataloader()])  # the loaders say the same
+    # the loaders say the same
+    loaded = torch.cat([batch["target"].to_dense().detach() for batch in module.test_dataloader()])
     assert torch.equal(loaded[: len(expected)], target)
+    assert (
+        not task.expects or target.is_floating_point() == (task.names not in ("classes", "vocabulary")) or task is multi
+    )
     assert bool(module.warnings) == any(len(names) > len(data.about[key]) for key, names in (known or {}).items())
     if known and "class_counts" in module.about:
         names, before = (
@@ -181,6 +270,59 @@ def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, 
             DataModule(make(tmp_path / "2"), batch_size=2, eval_batch_size=4),
         )
         assert [names[name] for name in data.about["classes"]] == before.about["class_counts"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.complex64])
+def test_samples_that_cannot_be_compared_are_taken_as_they_come(dtype):
+    data = arrays()
+    data.train.arrays["input"] = data.train.arrays["input"].astype(dtype)
+    assert len(DataModule(data, batch_size=2, eval_batch_size=4).varied(4)) == 4
+
+
+def test_targets_in_memory_are_judged_once():
+    judged = []
+    module = DataModule(arrays(), batch_size=2, eval_batch_size=4)
+    module.judge_targets("classes", lambda _, names: judged.append(names))
+    module.raw("test", np.arange(4))
+    assert judged == [3, 3]  # train and test
+
+
+def test_only_the_names_that_a_task_reads_are_matched():
+    """A checkpoint of self-supervised training has other classes, and its data other parts in another order."""
+    data = items(Items([0, 1] * 4, classes=["cat", "dog"]), Items([0, 1], classes=["dog", "cat"]))
+    data.prepare()
+    module = DataModule(data, batch_size=2, eval_batch_size=4)
+    assert not module.match_names({"classes": ["car", "ship"]}, "runs/a", ["inputs", "vocabulary"])
+    assert module.raw("test", np.arange(2))["target"].tolist() == [1, 0] and module.about["classes"] == ["cat", "dog"]
+    with pytest.raises(UserError, match="cat, dog cannot be matched"):
+        module.match_names({"classes": ["car", "ship"]}, "runs/a")
+    assert module.raw("test", np.arange(2))["target"].tolist() == [1, 0]  # as before
+
+
+@pytest.mark.parametrize(
+    ("needs", "told"), [((), None), (("classes",), UserError), (None, "cat, dog, wolf cannot be matched")]
+)
+def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkeypatch, capsys):
+    """None: a LightningModule, of which nobody knows what it reads."""
+    module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
+    settings: Any = SimpleNamespace(own_loaders=False, custom_module=needs is None, cfg=OmegaConf.create(
+        {"resume": None, "task": {}, "checkpoint": {"monitor": None}}), title=str)  # fmt: skip
+    monkeypatch.setattr(build, "outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
+    task = SimpleNamespace(needs=needs, names="classes", expects=None, bind=lambda _: made.append(1) or 1 / 0)
+    monkeypatch.setattr(build, "create", lambda *_: task)
+    monkeypatch.setattr(build, "create_custom_module", lambda _: made.append(1) or 1 / 0)
+    with pytest.raises(told if told is UserError else ZeroDivisionError):
+        build.workload(settings, module, "weights.ckpt")
+    assert bool(made) == (told is not UserError)
+    assert (told if isinstance(told, str) else "") in " ".join(capsys.readouterr().out.split())
+    assert module.about["classes"] == CLASSES["classes"]
+
+
+def test_a_module_may_predict_a_target_beside_its_prediction():
+    assert list(columns_of_module({"prediction": [1], "target": [2]})) == ["prediction", "target"]
+    for name in ("index", "path", "row", "error"):
+        with pytest.raises(UserError, match=f"column {name}, which"):
+            columns_of_module({name: [1]})
 
 
 def test_labels_that_are_known_when_they_are_read_name_part_and_index(tmp_path):

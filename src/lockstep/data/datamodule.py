@@ -1,7 +1,8 @@
 """The datamodule: batches of a data set, in the sampler's order, preprocessed on the device."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,11 +29,16 @@ Judge = Callable[[Any, int], tuple[int, str] | None]
 
 NAMES = ("classes", "labels", "targets", "inputs", "vocabulary")  # lists in `about` whose order gives numbers a meaning
 MATCHED = NAMES[:3]  # those of targets, which can be renumbered
+TRAIN, RENAME = "the train part", "For a torch Dataset, data.classes renames the classes of the train part."
+NEW_HEAD = "For new classes, export a timm network, then set model.checkpoint_path=<export>/model.safetensors model.pretrained=true."
+WIDE = (torch.uint16, torch.uint32, torch.uint64)  # which torch hardly computes with
 
 
 def named(about: Mapping[str, Any], key: str) -> list[Any]:
+    """A list of names in `about`; empty for anything else, such as a count or a dict."""
     value = about.get(key)
-    return [] if value is None else list(value)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return list(value) if is_list or getattr(value, "ndim", 0) == 1 else []  # type: ignore[arg-type]
 
 
 def places_in(known: Sequence[Any], names: Sequence[Any], key: str, part: str, who: str) -> Tensor | None:
@@ -44,8 +50,7 @@ def places_in(known: Sequence[Any], names: Sequence[Any], key: str, part: str, w
     if strange or not unique or key not in MATCHED or (key == "targets" and len(own) < len(there)):
         why = f"{listed(strange)} cannot be matched" if strange else "they must be the same, in this order"
         raise UserError(
-            f"the {part} part of this data has the {key} {listed(own)}, and {who} has {listed(known)}: {why}. Rename or remove them, or choose "
-            "other data. For new classes, export a timm network, then set model.checkpoint_path=<export>/model.safetensors model.pretrained=true."
+            f"the {part} part of this data has the {key} {listed(own)}, and {who} has {listed(known)}: {why}. Rename or remove them, or choose other data. {RENAME if who == TRAIN else NEW_HEAD}"
         )
     return torch.tensor([there[name] for name in own])
 
@@ -64,22 +69,10 @@ class DataModule(pl.LightningDataModule):
     trainer: pl.Trainer  # set before a hook or a dataloader is asked for
 
     def __init__(
-        self,
-        dataset: DataSet,
-        *,
-        batch_size: int,
-        eval_batch_size: int,
-        balance: bool = False,
-        repeats: int = 1,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool | None = None,
-        on_device: bool | str = "auto",
-        seed: int = 0,
-        augment: Augment | None = None,
-        shards: int | None = None,
-        **parts: Any,  # arguments of `splits`
-    ) -> None:
+        self, dataset: DataSet, *, batch_size: int, eval_batch_size: int, balance: bool = False, repeats: int = 1, num_workers: int = 0,
+        prefetch_factor: int | None = None, persistent_workers: bool | None = None, on_device: bool | str = "auto", seed: int = 0,
+        augment: Augment | None = None, shards: int | None = None, **parts: Any,  # arguments of `splits`
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dataset, self.unit = dataset, dataset.unit
         self.batch_size, self.eval_batch_size, self.seed = batch_size, eval_batch_size, seed
@@ -96,11 +89,11 @@ class DataModule(pl.LightningDataModule):
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
         self.about = dict(dataset.about)
         self.judge: Judge | None = None  # of targets that stand for the names in `about[judged]`
-        self.judged = ""
-        self.numbering: dict[
-            str, tuple[Tensor, str]
-        ] = {}  # of parts whose targets are not numbered as in `about`: places, key
-        self.match_names(dataset.about, "the train part")
+        self.judged, self.whole = "", False
+        self.settled: set[str] = set()  # parts whose targets were all judged
+        # of parts whose targets are not numbered as in `about`: places, key
+        self.numbering: dict[str, tuple[Tensor, str]] = {}
+        self.match_names(dataset.about, TRAIN)
         if balance:
             self.train_split = balanced(self.train_split, dataset.train, dataset.unit)
         self.val_part = "train" if dataset.val is None else "val"
@@ -147,38 +140,43 @@ class DataModule(pl.LightningDataModule):
             self.in_memory[part] = InMemory(arrays, self.home(arrays))
         return self.in_memory[part]
 
-    def match_names(self, known: Mapping[str, Any], who: str) -> list[str]:
-        """From now on, targets have the numbers that `known`, the `about` of `who`, gives to their names. Returns warnings.
+    def match_names(self, known: Mapping[str, Any], who: str, keys: Collection[str] = NAMES) -> list[str]:
+        """From now on, targets have the numbers that `known`, the `about` of `who`, gives to the names of `keys`. Returns warnings.
 
         Raises:
             UserError: a part of the data has a name that `known` lacks. The message shows both lists.
         """
-        about, warnings = self.dataset.about, []
-        self.numbering = {}
-        for key in (key for key in NAMES if named(known, key) and named(about, key)):
+        about, warnings, numbering = self.dataset.about, list[str](), dict[str, tuple[Tensor, str]]()
+        known = {**about, **{key: names for key in keys if (names := named(known, key))}}
+        matched = [key for key in NAMES if named(known, key) and named(about, key)]
+        for key in matched:
             own = {part: self.dataset.part_names.get(part, {}).get(key, about[key]) for part in PARTS}
             for part, names in own.items():
                 if (places := places_in(known[key], names, key, part, who)) is not None:
-                    self.numbering[part] = places, key
-            self.about[key] = list(known[key])
+                    numbering[part] = places, key
             there = {str(name) for names in own.values() for name in names}
             if absent := [name for name in map(str, known[key]) if name not in there]:
                 warnings.append(f"{who} has {len(known[key]):,} {key}; this data lacks {listed(absent)}")
+        self.numbering = numbering
+        self.about |= {key: names for key in matched if (names := named(known, key)) != named(self.about, key)}
         self.about |= class_counts(self.dataset, self.train_split, self.about, self.numbering.get("train"))
         return warnings
 
-    def judge_targets(self, key: str, judge: Judge) -> None:
+    def judge_targets(self, key: str, judge: Judge, whole: bool = False) -> None:
         """Judges the targets that parts hold as an array now, and others when they are read; they stand for the names in `about[key]`.
+        `whole`: those of other types become whole numbers.
 
         Raises:
             UserError: targets are wrong. It names the first one of each part.
         """
-        self.judged, self.judge, problems = key, judge, list[str]()
+        self.judged, self.judge, self.whole, self.settled, problems = key, judge, whole, set(), list[str]()
         for part in PARTS:
-            held = targets_of(getattr(self.dataset, part))
+            held = targets_of(samples := getattr(self.dataset, part))
             try:
                 if held is not None and (wrong := self.first_wrong(part, held)):
                     self.raw(part, [wrong[0]])  # as it is read: a Dataset may change what it holds
+                elif held is not None and isinstance(samples, Arrays):
+                    self.settled.add(part)
             except UserError as e:
                 problems += e.problems
         raise_problems(problems)
@@ -190,10 +188,14 @@ class DataModule(pl.LightningDataModule):
     def labelled(self, part: str, batch: Batch) -> Batch:
         """The batch with the numbers of `about` as its targets. Raises UserError, with part and index: a target is wrong."""
         target, (places, of_key) = batch.get("target"), self.numbering.get(part, (None, ""))
-        if isinstance(target, Tensor) and target.device.type == "cpu":  # otherwise of an array, which was judged
-            numbers = target.double() if target.dtype == torch.bfloat16 else target
-            if wrong := self.first_wrong(part, numbers.numpy()):
-                raise UserError(f"the target of sample {batch['index'][wrong[0]]} of the {part} part is {wrong[1]}")
+        if self.judge and isinstance(target, Tensor) and target.layout == torch.strided:
+            if part not in self.settled:
+                # numpy lacks bfloat16
+                numbers = target.detach().cpu().to(torch.float64 if target.is_floating_point() else target.dtype)
+                if wrong := self.first_wrong(part, numbers.numpy()):
+                    raise UserError(f"the target of sample {batch['index'][wrong[0]]} of the {part} part is {wrong[1]}")
+            if self.whole and (target.is_floating_point() or target.dtype in WIDE):
+                batch = {**batch, "target": (target := target.long())}
         if places is None or target is None:
             return batch
         names = self.about[of_key]
@@ -349,10 +351,11 @@ class DataModule(pl.LightningDataModule):
 
 def absent(value: Any, count: int) -> Any:
     """How many numbers of each of `count` samples are missing, negative or zero; 0 where a value has no tensor for each sample."""
-    if isinstance(value, torch.Tensor) and value.dim() and len(value) == count:
-        return (~(value > 0)).flatten(1).sum(1).numpy() if value.dim() > 1 else (~(value > 0)).numpy()
-    if isinstance(value, list) and len(value) == count and all(isinstance(each, torch.Tensor) for each in value):
-        return np.array([(~(each > 0)).sum().item() for each in value])
+    with suppress(RuntimeError, TypeError):  # numbers that cannot be compared, such as complex ones
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == count:
+            return (~(value > 0)).flatten(1).sum(1).numpy() if value.dim() > 1 else (~(value > 0)).numpy()
+        if isinstance(value, list) and len(value) == count and all(isinstance(each, torch.Tensor) for each in value):
+            return np.array([(~(each > 0)).sum().item() for each in value])
     return 0
 
 

@@ -147,7 +147,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder>.")
-    base, first = path.parent.absolute(), dict[str, tuple[int, str, str]]()
+    base, first = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # by the real file
 
     def check(line: int, row: Row) -> str | None:
         given, split = Path(row["path"]), row.get("split", "").strip() or "train"
@@ -155,9 +155,10 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
             return f"path={given} leads out of {path.parent}. Paths are relative to the CSV's folder."
         if (part := part_of(split)) is None:
             return f"split={split} is unknown; use one of {', '.join(PARTS)}."
-        row |= {"path": given.as_posix(), "target": spelled(row["target"].strip()), "split": part}
-        known = first.setdefault(row["path"], (line, row["target"], part))
-        if known[1:] != (row["target"], part):
+        target = spelled(row["target"].strip())
+        known = first.setdefault(os.path.realpath(base / given), (line, given.as_posix(), target, part))
+        row |= {"path": known[1], "target": target, "split": part}
+        if known[2:] != (target, part):
             return f"{given} is also in line {known[0]}, with a different target or split. Remove one of them."
         return target_problem(row["target"], kind)
 

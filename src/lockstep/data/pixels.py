@@ -54,7 +54,7 @@ class Walk:
             parent, name = os.path.split(real)
             is_taken = rank == 2 and parent in seen and name.lower().endswith(endings) and os.path.lexists(real)
             if real in seen or is_taken:
-                self.left_out["links to what is listed"] += 1
+                self.left_out["links to listed files"] += 1
             elif rank == 2:
                 self.files[folder][os.path.dirname(place)].append(os.path.basename(place))  # noqa: PTH119, PTH120
             else:
@@ -86,6 +86,7 @@ class Walk:
     def __str__(self) -> str:
         """What was left out, in one line."""
         kinds = [f"{count:,} {spelled(what)}" for what, count in self.left_out.most_common()]
+        kinds = [re.sub("^1 (link|image)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # no folder's name
         return ", ".join(kinds[:KINDS]) + (f", and {len(kinds) - KINDS:,} more kinds" if kinds[KINDS:] else "")
 
 

@@ -70,6 +70,7 @@ class Published(Images):
     name: ClassVar[str]
     folders: ClassVar[tuple[str, ...]]  # below `root`, where the files may be; downloads go to the first
     md5: ClassVar[Mapping[str, str]]  # of each file, as torchvision has them; packed files may also be there unpacked
+    archive: ClassVar[str] = ""  # what is downloaded to `root` to be unpacked there, if it is that
     embedded = False  # whether a package contains a subset
 
     def __init__(self, *, root: str, source: str = "auto", cache_dir: str | None = None, **images: Any) -> None:
@@ -117,9 +118,13 @@ class Published(Images):
             with reading(root):
                 if files := self.find(root):
                     return "disk", files
-                there = [spelled(path.name) for path in sorted(root.glob("[!.]*"))]
+                # an unfinished download, perhaps of another process
+                own = (self.folders[0].partition("/")[0], self.archive)
+                there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
                 typed = root != DEFAULT_ROOT or any(path.suffix.lower() in ENDINGS for path in root.glob("*/*"))
                 state = f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
+                if root.is_file():
+                    there, typed, state = [root.name], True, "is a file"
             if self.asked == "disk" or (there and typed):
                 raise UserError(
                     f"data.root={root} {state}; it should contain {needs}. Set data.root=<folder>, or data.source=download; for images of your own, data=folder data.root={root}."
@@ -242,6 +247,7 @@ class Cifar10(Published):
 
     name = "cifar10"
     folders = ("cifar-10-batches-py", ".")
+    archive = "cifar-10-python.tar.gz"
     md5: ClassVar = {
         "data_batch_1": "c99cafc152244af753f735de768cd75f",
         "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -280,7 +286,6 @@ class Cifar10(Published):
         """Unpacks the published archive, unless its files are already there as published."""
         files = self.find(self.root)
         if not files or self.changed(files, (read_bytes(path, follows=True) for path in files)):
-            archive = self.root / "cifar-10-python.tar.gz"
-            content = download([CIFAR10_URL], archive, CIFAR10_TAR_MD5)
+            content = download([CIFAR10_URL], self.root / self.archive, CIFAR10_TAR_MD5)
             with tarfile.open(fileobj=io.BytesIO(content)) as tar:
                 tar.extractall(self.root, filter="data")

@@ -5,9 +5,10 @@ import importlib.util
 import inspect
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lockstep.data.folder import part_names
 from lockstep.data.images import Images, decoded_all, reading
 from lockstep.data.pixels import reason
 from lockstep.data.sampler import PARTS, divided
-from lockstep.errors import UserError, did_you_mean
+from lockstep.errors import UserError, did_you_mean, raise_problems
 
 IMAGE_SIZE = 224
 
@@ -50,8 +51,7 @@ class Wrapped(Images):
     @cached_property
     def names(self) -> dict[str, list[str]]:
         """What describes the targets: `classes`, `targets`, ..."""
-        names = class_names(self.held["train"])
-        return {"classes": names} if names else {}
+        return {"classes": names} if (names := class_names(self.held["train"])) else {}
 
     @cached_property
     def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
@@ -104,20 +104,36 @@ class Wrapped(Images):
 
 
 def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
-    """A Dataset's class names, or class numbers; empty if it has neither."""
-    if (names := getattr(dataset, "classes", None)) is not None:
-        return [str(name[0] if isinstance(name, tuple) else name) for name in names]
+    """Class names of a Dataset, a Subset or a ConcatDataset, or class numbers; empty if it has neither. Raises UserError: joined ones differ."""
+    if names := declared_names(getattr(dataset, "classes", None)):
+        return names
     if numbers and (class_N := classes_of(dataset)) is not None and len(class_N):
         return numbers_as_names(np.unique(class_N), len(class_N))
-    return class_names(dataset.dataset, numbers=numbers) if hasattr(dataset, "dataset") else []  # of a Subset
+    inner = [dataset.dataset] if hasattr(dataset, "dataset") else getattr(dataset, "datasets", None) or []
+    known = sorted({tuple(names) for each in inner if (names := class_names(each, numbers=False))})
+    if len(known) > 1:
+        raise UserError(
+            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(listed, known))}: numbers would stand for several. Give them one order."
+        )
+    return [*known[0]] if known else max((class_names(each, numbers=numbers) for each in inner), key=len, default=[])
+
+
+def declared_names(classes: Any) -> list[str]:
+    """The names that `classes` gives to 0, 1, ...: a list, or a dict of names or numbers; empty for others, such as the numbers that occur."""
+    if isinstance(classes, Mapping):
+        name_of = dict((value, key) if isinstance(value, Integral) else (key, value) for key, value in classes.items())
+        classes = [name_of.get(number) for number in range(len(classes))]
+    names = classes.tolist() if getattr(classes, "ndim", 0) else classes
+    usual = isinstance(names, Collection) and not isinstance(names, str | set) and None not in names
+    if not usual or (all(isinstance(name, Integral) for name in names) and [*names] != [*range(len(names))]):
+        return []
+    return [str(name[0] if isinstance(name, tuple) else name) for name in names]
 
 
 def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
-    """0 to the largest of the class numbers that occur. Raises UserError: these are something else, such as the keys of a table."""
-    count, given = int(max(numbers)) + 1, listed(sorted(numbers))
-    if count > max(samples, 2 * len(numbers)):
-        raise UserError(f"{given} make {count:,} classes of {samples:,} samples. Number classes from 0, or use texts.")
-    return [*map(str, range(count))]
+    """0 to the largest of the class numbers that occur; empty if these are something else, such as prices or the keys of a table."""
+    count = int(max(numbers)) + 1 if len(numbers) else 0
+    return [*map(str, range(count))] if count <= max(samples, 2 * len(numbers)) else []
 
 
 # --- Any map-style torch Dataset ---
@@ -156,22 +172,15 @@ SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "vali
 class Torchvision(Wrapped):
     """`torchvision.datasets.<dataset>(root, ...)` with its own parts. Without a test part, its validation part is the test set.
 
-    Raises:
-        UserError: there is no such data set, it has no test part, or it is neither on disk nor downloadable.
+    Raises UserError: there is no such data set, it has no test part, or it is neither on disk nor downloadable.
     """
 
     source = "disk"
 
     def __init__(
-        self,
-        *,
-        dataset: str,
-        root: str,
-        source: str = "auto",
-        arguments: Mapping[str, Any] | None = None,
-        cache_dir: str | None = None,
-        **images: Any,
-    ) -> None:
+        self, *, dataset: str, root: str, source: str = "auto", arguments: Mapping[str, Any] | None = None, cache_dir: str | None = None,
+        **images: Any
+    ) -> None:  # fmt: skip
         super().__init__(**images)
         self.dataset, self.root = dataset, Path(root).expanduser()
         self.asked, self.arguments, self.cache = source, dict(arguments or {}), cache_folder(cache_dir)
@@ -223,9 +232,8 @@ class Torchvision(Wrapped):
             return make(**arguments)
         except (RuntimeError, OSError) as e:
             if self.asked == "disk" or not downloads:
-                how = ", or data.source=download" if downloads else ""
                 raise UserError(
-                    f"data.root={self.root} does not hold torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{how}."
+                    f"data.root={self.root} does not hold torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * downloads}."
                 ) from None
         try:
             with one_download(self.cache, self.dataset, self.root):
@@ -282,17 +290,9 @@ class HuggingFace(Wrapped):
     source = "disk"
 
     def __init__(
-        self,
-        *,
-        root: str,
-        input: str = "image",
-        target: str = "label",
-        test_fraction: float = 0.1,
-        val_fraction: float = 0.1,
-        folds: int | None = None,
-        cache_dir: str | None = None,
-        **images: Any,
-    ) -> None:
+        self, *, root: str, input: str = "image", target: str = "label", test_fraction: float = 0.1, val_fraction: float = 0.1,
+        folds: int | None = None, cache_dir: str | None = None, **images: Any
+    ) -> None:  # fmt: skip
         super().__init__(**images)
         self.root, self.cache = Path(root).expanduser(), cache_folder(cache_dir)
         self.columns = {"input": input, "target": target}
@@ -327,6 +327,11 @@ class HuggingFace(Wrapped):
             if column not in there:
                 meant = f"{did_you_mean(column, there)}; {where} has {', '.join(there)}"
                 raise UserError(f"data.{key}={column}: there is no such column{meant}.")
+        raise_problems(
+            f"{where}: {self.columns['input']} has no value in row {row} of the {part} part. Remove such rows."
+            for part, table in tables.items()
+            for row in np.flatnonzero(table.data.column(self.columns["input"]).is_null())[:1]
+        )
         return tables
 
     @cached_property
@@ -337,9 +342,10 @@ class HuggingFace(Wrapped):
         if hasattr(feature, "names"):
             return {"classes": list(feature.names)}
         if kind.startswith(("int", "uint", "string")):
-            values = sorted(value for value in train.unique(column) if value is not None)
-            return {"classes": values if kind == "string" else numbers_as_names(values, len(train))}
-        return {"targets": [column]} if kind.startswith("float") else {}
+            values = sorted(value for value in train.unique(column) if value not in (None, ""))
+            if names := values if kind == "string" else numbers_as_names(values, len(train)):
+                return {"classes": names}
+        return {"targets": [column]} if kind.startswith(("float", "int", "uint")) else {}
 
     def targets(self, part: str) -> NDArray[Any] | None:
         """Class numbers, or a column of numbers; None for others. Raises UserError: no class, such as a null, or a -1 for no answer."""

@@ -3,6 +3,7 @@
 # B batch · T token of a sequence · V token of the vocabulary
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ class LanguageModel(Task):
 
     needs = ("vocabulary", "sequence_length")
     names = "vocabulary"
+    expects = Targets("a token number for each place", dims=1, ignored=-100)
     activation = "next_token"
     titles: ClassVar = {
         "loss": ("Loss", "cross-entropy of a token"),
@@ -32,7 +34,7 @@ class LanguageModel(Task):
     def __init__(self, *, ignore_index: int = -100) -> None:
         super().__init__()
         self.ignore_index = ignore_index
-        self.expects = Targets("a token number for each place", dims=1, ignored=ignore_index)
+        self.expects = self.expects and replace(self.expects, ignored=ignore_index)
 
     def network_arguments(self) -> dict[str, Any]:
         return {"vocabulary_size": len(self.value_names), "sequence_length": self.about["sequence_length"]}

@@ -3,6 +3,7 @@
 # B batch · K class · H W pixel
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,12 +28,13 @@ class Segmentation(Task):
         "iou": ("Intersection over union", "mean over classes"),
         "acc": ("Accuracy", "share of pixels"),
     }
+    expects = Targets("a class number for each pixel", dims=2, ignored=255)
     activation = "softmax"
 
     def __init__(self, *, ignore_index: int = 255, dice: float = 0.0) -> None:
         super().__init__()
         self.ignore_index, self.dice = ignore_index, dice
-        self.expects = Targets("a class number for each pixel", dims=2, ignored=ignore_index)
+        self.expects = self.expects and replace(self.expects, ignored=ignore_index)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BHW = batch["target"].long()

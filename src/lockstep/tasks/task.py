@@ -37,12 +37,14 @@ class Targets:
         most = names - 1 if self.most is None else self.most
         limits = (f" from 0 to {most}" if self.whole else "") + ("" if self.ignored is None else f", or {self.ignored}")
         expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}."
-        if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in ("biu" if self.whole else "biuf"):
+        if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in "biuf":
             return 0, f"{target_N.dtype} of shape {target_N.shape[1:]}; {expected}"
         rows = max(1, AT_ONCE * len(target_N) // max(1, target_N.size))  # masks may fill the memory
         for first in range(0, len(target_N), rows):
             block = target_N[first : first + rows]
             odd = ~(np.isfinite(block) & (block >= self.least) & (block <= most) | (block == self.ignored))
+            if self.whole and block.dtype.kind == "f":
+                odd |= block != np.trunc(block)
             if odd.any():
                 return first + int(np.argwhere(odd)[0, 0]), f"{block[odd][0]}; {expected}"
         return None
@@ -72,12 +74,20 @@ class Task(nn.Module):
     expects: Targets | None = None  # judged before training, or when they are read; None: any `target`
     about: Mapping[str, Any]
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """A class with its own `loss` takes any `target`, unless it says what it expects."""
+        super().__init_subclass__(**arguments)
+        nearest = next(each for each in cls.__mro__ if {"loss", "expects"} & vars(each).keys())
+        if "expects" not in vars(nearest):
+            cls.expects = None
+
     def bind(self, about: Mapping[str, Any]) -> None:
         """Raises UserError if `about` lacks a key that the task needs."""
         if missing := [name for name in self.needs if not about.get(name)]:
             raise UserError(
                 f"the task {type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
-                "Choose a different task or data, or add it to the `about` of your data set."
+                "Choose a different task or data, or add it to the `about` of your data set. The classes of a torch Dataset are data.classes; "
+                "those of a table are texts, or numbers from 0."
             )
         self.about = about
 
@@ -163,9 +173,10 @@ class Task(nn.Module):
         return [{name: column[row] for name, column in cells.items()} for row in range(count)]
 
 
-def validated_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises UserError if predictions have a column that Lockstep writes itself."""
-    if taken := [name for name in columns if name in RESERVED or name.startswith("target/")]:
+def validated_columns(columns: Mapping[str, Any], *, targets: bool = False) -> dict[str, Any]:
+    """Raises UserError if predictions have a column that Lockstep writes itself; with `targets`, they may be among them."""
+    taken = [name for name in columns if name in RESERVED or name.startswith("target/")]
+    if taken := [name for name in taken if not targets or name.partition("/")[0] != "target"]:
         raise UserError(
             f"the predictions have a column {taken[0]}, which Lockstep's tables of predictions have themselves. Reserved are "
             f"{', '.join(RESERVED)} and target/... Rename the column."

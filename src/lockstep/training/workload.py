@@ -198,7 +198,7 @@ def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
 
 def columns_of_module(output: Any) -> Columns:
     if isinstance(output, Mapping):
-        return validated_columns(output)
+        return validated_columns(output, targets=True)
     if isinstance(output, Tensor | list | tuple):
         return {"output": output}
     raise UserError(
