@@ -493,11 +493,28 @@ def test_what_a_checkpoint_shares_or_nests_ends(what, tree, run_a):
         finding.Checkpoint.parse(Path("x.ckpt"), values)
 
 
+def test_what_a_run_wrote_itself_is_read_back_whatever_its_size(run_a):
+    path = Path("runs/a/checkpoints/last.ckpt")
+    save(**{finding.DATA: {"about": {"words": list(map(str, range(1_000_001)))}}})
+    assert len(finding.outline(path).metadata["words"]) == len(open_file(path)[finding.DATA]["about"]["words"])
+    folder, config = RunFolder("runs/a"), RunFolder("runs/a").config()
+    folder.write_config(OmegaConf.merge(config, {"x": "x" * 1000}))
+    with pytest.raises(UserError, match="more than 8,388,608"):
+        folder.write_config(OmegaConf.merge(config, {"x": "x" * 2**23}))
+    assert len(folder.config().x) == 1000
+
+
+def test_a_checkpoint_of_shared_lists_is_not_loaded(run_a):
+    save(loops=shared(40))
+    with pytest.raises(UserError, match=r"more than [\d,]+ values"):
+        open_file(Path("runs/a/checkpoints/last.ckpt"))
+
+
 @pytest.mark.parametrize("named", [5, "checkpoints/gone.ckpt", "../../x.ckpt", "", ["a"], 0, True])
 def test_another_checkpoint_than_the_one_of_the_report_is_told(named, run_a, capsys):
     write_json(Path("runs/a/report.json"), run_a | {"checkpoint": named})
     assert finding.checkpoint_of_report(Path("runs/a")).name in ("last.ckpt", run_a["checkpoint"].rpartition("/")[2])
-    assert f"checkpoint={named} is no complete checkpoint" in capsys.readouterr().err
+    assert f"checkpoint={named} is not a complete checkpoint" in capsys.readouterr().err
 
 
 def save(**changed: object) -> None:
@@ -592,7 +609,7 @@ def test_images_are_regular_files_with_an_end(kind, tmp_path):
     names = ["x.png", "good.png", "link.png"]
     found = list(images.read_all(tmp_path, names, "reading", channels=1, size=4, image_NCHW=None))
     assert [problem is None for _, problem in found] == [False, True, True]
-    assert re.search("no regular file|bytes, more than", str(found[0][1]))
+    assert re.search("not a regular file|bytes, more than", str(found[0][1]))
     for read in (lambda: images.decoded(path, channels=1, size=4), lambda: images.Images(image_size=4).mask_size(path)):
         with pytest.raises((OSError, UnidentifiedImageError)):
             read()

@@ -15,7 +15,7 @@ from lockstep.config.words import warn
 from lockstep.errors import ForeignObjects, OutOfMemory, UserError, naming_memory
 from lockstep.machine.files import open_plain
 from lockstep.machine.world import rank_of
-from lockstep.run import RunFolder, find_run, foreign
+from lockstep.run import MOST_VALUES, RunFolder, find_run, foreign
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 SHARD = re.compile(r"shard-\d+-of-\d+\.pt")
@@ -65,6 +65,12 @@ LOOP = (
 )
 
 
+def most_values(path: Path) -> int:
+    """How many values a checkpoint may have: a tree that shares none has no more than its file has bytes."""
+    file = path / REST if path.is_dir() else path
+    return max(MOST_VALUES, file.stat().st_size if file.exists() else 0)
+
+
 def is_config(config: dict[str, Any]) -> bool:
     groups = all(isinstance(config.get(group), dict) for group in GROUPS if group not in RECIPES)
     found = list(leaves(config))
@@ -94,11 +100,11 @@ class Checkpoint:
             why = f"it has no {' and no '.join(missing)}"
         elif wrong := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
             why = f"its {wrong[0]} is a {type(values[wrong[0]]).__name__}"
-        elif (problem := foreign(values["config"])) or not is_config(values["config"]):
+        elif (problem := foreign(values["config"], most=most_values(path))) or not is_config(values["config"]):
             why = f"its config is not the config of a run{f': {problem}' if problem else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             why = "it does not say what its data is"
-        elif problem := foreign([values.get(DATA), values.get("network")], references=True):
+        elif problem := foreign([values.get(DATA), values.get("network")], references=True, most=most_values(path)):
             why = f"of its data and network {problem}"
         if why:
             raise UserError(
@@ -222,7 +228,9 @@ def found_in(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, complete or not."""
     folder = run_dir / "checkpoints"
     if folder.is_symlink():
-        raise UserError(f"{folder} is a link, which a run has none of. Remove it, or link the folder of the whole run.")
+        raise UserError(
+            f"{folder} is a link; a run folder must not contain links. Remove it, or link the folder of the whole run."
+        )
     last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves only `.old`
     return [*[path for path in last if path.exists()][:1], *folder.glob("best-step-*.ckpt")]
 
@@ -272,7 +280,7 @@ def checkpoint_of_report(run_dir: Path) -> Path:
         return path
     newest = newest_checkpoint(run_dir)
     if named is not None and rank_of() == 0:
-        warn(f"{run_dir}/report.json: checkpoint={named} is no complete checkpoint. {newest} is taken instead.")
+        warn(f"{run_dir}/report.json: checkpoint={named} is not a complete checkpoint. {newest} is taken instead.")
     return newest
 
 

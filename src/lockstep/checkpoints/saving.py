@@ -66,7 +66,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def write_file(self, checkpoint: dict[str, Any], path: Path) -> None:
         self.make_parent(path)
-        with files.replacing(path) as part:
+        with files.replacing(path, over_folder=True) as part:
             weights.write(checkpoint, part)
 
     def make_parent(self, path: Path) -> None:
@@ -342,7 +342,7 @@ class LastCheckpoint(Checkpoint):
         if not trainer.is_global_zero or before is None or before.resolve().parent != folder.resolve():
             return
         if before.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
-            with files.replacing(self.path) as part:
+            with files.replacing(self.path, over_folder=True) as part:
                 copy = partial(shutil.copytree, symlinks=True) if before.is_dir() else shutil.copyfile
                 copy(before, part)
             self.resumed = self.path

@@ -104,7 +104,7 @@ def hash_of(path: Path, algorithm: str) -> str:
 
 
 def mapped(path: Path) -> NDArray[Any]:
-    """The array of a file. Raises OSError: it is a link or no regular file."""
+    """The array of a file. Raises OSError: it is a link or not a regular file."""
     open_plain(path).close()  # np.load maps by path only
     array: NDArray[Any] = np.load(path, mmap_mode="r")
     return array
