@@ -26,7 +26,7 @@ from PIL import Image, UnidentifiedImageError
 
 import lockstep
 from lockstep import ROOT
-from lockstep.checkpoints import finding
+from lockstep.checkpoints import finding, saving
 from lockstep.checkpoints.weights import open_file
 from lockstep.data import Cifar10, images, published
 from lockstep.data import cache as cache_module
@@ -39,7 +39,7 @@ from lockstep.machine import files, process
 from lockstep.machine.files import write_json
 from lockstep.reporting import console
 from lockstep.reporting.runs_page import Report, runs_page
-from lockstep.run import RunFolder
+from lockstep.run import RunFolder, run_folders
 from lockstep.strategies.base import by_index
 
 pytestmark = pytest.mark.xdist_group("strangers")
@@ -350,6 +350,28 @@ def test_a_folder_of_a_run_that_is_a_link_is_refused(name, run_a, train):
         print("text")
         process.log.write("text")
     assert sorted(elsewhere.iterdir()) == before
+
+
+def test_links_to_folders_and_paths_out_of_a_run_lead_nowhere(run_a, tmp_path, caplog):
+    victim, run = tmp_path / "victim", RunFolder("runs/a")
+    shutil.copytree("runs/a", victim)
+    writer = saving.AtomicCheckpointIO(Path("runs/a"), background=False)
+    for path in ("runs/a/../../victim/config.yaml", "runs/a/..", victim / "checkpoints/last.ckpt"):
+        writer.remove_checkpoint(path)
+    assert caplog.text.count("is not removed") == 3 and (victim / "config.yaml").exists()
+    for named in (f"{victim}/checkpoints/last.ckpt", "../../victim/checkpoints/last.ckpt"):
+        run.write_report(run_a | {"checkpoint": named})
+        assert finding.checkpoint_of_report(run.path).parent == run.checkpoints
+    Path("runs/a/checkpoints/last.ckpt").unlink()
+    Path("runs/a/checkpoints/last.ckpt").symlink_to(victim / "checkpoints/last.ckpt")
+    assert finding.step_of(Path("runs/a/checkpoints/last.ckpt")) == -1
+    with pytest.raises(UserError, match="is a link; a run folder must not contain links"):
+        finding.tested_checkpoint("runs/a/checkpoints/last.ckpt", "checkpoint")
+    Path("runs/a/tensorboard").symlink_to(victim)
+    with pytest.raises(UserError, match="runs/a/tensorboard is a link"):
+        run.refuse_links()
+    shutil.copytree(victim, "runs/.lockstep-01234567.part/a")
+    assert [each.path for each in run_folders("runs")] == [run.path]
 
 
 @pytest.mark.parametrize("linked", ["runs", "runs/a"])

@@ -181,10 +181,10 @@ class RunFolder:
 
     def refuse_links(self) -> None:
         """Raises UserError: something of the run is a link, a pipe or a device, through which other files would be read or written."""
-        named = (self.config_file, self.report_file, self.log_file, self.page_file, self.panels_file, self.metrics_log.path,
-                 self.digests_log.path, self.lock_file, *self.logs.glob("rank-*.log"))  # fmt: skip
-        odd = [path for path in (*named, self.checkpoints, self.logs) if path.is_symlink()]
-        odd += [path for path in named if path.exists() and not (path.is_file() or path.is_dir())]
+        entries = [path for folder in (self.path, self.logs) if folder.is_dir() for path in folder.iterdir()]
+        odd = [
+            path for path in entries if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir()))
+        ]
         raise_problems(
             f"{path} is a link, a pipe or a device; a run folder must not contain any. Remove it." for path in odd
         )
@@ -304,6 +304,7 @@ def run_folders(runs_dir: str | Path) -> Iterator[RunFolder]:
     W&B's folders and exported folders have a config.yaml too, but neither checkpoints/ nor metrics.csv.
     """
     for place, folders, names in os.walk(runs_dir):
+        folders[:] = [name for name in folders if not name.startswith(files.PART)]  # not complete
         if "report.json" in names or ("config.yaml" in names and ("checkpoints" in folders or "metrics.csv" in names)):
             yield RunFolder(place)
 

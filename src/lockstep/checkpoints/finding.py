@@ -187,7 +187,8 @@ def outline(path: Path) -> Checkpoint:
 def step_of(path: Path) -> int:
     """The optimizer steps done in a checkpoint; -1 if it does not say."""
     try:
-        step = unpickled(path)["global_step"] if is_stored(path / REST if path.is_dir() else path) else -1
+        stored = not path.is_symlink() and is_stored(path / REST if path.is_dir() else path)
+        step = unpickled(path)["global_step"] if stored else -1
     except ForeignObjects:  # somebody has made it: not what a kill or a disk leaves
         raise
     except (UserError, LookupError, TypeError):
@@ -276,7 +277,8 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
     named = RunFolder(run_dir).report().get("checkpoint")
-    if named and is_checkpoint(path := run_dir / str(named)):
+    path = run_dir / "checkpoints" / Path(str(named)).name
+    if named and Path(str(named)) == path.relative_to(run_dir) and is_checkpoint(path):
         return path
     newest = newest_checkpoint(run_dir)
     if named is not None and rank_of() == 0:
@@ -286,6 +288,8 @@ def checkpoint_of_report(run_dir: Path) -> Path:
 
 def complete_checkpoint(path: Path, key: str) -> Path:
     """`path`, if it is a complete checkpoint; of a link, where it leads. Raises UserError otherwise."""
+    if path.is_symlink() and RunFolder(path.absolute().parent.parent).has_config():
+        raise UserError(f"{key}={path} is a link; a run folder must not contain links. Pass the path where it leads.")
     path = path.resolve() if path.is_symlink() else path
     if not path.exists():
         raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or run=<name>.")
