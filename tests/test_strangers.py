@@ -688,6 +688,27 @@ def test_the_temporary_cache_is_the_users_alone(made, tmp_path, monkeypatch):
     assert (folder.stat().st_mode & 0o777, list(victim.iterdir())) == (0o700, [])
 
 
+def test_a_file_system_that_fixes_owner_or_mode_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("", *(f"-{number}" for number in range(1, 10))):
+        (tmp_path / f"lockstep-{os.getuid()}{name}").touch()
+    with pytest.raises(UserError, match="Set data.cache_dir="):
+        cache_module.private_folder()
+
+
+@pytest.mark.parametrize("text", ["5", "null", "[" * 100_000])
+def test_a_cache_whose_description_is_something_else_is_damaged(text, tmp_path):
+    (tmp_path / "about.json").write_text(text)
+    assert cache_module.checked(tmp_path) is None
+
+
+def test_the_page_of_all_runs_links_to_files_alone(run_a):
+    Path("runs/a").rename("runs/javascript:alert(1)")
+    report = Report.listed(RunFolder("runs/javascript:alert(1)"), Path("runs"))
+    report.run_folder.page_file.touch()
+    assert 'href="javascript:' not in runs_page([report], Path("runs"), Path("runs/page.html").resolve())
+
+
 # --- what SECURITY.md promises ---------------------------------------------------------------------------------------
 
 PROMISES = {  # how each sentence begins, and its tests; what a file's workflow does has none here

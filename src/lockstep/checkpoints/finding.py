@@ -309,7 +309,7 @@ def located(given: str, key: str, runs_dir: str, choose: Callable[[Path], Path])
     path = Path(given)
     if not RunFolder(path).has_config() and (path.is_file() or ".ckpt" in path.suffixes or (path / REST).exists()):
         checkpoint = complete_checkpoint(path, key)
-        return checkpoint.resolve().parents[1], checkpoint
+        return checkpoint.resolve().parent.parent, checkpoint
     run_dir = path if RunFolder(path).has_config() else find_run(given, runs_dir, key=key).path
     return run_dir, choose(run_dir)
 
