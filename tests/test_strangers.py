@@ -692,7 +692,7 @@ def test_a_file_system_that_fixes_owner_or_mode_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("", *(f"-{number}" for number in range(1, 10))):
         (tmp_path / f"lockstep-{os.getuid()}{name}").touch()
-    with pytest.raises(UserError, match="Set data.cache_dir="):
+    with pytest.raises(UserError, match=r"Set data\.cache_dir="):
         cache_module.private_folder()
 
 
