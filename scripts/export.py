@@ -32,7 +32,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     path = tested_checkpoint(args.what, "export")
-    run = path.resolve().parents[1]
+    run = path.resolve().parent.parent
     of_sweep = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     folder = args.folder or Path("exports") / f"{of_sweep}{run.name}"
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]

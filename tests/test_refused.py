@@ -212,7 +212,7 @@ def test_a_folder_that_was_there_keeps_its_files_when_a_run_cannot_start(train):
     with pytest.raises(UserError, match="warmup_steps"):
         train("run=a", "schedule=cosine", "schedule.warmup_steps=1000")
     Path("runs/a/metrics.csv").mkdir()
-    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*it is no regular file"):
+    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*it is not a regular file"):
         train("run=a", "debug=one_batch")
     assert {path.name for path in Path("runs/a").iterdir()} == {"metrics.csv", "notes.txt"}
     assert Path("runs/a/notes.txt").read_text() == "mine"

@@ -26,7 +26,7 @@ from PIL import Image, UnidentifiedImageError
 
 import lockstep
 from lockstep import ROOT
-from lockstep.checkpoints import finding
+from lockstep.checkpoints import finding, saving
 from lockstep.checkpoints.weights import open_file
 from lockstep.data import Cifar10, images, published
 from lockstep.data import cache as cache_module
@@ -39,7 +39,7 @@ from lockstep.machine import files, process
 from lockstep.machine.files import write_json
 from lockstep.reporting import console
 from lockstep.reporting.runs_page import Report, runs_page
-from lockstep.run import RunFolder
+from lockstep.run import RunFolder, run_folders
 from lockstep.strategies.base import by_index
 
 pytestmark = pytest.mark.xdist_group("strangers")
@@ -361,6 +361,28 @@ def test_a_folder_of_a_run_that_is_a_link_is_refused(name, run_a, train):
     assert sorted(elsewhere.iterdir()) == before
 
 
+def test_links_to_folders_and_paths_out_of_a_run_lead_nowhere(run_a, tmp_path, caplog):
+    victim, run = tmp_path / "victim", RunFolder("runs/a")
+    shutil.copytree("runs/a", victim)
+    writer = saving.AtomicCheckpointIO(Path("runs/a"), background=False)
+    for path in ("runs/a/../../victim/config.yaml", "runs/a/..", victim / "checkpoints/last.ckpt"):
+        writer.remove_checkpoint(path)
+    assert caplog.text.count("is not removed") == 3 and (victim / "config.yaml").exists()
+    for named in (f"{victim}/checkpoints/last.ckpt", "../../victim/checkpoints/last.ckpt"):
+        run.write_report(run_a | {"checkpoint": named})
+        assert finding.checkpoint_of_report(run.path).parent == run.checkpoints
+    Path("runs/a/checkpoints/last.ckpt").unlink()
+    Path("runs/a/checkpoints/last.ckpt").symlink_to(victim / "checkpoints/last.ckpt")
+    assert finding.step_of(Path("runs/a/checkpoints/last.ckpt")) == -1
+    with pytest.raises(UserError, match="is a link; a run folder must not contain links"):
+        finding.tested_checkpoint("runs/a/checkpoints/last.ckpt", "checkpoint")
+    Path("runs/a/tensorboard").symlink_to(victim)
+    with pytest.raises(UserError, match="runs/a/tensorboard is a link"):
+        run.refuse_links()
+    shutil.copytree(victim, "runs/.lockstep-01234567.part/a")
+    assert [each.path for each in run_folders("runs")] == [run.path]
+
+
 @pytest.mark.parametrize("linked", ["runs", "runs/a"])
 def test_runs_may_be_on_another_disk(linked, run_a, train):
     Path(linked).rename("disk")
@@ -502,11 +524,28 @@ def test_what_a_checkpoint_shares_or_nests_ends(what, tree, run_a):
         finding.Checkpoint.parse(Path("x.ckpt"), values)
 
 
+def test_what_a_run_wrote_itself_is_read_back_whatever_its_size(run_a):
+    path = Path("runs/a/checkpoints/last.ckpt")
+    save(**{finding.DATA: {"about": {"words": list(map(str, range(1_000_001)))}}})
+    assert len(finding.outline(path).metadata["words"]) == len(open_file(path)[finding.DATA]["about"]["words"])
+    folder, config = RunFolder("runs/a"), RunFolder("runs/a").config()
+    folder.write_config(OmegaConf.merge(config, {"x": "x" * 1000}))
+    with pytest.raises(UserError, match="more than 8,388,608"):
+        folder.write_config(OmegaConf.merge(config, {"x": "x" * 2**23}))
+    assert len(folder.config().x) == 1000
+
+
+def test_a_checkpoint_of_shared_lists_is_not_loaded(run_a):
+    save(loops=shared(40))
+    with pytest.raises(UserError, match=r"more than [\d,]+ values"):
+        open_file(Path("runs/a/checkpoints/last.ckpt"))
+
+
 @pytest.mark.parametrize("named", [5, "checkpoints/gone.ckpt", "../../x.ckpt", "", ["a"], 0, True])
 def test_another_checkpoint_than_the_one_of_the_report_is_told(named, run_a, capsys):
     write_json(Path("runs/a/report.json"), run_a | {"checkpoint": named})
     assert finding.checkpoint_of_report(Path("runs/a")).name in ("last.ckpt", run_a["checkpoint"].rpartition("/")[2])
-    assert f"checkpoint={named} is no complete checkpoint" in capsys.readouterr().err
+    assert f"checkpoint={named} is not a complete checkpoint" in capsys.readouterr().err
 
 
 def save(**changed: object) -> None:
@@ -601,7 +640,7 @@ def test_images_are_regular_files_with_an_end(kind, tmp_path):
     names = ["x.png", "good.png", "link.png"]
     found = list(images.read_all(tmp_path, names, "reading", channels=1, size=4, image_NCHW=None))
     assert [problem is None for _, problem in found] == [False, True, True]
-    assert re.search("no regular file|bytes, more than", str(found[0][1]))
+    assert re.search("not a regular file|bytes, more than", str(found[0][1]))
     for read in (lambda: images.decoded(path, channels=1, size=4), lambda: images.Images(image_size=4).mask_size(path)):
         with pytest.raises((OSError, UnidentifiedImageError)):
             read()
@@ -656,6 +695,27 @@ def test_the_temporary_cache_is_the_users_alone(made, tmp_path, monkeypatch):
     folder = cache_module.private_folder()
     assert folder == Path(f"{first}-1") == cache_module.private_folder()
     assert (folder.stat().st_mode & 0o777, list(victim.iterdir())) == (0o700, [])
+
+
+def test_a_file_system_that_fixes_owner_or_mode_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("", *(f"-{number}" for number in range(1, 10))):
+        (tmp_path / f"lockstep-{os.getuid()}{name}").touch()
+    with pytest.raises(UserError, match=r"Set data\.cache_dir="):
+        cache_module.private_folder()
+
+
+@pytest.mark.parametrize("text", ["5", "null", "[" * 100_000])
+def test_a_cache_whose_description_is_something_else_is_damaged(text, tmp_path):
+    (tmp_path / "about.json").write_text(text)
+    assert cache_module.checked(tmp_path) is None
+
+
+def test_the_page_of_all_runs_links_to_files_alone(run_a):
+    Path("runs/a").rename("runs/javascript:alert(1)")
+    report = Report.listed(RunFolder("runs/javascript:alert(1)"), Path("runs"))
+    report.run_folder.page_file.touch()
+    assert 'href="javascript:' not in runs_page([report], Path("runs"), Path("runs/page.html").resolve())
 
 
 # --- what SECURITY.md promises ---------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ BUSY_S = 0.2  # an evaluation writes beside a run that trains
 CONFIG_BYTES, LOG_BYTES = 2**23, 2**26
 
 
-def foreign(tree: Any, *, references: bool = False) -> str | None:
+def foreign(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
     """Why a config that was read back is not what a run has written. A run writes values: OmegaConf would resolve a `${` of a stranger,
     and what a small file shares or nests would not end."""
     left, count = [(tree, 0)], 1
@@ -58,8 +58,8 @@ def foreign(tree: Any, *, references: bool = False) -> str | None:
         node, depth = left.pop()
         inner = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
         count += len(inner)
-        if count > MOST_VALUES or depth > DEEPEST:
-            return f"it has more than {MOST_VALUES:,} values, or they are nested more than {DEEPEST} deep"
+        if count > most or depth > DEEPEST:
+            return f"it has more than {most:,} values, or they are nested more than {DEEPEST} deep"
         if not references and isinstance(node, str) and ("${" in node or node == "???"):
             return f"it has {node[:80]}, and the config of a run has values in place of references"
         left += [(each, depth + 1) for each in inner]
@@ -129,7 +129,9 @@ class RunFolder:
         """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
         with told_if_damaged(self.config_file, "Put the file back, or set run=<another name> to start over."):
             values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
-            if why := foreign(values) or (None if isinstance(values, dict) else "it is no config"):
+            if why := foreign(values, most=max(MOST_VALUES, len(text))) or (
+                None if isinstance(values, dict) else "it is no config"
+            ):
                 raise ValueError(why)
         return values, text
 
@@ -179,18 +181,25 @@ class RunFolder:
 
     def refuse_links(self) -> None:
         """Raises UserError: something of the run is a link, a pipe or a device, through which other files would be read or written."""
-        named = (self.config_file, self.report_file, self.log_file, self.page_file, self.panels_file, self.metrics_log.path,
-                 self.digests_log.path, self.lock_file, *self.logs.glob("rank-*.log"))  # fmt: skip
-        odd = [path for path in (*named, self.checkpoints, self.logs) if path.is_symlink()]
-        odd += [path for path in named if path.exists() and not (path.is_file() or path.is_dir())]
-        raise_problems(f"{path} is a link, a pipe or a device, which a run has none of. Remove it." for path in odd)
+        entries = [path for folder in (self.path, self.logs) if folder.is_dir() for path in folder.iterdir()]
+        odd = [
+            path for path in entries if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir()))
+        ]
+        raise_problems(
+            f"{path} is a link, a pipe or a device; a run folder must not contain any. Remove it." for path in odd
+        )
 
     # --- What the run writes ---
 
     def write_config(self, config: DictConfig) -> None:
         """Without `resume`: the config says what the run is, not how this start of it began."""
         saved = OmegaConf.create({**{key: value for key, value in config.items() if key != "resume"}, "resume": None})
-        files.write_text(self.config_file, OmegaConf.to_yaml(saved, resolve=True))
+        text = OmegaConf.to_yaml(saved, resolve=True)
+        if (size := len(text.encode("utf-8", "backslashreplace"))) > CONFIG_BYTES:
+            raise UserError(
+                f"the config has {size:,} bytes, more than {CONFIG_BYTES:,}. Put long lists into a file that your class reads."
+            )
+        files.write_text(self.config_file, text)
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         files.write_json(self.report_file, dict(report))
@@ -295,6 +304,7 @@ def run_folders(runs_dir: str | Path) -> Iterator[RunFolder]:
     W&B's folders and exported folders have a config.yaml too, but neither checkpoints/ nor metrics.csv.
     """
     for place, folders, names in os.walk(runs_dir):
+        folders[:] = [name for name in folders if not name.startswith(files.PART)]  # not complete
         if "report.json" in names or ("config.yaml" in names and ("checkpoints" in folders or "metrics.csv" in names)):
             yield RunFolder(place)
 

@@ -82,3 +82,24 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def test_json_has_no_numbers_that_json_lacks(tmp_path):
     files.write_json(tmp_path / "report.json", {"a": float("nan"), "b": float("inf"), "c": 1.5, "d": None})
     assert json.loads((tmp_path / "report.json").read_text()) == {"a": None, "b": None, "c": 1.5, "d": None}
+
+
+def test_a_file_never_replaces_a_folder(tmp_path):
+    for name in ("docs", "docs.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").touch()
+    for write in (
+        lambda: files.write_text(tmp_path / "docs", "x"),
+        lambda: files.write_csv(tmp_path / "docs", ["a"], []),
+    ):
+        with pytest.raises(IsADirectoryError, match="it is a folder"):
+            write()
+    assert (names(tmp_path), names(tmp_path / "docs"), names(tmp_path / "docs.old")) == (["docs", "docs.old"], ["kept"], ["kept"])  # fmt: skip
+    with files.replacing(tmp_path / "docs", over_folder=True) as part:  # a checkpoint over one in shards
+        part.touch()
+    assert (names(tmp_path), (tmp_path / "docs").is_file()) == (["docs"], True)
+
+
+def test_tables_are_utf_8_and_take_any_name(tmp_path):
+    files.write_csv(tmp_path / "a.csv", ["name"], [{"name": "é\udcff"}])
+    assert (tmp_path / "a.csv").read_bytes() == "name\r\né\\udcff\r\n".encode()

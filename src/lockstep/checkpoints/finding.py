@@ -15,7 +15,7 @@ from lockstep.config.words import warn
 from lockstep.errors import ForeignObjects, OutOfMemory, UserError, naming_memory
 from lockstep.machine.files import open_plain
 from lockstep.machine.world import rank_of
-from lockstep.run import RunFolder, find_run, foreign
+from lockstep.run import MOST_VALUES, RunFolder, find_run, foreign
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 SHARD = re.compile(r"shard-\d+-of-\d+\.pt")
@@ -65,6 +65,12 @@ LOOP = (
 )
 
 
+def most_values(path: Path) -> int:
+    """How many values a checkpoint may have: a tree that shares none has no more than its file has bytes."""
+    file = path / REST if path.is_dir() else path
+    return max(MOST_VALUES, file.stat().st_size if file.exists() else 0)
+
+
 def is_config(config: dict[str, Any]) -> bool:
     groups = all(isinstance(config.get(group), dict) for group in GROUPS if group not in RECIPES)
     found = list(leaves(config))
@@ -94,11 +100,11 @@ class Checkpoint:
             why = f"it has no {' and no '.join(missing)}"
         elif wrong := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
             why = f"its {wrong[0]} is a {type(values[wrong[0]]).__name__}"
-        elif (problem := foreign(values["config"])) or not is_config(values["config"]):
+        elif (problem := foreign(values["config"], most=most_values(path))) or not is_config(values["config"]):
             why = f"its config is not the config of a run{f': {problem}' if problem else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             why = "it does not say what its data is"
-        elif problem := foreign([values.get(DATA), values.get("network")], references=True):
+        elif problem := foreign([values.get(DATA), values.get("network")], references=True, most=most_values(path)):
             why = f"of its data and network {problem}"
         if why:
             raise UserError(
@@ -181,7 +187,8 @@ def outline(path: Path) -> Checkpoint:
 def step_of(path: Path) -> int:
     """The optimizer steps done in a checkpoint; -1 if it does not say."""
     try:
-        step = unpickled(path)["global_step"] if is_stored(path / REST if path.is_dir() else path) else -1
+        stored = not path.is_symlink() and is_stored(path / REST if path.is_dir() else path)
+        step = unpickled(path)["global_step"] if stored else -1
     except ForeignObjects:  # somebody has made it: not what a kill or a disk leaves
         raise
     except (UserError, LookupError, TypeError):
@@ -222,7 +229,9 @@ def found_in(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, complete or not."""
     folder = run_dir / "checkpoints"
     if folder.is_symlink():
-        raise UserError(f"{folder} is a link, which a run has none of. Remove it, or link the folder of the whole run.")
+        raise UserError(
+            f"{folder} is a link; a run folder must not contain links. Remove it, or link the folder of the whole run."
+        )
     last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves only `.old`
     return [*[path for path in last if path.exists()][:1], *folder.glob("best-step-*.ckpt")]
 
@@ -268,16 +277,19 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
     named = RunFolder(run_dir).report().get("checkpoint")
-    if named and is_checkpoint(path := run_dir / str(named)):
+    path = run_dir / "checkpoints" / Path(str(named)).name
+    if named and Path(str(named)) == path.relative_to(run_dir) and is_checkpoint(path):
         return path
     newest = newest_checkpoint(run_dir)
     if named is not None and rank_of() == 0:
-        warn(f"{run_dir}/report.json: checkpoint={named} is no complete checkpoint. {newest} is taken instead.")
+        warn(f"{run_dir}/report.json: checkpoint={named} is not a complete checkpoint. {newest} is taken instead.")
     return newest
 
 
 def complete_checkpoint(path: Path, key: str) -> Path:
     """`path`, if it is a complete checkpoint; of a link, where it leads. Raises UserError otherwise."""
+    if path.is_symlink() and RunFolder(path.absolute().parent.parent).has_config():
+        raise UserError(f"{key}={path} is a link; a run folder must not contain links. Pass the path where it leads.")
     path = path.resolve() if path.is_symlink() else path
     if not path.exists():
         raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or run=<name>.")
@@ -297,7 +309,7 @@ def located(given: str, key: str, runs_dir: str, choose: Callable[[Path], Path])
     path = Path(given)
     if not RunFolder(path).has_config() and (path.is_file() or ".ckpt" in path.suffixes or (path / REST).exists()):
         checkpoint = complete_checkpoint(path, key)
-        return checkpoint.resolve().parents[1], checkpoint
+        return checkpoint.resolve().parent.parent, checkpoint
     run_dir = path if RunFolder(path).has_config() else find_run(given, runs_dir, key=key).path
     return run_dir, choose(run_dir)
 

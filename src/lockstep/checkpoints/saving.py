@@ -55,7 +55,7 @@ class AtomicCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, folder: Path, *, background: bool) -> None:
-        self.folder = folder
+        self.folder, self.own = folder, {folder.resolve()}  # `own`: the folders that it has saved into
         self.thread = ThreadPoolExecutor(1, "checkpoints") if background else None  # Python waits for it at exit
         self.calls: list[Future[None]] = []
         self.stager: Any = new_stager()  # only an asynchronous one returns futures
@@ -66,13 +66,14 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def write_file(self, checkpoint: dict[str, Any], path: Path) -> None:
         self.make_parent(path)
-        with files.replacing(path) as part:
+        with files.replacing(path, over_folder=True) as part:
             weights.write(checkpoint, part)
 
     def make_parent(self, path: Path) -> None:
         if not self.folder.is_dir():
             raise FolderRemoved(self.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.own.add(path.parent.resolve())
 
     def save(self, checkpoint: dict[str, Any], path: Path, write: Write) -> None:
         """Calls `write(checkpoint, path)`, in the background with a copy."""
@@ -136,7 +137,14 @@ class AtomicCheckpointIO(CheckpointIO):
         return values
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        self.submit(partial(remove_or_warn, Path(path)))
+        self.submit(partial(self.remove_own, Path(path)))
+
+    def remove_own(self, path: Path) -> None:
+        """Paths come from a checkpoint too, whose callbacks a stranger may have written."""
+        if path.name != ".." and any(path.parent.resolve().is_relative_to(folder) for folder in self.own):
+            remove_or_warn(path)
+        else:
+            log.warning("%s was not saved by this run, and is not removed", path)
 
     def teardown(self) -> None:
         """Finishes pending writes. An error here does not hide the error that ended the training."""
@@ -342,7 +350,7 @@ class LastCheckpoint(Checkpoint):
         if not trainer.is_global_zero or before is None or before.resolve().parent != folder.resolve():
             return
         if before.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
-            with files.replacing(self.path) as part:
+            with files.replacing(self.path, over_folder=True) as part:
                 copy = partial(shutil.copytree, symlinks=True) if before.is_dir() else shutil.copyfile
                 copy(before, part)
             self.resumed = self.path

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lockstep.checkpoints.finding import REST, Checkpoint, mapped, shard_files
+from lockstep.checkpoints.finding import REST, Checkpoint, mapped, most_values, shard_files
 from lockstep.config import words
 from lockstep.config.instantiate import network
 from lockstep.errors import ForeignObjects, UserError, naming_memory
 from lockstep.machine.files import open_plain
-from lockstep.run import told_if_damaged
+from lockstep.run import foreign, told_if_damaged
 
 # --- Values that torch.load accepts with weights_only=True, as it does those of checkpoints ---
 
@@ -85,7 +85,10 @@ def open_file(path: Path) -> Any:
     with naming_memory(path):
         try:
             open_plain(path).close()  # torch maps by path only
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if why := foreign(content, references=True, most=most_values(path)):
+                raise ValueError(why)
+            return content
         except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
             if "weights_only" in str(e):  # torch's own message advises to run its code
                 raise ForeignObjects("which torch refuses to load", path) from None

@@ -5,7 +5,6 @@ filelock is imported where data is read: the config check imports this module.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -21,11 +20,18 @@ from numpy.typing import NDArray
 
 from lockstep.config.words import warn
 from lockstep.data.dataset import add_arrays
-from lockstep.errors import DataChanged, explained
+from lockstep.errors import DataChanged, UserError, explained
 from lockstep.machine.files import open_plain, read_text, refuse_unwritable, remove, replacing
 
 FORMAT = 4  # version of the cache; raise it when the files change
-DAMAGE = (ValueError, TypeError, KeyError, EOFError)  # of a file that was cut off or changed
+DAMAGE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    AttributeError,
+    RecursionError,
+)  # of a file that was cut off or changed
 ROOM = "Free some space, or set data.cache_dir=<a folder with room that is yours>."
 
 Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...
@@ -72,14 +78,14 @@ def cache_folder(given: str | None) -> Path:
 def private_folder() -> Path:
     """The first folder lockstep-<user>, lockstep-<user>-1, ... of the temporary ones that is this user's alone: others may make some."""
     user = os.getuid() if hasattr(os, "getuid") else 0
-    for number in itertools.count():
+    for number in range(10):
         path = Path(tempfile.gettempdir(), f"lockstep-{user}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
             path.mkdir(0o700, parents=True)
         found = path.lstat()  # of a link, itself
         if stat.S_ISDIR(found.st_mode) and found.st_uid == user and (os.name == "nt" or not found.st_mode & 0o077):
             return path
-    raise AssertionError
+    raise UserError(f"{tempfile.gettempdir()} holds no folder that is yours alone. Set data.cache_dir=<a folder>.")
 
 
 def key_of(name: str, files: list[Path], *more: object) -> str:
@@ -104,7 +110,7 @@ def hash_of(path: Path, algorithm: str) -> str:
 
 
 def mapped(path: Path) -> NDArray[Any]:
-    """The array of a file. Raises OSError: it is a link or no regular file."""
+    """The array of a file. Raises OSError: it is a link or not a regular file."""
     open_plain(path).close()  # np.load maps by path only
     array: NDArray[Any] = np.load(path, mmap_mode="r")
     return array

@@ -110,7 +110,7 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
     from lockstep.checkpoints.weights import read
 
     def values(path: Path, part: str) -> dict[str, Any]:
-        here = str(path.resolve().parents[1])  # best checkpoints are saved with absolute paths
+        here = str(path.resolve().parent.parent)  # best checkpoints are saved with absolute paths
         found = ((".".join(map(str, keys)), leaf) for keys, leaf in leaves(contents[path].values.get(part, {})))
         return {key.replace(here, ""): v.replace(here, "") if isinstance(v, str) else v for key, v in found}
 

@@ -269,7 +269,7 @@ def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], file
 def card(checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, float]) -> str:
     """`found`: by file, the largest difference of its outputs from the trained network's."""
     cfg: Any = OmegaConf.create(dict(checkpoint.config))
-    run = checkpoint.path.resolve().parents[1]
+    run = checkpoint.path.resolve().parent.parent
     report = RunFolder(run).report()
     if (run / str(report.get("checkpoint"))).resolve() != checkpoint.path.resolve():
         report = {}  # the run tested a different checkpoint

@@ -129,7 +129,7 @@ def received() -> Handover | None:
         Path(file).unlink()
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
-            f"{VARIABLE}={file[:40]} in the environment is none of Lockstep's. Run unset {VARIABLE}."
+            f"{VARIABLE}={file[:40]} in the environment was not set by Lockstep. Run unset {VARIABLE}."
         ) from None
     process.supervised, process.debug_rank = world is not None, handover.debug_rank
     process.from_notebook = handover.from_notebook

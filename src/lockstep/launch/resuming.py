@@ -224,7 +224,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         checkpoint = outline(finding.checkpoint_of_report(folder.path))
     else:
         checkpoint = outline(finding.complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint"))
-        folder = RunFolder(checkpoint.path.resolve().parents[1])
+        folder = RunFolder(checkpoint.path.resolve().parent.parent)
     # a checkpoint that was moved out of its run directory has the config as well
     saved = completed(folder.config() if folder.has_config() else OmegaConf.create(checkpoint.config))
     if folder.has_config():
@@ -246,7 +246,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
 def home_of(checkpoint: Path, run: str) -> str:
     """runs_dir of the run with the name `run` that has this checkpoint. Of one that was moved out of it, where no folder is: its config
     may name any run."""
-    folder, name = checkpoint.resolve().parents[1], Path(run).parts
+    folder, name = checkpoint.resolve().parent.parent, Path(run).parts
     inside = folder.parts[-len(name) :] == name and RunFolder(folder).has_config()
     return str(Path(*folder.parts[: -len(name)]) if inside else checkpoint)
 
@@ -265,7 +265,7 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     cfg, plan = settings.cfg, settings.steps
     if not cfg.resume:
         return None
-    folder = RunFolder(Path(cfg.resume).resolve().parents[1])
+    folder = RunFolder(Path(cfg.resume).resolve().parent.parent)
     report = folder.report()
     if report.get("status") != "done":  # which is written last
         return None

@@ -131,7 +131,7 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
     if told := resuming.already_finished(settings, samples):
         if world.rank == 0:
             print(inline(told))
-        return Report(RunFolder(Path(cfg.resume).resolve().parents[1]))
+        return Report(RunFolder(Path(cfg.resume).resolve().parent.parent))
     folder = settings.folder
     lock = folder.locked(RESTART_S if restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
     with lock:  # before any file is changed

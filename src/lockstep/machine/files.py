@@ -49,7 +49,7 @@ def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", name)
+        raise OSError(errno.EINVAL, "it is not a regular file", name)
 
     return open(path, mode, opener=opener, **options)
 
@@ -75,7 +75,7 @@ def make_folder(path: Path) -> None:
 
 def refuse_link(path: Path) -> None:
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, which a run has none of", str(path))
+        raise OSError(errno.ELOOP, "it is a link; a run folder must not contain links", str(path))
 
 
 # --- Files that appear whole or not at all ---
@@ -84,14 +84,19 @@ PART, A_DAY_S = ".lockstep-", 86400.0
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, over_folder: bool = False) -> Iterator[Path]:
     """Yields the path of a new file, which replaces `path` when the block ends without an error; or of a new folder.
 
     A reader sees the old file or the new one, never a part of it. It is written in a hidden folder of a random name beside `path`.
+
+    Raises IsADirectoryError: a file would replace a folder, and not `over_folder`, as one checkpoint replaces another.
     """
     with naming(path), part_folder(path.parent) as folder:
         yield folder / path.name
-        take_place(folder / path.name, path)
+        part = folder / path.name
+        if not over_folder and not part.is_dir() and path.is_dir() and not path.is_symlink():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        take_place(part, path)
 
 
 @contextmanager
@@ -164,7 +169,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """A table with a heading. What a row lacks is empty, and what has no column is left out."""
-    with replacing(path) as part, part.open("w", newline="") as file:
+    with replacing(path) as part, part.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)

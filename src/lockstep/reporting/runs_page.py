@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from urllib.parse import quote
 
 from lockstep.config.compose import PLACE, dotted
 from lockstep.config.words import is_fraction, metric, number, seconds, shown
@@ -190,7 +191,7 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     columns = [Column(head, key, form, [run.get(key) for run in runs]) for head, key, form in measured]
     columns += [Column(head, key, shown, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
     pages = [run.run_folder.page_file for run in runs]
-    links = [os.path.relpath(page, out.parent).replace(os.sep, "/") if page.is_file() else "" for page in pages]
+    links = [quote(os.path.relpath(page, out.parent).replace(os.sep, "/")) if page.is_file() else "" for page in pages]
     colours = {run["run"]: f"c{place % COLOURS}" for place, run in enumerate(runs)}
     best = best_of(runs, monitors[0]) if monitors else None
     compared = {
