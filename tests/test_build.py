@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import write_cifar10
@@ -16,6 +17,7 @@ from lockstep.config.settings import Settings
 from lockstep.data import Cifar10
 from lockstep.machine.world import World
 from lockstep.training.schedules import scheduler
+from lockstep.training.workload import Workload
 
 pytestmark = pytest.mark.xdist_group("build")
 CPU = "trainer.accelerator=cpu"
@@ -134,3 +136,20 @@ def test_logical_ranks_ask_for_deterministic_kernels_on_gpus(accelerator, expect
     made = build.arithmetic(settings).trainer_arguments(settings.cfg.trainer, world)
     assert bool(made["deterministic"]) == expected
     assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)
+
+
+@pytest.mark.parametrize(("strategy", "inference"), [("single", True), ("fsdp", False)])
+def test_shards_are_not_gathered_in_inference_mode(strategy, inference, tmp_path):
+    """Lightning uses torch.no_grad under gloo, so no evaluation on CPUs shows it."""
+    cfg = compose_config(
+        "train",
+        [
+            f"runs_dir={tmp_path}",
+            "run=a",
+            f"strategy={strategy}",
+            "trainer.accelerator=cpu",
+            "trainer.precision=32-true",
+        ],
+    )
+    trainer = build.evaluator(Settings.of(cfg), Workload(pl.LightningModule(), pl.LightningDataModule()))
+    assert trainer.validate_loop.inference_mode is trainer.test_loop.inference_mode is inference

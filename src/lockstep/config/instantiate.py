@@ -51,7 +51,10 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
     try:
         made = instantiate({**kept, "_partial_": True}, _execution_whitelist_=allowed, _convert_="all")
         # past Hydra, which would create objects of nodes in them: those of the network are from a checkpoint, which may be a stranger's
-        return partial(made, **given) if plain.get("_partial_") else made(**given)
+        if not plain.get("_partial_"):
+            return made(**given)
+        # Hydra's partial objects cannot be pickled, and Lightning drops hyperparameters that cannot
+        return partial(made.func, *made.args, **made.keywords, **given)
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
     except ValueError as e:
@@ -112,8 +115,6 @@ def create_custom_module(node: Mapping[str, Any]) -> "pl.LightningModule":
     task = to_plain(node)
     partials = {name: node for name, node in task.items() if isinstance(node, Mapping) and node.get("_partial_")}
     made = {name: create(node, f"task.{name}") for name, node in partials.items()}
-    for name, hydras in made.items():  # Hydra's cannot be pickled, and Lightning drops hyperparameters that cannot
-        made[name] = partial(hydras.func, *hydras.args, **hydras.keywords)
     return create({k: v for k, v in task.items() if k not in made}, "task", **made)
 
 
