@@ -36,7 +36,10 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 class NoProfiler(PassThroughProfiler):
-    """Lightning asks its profiler for a context 97 times a step; its PassThroughProfiler creates a generator each time: 970 calls of a step's 6,500."""
+    """Lightning asks its profiler for a context 97 times a step; its PassThroughProfiler creates a generator each time.
+
+    970 of the 6,150 Python calls of BasicNet's step, counted with cProfile.
+    """
 
     context: Any = nullcontext()
 
@@ -163,7 +166,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})
     elif timeout_s := node.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [HangDetector(timeout_s), *given["callbacks"]]
-    if settings.spec.is_sharded:  # torch 2.13 cannot gather the shards of one GPU in inference mode (pytorch#95957)
+    if settings.spec.is_sharded:  # torch 2.11 to 2.13 cannot gather the shards of one process in inference mode
         given["inference_mode"] = False
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=folder, filename="profile") if profiler else NoProfiler()

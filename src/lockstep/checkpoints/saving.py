@@ -101,9 +101,7 @@ class AtomicCheckpointIO(CheckpointIO):
         except Exception as e:
             if not self.folder.is_dir():
                 raise FolderRemoved(self.folder) from None
-            cause = next(
-                (each for each in chain(e) if isinstance(each, OSError)), None
-            )  # torch wraps it in its own error
+            cause = next((each for each in chain(e) if isinstance(each, OSError)), None)  # torch wraps it
             reason = f"{cause.strerror or cause}." if cause else f"{type(e).__name__}: {e}."
             raise NotSaved(
                 f"the checkpoint {path} could not be saved: {reason} The earlier ones are complete and still there. "
@@ -367,9 +365,8 @@ class LastCheckpoint(Checkpoint):
 
 def best_checkpoint(trainer: Trainer) -> str | None:
     """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated. Raises Damaged."""
-    of_best = [
-        c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)
-    ]  # not a user's
+    # not a user's
+    of_best = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     of_last = [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
     path = next((path for path in (*of_best, *of_last) if path and Path(path).exists()), None)
     whole = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all

@@ -43,10 +43,8 @@ def refused(tree: Any, place: str = "") -> Iterator[str]:
         yield f"{place} ({type(tree).__module__}.{type(tree).__qualname__})"
 
 
-HPARAMS = (
-    "hyper_parameters",
-    "datamodule_hyper_parameters",
-)  # what save_hyperparameters() and users' hooks put into a checkpoint
+# what save_hyperparameters() and users' hooks put into a checkpoint
+HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def omit_hyperparameters(checkpoint: dict[str, Any]) -> Iterator[str]:

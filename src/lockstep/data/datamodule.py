@@ -87,7 +87,7 @@ class DataModule(pl.LightningDataModule):
         # why samples of the current batch could not be read, if the data says so
         self.problems: list[str] | None = None
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
-        self.about = dict(dataset.about)
+        self.folds, self.about = parts.get("folds"), dict(dataset.about)
         self.judge: Judge | None = None  # of targets that stand for the names in `about[judged]`
         self.judged, self.whole = "", False
         self.settled: set[str] = set()  # parts whose targets were all judged
@@ -338,10 +338,17 @@ class DataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Records which data the weights of a checkpoint were trained on. Raises DataChanged."""
         sizes = {"train": len(self.dataset.train), "test": len(self.dataset.test)}
-        return {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.about}
+        known = {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.about}
+        return {**known, **({"folds": "stratified"} if self.folds else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError: the run trained on other data, or on samples that are validated here."""
         here = self.dataset.fingerprint
+        if self.folds and "folds" not in state:
+            raise UserError(
+                "the checkpoint is of an earlier version, which divided data.folds differently: this run would validate samples that were "
+                "trained on. Resume it with that version, or start a new run."
+            )
         if state["sha256"] != here:
             raise UserError(
                 f"the checkpoint was trained on different data (sha256 {state['sha256'][:12]}) than this run's (sha256 {here[:12]}). "

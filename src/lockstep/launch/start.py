@@ -156,9 +156,8 @@ def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[
     del data  # as in training
     execute(job, requested)
     path = requested.evaluation_file(job.name)
-    result: dict[str, Any] = (
-        json.loads(files.read_text(path)) if path.exists() else {}
-    )  # it may be on another node's disk
+    # it may be on another node's disk
+    result: dict[str, Any] = json.loads(files.read_text(path)) if path.exists() else {}
     return result
 
 

@@ -82,7 +82,7 @@ class StepArithmetic:
         return steps_done(trainer) * accumulate + batch_idx % accumulate, trainer.global_rank
 
     def evaluation_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, ...]:
-        """The same of a batch of an evaluation."""
+        """What the random numbers of a batch of an evaluation depend on, besides the run's seed."""
         return batch_idx, trainer.global_rank
 
     def trainer_arguments(self, config: dict[str, Any], world: World) -> dict[str, Any]:

@@ -162,9 +162,8 @@ class DryRun:
         with nullcontext() if batch["index"].is_meta else refused(self.misfit(batch)):
             outputs = apply_to_collection(task.outputs(net, batch), Tensor, on_cpu)
         count, title = len(batch["index"]), f"task={self.titles['task']}"
-        task = (
-            copy.deepcopy(module.task) if batch["index"].is_meta else task.cpu()
-        )  # which may keep something for its loss
+        # the same one, which may keep something for its loss
+        task = copy.deepcopy(module.task) if batch["index"].is_meta else task.cpu()
         batch = data.example(count, training=False)
         with refused(self.misfit(batch)):
             outputs = float32(first_rows(outputs, count, count))

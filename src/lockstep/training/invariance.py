@@ -38,8 +38,8 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 SAME_BITS = "same bits on any number of processes"
 ROUNDING = "the same on any number of processes, up to rounding"
-# Weights of BasicNet (AdamW) in one process and under ddp on two: 1e-2 apart after 10 steps in bf16-mixed, 7e-2 after 56; 6e-7 and
-# 8e-5 in 32-true.
+# Training amplifies it: BasicNet (AdamW) in one process and under ddp on two was 1e-2 apart after 10 steps in bf16-mixed, 7e-2 after
+# 56; 6e-7 and 8e-5 in 32-true.
 IN_HALF = " (each number to {error:.0e} in {precision}, 6e-08 in 32-true; training amplifies it)"
 DIFFERS = "differs with the number of processes, because {}"
 UNKNOWN = "may differ with the number of processes, because {}"
