@@ -75,6 +75,13 @@ def test_predictions_near_1500_have_their_digits_in_bf16(more, forked, monkeypat
     assert [name.rpartition(".")[2] for name in saved] == ["weight", "bias"] * 2
 
 
+@pytest.mark.parametrize(("network", "warns"), [("Dense", False), ("HeadFirst", True)])
+def test_a_head_that_is_not_the_last_layer_is_told(network, warns):
+    lockstep.train([*REGRESSION, "run=a", f"model._target_=houses.{network}", "trainer.precision=bf16-mixed"])
+    told = "the last layer of HeadFirst, Linear, does not make its outputs"
+    assert (told in Path("runs/a/train.log").read_text()) is warns
+
+
 def test_in_bf16_throughout_the_first_lines_say_what_a_prediction_is_worth():
     lockstep.train([*REGRESSION, "run=a", "trainer.precision=bf16-true"])
     assert "predictions have about 3 significant digits in bf16-true" in Path("runs/a/train.log").read_text()

@@ -37,6 +37,17 @@ class Layers(nn.Module):
         return self.head(self.body(x))
 
 
+class HeadFirst(nn.Module):
+    """Registers its head before its body, which is then taken for the last layer."""
+
+    def __init__(self, *, num_classes: int) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(8, num_classes), nn.Linear(2, 8)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
 class Dense(nn.Sequential):
     """fsdp gathers each composite member in bf16."""
 

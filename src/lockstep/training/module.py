@@ -3,6 +3,7 @@
 # B batch
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -37,8 +38,10 @@ from lockstep.training.losses import (
     without_fillers,
 )
 from lockstep.training.metrics import MeanLoss, TestPanels, named
-from lockstep.training.optim import begin_momentum
+from lockstep.training.optim import begin_momentum, head_of
 from lockstep.training.schedules import scheduler
+
+log = logging.getLogger("lockstep")
 
 
 def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
@@ -83,6 +86,7 @@ class TaskModule(QuickHookNames):
         # Sums of mean losses and of mean weights over the micro-batches since the last log row.
         self.window_loss: Tensor | float = 0.0
         self.window_weight: Tensor | float = 0.0
+        self.began = False  # whether this process has computed a training batch
         self.step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
 
     def on_validation_model_eval(self) -> None:
@@ -107,7 +111,11 @@ class TaskModule(QuickHookNames):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.arithmetic.before_forward(self, batch_idx)
-        loss_B, weight_B = weighted_loss(self.task, *whole_batch(self.task, self(batch), batch, self.trainer))
+        output = self(batch)
+        if not self.began:
+            self.began = True
+            self.warn_of_rounding(output)
+        loss_B, weight_B = weighted_loss(self.task, *whole_batch(self.task, output, batch, self.trainer))
         loss = loss_B.mean()
         # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
         # nor their number changes a row.
@@ -123,6 +131,16 @@ class TaskModule(QuickHookNames):
             self.window_loss = self.window_weight = 0.0
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         return self.arithmetic.to_backward(self, loss)
+
+    def warn_of_rounding(self, output: Any) -> None:
+        """A network may compute its outputs elsewhere than in what is taken for its last layer."""
+        half = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() < 4
+        if self.task.float32_head and half and self.trainer.precision in ("bf16-mixed", "16-mixed"):
+            log.warning(
+                "predictions have about 3 significant digits in %s: the last layer of %s, %s, does not make its outputs. Set "
+                "trainer.precision=32-true, or add `get_classifier`, which returns the layer that does.",
+                self.trainer.precision, type(self.net).__name__, type(head_of(self.net)).__name__,
+            )  # fmt: skip
 
     def on_after_backward(self) -> None:
         self.arithmetic.after_backward(self)
