@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
-from lockstep.config.words import inline
+from lockstep.config.words import inline, shell_line
 from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 
@@ -36,11 +36,8 @@ def main() -> None:
     of_sweep = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     folder = args.folder or Path("exports") / f"{of_sweep}{run.name}"
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
-    print(
-        inline(
-            f"{path} is exported to {export(path, folder, formats, args.files)}. Try it: python {folder}/load.py <file>"
-        )
-    )
+    made = export(path, folder, formats, args.files)
+    print(inline(f"{path} is exported to {made}. Try it: {shell_line('python', f'{folder}/load.py')} <file>"))
 
 
 if __name__ == "__main__":

@@ -204,6 +204,7 @@ def again(run: Report, runs_dir: Path) -> str:
         words = ["resume=auto"]
     else:
         words = shlex.split(given) if given else as_overrides(config) if config else []
+        words = [word for word in words if not word.startswith("-")]  # an option, such as --config-dir
         before = run.get("resumed_from")
         other = before and run.folder.resolve() not in Path(before).resolve().parents
         start = [f"resume={typed(before)}"] if other else ["resume=auto"] if begun else []

@@ -69,6 +69,8 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
         [18, 2, 20], "1 seg_pred/"),
     "any letter case": (lambda r: [classes(r / part, "cat", "dog") for part in ("TRAIN", "Valid", "Test")], [20, 20, 20], None),
     "a suffix": (lambda r: [classes(r / part, "cat", "dog") for part in ("train_set", "test-images", "validation data")], [20, 20, 20], None),
+    "years in the names of parts": (lambda r: [classes(r / "train2017", "cat", "dog", "cow"), classes(r / "val2017", "cat", "dog")], [27, 20, 3], None),
+    "numbered parts": (lambda r: [classes(r / "01_train", "cat", "dog"), classes(r / "02-test", "cat", "dog")], [18, 2, 20], None),
     "a part twice": (lambda r: [classes(r / part, "cat", "dog") for part in ("train", "training")], "train and training, which are both the train part", None),
     "unknown names of parts": (lambda r: [classes(r / part, "cat", "dog") for part in ("fold1", "fold2")], "hold the same folders, cat, dog: which are the classes", None),
     "parts below classes": (lambda r: [classes(r / name, "train", "test") for name in ("cat", "dog")], "hold the same folders, test, train", None),
@@ -157,6 +159,7 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "capitals and spaces": (LINES(["Path, Target", *ROWS]).replace(",", ", "), "class", [16, 2, 2]),
     "spaces around a path": (LINES(["path,target", *(f" {row}" for row in ROWS)]), "class", [16, 2, 2]),
     "an open quote": (LINES(["path,target", '"im/0.png,cat', *ROWS[1:]]), "class", "line 2: not a CSV in UTF-8 .unexpected end"),
+    "parts in a column of another name": (LINES(["path,target,set", *(f"{row},{'test' if n < 3 else 'train'}" for n, row in enumerate(ROWS))]), "class", "column set has names of parts. Call it split"),
     "a column twice": (LINES(["path,target,target", *(f"{row},x" for row in ROWS)]), "class", "each once: path,target"),
     # rows with the same path
     "the same path twice": (LINES(["path,target", *ROWS, *ROWS]), "class", [32, 4, 4]),

@@ -17,6 +17,7 @@ from PIL import Image
 import lockstep
 from lockstep.errors import UserError
 from lockstep.extras import tables
+from lockstep.extras.prediction import claimed
 from lockstep.launch.start import output_problems
 
 pytestmark = pytest.mark.xdist_group("predict")
@@ -182,6 +183,17 @@ def test_a_prediction_leaves_the_folders_of_others_and_no_part_of_its_own(predic
 
 
 # --- files ---
+
+
+def test_two_predictions_do_not_write_one_table(predict, tmp_path):
+    output = tmp_path / "p.csv"
+    with claimed(output, overwrite=False), pytest.raises(UserError, match="another prediction is writing it"):
+        predict("input=test", f"output={output}")
+    assert list(tmp_path.glob("p.csv*")) == []
+    predict("input=test", f"output={output}")
+    with pytest.raises(UserError, match="exists"), claimed(output, overwrite=False):  # written since it was asked
+        pass
+    assert not (tmp_path / ".p.csv.lock").exists()
 
 
 def test_every_format_says_the_same(predict, broken):

@@ -163,6 +163,9 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
         return target_problem(row["target"], kind)
 
     rows = read_csv(path, ("path", "target"), "path,target,split", check)
+    for column in rows[0].keys() - {"path", "target", "split"}:
+        if len({part_of(row[column]) for row in rows} - {None}) > 1 and all(part_of(row[column]) for row in rows):
+            raise UserError(f"{path}: the column {column} has names of parts. Call it split, or rename its values.")
     paths, targets, parts = ([row[column] for row in rows] for column in ("path", "target", "split"))
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")

@@ -38,7 +38,7 @@ Row = dict[str, str]  # cells by column
 
 def part_of(name: str) -> str | None:
     """The part that is meant by the name of a folder, a split or a cell."""
-    core = re.sub(r"^seg[ _-]|[ _-]?(set|data|images?)$", "", name.strip().lower())
+    core = re.sub(r"^(seg|\d+)[ _-]|[ _-]?(set|data|images?|\d{4})$", "", name.strip().lower())  # seg_test, train2017
     return PART_NAMES.get(core)
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -277,13 +277,32 @@ def data(settings: Settings) -> DataModule:
     return DataModule(Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=batch, num_workers=workers)
 
 
+@contextmanager
+def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
+    """Raises UserError: another prediction is writing `output`, or has written it meanwhile."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
+    try:
+        with lock:
+            if output.exists() and not overwrite:
+                raise UserError(f"output={output} exists. Set a different file, or overwrite=true.")
+            try:
+                yield
+            finally:
+                Path(lock.lock_file).unlink(missing_ok=True)
+    except Timeout:
+        raise UserError(f"output={output}: another prediction is writing it. Set a different output=.") from None
+
+
 def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | None:
     """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
     cfg, world = settings.cfg, settings.world
     asked, output = cfg.predict, Path(cfg.predict.output)
     writer = Writer(data, asked, *work.columns(asked.top_k))
     trainer = evaluator(settings, work, writer)
-    try:
+    claim = nullcontext() if world.rank else claimed(output, overwrite=asked.overwrite)
+    with claim, writer.own, closing(writer):
         with build.oom_advice(settings, trainer, work):
             trainer.predict(work.module, data, return_predictions=False)
         if world.rank:
@@ -296,6 +315,3 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
             what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
             warn(f"{what}:{listed(parts.reasons, parts.broken)}")
         return parts
-    finally:
-        writer.close()
-        writer.own.close()

@@ -1,5 +1,6 @@
 """From a composed config to the processes of a run: checks, prepares the data, names the run, starts."""
 
+import gc
 import importlib.util
 import json
 import sys
@@ -128,6 +129,7 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
     settings = settings.decided(data, samples).identified(data.source if data else None, experiment)
     del data  # the run reads it again: two of them would not fit into memory
+    gc.collect()  # a data set may be in a cycle
     if told := resuming.already_finished(settings, samples):
         if world.rank == 0:
             print(inline(told))
@@ -154,11 +156,17 @@ def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[
     data = None if reads_files else prepare_data(settings, evaluating=True)[0]
     requested = requested.decided(data).identified(data.source if data else None)
     del data  # as in training
-    execute(job, requested)
+    gc.collect()
     path = requested.evaluation_file(job.name)
-    # it may be on another node's disk
-    result: dict[str, Any] = json.loads(files.read_text(path)) if path.exists() else {}
+    before = written_at(path)
+    execute(job, requested)
+    # another node's disk may have it, and a read-only one keeps an earlier evaluation's
+    result: dict[str, Any] = json.loads(files.read_text(path)) if written_at(path) != before else {}
     return result
+
+
+def written_at(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def debug_problems(world: World) -> Iterator[str]:

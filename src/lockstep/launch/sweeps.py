@@ -4,7 +4,8 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import chain, product, zip_longest
+from contextlib import suppress
+from itertools import chain, islice, product, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +15,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.table import Table
 
-from lockstep.config.compose import key_of, variants
+from lockstep.config.compose import MOST_JOBS, key_of, variants
 from lockstep.config.settings import Settings, folder_of
 from lockstep.config.words import counted, inline, number
 from lockstep.errors import RunFailed, UserError
@@ -54,10 +55,12 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
             return
         varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
         jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
-    for place, (then, now) in enumerate(zip_longest(*jobs)):
+    for place, (then, now) in enumerate(islice(zip_longest(*jobs), MOST_JOBS)):
         job = RunFolder(folder / str(place))
-        if (own := job.report().get("overrides")) is not None:  # of an earlier sweep than multirun.yaml, perhaps
-            then = [o for o in shlex.split(own) if key_of(o) in varied]
+        own = job.report().get("overrides")
+        with suppress(ValueError):  # an open quote
+            if isinstance(own, str):  # of an earlier sweep than multirun.yaml, perhaps
+                then = [o for o in shlex.split(own) if key_of(o) in varied]
         if None not in (then, now) and {*then} != {*now} and job.has_config():
             yield (
                 f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(now)}. Set a different "
