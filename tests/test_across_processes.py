@@ -32,11 +32,11 @@ RESNET, VIT = (
 DIFFERS, DRAWS = "differs with the number of processes, because", "each process draws its own random numbers in"
 QUICK = {  # the default config is in tests/test_strategies_agree.py, more networks are in tests/training/test_invariance.py
     "exact.logical_ranks=2": SAME_BITS,
-    RESNET: f"{DIFFERS} batch normalisation",
     "task=mine": f"{DIFFERS} what Contrastive (src/mine/__init__.py:7) computes",
     "task=mine task._target_=mine.Announced": ROUNDING,
 }
 SLOW = {
+    RESNET: f"{DIFFERS} batch normalisation",
     f"{RESNET} trainer.sync_batchnorm=true": ROUNDING,
     f"{VIT} +model.attn_drop_rate=0.5": f"{DIFFERS} {DRAWS} Attention (timm.",
     f"{VIT} +model.drop_path_rate=0.5": ROUNDING,

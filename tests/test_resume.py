@@ -219,7 +219,9 @@ def test_a_run_that_was_moved_goes_back_to_an_older_checkpoint_and_drops_what_ca
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using")  # Lightning's, of a ModelCheckpoint with another monitor
-@pytest.mark.parametrize("lost", ["checkpoint", "its score", "its row"])
+@pytest.mark.parametrize(
+    "lost", ["checkpoint", *(pytest.param(lost, marks=pytest.mark.slow) for lost in ("its score", "its row"))]
+)
 def test_the_validation_metrics_are_those_of_the_tested_checkpoint(train, lost):
     """A better one may be gone, or was the best of another metric, or its row was moved away with the log."""
     wild = ["schedule=step", "schedule.milestones=[0.5]", "schedule.gamma=1000"]  # the second epoch makes it worse

@@ -510,7 +510,16 @@ def deep() -> list:
     return node
 
 
-@pytest.mark.parametrize("what", [("config", "data", "x"), ("config", "x"), ("network", "x"), (finding.DATA, "about")])
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("config", "data", "x"),
+        *(
+            pytest.param(what, marks=pytest.mark.slow)
+            for what in (("config", "x"), ("network", "x"), (finding.DATA, "about"))
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "tree", [shared(40), itself(), deep(), {"a": shared(40)}], ids=["shared", "itself", "deep", "dict"]
 )
@@ -524,6 +533,7 @@ def test_what_a_checkpoint_shares_or_nests_ends(what, tree, run_a):
         finding.Checkpoint.parse(Path("x.ckpt"), values)
 
 
+@pytest.mark.slow
 def test_what_a_run_wrote_itself_is_read_back_whatever_its_size(run_a):
     path = Path("runs/a/checkpoints/last.ckpt")
     save(**{finding.DATA: {"about": {"words": list(map(str, range(1_000_001)))}}})
@@ -553,7 +563,15 @@ def save(**changed: object) -> None:
     torch.save({**torch.load(path, weights_only=True), **changed}, path)
 
 
-@pytest.mark.parametrize("form", ["sparse", "csr", "meta", "complex", "text", "none", "shape"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "sparse",
+        "meta",
+        "none",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("csr", "complex", "text", "shape")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of torch, about CSR
 def test_weights_of_another_form_are_named(form, run_a, train):
     weights = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)["state_dict"]

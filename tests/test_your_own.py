@@ -46,7 +46,7 @@ PAGES = [
     Page("contrastive", ("model.width=8", "data.eval_batch_size=50", *MNIST), generated=True),
     Page("detection", ("model.width=8", "data.count=70", "data.image_size=32", "trainer.check_val_every_n_epoch=1"), generated=True),
 ]  # fmt: skip
-QUICKEST = {"segmentation", "classifier"}  # of those with a task, data and a network of their own, and of the modules
+QUICKEST = {"segmentation"}
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def test_shared_pages_count_once_and_what_a_process_holds_is_seen(tmp_path):
     assert not growth.memory_of(processes[0], tmp_path).any()  # it has ended
 
 
+@pytest.mark.slow
 def test_a_permutation_of_all_samples_shows_in_the_memory():
     count = 2**22 + 1  # 32 MiB of int64: below, malloc reuses what earlier tests freed
     assert growth.torch_sampler(count, 4)[1] > 8 * count

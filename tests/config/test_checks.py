@@ -234,6 +234,7 @@ def test_each_value_of_a_sweep_is_tried_before_it_starts():
     assert good == ["model=basic_net", "optim.lr=0.001", "optim.lr=0.003"]
 
 
+@pytest.mark.slow
 def test_every_group_class_and_key_that_the_engine_reads_is_missed():
     whole = compose_config("train", [])
     keys = [key for key in KEYS if key.rpartition(".")[0] in CLOSED or "." not in key]

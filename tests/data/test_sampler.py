@@ -122,7 +122,7 @@ def test_resuming_yields_exactly_the_rest_of_the_epoch(data, count, world, accum
 # --- evaluation ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     size=st.integers(1, 600), batch=st.integers(1, 700), world=st.integers(1, 100), parts=st.integers(1, 4), shuffled=st.booleans()
 )  # fmt: skip

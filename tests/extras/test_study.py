@@ -180,6 +180,7 @@ def test_all_processes_of_a_sweep_find_its_name(run, env, name):
     assert sweep_name(None, {}) != sweep_name(None, {})  # of two sweeps in one second
 
 
+@pytest.mark.slow
 def test_a_storage_of_any_bytes_is_opened_or_named(tmp_path, monkeypatch):
     monkeypatch.setattr(study.time, "sleep", lambda _: None)  # between attempts
     path = tmp_path / "study.db"

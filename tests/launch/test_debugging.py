@@ -80,7 +80,8 @@ def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal
     assert '"status": "interrupted"' in (command.folder / "runs/a/report.json").read_text()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_of_several_has_the_terminal_and_goes_on(strategy, terminal):
     command = terminal(f"strategy={strategy}", "trainer.devices=2", "debug_rank=1", "strategy.timeout_s=2", stop=1)
     printed = command.until(PROMPT)

@@ -103,6 +103,7 @@ def test_a_failed_run_has_a_page_with_its_error_and_last_rows(train, crash_at, c
     assert 'id="test"' not in page
 
 
+@pytest.mark.slow
 def test_a_page_renews_itself_while_the_run_trains(train, monkeypatch):
     seen = []
 

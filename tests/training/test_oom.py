@@ -158,14 +158,14 @@ def fits(monkeypatch):
 
 @pytest.mark.parametrize(("phase", "most", "options", "accumulate", "parts"), [
     ("training", 20, ["data.batch_size=60"], 3, ["of 60 does not", "One of 20 does", "grad_batches=3;"]),
-    ("training", 20, ["data.batch_size=60", "trainer.precision=bf16-true"], 3, ["One of 20 does"]),
-    ("training", 7, ["data.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "One of 6 does"]),
+    pytest.param("training", 20, ["data.batch_size=60", "trainer.precision=bf16-true"], 3, ["One of 20 does"], marks=pytest.mark.slow),
+    pytest.param("training", 7, ["data.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "One of 6 does"], marks=pytest.mark.slow),
     ("training", 0, ["data.batch_size=4"], None, ["of 4 does not fit", "No smaller one does.", "bf16-mixed"]),
-    ("training", 0, ["data.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"]),
+    pytest.param("training", 0, ["data.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"], marks=pytest.mark.slow),
     ("training", 20, ["data.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "One of 12 does", "set exact.logical_ranks=8 in a new run;"]),
     ("evaluation", 16, ["trainer.val_check_interval=1"], None, ["an evaluation's batch of 64", "data.eval_batch_size=32;"]),
-    ("evaluation", 5, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation's batch of 8 does", "data.eval_batch_size=32;"]),
-    ("evaluation", 70, ["trainer.max_epochs=1"], None, ["an evaluation's batch of 103", "data.eval_batch_size=51;"]),
+    pytest.param("evaluation", 5, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation's batch of 8 does", "data.eval_batch_size=32;"], marks=pytest.mark.slow),
+    pytest.param("evaluation", 70, ["trainer.max_epochs=1"], None, ["an evaluation's batch of 103", "data.eval_batch_size=51;"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_message_names_what_fits(phase, most, options, accumulate, parts, train, fits):
     fits(phase, most)
