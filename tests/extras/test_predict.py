@@ -186,14 +186,14 @@ def test_a_prediction_leaves_the_folders_of_others_and_no_part_of_its_own(predic
 
 
 def test_two_predictions_do_not_write_one_table(predict, tmp_path):
-    output = tmp_path / "p.csv"
+    output, args = tmp_path / "table.jsonl", ("run=digits", "input=test")
     with claimed(output, overwrite=False), pytest.raises(UserError, match="another prediction is writing it"):
-        predict("input=test", f"output={output}")
-    assert list(tmp_path.glob("p.csv*")) == []
-    predict("input=test", f"output={output}")
+        predict(*args)
+    assert list(tmp_path.glob("table*")) == []
+    predict(*args)
     with pytest.raises(UserError, match="exists"), claimed(output, overwrite=False):  # written since it was asked
         pass
-    assert not (tmp_path / ".p.csv.lock").exists()
+    assert not (tmp_path / ".table.jsonl.lock").exists()
 
 
 def test_every_format_says_the_same(predict, broken):

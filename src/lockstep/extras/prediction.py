@@ -284,13 +284,11 @@ def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
 
     lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
     try:
-        with lock:
+        with lock, ExitStack() as whole:
+            whole.callback(Path(lock.lock_file).unlink, missing_ok=True)
             if output.exists() and not overwrite:
                 raise UserError(f"output={output} exists. Set a different file, or overwrite=true.")
-            try:
-                yield
-            finally:
-                Path(lock.lock_file).unlink(missing_ok=True)
+            yield
     except Timeout:
         raise UserError(f"output={output}: another prediction is writing it. Set a different output=.") from None
 
