@@ -3,10 +3,12 @@
 import hashlib
 import os
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,42 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 
 # N sample · L label
 
+DATE = re.compile(r"\d{4}")  # or a number of somebody, which are no classes
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
 SEPARATORS = re.compile(r"[|;]")
+MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
+
+
+def labels_in(cell: str) -> list[str]:
+    return [label for part in SEPARATORS.split(cell) if (label := part.strip())]
+
+
+def folded(name: str) -> str:
+    """The same for names that differ in letter case, blanks, invisible characters or in how a number is written. a and A stay two."""
+    visible = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
+    plain = " ".join(visible.replace("_", " ").split())
+    plain = plain if len(plain) == 1 else unicodedata.normalize("NFKC", plain).lower()
+    number = re.fullmatch(r"0*(\d+)(\.0+)?", plain)
+    return number[1] if number else plain or name
+
+
+def name_problems(names: Sequence[str], where: str) -> Iterator[str]:
+    """Which of these names are hardly meant as two, or as one."""
+    known: dict[str, str] = {}
+    for name in names:
+        if (other := known.setdefault(folded(name), name)) != name:
+            yield f"{where} has {other!r} and {name!r}: are they meant as one? Give them one spelling, or names that differ in more."
+        if len(parts := re.split(r" *[|;,] *", name)) > 1 and {*parts} <= {*names}:
+            yield f"{where} has {name!r} beside {' and '.join(map(repr, parts))}. For several labels in a cell, set data.target=labels and write {'|'.join(parts)}."
+
+
+def meant(cells: Iterable[str], about: Mapping[str, Any]) -> list[str]:
+    """Cells of a list of files, with their classes or labels as `about` spells them."""
+    names = [*(about.get("classes") or about.get("labels") or ())]
+    known = {folded(str(name)): str(name) for name in names} | {str(name): str(name) for name in names}
+    parts_of = labels_in if about.get("labels") else lambda cell: [cell]
+    parts = ([spelled(part.strip()) for part in parts_of(cell)] for cell in cells)
+    return ["|".join(known.get(part) or known.get(folded(part), part) for part in each) for each in parts]
 
 
 def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
@@ -35,10 +71,9 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
     """
     if kind == "number":
         return [], np.array([[float(text)] for text in texts], np.float32)
-    labels_of = {text: [text] for text in texts}
-    if kind == "labels":
-        labels_of = {text: [label for part in SEPARATORS.split(text) if (label := part.strip())] for text in labels_of}
+    labels_of = {text: labels_in(text) if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
+    raise_problems(islice(name_problems(names, where), SHOWN))
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
     place = {name: index for index, name in enumerate(names)}
@@ -54,6 +89,9 @@ def target_problem(text: str, kind: str) -> str | None:
     """Why a cell is no target of this kind; None if it is one."""
     if kind == "class" and not text:
         return "a row needs a target. Add it, or remove the line."
+    if kind != "number" and MISSING & {text, *labels_in(text)}:
+        advice = "A class of this name needs another, such as none." if kind == "class" else "An empty cell has no label."
+        return f"target={text} is how tables write a missing value. Correct it, or remove the line. {advice}"
     with suppress(ValueError):
         if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
             return None
@@ -133,9 +171,16 @@ def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str
             yield f"{top / name}: train/ has no class {name}{did_you_mean(spelled(name), classes)}. Rename or remove the folder."
         elif not images.total() and part == "train" and len(classes) > 1:
             yield f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set data.root=<the folder that contains the class folders>."
-    first, *others = [set(+images) for images in inside.values()] or [set()]
-    if others and part == "train" and len(first) > 1 and "" not in first and all(each == first for each in others):
-        yield f"all folders of {top} hold the same folders, {', '.join(sorted(first)[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
+    if part == "train" and (shared := folders_in_several(inside.values())):
+        yield f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
+
+
+def folders_in_several(inside: Collection[Counter[str]]) -> list[str]:
+    """Names of the folders that may be the classes: they are in several of the folders that hold nearly all of their images in such."""
+    count = Counter(name for images in inside for name in +images if name and not DATE.match(name))
+    shared = sorted(name for name in count if count[name] > 1)
+    most = all(2 * images[""] < images.total() for images in inside) and 2 * sum(map(count.get, shared)) >= count.total()
+    return shared if most and len(count) > 1 else []
 
 
 def from_csv(path: Path, kind: str = "class") -> Listing:

@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, to_array
+from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, spelled, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained, raise_problems
 from lockstep.machine.files import open_plain, read_bytes
@@ -45,6 +45,19 @@ def part_of(name: str) -> str | None:
 def reading(root: Path) -> AbstractContextManager[None]:
     """Raises UserError in place of OSError for what is below data.root."""
     return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
+
+
+def contents(root: Path, own: Collection[str] = ()) -> tuple[list[str], str]:
+    """What is in the folder `root`, without junk and `own`, and the same in words."""
+    if root.is_file():
+        return [root.name], "is a file"
+    there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
+    return there, f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
+
+
+def has_photos(root: Path) -> bool:
+    """Whether it has images, or folders of them: no published data set has its images so high up."""
+    return any(path.suffix.lower() in ENDINGS for pattern in ("*", "*/*") for path in root.glob(pattern))
 
 
 def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[int, Row], str | None]) -> list[Row]:
@@ -116,7 +129,7 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
     with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             rows = read_csv(path, ("path",), "path,target", lambda *_: None)
-            targets = [row["target"].strip() for row in rows if "target" in row]
+            targets = [row["target"] for row in rows if "target" in row]
             return Listing(path.parent, [row["path"] for row in rows], targets)
         if path.is_file():
             return Listing(Path(), [str(path)])

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, one_download
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import SHOWN, Images, reading
-from lockstep.data.pixels import ENDINGS, spelled
+from lockstep.data.images import Images, contents, has_photos, reading
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes, replacing
 
@@ -120,11 +119,8 @@ class Published(Images):
                     return "disk", files
                 # an unfinished download, perhaps of another process
                 own = (self.folders[0].partition("/")[0], self.archive)
-                there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
-                typed = root != DEFAULT_ROOT or any(path.suffix.lower() in ENDINGS for path in root.glob("*/*"))
-                state = f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
-                if root.is_file():
-                    there, typed, state = [root.name], True, "is a file"
+                there, state = contents(root, own)
+                typed = root != DEFAULT_ROOT or root.is_file() or has_photos(root)
             if self.asked == "disk" or (there and typed):
                 raise UserError(
                     f"data.root={root} {state}; it should contain {needs}. Set data.root=<folder>, or data.source=download; for images of your own, data=folder data.root={root}."

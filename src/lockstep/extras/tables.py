@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lockstep.config.settings import title
 from lockstep.config.targets import target_of
 from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
+from lockstep.data.folder import meant
 from lockstep.data.images import Listing, find_inputs
 from lockstep.data.pixels import reason
 from lockstep.errors import UserError
@@ -127,7 +129,8 @@ def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead:
         raise UserError(
             f"input={given}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
         )
-    return InputFiles(kind.for_files(about), find_inputs(given, kind.endings, kind.unit))
+    inputs = find_inputs(given, kind.endings, kind.unit)
+    return InputFiles(kind.for_files(about), replace(inputs, targets=meant(inputs.targets, about)))
 
 
 class Inputs(DataSet):
