@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import SHOWN, Files, Images, Listing, Row, part_of, read_all, read_csv, reading
-from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, Walk, spelled
+from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, WHITE_16, Walk, spelled
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -26,7 +26,7 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 
 # N sample · L label
 
-DATE = re.compile(r"\d{4}")  # or a number of somebody, which are no classes
+DATE = re.compile(r"\d{4}")  # or a person's number: no classes
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
 SEPARATORS = re.compile(r"[|;]")
 MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
@@ -55,15 +55,6 @@ def name_problems(names: Sequence[str], where: str) -> Iterator[str]:
             yield f"{where} has {name!r} beside {' and '.join(map(repr, parts))}. For several labels in a cell, set data.target=labels and write {'|'.join(parts)}."
 
 
-def meant(cells: Iterable[str], about: Mapping[str, Any]) -> list[str]:
-    """Cells of a list of files, with their classes or labels as `about` spells them."""
-    names = [*(about.get("classes") or about.get("labels") or ())]
-    known = {folded(str(name)): str(name) for name in names} | {str(name): str(name) for name in names}
-    parts_of = labels_in if about.get("labels") else lambda cell: [cell]
-    parts = ([spelled(part.strip()) for part in parts_of(cell)] for cell in cells)
-    return ["|".join(known.get(part) or known.get(folded(part), part) for part in each) for each in parts]
-
-
 def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
     """The names of classes or labels, and for each text its class number, 0 or 1 per label, or its number.
 
@@ -90,12 +81,11 @@ def target_problem(text: str, kind: str) -> str | None:
     if kind == "class" and not text:
         return "a row needs a target. Add it, or remove the line."
     if kind != "number" and MISSING & {text, *labels_in(text)}:
-        advice = "A class of this name needs another, such as none." if kind == "class" else "An empty cell has no label."
-        return f"target={text} is how tables write a missing value. Correct it, or remove the line. {advice}"
+        return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
     with suppress(ValueError):
         if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
             return None
-    return f"target={text} is not a number, such as 1.5. Set data.target=class, or repair the line."
+    return f"target={text} is not a number, such as 1.5. Repair the line; for classes, set data.target=class."
 
 
 # --- Lists image files with their targets and parts ---
@@ -120,8 +110,9 @@ def part_tops(root: Path) -> dict[str, Path]:
     """The folder that holds the classes of each part, train first; `root` if it has no parts. Raises UserError: it has no train."""
     by_part = part_names(folders(root), f"data.root={root}")
     if by_part and "train" not in by_part:
-        others = ", ".join(f"{name}/" for name in by_part.values())
-        raise UserError(f"data.root={root} has {others} but no train/. Move the other classes into {root / 'train'}.")
+        raise UserError(
+            f"data.root={root} has {'/, '.join(by_part.values())}/ but no train/. Move the other classes into {root / 'train'}."
+        )
     tops = {"train": root} | {part: root / name for part, name in by_part.items()}
     # archives may repeat the name: seg_train/seg_train/<class>
     inside = {part: top / folders(top)[0] for part, top in tops.items() if len(folders(top)) == 1}
@@ -179,8 +170,8 @@ def folders_in_several(inside: Collection[Counter[str]]) -> list[str]:
     """Names of the folders that may be the classes: they are in several of the folders that hold nearly all of their images in such."""
     count = Counter(name for images in inside for name in +images if name and not DATE.match(name))
     shared = sorted(name for name in count if count[name] > 1)
-    most = all(2 * images[""] < images.total() for images in inside) and 2 * sum(map(count.get, shared)) >= count.total()
-    return shared if most and len(count) > 1 else []
+    inside_them = len(count) > 1 and all(2 * images[""] < images.total() for images in inside)
+    return shared if inside_them and 2 * sum(count[name] for name in shared) >= count.total() else []
 
 
 def from_csv(path: Path, kind: str = "class") -> Listing:
@@ -221,6 +212,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
 
 # N file
 
+DARK = 2**13  # below it are images with 12 bits and less, saved with 16
 CACHE_BYTES = 2 * 2**30  # decode=auto caches up to this size of decoded images
 
 
@@ -318,14 +310,15 @@ class Folder(Images):
     def read_files(self) -> tuple[Parts, dict[str, Any]]:
         """Reads all files; returns the arrays of each part if images go into the cache."""
         names, target_N = self.encoded
-        digest, parts, broken = hashlib.sha256(repr(names).encode()), Parts(), dict[str, str]()
+        digest, parts, broken, brightest = hashlib.sha256(repr(names).encode()), Parts(), dict[str, str](), 0
         for part in (each for each in PARTS if (self.parts == each).any()):
             places = np.flatnonzero(self.parts == part)
             shape = (len(places), self.channels, self.image_size, self.image_size)
             rows, good = scratch(self.cache, shape) if self.in_cache else None, np.ones(len(places), bool)
             paths = [self.listing.paths[place] for place in places]
             results = read_all(self.listing.base, paths, f"reading {part} images", image_NCHW=rows, **self.pixels)
-            for row, (sha, problem) in enumerate(results):
+            for row, (sha, problem, bright) in enumerate(results):
+                brightest = max(brightest, bright)
                 good[row] = problem is None
                 if problem is None:
                     path = Path(paths[row]).as_posix()
@@ -335,11 +328,17 @@ class Folder(Images):
             if rows is not None:
                 parts[f"{part}/input"] = rows if good.all() else rows[good]
                 parts[f"{part}/target"] = target_N[places[good]]
-        return parts, {"sha256": digest.hexdigest(), "broken": broken}
+        return parts, {"sha256": digest.hexdigest(), "broken": broken, "brightest": brightest}
 
     def prepare(self) -> None:
-        if broken := self.facts["skipped"]:
-            self.notice = f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true)."
+        broken, brightest = self.facts["skipped"], self.cached.extra.get("brightest", 0)
+        notices = {
+            f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true).": broken,
+            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, and none has more than {brightest:,}. Multiply their pixels, or save them with 8 bits.": 0
+            < brightest
+            < DARK,
+        }
+        self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, spelled, to_array
+from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained, raise_problems
 from lockstep.machine.files import open_plain, read_bytes
@@ -45,19 +45,6 @@ def part_of(name: str) -> str | None:
 def reading(root: Path) -> AbstractContextManager[None]:
     """Raises UserError in place of OSError for what is below data.root."""
     return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
-
-
-def contents(root: Path, own: Collection[str] = ()) -> tuple[list[str], str]:
-    """What is in the folder `root`, without junk and `own`, and the same in words."""
-    if root.is_file():
-        return [root.name], "is a file"
-    there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
-    return there, f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
-
-
-def has_photos(root: Path) -> bool:
-    """Whether it has images, or folders of them: no published data set has its images so high up."""
-    return any(path.suffix.lower() in ENDINGS for pattern in ("*", "*/*") for path in root.glob(pattern))
 
 
 def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[int, Row], str | None]) -> list[Row]:
@@ -189,8 +176,8 @@ class Files:
 
 def read_all(
     base: Path, paths: list[str], what: str, *, channels: int, size: int, image_NCHW: NDArray[np.uint8] | None
-) -> Iterator[tuple[bytes, str | None]]:
-    """The SHA-256 of each file and its error, if any. Its pixels go to `image_NCHW`; without one they are only checked.
+) -> Iterator[tuple[bytes, str | None, int]]:
+    """The SHA-256 of each file, its error, if any, and the largest pixel if it has 16 bits, otherwise 0. Its pixels go to `image_NCHW`; without one they are only checked.
 
     Uses threads, because Pillow decodes and resizes without the GIL. Shows a progress bar on standard error.
     """
@@ -198,8 +185,8 @@ def read_all(
     from rich.console import Console
     from rich.progress import track
 
-    def read(place: int) -> tuple[bytes, str | None]:
-        digest = b""
+    def read(place: int) -> tuple[bytes, str | None, int]:
+        digest, brightest = b"", 0
         try:
             content = read_bytes(base / paths[place], follows=True)
             digest = hashlib.sha256(content).digest()
@@ -210,9 +197,10 @@ def read_all(
                     check_depth(image)
                     image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
                     image.load()
+                brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
         except Exception as e:  # Pillow raises nearly anything for a broken file
-            return digest, reason(e)
-        return digest, None
+            return digest, reason(e), 0
+        return digest, None, brightest
 
     shown = {"console": Console(stderr=True), "disable": rank_of() > 0, "transient": True}
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:

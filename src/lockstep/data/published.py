@@ -8,7 +8,7 @@ import math
 import pickle
 import tarfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, one_download
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import Images, contents, has_photos, reading
+from lockstep.data.images import SHOWN, Images, reading
+from lockstep.data.pixels import ENDINGS, spelled
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes, replacing
 
@@ -54,6 +55,22 @@ def download(urls: list[str], path: Path, checksum: str) -> bytes:
             return bytes(content)
         reasons.append(f"{url}: wrong checksum")
     raise ConnectionError("; ".join(reasons))
+
+
+# --- What is where the data should be ---
+
+
+def contents(root: Path, own: Collection[str] = ()) -> tuple[list[str], str]:
+    """What is in the folder `root`, without junk and `own`, and the same in words."""
+    if root.is_file():
+        return [root.name], "is a file"
+    there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
+    return there, f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
+
+
+def has_photos(root: Path) -> bool:
+    """Whether it has images, or folders of them: hardly any published data set has them so high up."""
+    return any(path.suffix.lower() in ENDINGS for pattern in ("*", "*/*") for path in root.glob(pattern))
 
 
 # --- The base class: found on disk, downloaded, or taken from a package; decoded once per machine ---

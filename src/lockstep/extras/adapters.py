@@ -20,8 +20,9 @@ from lockstep.config.words import shown
 from lockstep.data.cache import cache_folder, decoded, hash_of, key_of, one_download
 from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, holder_of, listed
 from lockstep.data.folder import part_names
-from lockstep.data.images import Images, contents, decoded_all, has_photos, reading
+from lockstep.data.images import Images, decoded_all, reading
 from lockstep.data.pixels import reason
+from lockstep.data.published import contents, has_photos
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -233,16 +234,14 @@ class Torchvision(Wrapped):
         except (RuntimeError, OSError) as e:
             if self.asked == "disk" or not downloads or (self.asked == "auto" and has_photos(self.root)):
                 raise UserError(
-                    f"data.root={self.root} {contents(self.root)[1]}, not torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * downloads}; "
-                    f"for images of your own, data=folder data.root={self.root}."
+                    f"data.root={self.root} {contents(self.root)[1]}, not torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * downloads}; for images of your own, data=folder data.root={self.root}."
                 ) from None
         try:
             with one_download(self.cache, self.dataset, self.root):
                 dataset = make(**arguments, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(
-                f"{self.dataset} is not in data.root={self.root} and could not be fetched ({reason(e)}). Set data.root=<folder> for one that "
-                f"holds it; on a machine with a network, torchvision.datasets.{self.dataset}(<folder>, download=True) makes it."
+                f"{self.dataset} is not in data.root={self.root} and could not be fetched ({reason(e)}). Set data.root=<folder> for one that holds it; on a machine with a network, torchvision.datasets.{self.dataset}(<folder>, download=True) makes it."
             ) from None
         self.source = "download"
         return dataset

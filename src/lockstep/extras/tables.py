@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,11 @@ from lockstep.config.settings import title
 from lockstep.config.targets import target_of
 from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
-from lockstep.data.folder import meant
-from lockstep.data.images import Listing, find_inputs
-from lockstep.data.pixels import reason
-from lockstep.errors import UserError
-from lockstep.extras.exported import odd_shape, sample_of, shapes_of, write_csv
+from lockstep.data.folder import MISSING, folded, labels_in, target_problem
+from lockstep.data.images import SHOWN, Listing, find_inputs
+from lockstep.data.pixels import reason, spelled
+from lockstep.errors import UserError, raise_problems
+from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
 from lockstep.machine.files import finite
 
 # --- Files to predict ---
@@ -118,8 +118,26 @@ class InputFiles:
         """The first columns of a table: the path of the file, the row in it, and the target, if they are known."""
         file = self.file_N[index]
         row = {"row": int(self.row_N[index])} if self.several else {}
-        target = {"target": os.fsdecode(self.target_N[file])} if len(self.target_N) else {}
+        if not len(self.target_N):
+            return {"path": self.name(file), **row}
+        cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.about.get("targets") or ())]
+        target = {f"target/{names[0]}": digits(float(cell)) if cell else None} if len(names) == 1 else {"target": cell}
         return {"path": self.name(file), **row, **target}
+
+
+def meant(cells: Iterable[str], about: Mapping[str, Any]) -> list[str]:
+    """Cells of a list of files, with their classes or labels as `about` spells them. Those for a missing value become empty.
+
+    Raises UserError: the targets are numbers, and a cell is none.
+    """
+    names = [*map(str, about.get("classes") or about.get("labels") or ())]
+    known = dict.fromkeys(MISSING, "") | {folded(name): name for name in names} | {name: name for name in names}
+    parts_of = labels_in if about.get("labels") else lambda cell: [cell]
+    parts = ([spelled(part.strip()) for part in parts_of(cell)] for cell in cells)
+    found = ["|".join(known.get(part, known.get(folded(part), part)) for part in each) for each in parts]
+    problems = (target_problem(cell, "number") for cell in found if cell and about.get("targets"))
+    raise_problems(itertools.islice(filter(None, problems), SHOWN))
+    return found
 
 
 def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead: str) -> InputFiles:
