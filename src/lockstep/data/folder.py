@@ -41,6 +41,7 @@ def folded(name: str) -> str:
     visible = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
     plain = " ".join(visible.replace("_", " ").split())
     plain = plain if len(plain) == 1 else unicodedata.normalize("NFKC", plain).lower()
+    plain = re.sub(r"(.) ?(- copy|\(\d+\))$", r"\1", plain)  # of a folder, as Windows calls it
     number = re.fullmatch(r"0*(\d+)(\.0+)?", plain)
     return number[1] if number else plain or name
 
@@ -65,6 +66,14 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
     labels_of = {text: labels_in(text) if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
     raise_problems(islice(name_problems(names, where), SHOWN))
+    if kind == "labels" and any("," in text for text in texts) and not any(map(SEPARATORS.search, texts)):
+        raise UserError(
+            f"{where} has labels with commas, such as {max(names, key=len)!r}, and none with | or ;. Write several labels of a cell as red|round; for one name a cell, set data.target=class."
+        )
+    if kind == "class" and 2 * len(names) > len(texts) > 3:
+        raise UserError(
+            f"{where} has {len(names):,} classes for {len(texts):,} images: {', '.join(names[:SHOWN])}. Each needs several images. For numbers, set data.target=number."
+        )
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
     place = {name: index for index, name in enumerate(names)}
@@ -82,6 +91,8 @@ def target_problem(text: str, kind: str) -> str | None:
         return "a row needs a target. Add it, or remove the line."
     if kind != "number" and MISSING & {text, *labels_in(text)}:
         return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
+    if kind == "labels" and text.startswith("["):
+        return f"target={text} is a list as Python writes it. Write its labels as red|round."
     with suppress(ValueError):
         if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
             return None
@@ -127,7 +138,9 @@ def class_folders(root: Path) -> Listing:
             clear which folders are the classes.
     """
     if not root.is_dir():
-        raise UserError(f"data.root={root} does not exist. Set data.root=<folder with a folder of images per class>.")
+        raise UserError(
+            f"data.root={root} {'is a file' if root.exists() else 'does not exist'}. Set data.root=<folder with a folder of images per class>."
+        )
     root = root.absolute()
     tops = part_tops(root)
     classes = sorted({*map(spelled, folders(tops["train"]))})
