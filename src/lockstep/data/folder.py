@@ -29,6 +29,7 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 DATE = re.compile(r"\d{4}")  # or a person's number: no classes
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
 SEPARATORS = re.compile(r"[|;]")
+COPY = re.compile(r" ?(- copy|\(\d+\))$", re.I)  # of a folder, as Windows calls it
 MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
 
 
@@ -41,16 +42,15 @@ def folded(name: str) -> str:
     visible = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
     plain = " ".join(visible.replace("_", " ").split())
     plain = plain if len(plain) == 1 else unicodedata.normalize("NFKC", plain).lower()
-    plain = re.sub(r"(.) ?(- copy|\(\d+\))$", r"\1", plain)  # of a folder, as Windows calls it
     number = re.fullmatch(r"0*(\d+)(\.0+)?", plain)
     return number[1] if number else plain or name
 
 
 def name_problems(names: Sequence[str], where: str) -> Iterator[str]:
     """Which of these names are hardly meant as two, or as one."""
-    known: dict[str, str] = {}
+    known = {folded(name): name for name in reversed(names)}
     for name in names:
-        if (other := known.setdefault(folded(name), name)) != name:
+        for other in {known[folded(name)], known.get(folded(COPY.sub("", name)), name)} - {name}:
             yield f"{where} has {other!r} and {name!r}: are they meant as one? Give them one spelling, or names that differ in more."
         if len(parts := re.split(r" *[|;,] *", name)) > 1 and {*parts} <= {*names}:
             yield f"{where} has {name!r} beside {' and '.join(map(repr, parts))}. For several labels in a cell, set data.target=labels and write {'|'.join(parts)}."
@@ -91,8 +91,6 @@ def target_problem(text: str, kind: str) -> str | None:
         return "a row needs a target. Add it, or remove the line."
     if kind != "number" and MISSING & {text, *labels_in(text)}:
         return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
-    if kind == "labels" and text.startswith("["):
-        return f"target={text} is a list as Python writes it. Write its labels as red|round."
     with suppress(ValueError):
         if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
             return None

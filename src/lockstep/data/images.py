@@ -202,12 +202,11 @@ def read_all(
             return digest, reason(e), 0
         return digest, None, brightest
 
-    shown = {"console": Console(stderr=True), "disable": rank_of() > 0, "transient": True}
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:
         warnings.simplefilter("ignore")
         blocks = (range(first, min(first + AT_ONCE, len(paths))) for first in range(0, len(paths), AT_ONCE))
         results = (result for block in blocks for result in pool.map(read, block))
-        yield from track(results, what, len(paths), **shown)  # type: ignore[arg-type]
+        yield from track(results, what, len(paths), console=Console(stderr=True), disable=rank_of() > 0, transient=True)
 
 
 # --- Data sets of images: bytes until they are on the device, then resized and normalised in batches ---

@@ -282,14 +282,13 @@ class Cifar10(Published):
     def read_files(cls, files: list[Path]) -> Parts:
         """They are pickles, which can run code: none is opened unless its MD5 is the published one."""
         with reading(files[0].parent):
-            contents = [
-                read_bytes(path, follows=True) for path in files
-            ]  # once: a file may change between two readings
-            if names := cls.changed(files, contents):
+            # once: a file may change between two readings
+            raw = [read_bytes(path, follows=True) for path in files]
+            if names := cls.changed(files, raw):
                 raise UserError(
                     f"{files[0].parent}: {', '.join(names)} cut off, damaged or changed (MD5 differs from the published one). Replace the folder, or set data.source=download."
                 )
-            batches = [pickle.loads(content, encoding="bytes") for content in contents]
+            batches = [pickle.loads(content, encoding="bytes") for content in raw]
         images = [np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32) for batch in batches]
         labels = [np.asarray(batch[b"labels"], np.uint8) for batch in batches]
         train = {"train/input": np.concatenate(images[:-1]), "train/target": np.concatenate(labels[:-1])}
