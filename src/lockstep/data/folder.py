@@ -28,13 +28,9 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 
 DATE = re.compile(r"\d{4}")  # or a person's number: no classes
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
-SEPARATORS = re.compile(r"[|;]")
+SEPARATORS = re.compile(r"\s*[|;]\s*")  # of labels in a cell
 COPY = re.compile(r" ?(- copy|\(\d+\))$", re.I)  # of a folder, as Windows calls it
 MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
-
-
-def labels_in(cell: str) -> list[str]:
-    return [label for part in SEPARATORS.split(cell) if (label := part.strip())]
 
 
 def folded(name: str) -> str:
@@ -63,7 +59,7 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
     """
     if kind == "number":
         return [], np.array([[float(text)] for text in texts], np.float32)
-    labels_of = {text: labels_in(text) if kind == "labels" else [text] for text in texts}
+    labels_of = {text: [*filter(None, SEPARATORS.split(text))] if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
     raise_problems(islice(name_problems(names, where), SHOWN))
     if kind == "labels" and any("," in text for text in texts) and not any(map(SEPARATORS.search, texts)):
@@ -89,7 +85,7 @@ def target_problem(text: str, kind: str) -> str | None:
     """Why a cell is no target of this kind; None if it is one."""
     if kind == "class" and not text:
         return "a row needs a target. Add it, or remove the line."
-    if kind != "number" and MISSING & {text, *labels_in(text)}:
+    if kind != "number" and MISSING & {text, *SEPARATORS.split(text)}:
         return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
     with suppress(ValueError):
         if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not

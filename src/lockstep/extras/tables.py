@@ -17,7 +17,7 @@ from lockstep.config.settings import title
 from lockstep.config.targets import target_of
 from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
-from lockstep.data.folder import MISSING, folded, labels_in, target_problem
+from lockstep.data.folder import MISSING, SEPARATORS, folded, target_problem
 from lockstep.data.images import SHOWN, Listing, find_inputs
 from lockstep.data.pixels import reason, spelled
 from lockstep.errors import UserError, raise_problems
@@ -132,8 +132,8 @@ def meant(cells: Iterable[str], about: Mapping[str, Any]) -> list[str]:
     """
     names = [*map(str, about.get("classes") or about.get("labels") or ())]
     known = dict.fromkeys(MISSING, "") | {folded(name): name for name in names} | {name: name for name in names}
-    parts_of = labels_in if about.get("labels") else lambda cell: [cell]
-    parts = ([spelled(part.strip()) for part in parts_of(cell)] for cell in cells)
+    plain = [spelled(cell.strip()) for cell in cells]
+    parts = [[*filter(None, SEPARATORS.split(cell))] if about.get("labels") else [cell] for cell in plain]
     found = ["|".join(known.get(part, known.get(folded(part), part)) for part in each) for each in parts]
     problems = (target_problem(cell, "number") for cell in found if cell and about.get("targets"))
     raise_problems(itertools.islice(filter(None, problems), SHOWN))
