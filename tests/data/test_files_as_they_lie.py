@@ -101,6 +101,7 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / f"{name}/new.png", r.parent / "pool/x/0.png", False) for name in ("cat", "dog")]),
         [17, 2, 2], "1 link to listed files"),
     "classes elsewhere": (lambda r: [classes(r.parent / "pool", "x", "y"), linked(r / "cat", r.parent / "pool/x"), linked(r / "dog", r.parent / "pool/y")], WHOLE, None),
+    "masks beside images": (built(TWO, lambda r: tiny(*(r / f"cat/{n}_mask.png" for n in range(9)), r / "cat/1_mask_1.png", r / "dog/mask.png")), [17, 2, 2], "10 masks beside images"),
     "the folder is a link": (lambda r: [classes(r.parent / "real", "cat", "dog"), linked(r, "real")], WHOLE, None),
     "a link to a part of what is linked": (
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / "cat/a", r.parent / "pool/x"), linked(r / "cat/b", r.parent / "pool")]),
@@ -133,6 +134,8 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     "a folder called None": (lambda r: classes(r, "None", "mild"), WHOLE, None),
     "a copy by Windows": (lambda r: classes(r, "cat", "Cat - Copy", "cat (2)", "dog"), "(?s)has 'cat' and 'Cat - Copy': are they .*'cat' and 'cat .2.'", None),
     "numbers in brackets": (lambda r: classes(r, "pose (1)", "pose (2)"), WHOLE, None),
+    "a hyphen": (lambda r: classes(r, "big-cat", "big cat", "dog"), "has 'big cat' and 'big-cat': are they", None),
+    "marks": (lambda r: classes(r, "A", "A-", "A+", "-1", count=5), [12, 4, 4], None),
     "an archive": (lambda r: r.write_bytes(b"PK"), "photos is a file. Set data.root=<folder", None),
     "both Unicode forms in one part": (lambda r: [classes(r, CAFE["NFC"], CAFE["NFD"], count=5), classes(r, "tea")], WHOLE, None),
     "a class that is no UTF-8": (built(TWO, lambda r: moved(r / "cat", b"caf\xe9")), WHOLE, None),
@@ -216,6 +219,8 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "two labels of a link": (LINES(["path,target", *ROWS, "link/1.png,cat"]), "class", "line 22: link/1.png is also in line 3, with a different"),
     "a path and the same from the root": (lambda at: LINES(["path,target", *ROWS, *(f"{at}/{row}" for row in ROWS), *(f"link/{row[3:]}" for row in ROWS)]), "class", [48, 6, 6]),
     "two parts of a path": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,train", "im/1.png,cat,test"]), "class", "line 4: im/1.png is also in line 2"),
+    "quotes inside": (cells("'cat'", "cat", "dog"), "class", "has .*'cat'.* and .*'cat'.*: are they meant as one"),
+    "an empty split": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,"]), "class", "line 3: split= is unknown; use one of train"),
     "Training and Testing": (LINES(["path,target,split", *(f"{row},{'Training' if n < 16 else 'TESTING'}" for n, row in enumerate(ROWS))]), "class", [14, 2, 4]),
     # names
     "a path in the other Unicode form": (LINES(["path,target", *ROWS, f"im/{CAFE['NFC']}.png,cat"]), "class", [17, 2, 2]),

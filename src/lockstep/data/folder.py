@@ -29,14 +29,15 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 DATE = re.compile(r"\d{4}")  # or a person's number: no classes
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
 SEPARATORS = re.compile(r"\s*[|;]\s*")  # of labels in a cell
+MASK = re.compile(r"[ _-]mask([ _-]?\d+)?(?=\.\w+$)", re.I)  # at the end of a file's name
 COPY = re.compile(r" ?(- copy|\(\d+\))$", re.I)  # of a folder, as Windows calls it
 MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
 
 
 def folded(name: str) -> str:
-    """The same for names that differ in letter case, blanks, invisible characters or in how a number is written. a and A stay two."""
+    """The same for names that differ in letter case, blanks, quotes, invisible characters or in how a number is written. a and A stay two."""
     visible = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
-    plain = " ".join(visible.replace("_", " ").split())
+    plain = " ".join(re.sub(r"(?<=\w)-(?=\w)|_", " ", visible).split()).strip("'\".")
     plain = plain if len(plain) == 1 else unicodedata.normalize("NFKC", plain).lower()
     number = re.fullmatch(r"0*(\d+)(\.0+)?", plain)
     return number[1] if number else plain or name
@@ -148,6 +149,9 @@ def class_folders(root: Path) -> Listing:
             if not name:
                 found.left_out += Counter({"images outside of class folders": len(files)})
                 continue
+            there = {*files}
+            files = [file for file in files if not (MASK.search(file) and MASK.sub("", file) in there)]
+            found.left_out += Counter({"masks beside images": len(there) - len(files)})
             inside[name][below.partition(os.sep)[0]] += len(files)
             listing.paths.extend([f"{place[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
             listing.targets.extend([spelled(name)] * len(files))
@@ -193,7 +197,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
     base, first = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # by the real file
 
     def check(line: int, row: Row) -> str | None:
-        given, split = Path(row["path"]), row.get("split", "").strip() or "train"
+        given, split = Path(row["path"]), row.get("split", "train").strip()
         if not (base / given).is_relative_to(base) or ".." in given.parts:
             return f"path={given} leads out of {path.parent}. Paths are relative to the CSV's folder."
         if (part := part_of(split)) is None:

@@ -86,7 +86,7 @@ class Walk:
     def __str__(self) -> str:
         """What was left out, in one line."""
         kinds = [f"{count:,} {spelled(what)}" for what, count in self.left_out.most_common()]
-        kinds = [re.sub("^1 (link|image)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # no folder's name
+        kinds = [re.sub("^1 (link|image|mask)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # no folder's name
         return ", ".join(kinds[:KINDS]) + (f", and {len(kinds) - KINDS:,} more kinds" if kinds[KINDS:] else "")
 
 
