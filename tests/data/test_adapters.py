@@ -131,7 +131,7 @@ def test_its_own_parts_are_taken_and_without_a_test_part_its_val_is_the_test(tmp
 
 
 @pytest.mark.parametrize(("dataset", "changes", "message"), [
-    ("FashionMNIST", {"source": "disk"}, r"does not hold torchvision's FashionMNIST \(.*\). Set data.root=<folder>, or data.source=download"),
+    ("FashionMNIST", {"source": "disk"}, r"has no files, not torchvision's FashionMNIST \(.*\). Set data.root=<folder>, or data.source=download"),
     ("Country211", {}, r"Country211 is not in data.root=.* and could not be fetched \(.*no route.*\). Set data.root=<folder>"),
     ("EuroSAT", {}, r"torchvision.datasets.EuroSAT has no test part. Set data=folder"),
 ])  # fmt: skip

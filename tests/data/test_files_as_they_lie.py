@@ -1,8 +1,11 @@
 """Folders and lists as people, file servers and spreadsheets leave them: understood as meant, or rejected with the place and the advice."""
 
+import json
 import os
 import shutil
+import struct
 import unicodedata
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from lockstep.data import Cifar10, Folder, Mnist, images, published
 from lockstep.data.images import find_inputs
 from lockstep.data.pixels import BACKGROUND, ENDINGS, Walk, to_array
 from lockstep.errors import UserError
+from lockstep.extras.adapters import HuggingFace
+from lockstep.extras.tables import meant
 
 CAFE = {form: unicodedata.normalize(form, "café") for form in ("NFC", "NFD")}
 Build = Callable[[Path], Any]
@@ -73,6 +78,12 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     "numbered parts": (lambda r: [classes(r / "01_train", "cat", "dog"), classes(r / "02-test", "cat", "dog")], [18, 2, 20], None),
     "a part twice": (lambda r: [classes(r / part, "cat", "dog") for part in ("train", "training")], "train and training, which are both the train part", None),
     "unknown names of parts": (lambda r: [classes(r / part, "cat", "dog") for part in ("fold1", "fold2")], "hold the same folders, cat, dog: which are the classes", None),
+    "folds, one without a class": (lambda r: [classes(r / "fold1", "cat", "dog"), classes(r / "fold2", "cat", "dog"), classes(r / "fold3", "cat")], "hold the same folders, cat, dog: which are the classes", None),
+    "batches with a stray image": (lambda r: [classes(r / "a", "cat", "dog"), classes(r / "b", "cat", "cow"), tiny(r / "a/x.png")], "hold the same folders, cat: which are the classes", None),
+    "patients with a folder for each answer": (lambda r: [classes(r / "10253", "0", "1"), classes(r / "10254", "0"), classes(r / "10255", "1")], "hold the same folders, 0, 1: which are the classes", None),
+    "images and masks": (lambda r: [classes(r / name, "images", "masks") for name in ("cat", "dog")], "hold the same folders, images, masks: which", None),
+    "dates below classes": (lambda r: [classes(r / "cat", "2023", "2024-01", count=5), classes(r / "dog", "2023", count=10)], WHOLE, None),
+    "an inner name twice of many": (lambda r: [classes(r / "pets", "cat", "dog", "other", count=4), classes(r / "cars", "vw", "kia", "other", count=4)], [20, 2, 2], None),
     "parts below classes": (lambda r: [classes(r / name, "train", "test") for name in ("cat", "dog")], "hold the same folders, test, train", None),
     "one folder in each class": (lambda r: [classes(r / name, "images") for name in ("n01", "n02")], WHOLE, None),
     "years beside images": (built(TWO, lambda r: [classes(r / name, "2023", "2024", count=1) for name in ("cat", "dog")]), [20, 2, 2], None),
@@ -90,6 +101,7 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / f"{name}/new.png", r.parent / "pool/x/0.png", False) for name in ("cat", "dog")]),
         [17, 2, 2], "1 link to listed files"),
     "classes elsewhere": (lambda r: [classes(r.parent / "pool", "x", "y"), linked(r / "cat", r.parent / "pool/x"), linked(r / "dog", r.parent / "pool/y")], WHOLE, None),
+    "masks beside images": (built(TWO, lambda r: tiny(*(r / f"cat/{n}_mask.png" for n in range(9)), r / "cat/1_mask_1.png", r / "dog/mask.png")), [17, 2, 2], "10 masks beside images"),
     "the folder is a link": (lambda r: [classes(r.parent / "real", "cat", "dog"), linked(r, "real")], WHOLE, None),
     "a link to a part of what is linked": (
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / "cat/a", r.parent / "pool/x"), linked(r / "cat/b", r.parent / "pool")]),
@@ -109,6 +121,23 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     "no images at all": (lambda r: [(r / name).mkdir(parents=True) for name in ("cat", "dog")], "photos/cat holds no images", None),
     # names
     "a class in two Unicode forms": (lambda r: [classes(r / "train", CAFE["NFC"], "tea"), classes(r / "test", CAFE["NFD"], "tea")], [18, 2, 20], None),
+    "two letter cases": (lambda r: classes(r, "Cat", "cat", "dog"), "has 'Cat' and 'cat': are they meant as one", None),
+    "two letters": (lambda r: classes(r, "A", "a"), WHOLE, None),
+    "a blank behind": (lambda r: classes(r, "cat", "cat ", "dog"), "has 'cat' and 'cat ': are they meant as one", None),
+    "an invisible letter": (lambda r: classes(r, "cat", "cat\u200b", "dog"), r"has 'cat' and 'cat\\u200b': are they", None),
+    "a ligature": (lambda r: classes(r, "fish", "\ufb01sh"), "has 'fish' and '\ufb01sh': are they", None),
+    "an underscore": (lambda r: classes(r, "big cat", "big_cat", "dog"), "has 'big cat' and 'big_cat': are they", None),
+    "two such pairs": (lambda r: classes(r, "Cat", "cat", "dog", "dog_"), r"(?s)'Cat' and 'cat'.*'dog' and 'dog_'", None),
+    "numbers with and without a zero": (lambda r: classes(r, "01", "1", "10"), "has '01' and '1': are they", None),
+    "numbers": (lambda r: classes(r, "1", "10"), WHOLE, None),
+    "long numbers": (lambda r: classes(r, "12345678901234567", "12345678901234568"), WHOLE, None),
+    "a folder called None": (lambda r: classes(r, "None", "mild"), WHOLE, None),
+    "a copy by Windows": (lambda r: classes(r, "cat", "Cat - Copy", "cat (2)", "dog"), "(?s)has 'cat' and 'Cat - Copy': are they .*'cat' and 'cat .2.'", None),
+    "numbers in brackets": (lambda r: classes(r, "pose (1)", "pose (2)"), WHOLE, None),
+    "a hyphen": (lambda r: classes(r, "big-cat", "big cat", "dog"), "has 'big cat' and 'big-cat': are they", None),
+    "marks": (lambda r: classes(r, "A", "A-", "A+", "-1", count=5), [12, 4, 4], None),
+    "an archive": (lambda r: r.write_bytes(b"PK"), "photos is a file. Set data.root=<folder", None),
+    "both Unicode forms in one part": (lambda r: [classes(r, CAFE["NFC"], CAFE["NFD"], count=5), classes(r, "tea")], WHOLE, None),
     "a class that is no UTF-8": (built(TWO, lambda r: moved(r / "cat", b"caf\xe9")), WHOLE, None),
     "a file that is no UTF-8": (built(TWO, lambda r: moved(r / "cat/1.png", b"\xe9.png")), WHOLE, None),
     "a broken file that is no UTF-8": (built(TWO, lambda r: [(r / "cat/1.png").write_bytes(b"x"), moved(r / "cat/1.png", b"\xe9.png")]), "1 of 20 image files cannot be read", None),
@@ -135,6 +164,13 @@ def test_a_folder_as_it_lies(tmp_path, name):
 ROWS = [f"im/{number}.png,{('cat', 'dog')[number % 2]}" for number in range(20)]
 NUMBERS = [f"im/{number}.png,{number / 4}" for number in range(20)]
 LINES = "\n".join
+
+
+def cells(*values: str) -> str:
+    """A CSV of 20 rows with these targets in turn."""
+    return LINES(["path,target", *(f"im/{number}.png,{values[number % len(values)]}" for number in range(20))])
+
+
 # The content, the kind of target; and the sizes of the parts, or the message.
 LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str]] = {
     # cells
@@ -142,6 +178,22 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "too few cells": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog"]), "class", "line 3: it has .* cells"),
     "an empty target": (LINES(["path,target", *ROWS, "im/a.png, "]), "class", "line 22: a row needs a target"),
     "no label": (LINES(["path,target", *(f"im/{n}.png,{('', 'red|round', 'red')[n % 3]}" for n in range(20))]), "labels", [16, 2, 2]),
+    "nan as a class": (LINES(["path,target", *ROWS, "im/a.png,nan"]), "class", "line 22: target=nan is how tables write a missing value"),
+    "NA as a class": (cells("cat", "NA", "dog"), "class", "line 3: target=NA is how tables"),
+    "None as a label": (cells("red|round", "red", "red|None"), "labels", r"line 4: target=red\|None is how tables"),
+    "none as a class": (cells("none", "mild"), "class", [16, 2, 2]),
+    "nan as a number": (cells("1.5", "nan"), "number", "line 3: target=nan is not a number"),
+    "two letter cases": (cells("Cat", "cat", "dog"), "class", "has 'Cat' and 'cat': are they meant as one"),
+    "two letter cases of a label": (cells("red|round", "Red"), "labels", "has 'Red' and 'red': are they meant as one"),
+    "an invisible letter": (cells("cat", "\ufeffcat", "dog"), "class", r"has 'cat' and '\\ufeffcat': are they"),
+    "a hard blank": (cells("big cat", "big\xa0cat", "dog"), "class", r"has 'big cat' and 'big\\xa0cat': are they"),
+    "1 and 1.0": (cells("1", "1.0", "2"), "class", "has '1' and '1.0': are they"),
+    "several classes in a cell": (cells("red|round", "red", "round"), "class", r"has 'red\|round' beside 'red' and 'round'. For several labels in a cell, set data.target=labels"),
+    "labels between commas": (cells('"red, round"', "red", "round"), "labels", r"has 'red, round' beside .* and write red\|round"),
+    "labels between commas, none alone": (cells('"red,round"', '"red,big"'), "labels", "has labels with commas, such as 'red,round', and none with"),
+    "a list of Python": (cells("\"['red', 'round']\"", "\"['red']\""), "labels", r"has labels with commas, such as .\['red', 'round'\].*, and none"),
+    "numbers as classes": (LINES(["path,target", *NUMBERS]), "class", "has 20 classes for 20 images: 0.0, 0.25, .* For numbers, set data.target=number"),
+    "names with a comma": (cells('"Washington, DC"', "Boston"), "class", [16, 2, 2]),
     "an empty number": (LINES(["path,target", *NUMBERS, "im/a.png,"]), "number", "line 22: target= is not a number"),
     "1_000": (LINES(["path,target", *NUMBERS, "im/a.png,1_000"]), "number", "line 22: target=1_000 is not a number"),
     "NaN": (LINES(["path,target", "im/a.png,NaN", *NUMBERS]), "number", "line 2: target=NaN is not a number"),
@@ -167,6 +219,8 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "two labels of a link": (LINES(["path,target", *ROWS, "link/1.png,cat"]), "class", "line 22: link/1.png is also in line 3, with a different"),
     "a path and the same from the root": (lambda at: LINES(["path,target", *ROWS, *(f"{at}/{row}" for row in ROWS), *(f"link/{row[3:]}" for row in ROWS)]), "class", [48, 6, 6]),
     "two parts of a path": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,train", "im/1.png,cat,test"]), "class", "line 4: im/1.png is also in line 2"),
+    "quotes inside": (cells("'cat'", "cat", "dog"), "class", "has .*'cat'.* and .*'cat'.*: are they meant as one"),
+    "an empty split": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,"]), "class", "line 3: split= is unknown; use one of train"),
     "Training and Testing": (LINES(["path,target,split", *(f"{row},{'Training' if n < 16 else 'TESTING'}" for n, row in enumerate(ROWS))]), "class", [14, 2, 4]),
     # names
     "a path in the other Unicode form": (LINES(["path,target", *ROWS, f"im/{CAFE['NFC']}.png,cat"]), "class", [17, 2, 2]),
@@ -200,6 +254,42 @@ def test_a_list_of_files_to_predict_is_read_in_the_same_way(tmp_path):
     (tmp_path / "new.csv").write_text("path,target\nim/a.png,1,5\n")
     with pytest.raises(UserError, match=r"new.csv, line 2: it has"):
         find_inputs(str(tmp_path / "new.csv"))
+
+
+@pytest.mark.parametrize(("about", "written", "expected"), [
+    ({"classes": ["Big cat", "dog"]}, ["big_cat ", "DOG", "dog\u200b", "zebra", "nan", "", "dog|Big cat"], ["Big cat", "dog", "dog", "zebra", "", "", "dog|Big cat"]),
+    ({"classes": ["1", "10"]}, ["1.0", "01", "10", "100"], ["1", "1", "10", "100"]),
+    ({"classes": ["A", "a", "None"]}, ["a", "A", "None"], ["a", "A", "None"]),
+    ({"classes": [CAFE["NFC"], "tea"]}, [CAFE["NFD"]], [CAFE["NFC"]]),
+    ({"labels": ["red", "round"]}, ["Round; RED", "red|", "", "NA"], ["round|red", "red", "", ""]),
+    ({"targets": ["price"]}, [" 1.5", "2", "", "nan"], ["1.5", "2", "", ""]),
+    ({"targets": ["price"]}, ["1.5", "1,5"], "target=1,5 is not a number"),
+    ({}, ["of; any kind"], ["of; any kind"]),
+])  # fmt: skip
+def test_targets_of_a_list_to_predict_are_spelled_as_in_training(about, written, expected):
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            meant(written, about)
+        return
+    assert meant(written, about) == expected
+
+
+def test_a_list_to_predict_has_its_targets_beside_the_predictions(tmp_path, monkeypatch):
+    """The number of a CSV is called `target`, and so is its prediction."""
+    monkeypatch.chdir(tmp_path)
+    tiny(*(Path("photos/im") / f"{number}.png" for number in range(20)))
+    Path("photos/labels.csv").write_text(LINES(["path,target", *NUMBERS]))
+    data = ["data=folder", "data.root=photos", "data.csv=labels.csv", "data.target=number", "task=regression"]
+    options = ["trainer.accelerator=cpu", "data.cache_dir=cache", "data.image_size=12", "data.batch_size=8"]
+    lockstep.train([*data, "run=a", "trainer.max_steps=1", "trainer.precision=32-true", *options])
+    Path("photos/new.csv").write_text("path,target\nim/1.png,0.25\nim/2.png,\nim/3.png, 7.50\n")
+    lockstep.predict(["run=a", "input=photos/new.csv", "output=new.json", "gallery=true", "trainer.accelerator=cpu"])
+    rows = json.loads(Path("new.json").read_text())
+    assert [row["target/target"] for row in rows] == [0.25, None, 7.5]
+    page = Path("new.json.html").read_text()
+    assert "0.2500 → " in page and "Wrong" not in page
+    part = lockstep.predict(["run=a", "input=test", "output=part.json", "trainer.accelerator=cpu"])
+    assert part["count"] == 2 and json.loads(Path("part.json").read_text())[0].keys() >= rows[0].keys() - {"error"}
 
 
 # --- which files, and how ---
@@ -294,6 +384,50 @@ def test_the_cache_knows_the_colour_behind_transparency(tmp_path, monkeypatch):
     assert opened(tmp_path / "photos").key() != before
 
 
+def png(bits: int, colours: list[Any], hidden: tuple[int, ...]) -> bytes:
+    """A grey or RGB file of one line with that transparent colour: Pillow writes 8 bits only."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        crc = zlib.crc32(name + content)
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", crc)
+
+    numbers = [number for colour in colours for number in np.atleast_1d(colour)]
+    line = "".join(format(number, f"0{bits}b") for number in numbers)
+    line += "0" * (-len(line) % 8)
+    header = struct.pack(">IIBBBBB", len(colours), 1, bits, 0 if len(hidden) == 1 else 2, 0, 0, 0)
+    content = zlib.compress(b"\0" + int(line, 2).to_bytes(len(line) // 8, "big"))
+    parts = {b"IHDR": header, b"tRNS": struct.pack(f">{len(hidden)}H", *hidden), b"IDAT": content, b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts.items())
+
+
+@pytest.mark.parametrize(("bits", "numbers"), [(1, [0, 1]), (2, [0, 1, 2, 3]), (4, [0, 1, 7, 15]), (8, [0, 1, 7, 255]), (16, [0, 300, 4095, 65535])])  # fmt: skip
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_transparent_colour_of_a_png_has_the_bits_of_its_file(tmp_path, bits, numbers, channels):
+    """Of 16-bit RGB, Pillow reads the upper 8 bits, here all different."""
+    for kind in (1, 3) if bits > 4 else (1,):
+        colours = [(number,) * kind for number in numbers]
+        for hidden in colours:
+            (tmp_path / "a.png").write_bytes(png(bits, colours, hidden))
+            with Image.open(tmp_path / "a.png") as image:
+                found = to_array(image, channels=channels, size=len(numbers))[0, 0].tolist()
+            shades = [255 * number // (2**bits - 1) if bits < 16 else number >> 8 for number in numbers]
+            assert found == [
+                255 if number == hidden[0] else shade for number, shade in zip(numbers, shades, strict=True)
+            ]
+
+
+@pytest.mark.parametrize(("largest", "told"), [(4095, True), (255, True), (65535, False), (0, False)])
+@pytest.mark.parametrize("decode", ["cache", "workers"])
+def test_16_bit_images_that_use_12_of_them_are_named(tmp_path, largest, told, decode):
+    classes(tmp_path / "photos", "cat", "dog")
+    for number in range(3):
+        shades = np.full((4, 4), largest, np.uint16)
+        Image.fromarray(shades).save(tmp_path / f"photos/cat/{number}.png")
+    notice = opened(tmp_path / "photos", decode=decode).notice or ""
+    assert ("nearly black: 65,535 is white, and none has more than" in notice) == told
+    assert (f"{largest:,}. Multiply their pixels" in notice) == told
+
+
 @pytest.mark.parametrize("largest", [65535, 4095])
 def test_a_16_bit_pgm_keeps_its_shades(tmp_path, largest):
     shades = np.array([[0, largest // 2, largest]], ">u2")
@@ -309,6 +443,26 @@ def test_a_16_bit_pgm_keeps_its_shades(tmp_path, largest):
 
 
 # --- images where a published data set should be ---
+
+
+@pytest.mark.parametrize("names", [("cat", "dog"), ("",)])
+@pytest.mark.parametrize("dataset", ["Flowers102", "MNIST", "CIFAR10"])
+def test_a_folder_of_images_does_not_become_one_of_torchvisions(tmp_path, monkeypatch, dataset, names):
+    monkeypatch.chdir(tmp_path)
+    classes(Path("photos"), *names, count=2)
+    told = rf"data.root=photos has {'cat, dog' if len(names) > 1 else '0.png, 1.png'}, not torchvision's {dataset} .* data=folder data.root=photos"
+    with pytest.raises(UserError, match=told):
+        lockstep.train(["data=torchvision", f"data.dataset={dataset}", "data.root=photos", "trainer.accelerator=cpu"])
+    assert (
+        sorted(next(os.walk("photos"))[1]) == [*filter(None, names)] and not Path("runs").exists()
+    )  # nothing is downloaded
+
+
+def test_a_folder_of_images_is_no_table_of_hugging_face(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    classes(Path("photos"), "cat", "dog")
+    with pytest.raises(UserError, match=r"data.root=photos has cat, dog: it is not .*data=folder data.root=photos"):
+        HuggingFace(root="photos", cache_dir="cache").prepare()
 
 
 @pytest.mark.parametrize(("kind", "root"), [(Mnist, "photos"), (Cifar10, "photos"), (Mnist, "data")])

@@ -24,14 +24,8 @@ from lockstep.errors import DataChanged, UserError, explained
 from lockstep.machine.files import open_plain, read_text, refuse_unwritable, remove, replacing
 
 FORMAT = 4  # version of the cache; raise it when the files change
-DAMAGE = (
-    ValueError,
-    TypeError,
-    KeyError,
-    EOFError,
-    AttributeError,
-    RecursionError,
-)  # of a file that was cut off or changed
+# Of a file that was cut off or changed.
+DAMAGE = (ValueError, TypeError, KeyError, EOFError, AttributeError, RecursionError)
 ROOM = "Free some space, or set data.cache_dir=<a folder with room that is yours>."
 
 Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...

@@ -3,10 +3,12 @@
 import hashlib
 import os
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import SHOWN, Files, Images, Listing, Row, part_of, read_all, read_csv, reading
-from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, Walk, spelled
+from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, WHITE_16, Walk, spelled
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -24,8 +26,31 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 
 # N sample · L label
 
+DATE = re.compile(r"\d{4}")  # or a person's number: no classes
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
-SEPARATORS = re.compile(r"[|;]")
+SEPARATORS = re.compile(r"\s*[|;]\s*")  # of labels in a cell
+MASK = re.compile(r"[ _-]mask([ _-]?\d+)?(?=\.\w+$)", re.I)  # at the end of a file's name
+COPY = re.compile(r" ?(- copy|\(\d+\))$", re.I)  # of a folder, as Windows calls it
+MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
+
+
+def folded(name: str) -> str:
+    """The same for names that differ in letter case, blanks, quotes, invisible characters or in how a number is written. a and A stay two."""
+    visible = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
+    plain = " ".join(re.sub(r"(?<=\w)-(?=\w)|_", " ", visible).split()).strip("'\".")
+    plain = plain if len(plain) == 1 else unicodedata.normalize("NFKC", plain).lower()
+    number = re.fullmatch(r"0*(\d+)(\.0+)?", plain)
+    return number[1] if number else plain or name
+
+
+def name_problems(names: Sequence[str], where: str) -> Iterator[str]:
+    """Which of these names are hardly meant as two, or as one."""
+    known = {folded(name): name for name in reversed(names)}
+    for name in names:
+        for other in {known[folded(name)], known.get(folded(COPY.sub("", name)), name)} - {name}:
+            yield f"{where} has {other!r} and {name!r}: are they meant as one? Give them one spelling, or names that differ in more."
+        if len(parts := re.split(r" *[|;,] *", name)) > 1 and {*parts} <= {*names}:
+            yield f"{where} has {name!r} beside {' and '.join(map(repr, parts))}. For several labels in a cell, set data.target=labels and write {'|'.join(parts)}."
 
 
 def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
@@ -35,10 +60,17 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
     """
     if kind == "number":
         return [], np.array([[float(text)] for text in texts], np.float32)
-    labels_of = {text: [text] for text in texts}
-    if kind == "labels":
-        labels_of = {text: [label for part in SEPARATORS.split(text) if (label := part.strip())] for text in labels_of}
+    labels_of = {text: [*filter(None, SEPARATORS.split(text))] if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
+    raise_problems(islice(name_problems(names, where), SHOWN))
+    if kind == "labels" and any("," in text for text in texts) and not any(map(SEPARATORS.search, texts)):
+        raise UserError(
+            f"{where} has labels with commas, such as {max(names, key=len)!r}, and none with | or ;. Write several labels of a cell as red|round; for one name a cell, set data.target=class."
+        )
+    if kind == "class" and 2 * len(names) > len(texts) > 3:
+        raise UserError(
+            f"{where} has {len(names):,} classes for {len(texts):,} images: {', '.join(names[:SHOWN])}. Each needs several images. For numbers, set data.target=number."
+        )
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
     place = {name: index for index, name in enumerate(names)}
@@ -54,10 +86,12 @@ def target_problem(text: str, kind: str) -> str | None:
     """Why a cell is no target of this kind; None if it is one."""
     if kind == "class" and not text:
         return "a row needs a target. Add it, or remove the line."
+    if kind != "number" and MISSING & {text, *SEPARATORS.split(text)}:
+        return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
     with suppress(ValueError):
         if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
             return None
-    return f"target={text} is not a number, such as 1.5. Set data.target=class, or repair the line."
+    return f"target={text} is not a number, such as 1.5. Repair the line; for classes, set data.target=class."
 
 
 # --- Lists image files with their targets and parts ---
@@ -82,8 +116,9 @@ def part_tops(root: Path) -> dict[str, Path]:
     """The folder that holds the classes of each part, train first; `root` if it has no parts. Raises UserError: it has no train."""
     by_part = part_names(folders(root), f"data.root={root}")
     if by_part and "train" not in by_part:
-        others = ", ".join(f"{name}/" for name in by_part.values())
-        raise UserError(f"data.root={root} has {others} but no train/. Move the other classes into {root / 'train'}.")
+        raise UserError(
+            f"data.root={root} has {'/, '.join(by_part.values())}/ but no train/. Move the other classes into {root / 'train'}."
+        )
     tops = {"train": root} | {part: root / name for part, name in by_part.items()}
     # archives may repeat the name: seg_train/seg_train/<class>
     inside = {part: top / folders(top)[0] for part, top in tops.items() if len(folders(top)) == 1}
@@ -98,7 +133,9 @@ def class_folders(root: Path) -> Listing:
             clear which folders are the classes.
     """
     if not root.is_dir():
-        raise UserError(f"data.root={root} does not exist. Set data.root=<folder with a folder of images per class>.")
+        raise UserError(
+            f"data.root={root} {'is a file' if root.exists() else 'does not exist'}. Set data.root=<folder with a folder of images per class>."
+        )
     root = root.absolute()
     tops = part_tops(root)
     classes = sorted({*map(spelled, folders(tops["train"]))})
@@ -112,6 +149,9 @@ def class_folders(root: Path) -> Listing:
             if not name:
                 found.left_out += Counter({"images outside of class folders": len(files)})
                 continue
+            there = {*files}
+            files = [file for file in files if not (MASK.search(file) and MASK.sub("", file) in there)]
+            found.left_out += Counter({"masks beside images": len(there) - len(files)})
             inside[name][below.partition(os.sep)[0]] += len(files)
             listing.paths.extend([f"{place[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
             listing.targets.extend([spelled(name)] * len(files))
@@ -133,9 +173,16 @@ def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str
             yield f"{top / name}: train/ has no class {name}{did_you_mean(spelled(name), classes)}. Rename or remove the folder."
         elif not images.total() and part == "train" and len(classes) > 1:
             yield f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set data.root=<the folder that contains the class folders>."
-    first, *others = [set(+images) for images in inside.values()] or [set()]
-    if others and part == "train" and len(first) > 1 and "" not in first and all(each == first for each in others):
-        yield f"all folders of {top} hold the same folders, {', '.join(sorted(first)[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
+    if part == "train" and (shared := folders_in_several(inside.values())):
+        yield f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
+
+
+def folders_in_several(inside: Collection[Counter[str]]) -> list[str]:
+    """Names of the folders that may be the classes: they are in several of the folders that hold nearly all of their images in such."""
+    count = Counter(name for images in inside for name in +images if name and not DATE.match(name))
+    shared = sorted(name for name in count if count[name] > 1)
+    inside_them = len(count) > 1 and all(2 * images[""] < images.total() for images in inside)
+    return shared if inside_them and 2 * sum(count[name] for name in shared) >= count.total() else []
 
 
 def from_csv(path: Path, kind: str = "class") -> Listing:
@@ -150,7 +197,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
     base, first = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # by the real file
 
     def check(line: int, row: Row) -> str | None:
-        given, split = Path(row["path"]), row.get("split", "").strip() or "train"
+        given, split = Path(row["path"]), row.get("split", "train").strip()
         if not (base / given).is_relative_to(base) or ".." in given.parts:
             return f"path={given} leads out of {path.parent}. Paths are relative to the CSV's folder."
         if (part := part_of(split)) is None:
@@ -176,6 +223,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
 
 # N file
 
+DARK = 2**13  # below it are images with 12 bits and less, saved with 16
 CACHE_BYTES = 2 * 2**30  # decode=auto caches up to this size of decoded images
 
 
@@ -273,14 +321,15 @@ class Folder(Images):
     def read_files(self) -> tuple[Parts, dict[str, Any]]:
         """Reads all files; returns the arrays of each part if images go into the cache."""
         names, target_N = self.encoded
-        digest, parts, broken = hashlib.sha256(repr(names).encode()), Parts(), dict[str, str]()
+        digest, parts, broken, brightest = hashlib.sha256(repr(names).encode()), Parts(), dict[str, str](), 0
         for part in (each for each in PARTS if (self.parts == each).any()):
             places = np.flatnonzero(self.parts == part)
             shape = (len(places), self.channels, self.image_size, self.image_size)
             rows, good = scratch(self.cache, shape) if self.in_cache else None, np.ones(len(places), bool)
             paths = [self.listing.paths[place] for place in places]
             results = read_all(self.listing.base, paths, f"reading {part} images", image_NCHW=rows, **self.pixels)
-            for row, (sha, problem) in enumerate(results):
+            for row, (sha, problem, bright) in enumerate(results):
+                brightest = max(brightest, bright)
                 good[row] = problem is None
                 if problem is None:
                     path = Path(paths[row]).as_posix()
@@ -290,11 +339,17 @@ class Folder(Images):
             if rows is not None:
                 parts[f"{part}/input"] = rows if good.all() else rows[good]
                 parts[f"{part}/target"] = target_N[places[good]]
-        return parts, {"sha256": digest.hexdigest(), "broken": broken}
+        return parts, {"sha256": digest.hexdigest(), "broken": broken, "brightest": brightest}
 
     def prepare(self) -> None:
-        if broken := self.facts["skipped"]:
-            self.notice = f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true)."
+        broken, brightest = self.facts["skipped"], self.cached.extra.get("brightest", 0)
+        notices = {
+            f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true).": broken,
+            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, and none has more than {brightest:,}. Multiply their pixels, or save them with 8 bits.": 0
+            < brightest
+            < DARK,
+        }
+        self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
     with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             rows = read_csv(path, ("path",), "path,target", lambda *_: None)
-            targets = [row["target"].strip() for row in rows if "target" in row]
+            targets = [row["target"] for row in rows if "target" in row]
             return Listing(path.parent, [row["path"] for row in rows], targets)
         if path.is_file():
             return Listing(Path(), [str(path)])
@@ -176,8 +176,8 @@ class Files:
 
 def read_all(
     base: Path, paths: list[str], what: str, *, channels: int, size: int, image_NCHW: NDArray[np.uint8] | None
-) -> Iterator[tuple[bytes, str | None]]:
-    """The SHA-256 of each file and its error, if any. Its pixels go to `image_NCHW`; without one they are only checked.
+) -> Iterator[tuple[bytes, str | None, int]]:
+    """The SHA-256 of each file, its error, if any, and the largest pixel if it has 16 bits, otherwise 0. Its pixels go to `image_NCHW`; without one they are only checked.
 
     Uses threads, because Pillow decodes and resizes without the GIL. Shows a progress bar on standard error.
     """
@@ -185,8 +185,8 @@ def read_all(
     from rich.console import Console
     from rich.progress import track
 
-    def read(place: int) -> tuple[bytes, str | None]:
-        digest = b""
+    def read(place: int) -> tuple[bytes, str | None, int]:
+        digest, brightest = b"", 0
         try:
             content = read_bytes(base / paths[place], follows=True)
             digest = hashlib.sha256(content).digest()
@@ -197,16 +197,16 @@ def read_all(
                     check_depth(image)
                     image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
                     image.load()
+                brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
         except Exception as e:  # Pillow raises nearly anything for a broken file
-            return digest, reason(e)
-        return digest, None
+            return digest, reason(e), 0
+        return digest, None, brightest
 
-    shown = {"console": Console(stderr=True), "disable": rank_of() > 0, "transient": True}
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:
         warnings.simplefilter("ignore")
         blocks = (range(first, min(first + AT_ONCE, len(paths))) for first in range(0, len(paths), AT_ONCE))
         results = (result for block in blocks for result in pool.map(read, block))
-        yield from track(results, what, len(paths), **shown)  # type: ignore[arg-type]
+        yield from track(results, what, len(paths), console=Console(stderr=True), disable=rank_of() > 0, transient=True)
 
 
 # --- Data sets of images: bytes until they are on the device, then resized and normalised in batches ---

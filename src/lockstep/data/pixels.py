@@ -86,7 +86,7 @@ class Walk:
     def __str__(self) -> str:
         """What was left out, in one line."""
         kinds = [f"{count:,} {spelled(what)}" for what, count in self.left_out.most_common()]
-        kinds = [re.sub("^1 (link|image)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # no folder's name
+        kinds = [re.sub("^1 (link|image|mask)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # no folder's name
         return ", ".join(kinds[:KINDS]) + (f", and {len(kinds) - KINDS:,} more kinds" if kinds[KINDS:] else "")
 
 
@@ -95,6 +95,8 @@ class Walk:
 # Let JPEG scale by 2, 4 or 8 itself, down to at least this many times the target size: 4000 x 3000 took a third of the time.
 REDUCING_GAP = 2
 BACKGROUND, WHITE_16 = "white", 0xFFFF  # behind what is transparent
+# PNG states a transparent colour in the bits of the file, by Pillow's name of its pixels; those that Pillow reads have 8.
+TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 
 
 def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
@@ -102,6 +104,10 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps
 
     check_depth(image)
+    scale = TO_8_BITS.get(str(tile[0][-1])) if (tile := getattr(image, "tile", ())) else None
+    if scale and (hidden := image.info.get("transparency")) is not None:
+        numbers = np.multiply(hidden, scale).astype(int).tolist()
+        image.info["transparency"] = numbers if isinstance(hidden, int) else tuple(numbers)
     image.draft(None, (REDUCING_GAP * size, REDUCING_GAP * size))
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255

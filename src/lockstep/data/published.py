@@ -8,7 +8,7 @@ import math
 import pickle
 import tarfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,6 +55,22 @@ def download(urls: list[str], path: Path, checksum: str) -> bytes:
             return bytes(content)
         reasons.append(f"{url}: wrong checksum")
     raise ConnectionError("; ".join(reasons))
+
+
+# --- What is where the data should be ---
+
+
+def contents(root: Path, own: Collection[str] = ()) -> tuple[list[str], str]:
+    """What is in the folder `root`, without junk and `own`, and the same in words."""
+    if root.is_file():
+        return [root.name], "is a file"
+    there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
+    return there, f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
+
+
+def has_photos(root: Path) -> bool:
+    """Whether it has images, or folders of them: hardly any published data set has them so high up."""
+    return any(path.suffix.lower() in ENDINGS for pattern in ("*", "*/*") for path in root.glob(pattern))
 
 
 # --- The base class: found on disk, downloaded, or taken from a package; decoded once per machine ---
@@ -120,11 +136,8 @@ class Published(Images):
                     return "disk", files
                 # an unfinished download, perhaps of another process
                 own = (self.folders[0].partition("/")[0], self.archive)
-                there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
-                typed = root != DEFAULT_ROOT or any(path.suffix.lower() in ENDINGS for path in root.glob("*/*"))
-                state = f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
-                if root.is_file():
-                    there, typed, state = [root.name], True, "is a file"
+                there, state = contents(root, own)
+                typed = root != DEFAULT_ROOT or root.is_file() or has_photos(root)
             if self.asked == "disk" or (there and typed):
                 raise UserError(
                     f"data.root={root} {state}; it should contain {needs}. Set data.root=<folder>, or data.source=download; for images of your own, data=folder data.root={root}."
@@ -269,14 +282,13 @@ class Cifar10(Published):
     def read_files(cls, files: list[Path]) -> Parts:
         """They are pickles, which can run code: none is opened unless its MD5 is the published one."""
         with reading(files[0].parent):
-            contents = [
-                read_bytes(path, follows=True) for path in files
-            ]  # once: a file may change between two readings
-            if names := cls.changed(files, contents):
+            # once: a file may change between two readings
+            raw = [read_bytes(path, follows=True) for path in files]
+            if names := cls.changed(files, raw):
                 raise UserError(
                     f"{files[0].parent}: {', '.join(names)} cut off, damaged or changed (MD5 differs from the published one). Replace the folder, or set data.source=download."
                 )
-            batches = [pickle.loads(content, encoding="bytes") for content in contents]
+            batches = [pickle.loads(content, encoding="bytes") for content in raw]
         images = [np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32) for batch in batches]
         labels = [np.asarray(batch[b"labels"], np.uint8) for batch in batches]
         train = {"train/input": np.concatenate(images[:-1]), "train/target": np.concatenate(labels[:-1])}

@@ -120,14 +120,8 @@ def stratified(part: Any, folds: int) -> tuple[Indices, list[int]]:
 
 
 def splits(
-    dataset: DataSet,
-    *,
-    batch_size: int,
-    val_fraction: float = 0.1,
-    folds: int | None = None,
-    fold: int = 0,
-    limit_train: int | None = None,
-) -> tuple[Split, Split, Split]:
+    dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, folds: int | None = None, fold: int = 0, limit_train: int | None = None
+) -> tuple[Split, Split, Split]:  # fmt: skip
     """The training, validation and test splits. With `folds`, the validation split is that `fold` of the training part.
 
     Raises:

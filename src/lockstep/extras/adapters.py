@@ -22,6 +22,7 @@ from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, h
 from lockstep.data.folder import part_names
 from lockstep.data.images import Images, decoded_all, reading
 from lockstep.data.pixels import reason
+from lockstep.data.published import contents, has_photos
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -189,7 +190,7 @@ class Torchvision(Wrapped):
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         yield from super().problems(data)
         if (name := str(data.get("dataset"))) == "???":
-            yield "data.dataset is missing; set data.dataset=<name>, one of torchvision.datasets, such as Flowers102."
+            yield "data.dataset is missing; set data.dataset=<name>, one of torchvision.datasets, such as Flowers102; or data=folder for images of your own."
         elif name not in (known := torchvision_names()):
             yield f"data.dataset={name} is not in torchvision.datasets{did_you_mean(name, known)}. For another class, see data._target_=lockstep.extras.adapters.TorchDataset."
         if data.get("source") == "embedded":
@@ -231,17 +232,16 @@ class Torchvision(Wrapped):
         try:
             return make(**arguments)
         except (RuntimeError, OSError) as e:
-            if self.asked == "disk" or not downloads:
+            if self.asked == "disk" or not downloads or (self.asked == "auto" and has_photos(self.root)):
                 raise UserError(
-                    f"data.root={self.root} does not hold torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * downloads}."
+                    f"data.root={self.root} {contents(self.root)[1]}, not torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * downloads}; for images of your own, data=folder data.root={self.root}."
                 ) from None
         try:
             with one_download(self.cache, self.dataset, self.root):
                 dataset = make(**arguments, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(
-                f"{self.dataset} is not in data.root={self.root} and could not be fetched ({reason(e)}). Set data.root=<folder> for one that "
-                f"holds it; on a machine with a network, torchvision.datasets.{self.dataset}(<folder>, download=True) makes it."
+                f"{self.dataset} is not in data.root={self.root} and could not be fetched ({reason(e)}). Set data.root=<folder> for one that holds it; on a machine with a network, torchvision.datasets.{self.dataset}(<folder>, download=True) makes it."
             ) from None
         self.source = "download"
         return dataset
@@ -315,7 +315,7 @@ class HuggingFace(Wrapped):
                 saved: Any = datasets.load_from_disk(str(self.root))
             except FileNotFoundError:  # for any other folder
                 raise UserError(
-                    f"{where} is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>."
+                    f"{where} {contents(self.root)[1]}: it is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>; for images of your own, data=folder {where}."
                 ) from None
         by_name = saved if isinstance(saved, dict) else {"train": saved}
         names = part_names(by_name, where)

@@ -94,8 +94,9 @@ class Parts:
             raise UserError("no file can be read any more. Nothing was written.")
         self.example: Row = example
         self.masks = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        columns = (name for name in self.example if name not in FIRST and not name.startswith("target/"))
-        self.guess = next(columns, "")  # the column of what is predicted
+        columns = [name for name in self.example if name not in (*FIRST, ERROR) and not name.startswith("target/")]
+        numbers = [name for name in self.example if f"target/{name}" in self.example]  # one may be called target
+        self.guess = next(iter(numbers + columns), "")  # the column of what is predicted
         self.key = next((name for name in SORTED if name in self.example), None)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
@@ -119,7 +120,7 @@ class Parts:
     def is_wrong(self, row: Row) -> bool:
         """Whether target and prediction differ; numbers and masks are neither right nor wrong."""
         target, guess = (row.get(name) for name in ("target", self.guess))
-        if target is None or guess is None or isinstance(guess, float) or self.guess in self.masks:
+        if target in (None, "") or guess is None or isinstance(guess, float) or self.guess in self.masks:
             return False
         return set(str(text(target)).split("|")) != set(str(text(guess)).split("|"))
 

@@ -3,7 +3,8 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from lockstep.config.settings import title
 from lockstep.config.targets import target_of
 from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
-from lockstep.data.images import Listing, find_inputs
-from lockstep.data.pixels import reason
-from lockstep.errors import UserError
-from lockstep.extras.exported import odd_shape, sample_of, shapes_of, write_csv
+from lockstep.data.folder import MISSING, SEPARATORS, folded, target_problem
+from lockstep.data.images import SHOWN, Listing, find_inputs
+from lockstep.data.pixels import reason, spelled
+from lockstep.errors import UserError, raise_problems
+from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
 from lockstep.machine.files import finite
 
 # --- Files to predict ---
@@ -116,8 +118,26 @@ class InputFiles:
         """The first columns of a table: the path of the file, the row in it, and the target, if they are known."""
         file = self.file_N[index]
         row = {"row": int(self.row_N[index])} if self.several else {}
-        target = {"target": os.fsdecode(self.target_N[file])} if len(self.target_N) else {}
+        if not len(self.target_N):
+            return {"path": self.name(file), **row}
+        cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.about.get("targets") or ())]
+        target = {f"target/{names[0]}": digits(float(cell)) if cell else None} if len(names) == 1 else {"target": cell}
         return {"path": self.name(file), **row, **target}
+
+
+def meant(cells: Iterable[str], about: Mapping[str, Any]) -> list[str]:
+    """Cells of a list of files, with their classes or labels as `about` spells them. Those for a missing value become empty.
+
+    Raises UserError: the targets are numbers, and a cell is none.
+    """
+    names = [*map(str, about.get("classes") or about.get("labels") or ())]
+    known = dict.fromkeys(MISSING, "") | {folded(name): name for name in names} | {name: name for name in names}
+    plain = [spelled(cell.strip()) for cell in cells]
+    parts = [[*filter(None, SEPARATORS.split(cell))] if about.get("labels") else [cell] for cell in plain]
+    found = ["|".join(known.get(part, known.get(folded(part), part)) for part in each) for each in parts]
+    problems = (target_problem(cell, "number") for cell in found if cell and about.get("targets"))
+    raise_problems(itertools.islice(filter(None, problems), SHOWN))
+    return found
 
 
 def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead: str) -> InputFiles:
@@ -127,7 +147,8 @@ def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead:
         raise UserError(
             f"input={given}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
         )
-    return InputFiles(kind.for_files(about), find_inputs(given, kind.endings, kind.unit))
+    inputs = find_inputs(given, kind.endings, kind.unit)
+    return InputFiles(kind.for_files(about), replace(inputs, targets=meant(inputs.targets, about)))
 
 
 class Inputs(DataSet):
