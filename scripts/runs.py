@@ -169,9 +169,9 @@ def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
     elif form == "csv":
         writer = csv.DictWriter(sys.stdout, list(dict.fromkeys([*keys, *(key for row in rows for key in row)])))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({key: inline(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows)
     else:
-        table = Table(*(headings.get(key, key) for key in keys), "age")
+        table = Table(*(inline(headings.get(key, key)) for key in keys), "age")
         table.columns[0].overflow = "fold"  # do not wrap names: people copy them
         for run in runs:
             # The requested keys keep all digits, because learning rates need them.

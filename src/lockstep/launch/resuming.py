@@ -267,7 +267,7 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
         return None
     folder = RunFolder(Path(cfg.resume).resolve().parent.parent)
     report = folder.report()
-    if report.get("status") != "done":  # which is written last
+    if report.get("status") != "done" or report.get("train/steps") is None:  # which are written last
         return None
     newest = next(finding.checkpoints(folder.path), None)
     if newest is None or step_of(Path(cfg.resume)) < step_of(newest):
@@ -287,6 +287,6 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]
     keys = " ".join(longer if reached else early or longer)
     return (
-        f"{report['run']} is already finished: {f'{steps:,} of ' if reached else ''}{counted(steps, 'step')}"
+        f"{cfg.run} is already finished: {f'{steps:,} of ' if reached else ''}{counted(steps, 'step')}"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
     )

@@ -97,7 +97,7 @@ def compact(value: float) -> str:
 
 
 def finite(points: Points) -> Points:
-    return [point for point in points if all(map(math.isfinite, point))]
+    return [point for point in points if all(abs(value) < 1e300 for value in point)]  # no differences that overflow
 
 
 def widened(values: Sequence[float]) -> tuple[float, float]:
