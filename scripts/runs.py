@@ -41,7 +41,7 @@ from lockstep.config.compose import ABSENT, PLACE, as_overrides, key_of, typed
 from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.settings import title
-from lockstep.config.words import inline, number, shell_line, shown
+from lockstep.config.words import inline, number, shell_line, shown, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
@@ -90,6 +90,9 @@ def find_runs(runs_dir: Path) -> list[Report]:
     """All runs below a folder, the newest last. Raises UserError if the folder does not exist."""
     if not runs_dir.is_dir():
         raise UserError(f"{runs_dir}/ does not exist. Train a run, or type --runs-dir <the folder of the runs>.")
+    for link in (path for pattern in ("*", "*/*") for path in sorted(runs_dir.glob(pattern)) if path.is_symlink()):
+        if (link / "config.yaml").is_file() or (link / "report.json").is_file():
+            warn(f"{inline(link)} is a link, not read. Its runs: --runs-dir <the folder where it leads>")
     runs = (Report.listed(folder, runs_dir) for folder in run_folders(runs_dir))
     return sorted(runs, key=lambda run: (began_s(run), run["run"]))
 

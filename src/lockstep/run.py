@@ -184,10 +184,13 @@ class RunFolder:
 
     def refuse_links(self) -> None:
         """Raises UserError: something of the run is a link, a pipe or a device, through which other files would be read or written."""
-        entries = [path for folder in (self.path, self.logs) if folder.is_dir() for path in folder.iterdir()]
+        folders = (self.path, self.logs, self.path / "tensorboard")
+        entries = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
         odd = [
             path for path in entries if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir()))
         ]
+        if self.lock_file.is_file() and self.lock_file.stat().st_nlink > 1:
+            odd.append(self.lock_file)  # filelock empties the file, whatever its other name is
         raise_problems(
             f"{path} is a link, a pipe or a device; a run folder must not contain any. Remove it." for path in odd
         )
