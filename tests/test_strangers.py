@@ -28,12 +28,15 @@ import lockstep
 from lockstep import ROOT
 from lockstep.checkpoints import finding, saving
 from lockstep.checkpoints.weights import open_file
+from lockstep.config.checks import check
+from lockstep.config.compose import compose_config
+from lockstep.config.schema import GROUPS, RECIPES, SEVERAL
 from lockstep.data import Cifar10, images, published
 from lockstep.data import cache as cache_module
 from lockstep.errors import OutOfMemory, UserError
 from lockstep.extras.export import export
 from lockstep.extras.study import write_plots
-from lockstep.launch import sweeps
+from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
 from lockstep.machine.files import write_json
@@ -390,7 +393,9 @@ def test_links_to_folders_and_paths_out_of_a_run_lead_nowhere(run_a, tmp_path, c
 
 def test_other_names_of_a_runs_files_keep_their_content(run_a, train):
     """Hard links cannot be told from files: what `cp -al` made, or a stranger, is read, and no write reaches it."""
-    others = {Path("others", str(number)): path for number, path in enumerate(Path("runs/a").rglob("*")) if path.is_file()}
+    others = {
+        Path("others", str(number)): path for number, path in enumerate(Path("runs/a").rglob("*")) if path.is_file()
+    }
     Path("others").mkdir()
     for other, path in others.items():
         os.link(path, other)
@@ -484,6 +489,34 @@ def test_a_config_of_a_stranger_that_is_none_is_named(text, tmp_path, monkeypatc
         RunFolder(tmp_path).config()
     assert not Path("harmed").exists()
     assert isinstance(Report.listed(RunFolder(tmp_path), tmp_path.parent).settings, dict)
+
+
+@pytest.mark.parametrize("odd", [5, ["x"], None, {"_target_": 5}], ids=str)
+def test_a_group_of_a_config_that_holds_something_else_is_named(odd, run_a):
+    values = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    uses = {
+        "train": lambda: resuming.for_training(compose_config("train", given), given),
+        "eval": lambda: resuming.for_evaluation(compose_config("eval", given[:1]), given[:1]),
+    }
+    given = ["run=a", "resume=auto", "trainer.max_epochs=2"]
+    for group in (name for name in GROUPS if odd in (5, ["x"], None) or name in SEVERAL):
+        Path("runs/a/config.yaml").write_text(yaml.safe_dump({**values, group: odd}))
+        for name, use in uses.items():
+            if group in RECIPES:
+                assert check(use(), evaluating=name == "eval") == []
+                continue
+            with pytest.raises(UserError, match=rf"{group}(=|\._target_)"):
+                use()
+
+
+@pytest.mark.parametrize("text", ["5", "[5]", '[{"__panel__": "Matrix"}]', '[{"__panel__": "Matrix", "names": 5, "values": "x"}]', '[{"__panel__": ["x"]}]', "[" * 90_000, "{}"], ids=lambda text: text[:40])  # fmt: skip
+def test_panels_that_are_none_hide_no_run(text, run_a):
+    Path("runs/a/panels.json").write_text(text)
+    Path("runs/a").rename("runs/\udcff")  # no UTF-8
+    report = Report.listed(RunFolder("runs/\udcff"), Path("runs"))
+    assert 'href="runs/%FF/report.html"' in runs_page([report], Path("runs"), Path("page.html").resolve())
+    with pytest.raises(UserError, match=r"panels\.json is damaged"):
+        _ = report.panels
 
 
 def test_files_without_an_end_are_not_read(tmp_path):

@@ -121,7 +121,9 @@ class RunFolder:
         self.panels_file = self.path / "panels.json"
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.metrics_log = CsvLog(self.path / "metrics.csv")
-        self.digests_log = CsvLog(self.path / "digests.csv", "what", "name", "digest")  # of each step's losses, gradients and weights
+        self.digests_log = CsvLog(
+            self.path / "digests.csv", "what", "name", "digest"
+        )  # of each step's losses, gradients and weights
         self.lock_file = self.path / ".lock"
 
     # --- What later commands read ---

@@ -285,6 +285,6 @@ def test_load_py_opens_regular_files_alone(kind, tmp_path, monkeypatch, capsys):
         exported.main()
     told = capsys.readouterr().err
     assert error.value.code == 2 and "is neither a folder nor a regular file" in told and "\x1b" not in told
-    reader = SimpleNamespace(read=lambda path: pytest.fail("it is opened"))  # one in a folder has a row that says so
+    reader = SimpleNamespace(read=lambda _: pytest.fail("it is opened"))  # one in a folder has a row that says so
     model = exported.Model(Mock(), reader, pixels, None, [], [], "none", None)
     assert [row for row, _ in model.samples([str(path)])] == [{"path": str(path), "error": "it is not a regular file"}]

@@ -116,7 +116,7 @@ def test_a_report_is_judged_by_what_readers_take_its_values_for(odd, run):
         try:
             value = RunFolder(run).report()[key]
         except UserError as e:
-            assert re.search(rf"report\.json is damaged: ({key} |No closing quotation)", str(e))  # noqa: PT017
+            assert re.search(rf"report\.json is damaged: ({key} |No closing quotation)", str(e))
             continue
         if key in (*NUMBERS, "train/lr_per_s", "test/acc", "test/count"):
             assert value is None or abs(float(value)) < 2**60
@@ -162,7 +162,7 @@ TABLES = [
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        pytest.param(name, text, id=f"{name} {ascii(text[:40])}", marks=[] if "1.0" in text else pytest.mark.slow)
+        pytest.param(name, text, id=f"{name} {text[:40]!a}", marks=[] if "1.0" in text else pytest.mark.slow)
         for text in TABLES
         for name in ("metrics.csv", "digests.csv")
     ],

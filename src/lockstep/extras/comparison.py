@@ -87,11 +87,7 @@ def metric_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
     logged = (key for run in (a, b) for key in run if key in series(run))
     for key in dict.fromkeys([*logged, "train/steps", "train/epochs"]):
         pair: list[Any] = [run.get(key) for run in (a, b)]
-        if (
-            relative(*pair) > tolerance
-            if all(isinstance(value, int | float) for value in pair)
-            else pair[0] != pair[1]
-        ):
+        if relative(*pair) > tolerance if all(isinstance(value, int | float) for value in pair) else pair[0] != pair[1]:
             yield f"{key}: {pair[0]} | {pair[1]}"
 
 
@@ -166,7 +162,10 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
         "weights": list(first_different_digest(a, b)) if exact else [],
     }
     paths = [
-        {name: run.run_folder.checkpoints / Path(str(file)).name for name, file in (("last", "last.ckpt"), ("tested", run.get("checkpoint")))}
+        {
+            name: run.run_folder.checkpoints / Path(str(file)).name
+            for name, file in (("last", "last.ckpt"), ("tested", run.get("checkpoint")))
+        }
         for run in (a, b)
     ]
     ours, theirs = ({name: path for name, path in each.items() if os.path.exists(path)} for each in paths)  # noqa: PTH110 - of any name

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import outline, step_of
+from lockstep.config.checks import structure_problems
 from lockstep.config.compose import compose_config, dotted, is_group, key_of
 from lockstep.config.instantiate import is_a
 from lockstep.config.project import command
@@ -79,12 +80,13 @@ def is_absent(config: DictConfig, key: str) -> bool:
 
 
 def completed(saved: DictConfig) -> DictConfig:
-    """The config of a run, with the defaults of keys that are newer than the run."""
+    """The config of a run, with the defaults of keys that are newer than the run. Raises UserError: its groups have other values."""
     if newer := [key for key in KEYS if key.rpartition(".")[0] in ("", *CLOSED) and is_absent(saved, key)]:
         defaults = compose_config("train", [])
         with open_dict(saved):
             for key in newer:
                 OmegaConf.update(saved, key, OmegaConf.select(defaults, key), force_add=True)
+    raise_problems(structure_problems(saved))
     return saved
 
 
