@@ -164,7 +164,8 @@ class RunFolder:
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, without empty cells; no rows without a file."""
         with told_if_damaged(self.metrics_log.path, ROWS_ADVICE):
-            return [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
+            rows = [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
+        return rows
 
     def log_lines(self) -> list[str]:
         """The last ones of train.log."""
@@ -188,9 +189,7 @@ class RunFolder:
         """Raises UserError: something of the run is a link, a pipe or a device, through which other files would be read or written."""
         folders = (self.path, self.logs, self.path / "tensorboard")
         entries = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-        odd = [
-            path for path in entries if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir()))
-        ]
+        odd = [p for p in entries if p.is_symlink() or (p.exists() and not (p.is_file() or p.is_dir()))]
         if self.lock_file.is_file() and self.lock_file.stat().st_nlink > 1:
             odd.append(self.lock_file)  # filelock empties the file, whatever its other name is
         raise_problems(
@@ -397,13 +396,3 @@ def validation_of(rows: Iterable[Mapping[str, float]], step: int, monitor: str |
         found = [row for row in rows if any(name.startswith("val/") for name in row)]
     last = found[-1] if found else {}
     return {name: value for name, value in last.items() if name not in ("step", "epoch", "val/count")}
-
-
-def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
-    """The columns of metrics.csv by name, each as pairs of step and value."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name != "step":
-                found.setdefault(name, []).append((int(row["step"]), value))
-    return found

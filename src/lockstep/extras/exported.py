@@ -261,18 +261,13 @@ def text(value: Any) -> Any:
     return "|".join(map(str, value)) if isinstance(value, list) else value
 
 
-def printable(line: str) -> str:
-    """A terminal obeys what a name may hold."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicts files with the network of this folder.")
     parser.add_argument("files", nargs="+", help="files, or folders of them")
     parser.add_argument("--csv", type=Path, help="write a table with a row for each file instead of printing")
     args = parser.parse_args()
     if odd := [file for file in args.files if not (Path(file).is_file() or Path(file).is_dir())]:
-        parser.error(f"{printable(odd[0])} is neither a folder nor a regular file")
+        parser.error(f"{odd[0]!a} is neither a folder nor a regular file")
     model = load()
     if model.reader is None:
         parser.error("this folder was exported without a way to read files: README.md says what the network takes")
@@ -285,7 +280,8 @@ def main() -> None:
     for row in rows:
         path, error = row.pop("path"), row.pop("error")
         found = ", ".join(f"{name} {text(value)}" for name, value in row.items() if name != "mask")
-        print(printable(f"{path}: {f'cannot be read: {error}' if error else found}"))
+        line = f"{path}: {f'cannot be read: {error}' if error else found}"
+        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))  # a terminal obeys what a name may hold
 
 
 if __name__ == "__main__":

@@ -29,10 +29,8 @@ FIXED = (
 )  # fmt: skip
 
 
-AVERAGE = (
-    "lockstep.callbacks.EMA",
-    "lockstep.callbacks.weights.EMA",
-)  # what a checkpoint's weights are, under any name
+# What a checkpoint's weights are, under any name.
+AVERAGE = ("lockstep.callbacks.EMA", "lockstep.callbacks.weights.EMA")
 
 
 def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:

@@ -16,8 +16,8 @@ from lockstep.config.compose import PLACE, dotted
 from lockstep.config.words import is_fraction, metric, number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
-from lockstep.reporting.render import COLOURS, chart, render
-from lockstep.run import RunFolder, metric_series, tested
+from lockstep.reporting.render import COLOURS, chart, metric_series, render
+from lockstep.run import RunFolder, tested
 
 if TYPE_CHECKING:
     import pandas as pd
