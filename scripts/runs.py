@@ -171,7 +171,7 @@ def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
         print(json.dumps(rows, indent=1))
     elif form == "csv":
         writer = csv.DictWriter(sys.stdout, list(dict.fromkeys([*keys, *(key for row in rows for key in row)])))
-        writer.writeheader()
+        writer.writerow({key: inline(key) for key in writer.fieldnames})
         writer.writerows({key: inline(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows)
     else:
         table = Table(*(inline(headings.get(key, key)) for key in keys), "age")
