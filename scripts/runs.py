@@ -41,7 +41,7 @@ from lockstep.config.compose import ABSENT, PLACE, as_overrides, key_of, typed
 from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.settings import title
-from lockstep.config.words import inline, number, shell_line, shown
+from lockstep.config.words import inline, number, shell_line, shown, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
@@ -90,6 +90,9 @@ def find_runs(runs_dir: Path) -> list[Report]:
     """All runs below a folder, the newest last. Raises UserError if the folder does not exist."""
     if not runs_dir.is_dir():
         raise UserError(f"{runs_dir}/ does not exist. Train a run, or type --runs-dir <the folder of the runs>.")
+    for link in (path for pattern in ("*", "*/*") for path in sorted(runs_dir.glob(pattern)) if path.is_symlink()):
+        if (link / "config.yaml").is_file() or (link / "report.json").is_file():
+            warn(f"{inline(link)} is a link, not read. Its runs: --runs-dir <the folder where it leads>")
     runs = (Report.listed(folder, runs_dir) for folder in run_folders(runs_dir))
     return sorted(runs, key=lambda run: (began_s(run), run["run"]))
 
@@ -168,10 +171,10 @@ def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
         print(json.dumps(rows, indent=1))
     elif form == "csv":
         writer = csv.DictWriter(sys.stdout, list(dict.fromkeys([*keys, *(key for row in rows for key in row)])))
-        writer.writeheader()
-        writer.writerows(rows)
+        writer.writerow({key: inline(key) for key in writer.fieldnames})
+        writer.writerows({key: inline(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows)
     else:
-        table = Table(*(headings.get(key, key) for key in keys), "age")
+        table = Table(*(inline(headings.get(key, key)) for key in keys), "age")
         table.columns[0].overflow = "fold"  # do not wrap names: people copy them
         for run in runs:
             # The requested keys keep all digits, because learning rates need them.

@@ -28,12 +28,15 @@ import lockstep
 from lockstep import ROOT
 from lockstep.checkpoints import finding, saving
 from lockstep.checkpoints.weights import open_file
+from lockstep.config.checks import check
+from lockstep.config.compose import compose_config
+from lockstep.config.schema import GROUPS, RECIPES, SEVERAL
 from lockstep.data import Cifar10, images, published
 from lockstep.data import cache as cache_module
 from lockstep.errors import OutOfMemory, UserError
 from lockstep.extras.export import export
 from lockstep.extras.study import write_plots
-from lockstep.launch import sweeps
+from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
 from lockstep.machine.files import write_json
@@ -379,8 +382,32 @@ def test_links_to_folders_and_paths_out_of_a_run_lead_nowhere(run_a, tmp_path, c
     Path("runs/a/tensorboard").symlink_to(victim)
     with pytest.raises(UserError, match="runs/a/tensorboard is a link"):
         run.refuse_links()
+    Path("runs/a/tensorboard").unlink()
+    Path("runs/a/tensorboard").mkdir()
+    Path("runs/a/tensorboard/hparams.yaml").symlink_to(victim / "new")  # Lightning would make it
+    with pytest.raises(UserError, match=r"hparams\.yaml is a link"):
+        run.refuse_links()
     shutil.copytree(victim, "runs/.lockstep-01234567.part/a")
     assert [each.path for each in run_folders("runs")] == [run.path]
+
+
+def test_other_names_of_a_runs_files_keep_their_content(run_a, train):
+    """Hard links cannot be told from files: what `cp -al` made, or a stranger, is read, and no write reaches it."""
+    others = {
+        Path("others", str(number)): path for number, path in enumerate(Path("runs/a").rglob("*")) if path.is_file()
+    }
+    Path("others").mkdir()
+    for other, path in others.items():
+        os.link(path, other)
+    before = {other: other.read_bytes() for other in others}
+    assert train("run=a", "resume=auto", "trainer.max_epochs=2", "trainer.max_steps=13")["status"] == "done"
+    lockstep.evaluate(["run=a", *SMALL[1:]])
+    assert {other: other.read_bytes() for other in others} == before
+    assert {"train.log", "metrics.csv", "last.ckpt"} <= {path.name for path in others.values()}
+    os.link("others/0", "runs/a/.lock")
+    with pytest.raises(UserError, match=r"runs/a/\.lock is a link"):  # filelock would empty it
+        train("run=a", "resume=auto", "trainer.max_epochs=3", "trainer.max_steps=14")
+    assert Path("others/0").read_bytes() == before[Path("others/0")]
 
 
 @pytest.mark.parametrize("linked", ["runs", "runs/a"])
@@ -462,6 +489,36 @@ def test_a_config_of_a_stranger_that_is_none_is_named(text, tmp_path, monkeypatc
         RunFolder(tmp_path).config()
     assert not Path("harmed").exists()
     assert isinstance(Report.listed(RunFolder(tmp_path), tmp_path.parent).settings, dict)
+
+
+@pytest.mark.parametrize("odd", [pytest.param(5, marks=pytest.mark.slow), ["x"], pytest.param(None, marks=pytest.mark.slow), {"_target_": 5}], ids=str)  # fmt: skip
+def test_a_group_of_a_config_that_holds_something_else_is_named(odd, run_a):
+    values = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    uses = {
+        "train": lambda: resuming.for_training(compose_config("train", given), given),
+        "eval": lambda: resuming.for_evaluation(compose_config("eval", given[:1]), given[:1]),
+    }
+    given = ["run=a", "resume=auto", "trainer.max_epochs=2"]
+    for group in (
+        SEVERAL if odd == {"_target_": 5} else GROUPS if odd is None or odd == 5 else ("strategy", "callbacks", "debug")
+    ):
+        Path("runs/a/config.yaml").write_text(yaml.safe_dump({**values, group: odd}))
+        for name, use in uses.items():
+            if group in RECIPES:
+                assert check(use(), evaluating=name == "eval") == []
+                continue
+            with pytest.raises(UserError, match=rf"{group}(=|\._target_)"):
+                use()
+
+
+@pytest.mark.parametrize("text", ["5", "[5]", '[{"__panel__": "Matrix"}]', '[{"__panel__": "Matrix", "names": 5, "values": "x"}]', '[{"__panel__": ["x"]}]', "[" * 90_000, "{}"], ids=lambda text: text[:40])  # fmt: skip
+def test_panels_that_are_none_hide_no_run(text, run_a):
+    Path("runs/a/panels.json").write_text(text)
+    Path("runs/a").rename("runs/\udcff")  # no UTF-8
+    report = Report.listed(RunFolder("runs/\udcff"), Path("runs"))
+    assert 'href="runs/%FF/report.html"' in runs_page([report], Path("runs"), Path("page.html").resolve())
+    with pytest.raises(UserError, match=r"panels\.json is damaged"):
+        _ = report.panels
 
 
 def test_files_without_an_end_are_not_read(tmp_path):
@@ -742,12 +799,13 @@ PROMISES = {  # how each sentence begins, and its tests; what a file's workflow 
     "Checkpoints, configs, caches and run directories": "test_a_strangers_run_runs_no_code test_a_cache_of_a_stranger_does_not_hang",
     "Loading one runs none": "test_a_strangers_run_runs_no_code test_code_in_the_newest_checkpoint_is_told_and_no_older_one_is_taken",
     "Nothing else is imported": "test_a_strangers_run_runs_no_code test_a_config_of_a_stranger_that_is_none_is_named",
-    "What is read back": "test_what_is_read_back_from_a_run_refers_to_nothing",
+    "What is read back": "test_what_is_read_back_from_a_run_refers_to_nothing test_a_report_is_judged_by_what_readers_take_its_values_for",
     "A `${...}` in its config": "test_what_is_read_back_from_a_run_refers_to_nothing test_a_sweep_of_a_stranger_is_text",
     "A checkpoint cannot name": "test_a_checkpoint_cannot_name_the_run_that_its_evaluation_writes_into",
     "No link, pipe or device": "test_a_run_with_links_pipes_or_devices_is_refused_and_nothing_is_touched "
     "test_a_folder_of_a_run_that_is_a_link_is_refused test_no_file_of_a_run_is_opened_around_the_one_place",
-    "The directory itself": "test_runs_may_be_on_another_disk",
+    "The directory itself": "test_runs_may_be_on_another_disk test_a_link_to_a_run_is_told_and_not_read",
+    "Hard links cannot": "test_other_names_of_a_runs_files_keep_their_content",
     "Files that are read whole": "test_files_without_an_end_are_not_read",
     "Images may be links": "test_images_are_regular_files_with_an_end",
     "Lockstep's downloads": "test_mnist_is_fetched_from_the_mirror_that_has_it_and_what_is_damaged_again",

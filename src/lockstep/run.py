@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -47,7 +48,8 @@ def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
 
 MOST_VALUES, DEEPEST = 1_000_000, 50  # of a config
 BUSY_S = 0.2  # an evaluation writes beside a run that trains
-CONFIG_BYTES, LOG_BYTES = 2**23, 2**26
+CONFIG_BYTES, LOG_BYTES, MOST_STEPS = 2**23, 2**26, 2**53
+ROWS_ADVICE = "Repair it, or move it away: the run continues without its earlier rows."
 
 
 def foreign(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
@@ -69,16 +71,23 @@ def foreign(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> 
 class CsvLog:
     """A CSV file that a run appends to; a new name is a new column. A last row that a kill cut off is no row."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *needed: str) -> None:
+        self.path, self.needed = path, ("step", *needed)
         self.columns: list[str] = []  # of the file, once it was read or written
 
     def rows(self) -> list[dict[str, str]]:
-        """No rows without a file."""
-        text = files.read_text(self.path) if self.path.exists() else ""
-        reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
-        self.columns = list(reader.fieldnames or ())
-        return list(reader)
+        """No rows without a file. A step is a whole number; a row without one, as a logger may write it, has that of the row before."""
+        with told_if_damaged(self.path, ROWS_ADVICE):
+            text = files.read_text(self.path) if self.path.exists() else ""
+            reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
+            self.columns, rows, step = list(reader.fieldnames or ()), list(reader), 0.0
+            for row in rows:
+                if lacks := [name for name in self.needed if row.get(name) is None]:
+                    raise ValueError(f"a row has no {lacks[0]}")
+                if not (step := float(row["step"] or step)).is_integer() or abs(step) > MOST_STEPS:
+                    raise ValueError(f"{row['step'][:80]} is no step")
+                row["step"] = str(int(step))
+        return rows
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         if self.columns and not self.path.exists():
@@ -112,7 +121,9 @@ class RunFolder:
         self.panels_file = self.path / "panels.json"
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.metrics_log = CsvLog(self.path / "metrics.csv")
-        self.digests_log = CsvLog(self.path / "digests.csv")  # of each step's losses, gradients and weights
+        self.digests_log = CsvLog(
+            self.path / "digests.csv", "what", "name", "digest"
+        )  # of each step's losses, gradients and weights
         self.lock_file = self.path / ".lock"
 
     # --- What later commands read ---
@@ -146,19 +157,14 @@ class RunFolder:
     def report(self) -> dict[str, Any]:
         """Empty without one. A run that is `running` on this machine although no process holds its lock has `died`."""
         with told_if_damaged(self.report_file, "Remove the file: the run continues without it."):
-            report = json.loads(files.read_text(self.report_file)) if self.report_file.exists() else {}
-            if not isinstance(report, dict):
-                raise ValueError("it is not a report")
+            report = judged(json.loads(files.read_text(self.report_file))) if self.report_file.exists() else {}
         is_here = report.get("status") == "running" and report.get("host") == socket.gethostname()
         return report | {"status": "died"} if is_here and not self.is_locked() else report
 
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, without empty cells; no rows without a file."""
-        advice = "Repair it, or move it away: the run continues without its earlier rows."
-        with told_if_damaged(self.metrics_log.path, advice):
+        with told_if_damaged(self.metrics_log.path, ROWS_ADVICE):
             rows = [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
-            if not all(row.get("step", 0.5).is_integer() for row in rows):
-                raise ValueError("a row has no step")
         return rows
 
     def log_lines(self) -> list[str]:
@@ -172,7 +178,7 @@ class RunFolder:
     def validate(self) -> None:
         """Raises one UserError for all that is wrong with the files that continuing a run reads."""
         problems: list[str] = []
-        for read in (self.config, self.report, self.metrics):
+        for read in (self.config, self.report, self.metrics, self.digests_log.rows):
             try:
                 read()
             except UserError as e:
@@ -181,10 +187,11 @@ class RunFolder:
 
     def refuse_links(self) -> None:
         """Raises UserError: something of the run is a link, a pipe or a device, through which other files would be read or written."""
-        entries = [path for folder in (self.path, self.logs) if folder.is_dir() for path in folder.iterdir()]
-        odd = [
-            path for path in entries if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir()))
-        ]
+        folders = (self.path, self.logs, self.path / "tensorboard")
+        entries = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+        odd = [p for p in entries if p.is_symlink() or (p.exists() and not (p.is_file() or p.is_dir()))]
+        if self.lock_file.is_file() and self.lock_file.stat().st_nlink > 1:
+            odd.append(self.lock_file)  # filelock empties the file, whatever its other name is
         raise_problems(
             f"{path} is a link, a pipe or a device; a run folder must not contain any. Remove it." for path in odd
         )
@@ -354,6 +361,28 @@ def provenance(root: Path | None) -> dict[str, Any]:
     return {"started": started, "host": socket.gethostname(), "git_sha": sha or None, "versions": versions()}
 
 
+# What readers take these values of a report for; a value may also be null, and other keys have any value.
+TEXTS = ("status", "run", "host", "started", "monitor", "monitor_mode", "unit", "data/name", "data/sha256", "evaluated", "overrides", "resumed_from")  # fmt: skip
+NUMBERS = ("batch_size", "micro_batch", "world_size", "restarts", "wall_s", "train/steps", "train/epochs")
+
+
+def judged(report: Any) -> dict[str, Any]:
+    """A report whose values have the types that its readers expect. Raises ValueError otherwise: anybody may have written it."""
+    if not isinstance(report, dict):
+        raise ValueError("it is not a report")
+    report = {key: files.finite(value) for key, value in report.items()}
+    numbers = {*NUMBERS, *tested(report)}
+    for key, value in report.items():
+        is_number = key in numbers or key.startswith("time/") or key.endswith("_per_s")
+        kind = str if key in TEXTS else int | float if is_number else object
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, int) and abs(value) > MOST_STEPS)):
+            raise ValueError(f"{key} is {str(value)[:80]}")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{key} has a null character")
+    shlex.split(report.get("overrides") or "")  # it has an open quote
+    return report
+
+
 def tested(report: Mapping[str, Any]) -> list[str]:
     """The names of the test metrics, which a LightningModule may call as it likes."""
     return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]
@@ -367,13 +396,3 @@ def validation_of(rows: Iterable[Mapping[str, float]], step: int, monitor: str |
         found = [row for row in rows if any(name.startswith("val/") for name in row)]
     last = found[-1] if found else {}
     return {name: value for name, value in last.items() if name not in ("step", "epoch", "val/count")}
-
-
-def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
-    """The columns of metrics.csv by name, each as pairs of step and value."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name != "step":
-                found.setdefault(name, []).append((int(row["step"]), value))
-    return found

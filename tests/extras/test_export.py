@@ -3,12 +3,15 @@
 import csv
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import export as export_script
 import pytest
@@ -20,6 +23,7 @@ from PIL import Image, ImageOps
 
 import lockstep
 from lockstep.checkpoints import finding
+from lockstep.data import pixels
 from lockstep.errors import UserError
 from lockstep.extras import export_parts, exported
 from lockstep.extras.export import export
@@ -267,3 +271,20 @@ def test_without_the_runs_data_other_images_are_needed(run, place, tmp_path, mon
     sys.argv += ["--files", str(place / "photos")]
     export_script.main()
     assert "on 30 images" in (tmp_path / "exports/rates-0/README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "missing"])
+def test_load_py_opens_regular_files_alone(kind, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "\x1b]0;x.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    monkeypatch.setattr(sys, "argv", ["load.py", str(path)])
+    with pytest.raises(SystemExit) as error:
+        exported.main()
+    told = capsys.readouterr().err
+    assert error.value.code == 2 and "is neither a folder nor a regular file" in told and "\x1b" not in told
+    reader = SimpleNamespace(read=lambda _: pytest.fail("it is opened"))  # one in a folder has a row that says so
+    model = exported.Model(Mock(), reader, pixels, None, [], [], "none", None)
+    assert [row for row, _ in model.samples([str(path)])] == [{"path": str(path), "error": "it is not a regular file"}]

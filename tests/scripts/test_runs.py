@@ -88,6 +88,17 @@ def runs(tmp_path, monkeypatch) -> Path:
     return root
 
 
+def test_a_link_to_a_run_is_told_and_not_read(runs, call):
+    write(runs.parent / "elsewhere/b", {"status": "done", "secret": "of another"})
+    (runs / "b").symlink_to(runs.parent / "elsewhere/b")
+    (runs / "sweep/7").symlink_to(runs.parent / "elsewhere/b")
+    (runs / "notes").symlink_to(runs.parent)
+    for args in ([], ["--format", "json"], ["show", "old"], ["html"]):
+        code, out, err = call("--runs-dir", str(runs), *args)
+        assert code == 0 and "of another" not in out + (Path("runs.html").read_text() if args == ["html"] else "")
+        assert [line.partition(" is a link, not read")[0].rpartition("/")[2] for line in err.splitlines()] == ["b", "7"]
+
+
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs the command and returns its exit code, output and errors."""

@@ -274,7 +274,7 @@ def check(cfg: DictConfig, *, evaluating: bool = False, with_data: bool = True) 
     if structure:  # the rules read these keys
         return found
     for group in GROUPS:
-        found += foreign_names(to_plain(cfg[group]), group) if group in cfg else ()
+        found += foreign_names(to_plain(cfg[group]), group) if isinstance(cfg.get(group), DictConfig) else ()
     try:
         settings = Settings.of(cfg, imported=False)
     except BUGS:

@@ -1,6 +1,7 @@
 """Where two runs differ: config, data, rows of the log, metrics, weights and the rest of their state."""
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def metric_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
     logged = (key for run in (a, b) for key in run if key in series(run))
     for key in dict.fromkeys([*logged, "train/steps", "train/epochs"]):
         pair: list[Any] = [run.get(key) for run in (a, b)]
-        if pair[0] is not pair[1] if None in pair else relative(*map(float, pair)) > tolerance:
+        if relative(*pair) > tolerance if all(isinstance(value, int | float) for value in pair) else pair[0] != pair[1]:
             yield f"{key}: {pair[0]} | {pair[1]}"
 
 
@@ -161,10 +162,13 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
         "weights": list(first_different_digest(a, b)) if exact else [],
     }
     paths = [
-        {"last": run.run_folder.checkpoints / "last.ckpt", "tested": run.folder / str(run.get("checkpoint"))}
+        {
+            name: run.run_folder.checkpoints / Path(str(file)).name
+            for name, file in (("last", "last.ckpt"), ("tested", run.get("checkpoint")))
+        }
         for run in (a, b)
     ]
-    ours, theirs = ({name: path for name, path in each.items() if path.exists()} for each in paths)
+    ours, theirs = ({name: path for name, path in each.items() if os.path.exists(path)} for each in paths)  # noqa: PTH110 - of any name
     if not ours and not theirs:
         found["weights"].append("neither run has a checkpoint to compare")
     for name in dict.fromkeys([*ours, *theirs]):

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy as copied
@@ -271,7 +272,7 @@ def card(checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, fl
     cfg: Any = OmegaConf.create(dict(checkpoint.config))
     run = checkpoint.path.resolve().parent.parent
     report = RunFolder(run).report()
-    if (run / str(report.get("checkpoint"))).resolve() != checkpoint.path.resolve():
+    if report.get("checkpoint") != os.path.relpath(checkpoint.path.resolve(), run):
         report = {}  # the run tested a different checkpoint
     model = json.loads((part / "model.json").read_text())
     inputs = []

@@ -110,6 +110,8 @@ class Model:
         known: dict[str, Any] = {}  # the shapes of the first sample
         for path in paths:
             try:
+                if not Path(path).is_file():  # a pipe or a device may never end
+                    raise OSError("it is not a regular file")
                 content = self.reader.read(Path(path))
                 single = isinstance(content, dict)  # otherwise Arrays of rows or lines
                 samples = [content] if single else [sample_of(content, row) for row in range(len(content))]
@@ -264,6 +266,8 @@ def main() -> None:
     parser.add_argument("files", nargs="+", help="files, or folders of them")
     parser.add_argument("--csv", type=Path, help="write a table with a row for each file instead of printing")
     args = parser.parse_args()
+    if odd := [file for file in args.files if not (Path(file).is_file() or Path(file).is_dir())]:
+        parser.error(f"{odd[0]!a} is neither a folder nor a regular file")
     model = load()
     if model.reader is None:
         parser.error("this folder was exported without a way to read files: README.md says what the network takes")

@@ -294,7 +294,7 @@ def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
     """
     cfg, folder = settings.cfg.copy(), settings.folder
     batch = cfg.data.batch_size
-    had = folder.report().get("micro_batch") or batch  # of a resumed run
+    had = max(1, folder.report().get("micro_batch") or batch)  # of a resumed run
     fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
     cfg.trainer.accumulate_grad_batches = next(fits)
     while True:

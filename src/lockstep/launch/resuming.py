@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import outline, step_of
+from lockstep.config.checks import structure_problems
 from lockstep.config.compose import compose_config, dotted, is_group, key_of
 from lockstep.config.instantiate import is_a
 from lockstep.config.project import command
@@ -28,10 +29,8 @@ FIXED = (
 )  # fmt: skip
 
 
-AVERAGE = (
-    "lockstep.callbacks.EMA",
-    "lockstep.callbacks.weights.EMA",
-)  # what a checkpoint's weights are, under any name
+# What a checkpoint's weights are, under any name.
+AVERAGE = ("lockstep.callbacks.EMA", "lockstep.callbacks.weights.EMA")
 
 
 def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
@@ -79,12 +78,13 @@ def is_absent(config: DictConfig, key: str) -> bool:
 
 
 def completed(saved: DictConfig) -> DictConfig:
-    """The config of a run, with the defaults of keys that are newer than the run."""
+    """The config of a run, with the defaults of keys that are newer than the run. Raises UserError: its groups have other values."""
     if newer := [key for key in KEYS if key.rpartition(".")[0] in ("", *CLOSED) and is_absent(saved, key)]:
         defaults = compose_config("train", [])
         with open_dict(saved):
             for key in newer:
                 OmegaConf.update(saved, key, OmegaConf.select(defaults, key), force_add=True)
+    raise_problems(structure_problems(saved))
     return saved
 
 
@@ -267,7 +267,7 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
         return None
     folder = RunFolder(Path(cfg.resume).resolve().parent.parent)
     report = folder.report()
-    if report.get("status") != "done":  # which is written last
+    if report.get("status") != "done" or report.get("train/steps") is None:  # which are written last
         return None
     newest = next(finding.checkpoints(folder.path), None)
     if newest is None or step_of(Path(cfg.resume)) < step_of(newest):
@@ -287,6 +287,6 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]
     keys = " ".join(longer if reached else early or longer)
     return (
-        f"{report['run']} is already finished: {f'{steps:,} of ' if reached else ''}{counted(steps, 'step')}"
+        f"{cfg.run} is already finished: {f'{steps:,} of ' if reached else ''}{counted(steps, 'step')}"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
     )

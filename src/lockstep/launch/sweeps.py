@@ -4,7 +4,6 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import chain, islice, product, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +23,7 @@ from lockstep.machine import process
 from lockstep.machine.files import open_plain, read_text, write_csv
 from lockstep.machine.world import cores, visible_gpus
 from lockstep.reporting import console
+from lockstep.reporting.runs_page import Report
 from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, tested, told_if_damaged
 
 # --- A multirun's table of results, read from the reports of its jobs ---
@@ -57,10 +57,8 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
         jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
     for place, (then, now) in enumerate(islice(zip_longest(*jobs), MOST_JOBS)):
         job = RunFolder(folder / str(place))
-        own = job.report().get("overrides")
-        with suppress(ValueError):  # an open quote
-            if isinstance(own, str):  # of an earlier sweep than multirun.yaml, perhaps
-                then = [o for o in shlex.split(own) if key_of(o) in varied]
+        if own := job.report().get("overrides"):  # of an earlier sweep than multirun.yaml, perhaps
+            then = [o for o in shlex.split(own) if key_of(o) in varied]
         if None not in (then, now) and {*then} != {*now} and job.has_config():
             yield (
                 f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(now)}. Set a different "
@@ -97,7 +95,7 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["status"] == "done":
-            kept = [o for o in shlex.split(str(row.get("overrides", ""))) if not o.startswith(REPEATS)]
+            kept = [o for o in shlex.split(row.get("overrides") or "") if not o.startswith(REPEATS)]
             groups.setdefault(shlex.join(kept), []).append(row)
     summaries = []
     for own, jobs in groups.items():
@@ -111,7 +109,7 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """For each job, the overrides that not all jobs share, as one string."""
-    each = [shlex.split(str(row.get("overrides", ""))) for row in rows]
+    each = [shlex.split(row.get("overrides") or "") for row in rows]
     shared = set[str].intersection(*map(set, each))
     return [shlex.join(o for o in own if o not in shared) for own in each]
 
@@ -121,7 +119,7 @@ def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any
     names, lines = columns(rows), [*rows, *repeated]
 
     def table() -> Table:
-        table = Table("run", "with", *names)
+        table = Table("run", "with", *map(inline, names))
         for place, (row, own) in enumerate(zip(lines, differences(lines), strict=True), 1):
             cells = [str(row["run"]), own, *(number(row.get(name)) for name in names)]
             table.add_row(*map(inline, cells), end_section=place == len(rows))
@@ -138,7 +136,7 @@ def write_table(sweep_dir: Path) -> None:
     """Prints and saves a multirun's table, with mean and spread over seeds and folds."""
     folders = [path.parent for path in sweep_dir.glob("*/report.json")]
     folders.sort(key=lambda folder: int(folder.name) if folder.name.isdigit() else -1)
-    rows = last[:] = [{"run": f"{sweep_dir.name}/{each.name}", **RunFolder(each).report()} for each in folders]
+    rows = last[:] = [Report.listed(RunFolder(each), sweep_dir.parent) for each in folders]
     if not rows:
         return
     names, repeated = columns(rows), spread(rows)

@@ -42,6 +42,9 @@ def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options
     """
     if not follows:
         refuse_link(path)
+    if "a" in mode and path.is_file() and path.stat().st_nlink > 1:  # what is appended must not reach its other names
+        with replacing(path) as part:
+            shutil.copyfile(path, part)
     guard = getattr(os, "O_NONBLOCK", 0) | (0 if follows else getattr(os, "O_NOFOLLOW", 0))
 
     def opener(name: str, flags: int) -> int:

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def compact(value: float) -> str:
 
 
 def finite(points: Points) -> Points:
-    return [point for point in points if all(map(math.isfinite, point))]
+    return [point for point in points if all(abs(value) < 1e300 for value in point)]  # no differences that overflow
 
 
 def widened(values: Sequence[float]) -> tuple[float, float]:
@@ -112,6 +112,16 @@ def ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10((high - low) / 6))
     step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= 6)
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
+    """The columns of metrics.csv by name, each as pairs of step and value."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step":
+                found.setdefault(name, []).append((int(row["step"]), value))
+    return found
 
 
 def thinned(points: Points, many: int = MANY) -> Points:

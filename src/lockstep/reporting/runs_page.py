@@ -16,8 +16,8 @@ from lockstep.config.compose import PLACE, dotted
 from lockstep.config.words import is_fraction, metric, number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
-from lockstep.reporting.render import COLOURS, chart, render
-from lockstep.run import RunFolder, metric_series, tested
+from lockstep.reporting.render import COLOURS, chart, metric_series, render
+from lockstep.run import RunFolder, tested
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -149,7 +149,7 @@ def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
 
 def confusion(run: Report) -> Values | None:
     """Of panels.json as it is: reporting/panels.py, which decodes it, imports torch."""
-    with suppress(OSError, ValueError, AttributeError, TypeError):
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
         panels = json.loads(read_text(run.run_folder.panels_file))
         matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
         return matrix and {key: matrix[key] for key in ("names", "values")}
@@ -191,7 +191,10 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     columns = [Column(head, key, form, [run.get(key) for run in runs]) for head, key, form in measured]
     columns += [Column(head, key, shown, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
     pages = [run.run_folder.page_file for run in runs]
-    links = [quote(os.path.relpath(page, out.parent).replace(os.sep, "/")) if page.is_file() else "" for page in pages]
+    links = [
+        quote(os.fsencode(os.path.relpath(page, out.parent).replace(os.sep, "/"))) if page.is_file() else ""
+        for page in pages
+    ]
     colours = {run["run"]: f"c{place % COLOURS}" for place, run in enumerate(runs)}
     best = best_of(runs, monitors[0]) if monitors else None
     compared = {

@@ -1,0 +1,186 @@
+"""A report or a table of a run with values of the wrong kinds: each reader says so in a sentence or leaves the run out, with no traceback."""
+
+import functools
+import importlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lockstep.config.compose import compose_config
+from lockstep.errors import UserError
+from lockstep.extras import comparison
+from lockstep.launch import resuming, sweeps
+from lockstep.launch.exits import exit_code
+from lockstep.reporting.runs_page import Report
+from lockstep.run import NUMBERS, TEXTS, RunFolder, validation_of
+
+ledger = importlib.import_module("runs")
+compare_runs = importlib.import_module("compare_runs")
+REPORT = {
+    "status": "done", "run": "a", "monitor": "val/acc", "monitor_mode": "max", "val/acc": 0.9, "test/acc": 0.8, "test/count": 5,
+    "evaluated": "test/acc | test/count", "unit": "images", "batch_size": 4, "train/steps": 3, "train/epochs": 1, "world_size": 1,
+    "train/images_per_s": 5.0, "wall_s": 2.5, "data/name": "mnist", "data/sha256": "0", "started": "2026-01-01T00:00:00+0000",
+    "overrides": "optim.lr=0.1", "checkpoint": "checkpoints/last.ckpt", "resumed_from": None,
+}  # fmt: skip
+METRICS = "step,val/acc\n1,0.5\n2,0.9\n"
+DIGESTS = "step,what,name,digest\n1,gradient of rank 0,w,aa\n"
+
+
+@functools.cache
+def config_text() -> str:
+    return OmegaConf.to_yaml(compose_config("train", ["run=a"]), resolve=True)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Path:
+    """The run a and, of the same kind, the run b and a sweep's jobs."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/a"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(config_text())
+    (folder / "metrics.csv").write_text(METRICS)
+    (folder / "digests.csv").write_text(DIGESTS)
+    (folder / "report.json").write_text(json.dumps(REPORT))
+    shutil.copytree(folder, "runs/b")
+    shutil.copytree(folder, "runs/sweep/1")
+    return folder
+
+
+def called(main: Callable[[], Any], *argv: str) -> Callable[[], int]:
+    def call() -> int:
+        sys.argv = ["x", *argv]
+        try:
+            return exit_code(main)
+        except SystemExit as e:
+            return int(e.code or 0)
+
+    return call
+
+
+def resumed_config() -> Any:
+    return resuming.for_training(compose_config("train", ["run=a", "resume=auto"]), ["run=a", "resume=auto"])
+
+
+def finished(folder: RunFolder) -> Any:
+    cfg = compose_config("train", ["run=a"])
+    cfg.resume = "runs/a/checkpoints/last.ckpt"
+    return resuming.already_finished(resuming.Settings.of(cfg), 10)
+
+
+def table_of_sweep() -> None:
+    shutil.copytree("runs/a", "runs/sweep/0")
+    sweeps.write_table(Path("runs/sweep"))
+
+
+def read_everywhere(monkeypatch) -> None:
+    """Each reader of a run's files: a sentence (UserError, exit code 2), or an answer."""
+    monkeypatch.setattr(sys, "argv", [])
+    for argv in ([], ["--format", "json"], ["--format", "csv"], ["--where", "status!=x", "--sort", "-val/acc"], ["html"], ["show", "a"], ["failed"], ["--sort", "wall_s"]):  # fmt: skip
+        assert called(ledger.main, *argv)() == 0, argv
+    for argv in (["a", "b"], ["b", "a"], ["a", "b", "--exact"]):
+        assert called(compare_runs.main, *argv)() in (0, 1, 2)
+    folder = RunFolder("runs/a")
+    for use in (
+        resumed_config, folder.validate, lambda: finished(folder), lambda: folder.cut(1), lambda: folder.drop_tests(["test/acc"]),
+        lambda: Report(folder)._repr_html_(), lambda: Report(folder).curves,
+        lambda: list(sweeps.numbering_problems(Path("runs/sweep"), [])), lambda: validation_of(folder.metrics(), 2, "val/acc"),
+        lambda: list(comparison.first_different_digest(*(comparison.find(each, Path("runs")) for each in "ab"))),
+    ):  # fmt: skip
+        with suppress(UserError):
+            use()
+    table_of_sweep()
+
+
+ODD: dict[str, Any] = {
+    "list": ["x"], "nested": {"a": {"b": [1]}}, "text": "x", "number": 5, "truth": True, "null": None, "huge": 10**400,
+    "quote": "a'b", "escape": "\x1b]0;t\x07\n[red]<b>", "zero": "a\0b", "half": "\ud800", "long": "x" * 5000, "negative": -1.5,
+}  # fmt: skip
+
+
+KEYS_OF_ALL = [*REPORT, "result", "host", "train/lr_per_s", "train/x"]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_report_is_judged_by_what_readers_take_its_values_for(odd, run):
+    """What passes has the types that readers use; what does not is named with its key."""
+    for key in KEYS_OF_ALL:
+        (run / "report.json").write_text(json.dumps({**REPORT, key: ODD[odd]}))
+        try:
+            value = RunFolder(run).report()[key]
+        except UserError as e:
+            assert re.search(rf"report\.json is damaged: ({key} |No closing quotation)", str(e))
+            continue
+        if key in (*NUMBERS, "train/lr_per_s", "test/acc", "test/count"):
+            assert value is None or abs(float(value)) < 2**60
+        elif key in TEXTS:
+            assert value is None or (isinstance(value, str) and "\0" not in value)
+
+
+@pytest.mark.slow  # fifteen readers for each key
+@pytest.mark.parametrize("odd", [*ODD, "absent"])
+def test_a_value_of_the_wrong_kind_under_any_key_of_a_report(odd, run, monkeypatch, capfd):
+    for key in KEYS_OF_ALL:
+        report = {**REPORT, key: ODD.get(odd)}
+        if odd == "absent":
+            del report[key]
+        (run / "report.json").write_text(json.dumps(report))
+        shutil.rmtree("runs/sweep/0", ignore_errors=True)
+        for name, text in (("metrics.csv", METRICS), ("digests.csv", DIGESTS)):
+            (run / name).write_text(text)
+        try:
+            read_everywhere(monkeypatch)
+        except BaseException as e:
+            e.add_note(f"{key}: {odd}")
+            raise
+        assert "\x1b]" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", "{}", "{", '{"status": NaN}', '{"status": "done", "val/acc": NaN, "wall_s": 1e999}', "[" * 100_000, '{"status": "done", "train/steps": 1' + "0" * 5000 + "}"], ids=lambda text: text[:30])  # fmt: skip
+def test_a_report_that_is_none(text, run, monkeypatch):
+    (run / "report.json").write_text(text)
+    read_everywhere(monkeypatch)
+
+
+TABLES = [
+    "step,val/acc\n1.0,0.5\n2.0,0.9\n", "step,val/acc\n1,0.5\n,0.9\n", "val/acc\n0.5\n", "step,val/acc\nx,y\n", "step\n1,2,3\n", "step,val/acc\n1\n",
+    "step,val/acc\nnan,1\n", "step,val/acc\ninf,1\n", "step,val/acc\n1e300,1\n", "step,val/acc\n1.5,1\n", "step,val/acc\n-3,1\n", "val/acc,step\n1\n",
+    "step,step\n1,2\n", "\n\n", "\0\n", "step,val/acc\n1,nan\n2,inf\n3,-inf\n", "step,val/acc\n1,1e308\n2,-1e308\n", "step,val/acc\n1,1" + "0" * 200_000 + "\n",
+    "step,what,name,digest\n1\n", "step,what,name\n1,a,b\n", "what,name,digest\na,b,c\n", "step,what,name,digest\n1.0,gradient of rank 0,w,bb\n",
+    "step,val/acc\n1,5e-324\n2,1e-323\n", "step,val/acc\n1,9007199254740992\n2,9007199254740994\n", "step,val/acc\n9007199254740992,1\n9007199254740991,2\n",
+    "step,model\n1,2\n", "step,\x1b]0;t\x07\n1,2\n2,3\n", "step,<b>\n1,2\n2,3\n", '"step\n', "step,status\n1,2\n2,2\n", "step,val/acc\n1,0_1\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param(name, text, id=f"{name} {text[:40]!a}", marks=[] if "1.0" in text else pytest.mark.slow)
+        for text in TABLES
+        for name in ("metrics.csv", "digests.csv")
+    ],
+)
+def test_a_table_with_other_columns_and_cells(name, text, run, monkeypatch, capfd):
+    (run / name).write_text(text)
+    read_everywhere(monkeypatch)
+    assert "\x1b]" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("step", "kept"), [("1.0", "1"), ("1e0", "1"), ("", "0"), ("nan", None), ("x", None), ("1.5", None)])  # fmt: skip
+def test_a_step_is_a_whole_number_and_one_that_is_blank_that_of_the_row_before(step, kept, run):
+    (run / "metrics.csv").write_text(f"step,val/acc\n{step},0.5\n,0.9\n2,1\n")
+    folder = RunFolder(run)
+    if kept is None:
+        for use in (folder.metrics, lambda: folder.cut(1), folder.metrics_log.rows):
+            with pytest.raises(UserError, match=r"metrics\.csv is damaged: .*(is no step|to float)"):
+                use()
+    else:
+        folder.cut(1)
+        assert [row["step"] for row in folder.metrics_log.rows()] == [kept, kept]
