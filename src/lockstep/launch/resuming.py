@@ -287,6 +287,6 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]
     keys = " ".join(longer if reached else early or longer)
     return (
-        f"{cfg.run} is already finished: {f'{steps:,} of ' if reached else ''}{counted(steps, 'step')}"
+        f"{report.get('run', folder.path.name)} is already finished: {f'{steps:,} of ' if reached else ''}{counted(steps, 'step')}"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
     )
