@@ -90,20 +90,18 @@ class CsvLog:
         return rows
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        if self.columns and not self.path.exists():
+        found = self.path.stat() if self.path.exists() else None
+        if self.columns and not found:
             log.warning("%s was removed while the run was going on: its earlier rows are lost", self.path)
         names = dict.fromkeys(name for row in rows for name in row)
         try:
-            if not names.keys() <= set(self.columns):
+            if not names.keys() <= set(self.columns) or not found or not found.st_size or found.st_nlink > 1:
                 earlier = self.rows()
                 self.columns += [name for name in names if name not in self.columns]
-                if self.path.exists():
-                    files.write_csv(self.path, self.columns, earlier)
+                files.write_csv(self.path, self.columns, [*earlier, *rows])
+                return
             with files.naming(self.path), files.open_plain(self.path, "a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, self.columns)
-                if not file.tell():
-                    writer.writeheader()
-                writer.writerows(rows)
+                csv.DictWriter(file, self.columns).writerows(rows)
         except FileNotFoundError:
             raise FolderRemoved(self.path.parent) from None
 
@@ -121,9 +119,8 @@ class RunFolder:
         self.panels_file = self.path / "panels.json"
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.metrics_log = CsvLog(self.path / "metrics.csv")
-        self.digests_log = CsvLog(
-            self.path / "digests.csv", "what", "name", "digest"
-        )  # of each step's losses, gradients and weights
+        # Of each step's losses, gradients and weights.
+        self.digests_log = CsvLog(self.path / "digests.csv", "what", "name", "digest")
         self.lock_file = self.path / ".lock"
 
     # --- What later commands read ---
@@ -140,10 +137,8 @@ class RunFolder:
         """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
         with told_if_damaged(self.config_file, "Put the file back, or set run=<another name> to start over."):
             values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
-            if why := foreign(values, most=max(MOST_VALUES, len(text))) or (
-                None if isinstance(values, dict) else "it is no config"
-            ):
-                raise ValueError(why)
+            if (why := foreign(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
+                raise ValueError(why or "it is no config")
         return values, text
 
     def config(self) -> DictConfig:
@@ -164,8 +159,7 @@ class RunFolder:
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, without empty cells; no rows without a file."""
         with told_if_damaged(self.metrics_log.path, ROWS_ADVICE):
-            rows = [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
-        return rows
+            return [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
 
     def log_lines(self) -> list[str]:
         """The last ones of train.log."""
@@ -178,7 +172,7 @@ class RunFolder:
     def validate(self) -> None:
         """Raises one UserError for all that is wrong with the files that continuing a run reads."""
         problems: list[str] = []
-        for read in (self.config, self.report, self.metrics, self.digests_log.rows):
+        for read in (self.config, self.report, self.metrics):
             try:
                 read()
             except UserError as e:
@@ -188,13 +182,7 @@ class RunFolder:
     def refuse_links(self) -> None:
         """Raises UserError: something of the run is a link, a pipe or a device, through which other files would be read or written."""
         folders = (self.path, self.logs, self.path / "tensorboard")
-        entries = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-        odd = [p for p in entries if p.is_symlink() or (p.exists() and not (p.is_file() or p.is_dir()))]
-        if self.lock_file.is_file() and self.lock_file.stat().st_nlink > 1:
-            odd.append(self.lock_file)  # filelock empties the file, whatever its other name is
-        raise_problems(
-            f"{path} is a link, a pipe or a device; a run folder must not contain any. Remove it." for path in odd
-        )
+        files.refuse_odd(*(path for folder in folders if folder.is_dir() for path in folder.iterdir()))
 
     # --- What the run writes ---
 
@@ -221,7 +209,7 @@ class RunFolder:
 
     def cut(self, steps: int) -> None:
         """Drops the rows after `steps` steps, which a resumed run will write again."""
-        for log in (self.metrics_log, self.digests_log):
+        for log in (self.digests_log, self.metrics_log):  # which was validated
             log.keep(lambda row: int(row["step"]) <= steps)
 
     def drop_tests(self, metrics: Iterable[str]) -> None:
@@ -244,26 +232,14 @@ class RunFolder:
 
         def restore() -> None:
             for file, text in earlier.items():
-                if text is None:
-                    file.unlink(missing_ok=True)
-                else:
-                    files.write_text(file, text)
+                file.unlink(missing_ok=True) if text is None else files.write_text(file, text)
 
         return restore
 
     # --- One process at a time ---
 
     def is_locked(self) -> bool:
-        """Whether a process holds the lock. The kernel releases it when the process ends, in whatever way."""
-        with suppress(ImportError, OSError):  # Windows; no file, or a file system without locks
-            import fcntl
-
-            with files.open_plain(self.lock_file) as file:
-                try:  # shared: several may look, on a disk that they may only read
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
-        return False
+        return files.is_held(self.lock_file)
 
     @contextmanager
     def locked(self, patience_s: float = PATIENCE_S) -> Iterator[None]:
@@ -272,31 +248,16 @@ class RunFolder:
         Raises:
             UserError: after `patience_s` seconds another process still has the lock.
         """
-        from filelock import FileLock, Timeout
-
         self.refuse_links()
         new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.lock_file, timeout=patience_s, fallback_to_soft=False)  # a soft lock would outlive a kill
+        in_use = f"{self.path} is in use: another process trains there now. Wait until it ends, or stop it; then run the command again with resume=auto. Or set another run=<name>."
         try:
-            lock.acquire()
-            while not self.lock_file.exists():  # its last holder removed it after this process had opened it
-                lock.release()
-                lock.acquire()
-        except OSError as e:  # the file system has no locks; or the lock is held, by another user too
-            if isinstance(e, Timeout) or self.is_locked():
-                raise UserError(
-                    f"{self.path} is in use: another process trains there now. Wait until it ends, or stop it; then run the command "
-                    "again with resume=auto. Or set another run=<name>."
-                ) from None
-        files.remove_parts(self.checkpoints, age_s=0)  # of a run that was killed while it saved
-        files.remove_parts(self.path, age_s=BUSY_S)
-        try:
-            yield
+            with files.locked(self.lock_file, in_use, patience_s):
+                files.remove_parts(self.checkpoints, age_s=0)  # of a run that was killed while it saved
+                files.remove_parts(self.path, age_s=BUSY_S)
+                yield
         finally:
-            with suppress(OSError):  # Windows keeps a file that is open
-                self.lock_file.unlink(missing_ok=True)
-            lock.release()
             for folder in new:
                 with suppress(OSError):  # it is in use
                     folder.rmdir()

@@ -274,17 +274,24 @@ def test_without_the_runs_data_other_images_are_needed(run, place, tmp_path, mon
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "missing"])
-def test_load_py_opens_regular_files_alone(kind, tmp_path, monkeypatch, capsys):
+def test_load_py_opens_regular_files_alone_and_predicts_the_others(kind, tmp_path, monkeypatch, capsys):
     path = tmp_path / "\x1b]0;x.png"
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "device":
         path.symlink_to("/dev/zero")
-    monkeypatch.setattr(sys, "argv", ["load.py", str(path)])
-    with pytest.raises(SystemExit) as error:
-        exported.main()
-    told = capsys.readouterr().err
-    assert error.value.code == 2 and "is neither a folder nor a regular file" in told and "\x1b" not in told
-    reader = SimpleNamespace(read=lambda _: pytest.fail("it is opened"))  # one in a folder has a row that says so
-    model = exported.Model(Mock(), reader, pixels, None, [], [], "none", None)
-    assert [row for row, _ in model.samples([str(path)])] == [{"path": str(path), "error": "it is not a regular file"}]
+    good = tmp_path / "ok.png"
+    good.touch()
+
+    def read(opened: Path) -> dict:
+        assert opened == good
+        return {"input": np.zeros(2, np.uint8)}
+
+    reader = SimpleNamespace(read=read, normalise=lambda image_BN: image_BN.float())
+    model = exported.Model(lambda image_BN: image_BN, reader, pixels, None, [], ["a", "b"], "softmax", None)
+    monkeypatch.setattr(exported, "load", lambda: model)
+    monkeypatch.setattr(sys, "argv", ["load.py", str(path), str(good)])
+    exported.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("x.png: cannot be read: it is not a regular file") and "\x1b" not in first
+    assert second == f"{good}: class a, probability 0.5"

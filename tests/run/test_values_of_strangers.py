@@ -173,6 +173,22 @@ def test_a_table_with_other_columns_and_cells(name, text, run, monkeypatch, capf
     assert "\x1b]" not in "".join(capfd.readouterr())
 
 
+def test_the_rows_of_digests_are_read_once_where_a_run_continues(run, monkeypatch):
+    (run / "digests.csv").write_text("step,what,name,digest\n1,loss,,a\n2,loss,,b\n")
+    read, opened = files.read_text, Counter[str]()
+    monkeypatch.setattr(files, "read_text", lambda path, *most: opened.update([path.name]) or read(path, *most))
+    folder = RunFolder(run)
+    folder.validate()
+    folder.cut(1)
+    assert opened["digests.csv"] == 1
+    assert (run / "digests.csv").read_text().split() == ["step,what,name,digest", "1,loss,,a"]
+    (run / "digests.csv").write_text("step,what,name,digest\nx,loss,,a\n")
+    before = (run / "metrics.csv").read_bytes()
+    with pytest.raises(UserError, match=r"digests\.csv is damaged"):
+        folder.cut(0)
+    assert (run / "metrics.csv").read_bytes() == before
+
+
 @pytest.mark.parametrize(("step", "kept"), [("1.0", "1"), ("1e0", "1"), ("", "0"), ("nan", None), ("x", None), ("1.5", None)])  # fmt: skip
 def test_a_step_is_a_whole_number_and_one_that_is_blank_that_of_the_row_before(step, kept, run):
     (run / "metrics.csv").write_text(f"step,val/acc\n{step},0.5\n,0.9\n2,1\n")

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 from lockstep.config.words import readable
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
-from lockstep.machine.files import make_folder, open_plain
+from lockstep.machine.files import make_folder, open_log
 from lockstep.run import RunFolder
 
 QUIET, PATIENCE = 0.75, 0.1  # fractions of strategy.timeout_s: without a batch, and without an answer; together below 1
@@ -130,7 +130,7 @@ class Monitor:
                 seen = {}
                 with suppress(OSError):
                     make_folder(self.stacks.parent)
-                    with open_plain(self.stacks, "a", encoding="utf-8") as log:
+                    with open_log(self.stacks, "a", encoding="utf-8") as log:
                         print(f"no batch finished for {quiet_s:.0f} s; the threads:", file=log, flush=True)
                         faulthandler.dump_traceback(file=log, all_threads=True)
             self.heartbeat = Heartbeat(self.heartbeat.beat + 1, place, waits, quiet_s, outer)

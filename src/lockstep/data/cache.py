@@ -1,7 +1,4 @@
-"""Data decoded once per machine into a folder of arrays that all processes map, so n processes share one copy. Free of torch.
-
-filelock is imported where data is read: the config check imports this module.
-"""
+"""Data decoded once per machine into a folder of arrays that all processes map, so n processes share one copy. Free of torch."""
 
 import contextlib
 import hashlib
@@ -21,7 +18,7 @@ from numpy.typing import NDArray
 from lockstep.config.words import warn
 from lockstep.data.dataset import add_arrays
 from lockstep.errors import DataChanged, UserError, explained
-from lockstep.machine.files import open_plain, read_text, refuse_unwritable, remove, replacing
+from lockstep.machine.files import locked, open_plain, read_text, refuse_unwritable, remove, replacing
 
 FORMAT = 4  # version of the cache; raise it when the files change
 # Of a file that was cut off or changed.
@@ -91,10 +88,8 @@ def key_of(name: str, files: list[Path], *more: object) -> str:
 @contextlib.contextmanager
 def one_download(cache: Path, name: str, root: Path) -> Iterator[None]:
     """Runs on one machine fetch the data `name` one after the other, so all but the first find it in `root`."""
-    from filelock import FileLock
-
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f".{key_of(name, [], str(root.resolve()))}.lock"):
+    with locked(cache / f".{key_of(name, [], str(root.resolve()))}.lock"):
         yield
 
 
@@ -118,11 +113,9 @@ def decoded(folder: Path, decode: Decode) -> Cached:
     """
     if cached := intact(folder):
         return cached
-    from filelock import FileLock
-
     refuse_unwritable(folder.parent, "data.cache_dir")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with locked(folder.with_name(f"{folder.name}.lock")):
         if cached := intact(folder):
             return cached
         if folder.exists():
@@ -165,8 +158,7 @@ def check_of(about: dict[str, Any]) -> str:
 
 
 def stamp(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
+    return [(found := path.stat()).st_size, found.st_mtime_ns]
 
 
 def digest_of(parts: Parts, extra: dict[str, Any]) -> str:

@@ -266,8 +266,6 @@ def main() -> None:
     parser.add_argument("files", nargs="+", help="files, or folders of them")
     parser.add_argument("--csv", type=Path, help="write a table with a row for each file instead of printing")
     args = parser.parse_args()
-    if odd := [file for file in args.files if not (Path(file).is_file() or Path(file).is_dir())]:
-        parser.error(f"{odd[0]!a} is neither a folder nor a regular file")
     model = load()
     if model.reader is None:
         parser.error("this folder was exported without a way to read files: README.md says what the network takes")

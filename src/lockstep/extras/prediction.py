@@ -31,7 +31,7 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
 from lockstep.launch.start import gallery_of
-from lockstep.machine.files import part_folder, remove, replacing, write_text
+from lockstep.machine.files import locked, part_folder, remove, replacing, write_text
 from lockstep.reporting.render import render
 from lockstep.tasks.panel import Mask, Sample
 from lockstep.tasks.task import RESERVED
@@ -281,17 +281,11 @@ def data(settings: Settings) -> DataModule:
 @contextmanager
 def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
     """Raises UserError: another prediction is writing `output`, or has written it meanwhile."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
-    try:
-        with lock, ExitStack() as whole:
-            whole.callback(Path(lock.lock_file).unlink, missing_ok=True)
-            if output.exists() and not overwrite:
-                raise UserError(f"output={output} exists. Set a different file, or overwrite=true.")
-            yield
-    except Timeout:
-        raise UserError(f"output={output}: another prediction is writing it. Set a different output=.") from None
+    in_use = f"output={output}: another prediction is writing it. Set a different output=."
+    with locked(output.with_name(f".{output.name}.lock"), in_use, 0):
+        if output.exists() and not overwrite:
+            raise UserError(f"output={output} exists. Set a different file, or overwrite=true.")
+        yield
 
 
 def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | None:

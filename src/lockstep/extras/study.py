@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from filelock import FileLock, Timeout
 from hydra.core.utils import JobStatus
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -34,7 +33,7 @@ from lockstep.config.schema import RECIPES
 from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.extras.pruning import STORAGE, trial_id
-from lockstep.machine.files import write_csv
+from lockstep.machine.files import locked, write_csv
 from lockstep.run import RunFolder
 
 COSTS = ("peak_memory_bytes", "parameters", "wall_s")
@@ -119,11 +118,9 @@ class StudySweeper(SweeperSteps):
 
     def sweep(self, arguments: list[str]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(self.folder / ".lock", timeout=0):
-                self.search(arguments)
-        except Timeout:
-            raise UserError(f"run={self.name}: this sweep is running already. Set a different run=<name>.") from None
+        in_use = f"run={self.name}: this sweep is running already. Set a different run=<name>."
+        with locked(self.folder / ".lock", in_use, 0):
+            self.search(arguments)
 
     def search(self, arguments: list[str]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -20,7 +20,7 @@ from lockstep.config.words import counted, inline, number
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
-from lockstep.machine.files import open_plain, read_text, write_csv
+from lockstep.machine.files import open_log, read_text, write_csv
 from lockstep.machine.world import cores, visible_gpus
 from lockstep.reporting import console
 from lockstep.reporting.runs_page import Report
@@ -191,7 +191,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
     job = local.Handover(OmegaConf.to_container(cfg), overrides)
     # In a session of its own, so the terminal's Ctrl-C reaches it through the launcher alone.
     with (
-        open_plain(output, "ab") as log,
+        open_log(output) as log,
         TemporaryDirectory(prefix="lockstep-") as private,
         local.spawn(
             script, {**outside, **slot}, job, Path(private, "job"), stdout=log, stderr=log, start_new_session=True

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 
 PROBE_BYTES = 2**16
 MOST_BYTES = 2**30  # of a file that is read whole; a sparse file of a stranger may have any size
@@ -42,9 +42,6 @@ def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options
     """
     if not follows:
         refuse_link(path)
-    if "a" in mode and path.is_file() and path.stat().st_nlink > 1:  # what is appended must not reach its other names
-        with replacing(path) as part:
-            shutil.copyfile(path, part)
     guard = getattr(os, "O_NONBLOCK", 0) | (0 if follows else getattr(os, "O_NOFOLLOW", 0))
 
     def opener(name: str, flags: int) -> int:
@@ -55,6 +52,15 @@ def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options
         raise OSError(errno.EINVAL, "it is not a regular file", name)
 
     return open(path, mode, opener=opener, **options)
+
+
+def open_log(path: Path, mode: str = "ab", **options: Any) -> IO[Any]:
+    """A log to append to. One with hard links, as `cp -al` makes them, begins anew: a copy may fill the disk, which must end no run."""
+    if path.is_file() and path.stat().st_nlink > 1:
+        path.unlink()
+        with suppress(OSError), open_plain(path, "x") as new:
+            new.write(f"The earlier lines of {path.name} stay in its copies, which were hard links to it.\n")
+    return open_plain(path, mode, **options)
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES, *, follows: bool = False) -> bytes:
@@ -76,9 +82,64 @@ def make_folder(path: Path) -> None:
     refuse_link(path)
 
 
+def refuse_odd(*paths: Path) -> None:
+    """Raises UserError: a path is a link, a pipe or a device, through which other files would be read or written."""
+    odd = [path for path in paths if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir()))]
+    raise_problems(f"{path} is a link, a pipe or a device. Remove it." for path in odd)
+
+
 def refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link; a run folder must not contain links", str(path))
+
+
+# --- Locks: one process at a time ---
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock `path`. The kernel releases it when the process ends, in whatever way."""
+    try:
+        import fcntl
+
+        with open_plain(path) as file:  # shared: several may look, on a disk that they may only read
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (ImportError, OSError) as e:  # on Windows; no file, or a file system without locks
+        return isinstance(e, BlockingIOError)
+    return False
+
+
+@contextmanager
+def locked(path: Path, in_use: str = "", wait_s: float = -1) -> Iterator[None]:
+    """Holds the lock `path` within the block, and removes the file. A file system without locks: goes on without.
+
+    Raises UserError: after `wait_s` seconds another process still has it (`in_use`); or it is not a file.
+    """
+    from filelock import FileLock, Timeout
+
+    refuse_odd(path)
+    lock = FileLock(path, timeout=wait_s, fallback_to_soft=False)  # a soft lock would outlive a kill
+    try:
+        with suppress(ImportError, FileNotFoundError), open_plain(path, "rb+") as file:
+            import fcntl
+
+            # filelock would empty a file with other names. Held, so no other process puts its own there meanwhile.
+            if (linked := os.fstat(file.fileno())).st_nlink > 1:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(linked, path.lstat()):
+                    path.unlink()
+        lock.acquire()
+        while not path.exists():  # its last holder removed it after this process had opened it
+            lock.release()
+            lock.acquire()
+    except OSError as e:  # the file system has no locks; or the lock is held, by another user too
+        if in_use and (isinstance(e, Timeout | BlockingIOError) or is_held(path)):
+            raise UserError(in_use) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows keeps a file that is open
+            path.unlink(missing_ok=True)
+        lock.release()
 
 
 # --- Files that appear whole or not at all ---

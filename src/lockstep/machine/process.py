@@ -248,7 +248,7 @@ class RankLog:
         with self.lock, contextlib.suppress(OSError, ValueError):  # the disk is full; the log has just been closed
             if self.file is None and (self.folder / "checkpoints").is_dir():
                 files.make_folder(self.path.parent)
-                self.file = files.open_plain(self.path, "ab", buffering=0)
+                self.file = files.open_log(self.path, buffering=0)
                 if os.getpid() == self.owner:  # not in a worker, which was forked with a copy of them
                     self.file.write("".join(self.early).encode(errors="replace"))
             if self.file is None:

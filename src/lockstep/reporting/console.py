@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lockstep.config.words import inline
 from lockstep.machine import process
-from lockstep.machine.files import open_plain
+from lockstep.machine.files import open_log
 from lockstep.machine.process import in_notebook
 
 # --- A line that says how far something is: a bar on a terminal, a line that is rewritten in a notebook, else a line now and then ---
@@ -183,7 +183,7 @@ class LogFile(logging.StreamHandler[IO[str]]):
 @contextmanager
 def logged(path: Path) -> Iterator[None]:
     """Within, messages and warnings go to the file, and warnings to the screen as well."""
-    to_file, to_screen = LogFile(open_plain(path, "a", encoding="utf-8")), logging.StreamHandler()
+    to_file, to_screen = LogFile(open_log(path, "a", encoding="utf-8")), logging.StreamHandler()
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     to_screen.setLevel(logging.WARNING)
     targets = [(to_file, name) for name in LOGGED] + [(to_screen, name) for name in ("lockstep", "py.warnings")]
