@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import export as export_script
+import numpy as np
 import pytest
 import thin_project
 import torch

@@ -48,7 +48,7 @@ def test_a_lock_lives_as_long_as_its_process_and_not_as_its_forks(tmp_path):
     assert folder.report()["status"] == "running"
     with folder.locked():
         assert folder.is_locked(), "in the same process too"
-        assert not os.path.samefile(folder.lock_file, tmp_path / "backup")
+        assert not folder.lock_file.samefile(tmp_path / "backup")
     assert not folder.is_locked()
     assert [file.name for file in folder.path.iterdir()] == ["report.json"]
 

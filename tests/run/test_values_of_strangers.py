@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.errors import UserError
 from lockstep.extras import comparison
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
+from lockstep.machine import files
 from lockstep.reporting.runs_page import Report
 from lockstep.run import NUMBERS, TEXTS, RunFolder, validation_of
 
