@@ -122,6 +122,7 @@ class RunFolder:
         # Of each step's losses, gradients and weights.
         self.digests_log = CsvLog(self.path / "digests.csv", "what", "name", "digest")
         self.lock_file = self.path / ".lock"
+        self.is_locked = partial(files.is_held, self.lock_file)
 
     # --- What later commands read ---
 
@@ -159,7 +160,8 @@ class RunFolder:
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, without empty cells; no rows without a file."""
         with told_if_damaged(self.metrics_log.path, ROWS_ADVICE):
-            return [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
+            rows = [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
+        return rows
 
     def log_lines(self) -> list[str]:
         """The last ones of train.log."""
@@ -237,9 +239,6 @@ class RunFolder:
         return restore
 
     # --- One process at a time ---
-
-    def is_locked(self) -> bool:
-        return files.is_held(self.lock_file)
 
     @contextmanager
     def locked(self, patience_s: float = PATIENCE_S) -> Iterator[None]:

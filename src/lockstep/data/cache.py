@@ -158,7 +158,8 @@ def check_of(about: dict[str, Any]) -> str:
 
 
 def stamp(path: Path) -> list[int]:
-    return [(found := path.stat()).st_size, found.st_mtime_ns]
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def digest_of(parts: Parts, extra: dict[str, Any]) -> str:
