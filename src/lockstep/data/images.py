@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -33,12 +33,15 @@ from lockstep.machine.world import cores, rank_of
 LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
 SHOWN = 10  # lines or files that a message lists
 PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
+NUMBER, YEAR, NONE = r"^\d+[ _-]", r"[ _-]?\d{4}$", "$^"  # around a part's name: 01_train, train2017
 Row = dict[str, str]  # cells by column
+Check = Callable[[int, Row], str | None]
 
 
-def part_of(name: str) -> str | None:
-    """The part that is meant by the name of a folder, a split or a cell."""
-    core = re.sub(r"^(seg|\d+)[ _-]|[ _-]?(set|data|images?|\d{4})$", "", name.strip().lower())  # seg_test, train2017
+@lru_cache(10_000)
+def part_of(name: str, numbers: str = rf"{NUMBER}|{YEAR}") -> str | None:
+    """The part that is meant by the name of a folder, a split or a cell, with such `numbers` around it."""
+    core = re.sub(rf"^seg[ _-]|[ _-]?(set|data|images?)$|{numbers}", "", name.strip().lower())  # seg_test, test_set
     return PART_NAMES.get(core)
 
 
@@ -47,7 +50,7 @@ def reading(root: Path) -> AbstractContextManager[None]:
     return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
 
 
-def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[int, Row], str | None]) -> list[Row]:
+def read_csv(path: Path, needed: Sequence[str], others: str, check: Check) -> list[Row]:
     """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Blank lines are skipped.
 
     `check` gets the line and the cells of a row, may change them, and returns what is wrong with it.
@@ -106,8 +109,12 @@ class Listing:
     left_out: str = ""  # what else lies there
 
 
-def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images") -> Listing:
+def find_inputs(
+    given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check = lambda *_: None
+) -> Listing:
     """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one file.
+
+    `check` is that of `read_csv`.
 
     Raises:
         UserError: there is no such thing, it holds no files with these `endings`, or it cannot be read.
@@ -115,7 +122,7 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
     path, left_out = Path(given).expanduser(), ""
     with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
-            rows = read_csv(path, ("path",), "path,target", lambda *_: None)
+            rows = read_csv(path, ("path",), "path,target", check)
             targets = [row["target"] for row in rows if "target" in row]
             return Listing(path.parent, [row["path"] for row in rows], targets)
         if path.is_file():
