@@ -5,7 +5,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import NONE, SHOWN, YEAR, Files, Images, Listing, Row, part_of, read_all, read_csv, reading
+from lockstep.data.images import SHOWN, Files, Images, Listing, Row, part_names, part_of, read_all, read_csv, reading
 from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, WHITE_16, Walk, spelled
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
@@ -29,9 +29,8 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
 SEPARATORS = re.compile(r"\s*[|;]\s*")  # of labels in a cell
 COPY = re.compile(r" (- copy|\(\d\))$", re.I)  # of a folder, as Windows calls it
-GROUP = re.compile(
-    r"(fold|batch|split|part|session|subject|patient|group|run)[ _-]?\d+|\d{4}[\d._-]*", re.I
-)  # or a date
+# Folds, people and dates
+GROUP = re.compile(r"(fold|batch|split|part|session|subject|patient|group|run)[ _-]?\d+|\d{4}[\d._-]*", re.I)
 MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
 
 
@@ -40,13 +39,15 @@ def folded(name: str) -> str:
     return unicodedata.normalize("NFC", " ".join(re.sub("[\u200b\ufeff]", "", name).split()))
 
 
-def similar(names: Sequence[str], kind: str) -> Iterator[str]:
-    """Which of these names may be meant as one."""
-    known = {name.lower(): name for name in reversed(names)}
-    for name in names:
-        for other in {known[name.lower()], known.get(COPY.sub("", name.lower()), name)} - {name}:
-            if len(name) > 1:  # letters as classes have both cases
-                yield f"{other} and {name} are two {TARGETS[kind]}"
+def similar(name: str) -> str:
+    """The same for names that may be meant as one. Letters as classes have both cases."""
+    return COPY.sub("", name).lower() if len(name) > 1 else name
+
+
+def pairs(names: Sequence[str], key: Callable[[str], str]) -> list[tuple[str, str]]:
+    """Those of the names that have the same key; the first ones."""
+    known = {key(name): name for name in reversed(names)}
+    return [(known[key(name)], name) for name in names if known[key(name)] != name][:SHOWN]
 
 
 def cell_problems(names: Sequence[str], kind: str, listing: Listing, where: str) -> Iterator[str]:
@@ -69,10 +70,8 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
         return [], np.array([[float(text)] for text in texts], np.float32)
     labels_of = {text: [*filter(None, SEPARATORS.split(text))] if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
-    seen = {folded(name): name for name in reversed(names)}
-    twice = ((seen[folded(name)], name) for name in names if seen[folded(name)] != name)
     problem = "look the same. Give them one spelling, or names that differ in more."
-    raise_problems(islice((f"{where} has {one!r} and {other!r}, which {problem}" for one, other in twice), SHOWN))
+    raise_problems(f"{where} has {one!r} and {other!r}, which {problem}" for one, other in pairs(names, folded))
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
     place = {name: index for index, name in enumerate(names)}
@@ -97,24 +96,6 @@ def target_problem(text: str, kind: str) -> str | None:
 
 
 # --- Lists image files with their targets and parts ---
-
-
-def part_names(names: Iterable[str], where: str) -> dict[str, str]:
-    """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one.
-
-    Years count beside no exact name (train, train2017), numbers only if all have them (01_train, 02_test; not the classes 0-train, 1-bus).
-    """
-    exact = {name: part_of(name, NONE) for name in names}
-    numbers = {} if all(map(part_of, exact)) else {"numbers": YEAR}
-    by_part: dict[str, str] = {}
-    for name in exact:
-        part = exact[name] or part_of(name, **numbers)
-        if part is None or (not exact[name] and part in exact.values()):
-            continue
-        if part in by_part:
-            raise UserError(f"{where} has {by_part[part]} and {name}, which are both the {part} part. Merge them.")
-        by_part[part] = name
-    return by_part
 
 
 def folders(root: Path) -> list[str]:
@@ -164,10 +145,7 @@ def class_folders(root: Path) -> Listing:
             listing.targets.extend([spelled(name)] * len(files))
             listing.parts.extend([part] * len(files))
         problems += part_problems(part, top, classes, inside)
-        if top == root and (shared := inner_classes(inside)):
-            problems += [
-                f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
-            ]
+        problems += nested_problems(top, inside) if top == root else ()
     raise_problems(problems)
     return Listing(root, listing.paths, listing.targets, listing.parts, str(found))
 
@@ -186,15 +164,15 @@ def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str
             yield f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set data.root=<the folder that contains the class folders>."
 
 
-def inner_classes(inside: Mapping[str, Counter[str]]) -> list[str]:
-    """The folders that may be the classes, because each outer folder holds them, or the outer ones are called like folds or people."""
+def nested_problems(top: Path, inside: Mapping[str, Counter[str]]) -> Iterator[str]:
+    """Whether the folders in the folders in `top` may be the classes: each of these holds them, or is called like a fold or a person."""
     count = Counter(name for images in inside.values() for name in +images if name)
     shared = sorted(name for name in count if count[name] > 1)
     outer, inner = (all(map(GROUP.fullmatch, names)) for names in (inside, shared))
-    if len(shared) < 2 or (inner and not outer):  # cat/{batch1,batch2}: the outer ones are the classes
-        return []
-    is_group = (outer or all(map(str.isdigit, inside))) and all(2 * of[""] < of.total() for of in inside.values())
-    return shared if is_group or all({*+images} == {*shared} for images in inside.values()) else []
+    divided = (outer or all(map(str.isdigit, inside))) and all(2 * of[""] < of.total() for of in inside.values())
+    are_alike = all({*+images} == {*shared} for images in inside.values())
+    if len(shared) > 1 and (outer or not inner) and (divided or are_alike):  # cat/batch1 is one of the class cat
+        yield f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
 
 
 def from_csv(path: Path, kind: str = "class") -> Listing:
@@ -206,11 +184,8 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder>.")
-    base, first, parts = (
-        path.parent.absolute(),
-        dict[str, tuple[int, str, str, str]](),
-        list[str](),
-    )  # `first` by the real file
+    base, first = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # by the real file
+    parts = list[str]()
 
     def check(line: int, row: Row) -> str | None:
         given, split = Path(row["path"]), row.get("split", "train").strip()
@@ -361,15 +336,14 @@ class Folder(Images):
 
     def prepare(self) -> None:
         broken, brightest = self.facts["skipped"], self.cached.extra.get("brightest", 0)
-        alike = "; ".join(islice(similar(self.encoded[0], self.kind), SHOWN))
+        several, is_dark = f"are two {TARGETS[self.kind]}", 0 < brightest < DARK
+        alike = "; ".join(f"{one} and {other} {several}" for one, other in pairs(self.encoded[0], similar))
         commas = next((name for name in self.encoded[0] if self.kind == "labels" and "," in name), None)
         notices = {
             f"{alike} of {self.where}. Spell them alike if they are meant as one.": alike,
             f"{commas!r} of {self.where} is one label. Separate several with |.": commas,
             f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true).": broken,
-            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, and none has more than {brightest:,}. Multiply their pixels, or save them with 8 bits.": 0
-            < brightest
-            < DARK,
+            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, and none has more than {brightest:,}. Multiply their pixels, or save them with 8 bits.": is_dark,
         }
         self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 

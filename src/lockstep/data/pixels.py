@@ -85,14 +85,11 @@ class Walk:
 
     def leave_out_masks(self, lists: list[list[str]]) -> None:
         """Removes names such as `1_mask.png` beside `1.png` from the lists, one for each place, if nearly all images have a mask."""
-        images_of: list[dict[str, str]] = []  # in each place, by mask
-        for names in lists:
-            there = {*names} if (masks := [name for name in names if "mask" in name.lower()]) else set()
-            images = {mask: MASK.sub("", mask) for mask in masks}
-            images_of.append({mask: image for mask, image in images.items() if image != mask and image in there})
+        may_be = [names for names in lists if "mask" in "/".join(names).lower()]
+        images_of = [{mask: image for mask in names if (image := MASK.sub("", mask)) != mask and image in there} for names in may_be for there in [{*names}]]  # fmt: skip
         count = sum(map(len, images_of))
         if count and sum(len({*of.values()}) for of in images_of) >= MASKED * (sum(map(len, lists)) - count):
-            for names, of in zip(lists, images_of, strict=True):
+            for names, of in zip(may_be, images_of, strict=True):
                 names[:] = [name for name in names if name not in of]
             self.left_out["masks beside images"] = count
 

@@ -126,10 +126,8 @@ class InputFiles:
 
 def target_check(about: Mapping[str, Any]) -> Check:
     """Spells a row's classes or labels as `about` does, and rejects a number that is none. A missing value becomes empty."""
-    names, is_number = (
-        [*map(str, about.get("classes") or about.get("labels") or ())],
-        len(about.get("targets") or ()) == 1,
-    )
+    names = [*map(str, about.get("classes") or about.get("labels") or ())]
+    is_number = len(about.get("targets") or ()) == 1
     known = dict.fromkeys(MISSING if names or is_number else (), "")
     known |= {folded(name).lower(): name for name in names} | {folded(name): name for name in names}
     known |= {name: name for name in names}
