@@ -20,8 +20,8 @@ from lockstep.data import Cifar10, Folder, Mnist, images, published
 from lockstep.data.images import find_inputs
 from lockstep.data.pixels import BACKGROUND, ENDINGS, Walk, to_array
 from lockstep.errors import UserError
-from lockstep.extras.adapters import HuggingFace
-from lockstep.extras.tables import meant
+from lockstep.extras.adapters import HuggingFace, Torchvision
+from lockstep.extras.tables import target_check
 
 CAFE = {form: unicodedata.normalize(form, "café") for form in ("NFC", "NFD")}
 Build = Callable[[Path], Any]
@@ -77,12 +77,26 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     "years in the names of parts": (lambda r: [classes(r / "train2017", "cat", "dog", "cow"), classes(r / "val2017", "cat", "dog")], [27, 20, 3], None),
     "numbered parts": (lambda r: [classes(r / "01_train", "cat", "dog"), classes(r / "02-test", "cat", "dog")], [18, 2, 20], None),
     "a part twice": (lambda r: [classes(r / part, "cat", "dog") for part in ("train", "training")], "train and training, which are both the train part", None),
+    "classes with numbers": (lambda r: classes(r, "0-train", "1-bus", "2-car"), [24, 3, 3], None),
+    "a test and one of a year": (built(DIVIDED, lambda r: classes(r / "test_2020", "cat", "dog")), [18, 2, 20], "1 test_2020/"),
+    "two years": (lambda r: [classes(r / part, "cat", "dog") for part in ("train2014", "train2017")], "train2014 and train2017, which are both", None),
     "unknown names of parts": (lambda r: [classes(r / part, "cat", "dog") for part in ("fold1", "fold2")], "hold the same folders, cat, dog: which are the classes", None),
     "folds, one without a class": (lambda r: [classes(r / "fold1", "cat", "dog"), classes(r / "fold2", "cat", "dog"), classes(r / "fold3", "cat")], "hold the same folders, cat, dog: which are the classes", None),
-    "batches with a stray image": (lambda r: [classes(r / "a", "cat", "dog"), classes(r / "b", "cat", "cow"), tiny(r / "a/x.png")], "hold the same folders, cat: which are the classes", None),
+    "folds with a stray image": (lambda r: [classes(r / "fold1", "cat", "dog"), classes(r / "fold2", "cat", "dog"), tiny(r / "fold1/x.png")], "hold the same folders, cat, dog: which are the classes", None),
+    "sessions, not all the same": (lambda r: [classes(r / "session_1", "cat", "dog", "cow"), classes(r / "Session 2", "cat", "dog")], "hold the same folders, cat, dog: which", None),
+    "folds of people": (lambda r: [classes(r / name, "subject1", "subject2") for name in ("fold1", "fold2")], "hold the same folders, subject1, subject2: which", None),
+    "sessions in classes": (lambda r: [classes(r / "cat", "batch1", "batch2", "batch3", count=4), classes(r / "dog", "batch1", "batch2", count=4)], WHOLE, None),
+    "the same sessions in classes": (lambda r: [classes(r / name, "batch1", "batch2", count=5) for name in ("cat", "dog")], WHOLE, None),
+    "sessions in numbered classes": (lambda r: [classes(r / "0", "batch1", "batch2", "batch3", count=4), classes(r / "1", "batch1", "batch2", count=4)], WHOLE, None),
+    "day and night, one without": (lambda r: [classes(r / "cat", "day", "night", count=5), classes(r / "dog", "day", count=10)], WHOLE, None),
+    "magnifications, one missing": (lambda r: [classes(r / "benign", "40X", "100X", "200X", "400X", count=3), classes(r / "malignant", "40X", "100X", "400X", count=4)], [20, 2, 2], None),
+    "sets of images in classes": (lambda r: [classes(r / "a", "cat", "dog", count=5), classes(r / "b", "cat", "cow", count=5)], WHOLE, None),
+    "the same folders in classes of train": (lambda r: [classes(r / part / name, "day", "night", count=5) for part in ("train", "test") for name in ("cat", "dog")], [18, 2, 20], None),
+    "folds in train": (lambda r: [classes(r / "train" / name, "0", "1", count=5) for name in ("1", "2")], WHOLE, None),
     "patients with a folder for each answer": (lambda r: [classes(r / "10253", "0", "1"), classes(r / "10254", "0"), classes(r / "10255", "1")], "hold the same folders, 0, 1: which are the classes", None),
     "images and masks": (lambda r: [classes(r / name, "images", "masks") for name in ("cat", "dog")], "hold the same folders, images, masks: which", None),
     "dates below classes": (lambda r: [classes(r / "cat", "2023", "2024-01", count=5), classes(r / "dog", "2023", count=10)], WHOLE, None),
+    "the same dates below classes": (lambda r: [classes(r / name, "2023", "2024-01", count=5) for name in ("cat", "dog")], WHOLE, None),
     "an inner name twice of many": (lambda r: [classes(r / "pets", "cat", "dog", "other", count=4), classes(r / "cars", "vw", "kia", "other", count=4)], [20, 2, 2], None),
     "parts below classes": (lambda r: [classes(r / name, "train", "test") for name in ("cat", "dog")], "hold the same folders, test, train", None),
     "one folder in each class": (lambda r: [classes(r / name, "images") for name in ("n01", "n02")], WHOLE, None),
@@ -101,7 +115,10 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / f"{name}/new.png", r.parent / "pool/x/0.png", False) for name in ("cat", "dog")]),
         [17, 2, 2], "1 link to listed files"),
     "classes elsewhere": (lambda r: [classes(r.parent / "pool", "x", "y"), linked(r / "cat", r.parent / "pool/x"), linked(r / "dog", r.parent / "pool/y")], WHOLE, None),
-    "masks beside images": (built(TWO, lambda r: tiny(*(r / f"cat/{n}_mask.png" for n in range(9)), r / "cat/1_mask_1.png", r / "dog/mask.png")), [17, 2, 2], "10 masks beside images"),
+    "masks beside images": (built(TWO, lambda r: tiny(*(r / f"{name}/{n}_mask.png" for n in range(9) for name in ("cat", "dog")), r / "cat/1_mask_1.png", r / "dog/mask.png")), [17, 2, 2], "19 masks beside images"),
+    "masks in all parts": (built(DIVIDED, lambda r: tiny(*(r / f"{part}/{name}/{n}_MASK.png" for part in ("train", "test") for n in range(10) for name in ("cat", "dog")))), [18, 2, 20], "40 masks beside images"),
+    "few images called masks": (built(TWO, lambda r: tiny(*(r / f"cat/{n}_mask.png" for n in range(10)))), [24, 3, 3], None),
+    "people with masks": (lambda r: tiny(*(r / f"{name}/{n}_{name}.png" for n in range(10) for name in ("mask", "no mask"))), WHOLE, None),
     "the folder is a link": (lambda r: [classes(r.parent / "real", "cat", "dog"), linked(r, "real")], WHOLE, None),
     "a link to a part of what is linked": (
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / "cat/a", r.parent / "pool/x"), linked(r / "cat/b", r.parent / "pool")]),
@@ -121,20 +138,27 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     "no images at all": (lambda r: [(r / name).mkdir(parents=True) for name in ("cat", "dog")], "photos/cat holds no images", None),
     # names
     "a class in two Unicode forms": (lambda r: [classes(r / "train", CAFE["NFC"], "tea"), classes(r / "test", CAFE["NFD"], "tea")], [18, 2, 20], None),
-    "two letter cases": (lambda r: classes(r, "Cat", "cat", "dog"), "has 'Cat' and 'cat': are they meant as one", None),
+    "two letter cases": (lambda r: classes(r, "Cat", "cat", "dog"), [24, 3, 3], None),
     "two letters": (lambda r: classes(r, "A", "a"), WHOLE, None),
-    "a blank behind": (lambda r: classes(r, "cat", "cat ", "dog"), "has 'cat' and 'cat ': are they meant as one", None),
-    "an invisible letter": (lambda r: classes(r, "cat", "cat\u200b", "dog"), r"has 'cat' and 'cat\\u200b': are they", None),
-    "a ligature": (lambda r: classes(r, "fish", "\ufb01sh"), "has 'fish' and '\ufb01sh': are they", None),
-    "an underscore": (lambda r: classes(r, "big cat", "big_cat", "dog"), "has 'big cat' and 'big_cat': are they", None),
-    "two such pairs": (lambda r: classes(r, "Cat", "cat", "dog", "dog_"), r"(?s)'Cat' and 'cat'.*'dog' and 'dog_'", None),
-    "numbers with and without a zero": (lambda r: classes(r, "01", "1", "10"), "has '01' and '1': are they", None),
+    "a blank behind": (lambda r: classes(r, "cat", "cat ", "dog"), "has 'cat' and 'cat ', which look the same", None),
+    "an invisible letter": (lambda r: classes(r, "cat", "cat\u200b", "dog"), r"has 'cat' and 'cat\\u200b', which look", None),
+    "blanks inside": (lambda r: classes(r, "big cat", "big  cat", "dog"), "has 'big  cat' and 'big cat', which look", None),
+    "a ligature": (lambda r: classes(r, "fish", "\ufb01sh"), WHOLE, None),
+    "an upper number": (lambda r: classes(r, "mm2", "mm²"), WHOLE, None),
+    "joiners": (lambda r: classes(r, "क्ष", "क्\u200dष", "क्\u200cष"), [24, 3, 3], None),
+    "symbols": (lambda r: classes(r, "\\Rightarrow", "\\rightarrow", "R", "R'", "CO", "Co", count=5), [18, 6, 6], None),
+    "agents and films": (lambda r: classes(r, "007", "7", "Alien", "Alien (1979)", count=5), [12, 4, 4], None),
+    "classes of commas": (lambda r: classes(r, "scab", "rust", "scab, rust"), [24, 3, 3], None),
+    "numbers with one image each": (lambda r: [classes(r / "train", *map(str, range(12)), count=1), classes(r / "val", "1", "2", count=1), classes(r / "test", "1", "2", count=1)], [12, 2, 2], None),
+    "an underscore": (lambda r: classes(r, "big cat", "big_cat", "dog"), [24, 3, 3], None),
+    "two such pairs": (lambda r: classes(r, "cat", "cat ", "dog", " dog"), r"(?s)'cat' and 'cat '.*' dog' and 'dog'", None),
+    "numbers with and without a zero": (lambda r: classes(r, "01", "1", "10"), [24, 3, 3], None),
     "numbers": (lambda r: classes(r, "1", "10"), WHOLE, None),
     "long numbers": (lambda r: classes(r, "12345678901234567", "12345678901234568"), WHOLE, None),
     "a folder called None": (lambda r: classes(r, "None", "mild"), WHOLE, None),
-    "a copy by Windows": (lambda r: classes(r, "cat", "Cat - Copy", "cat (2)", "dog"), "(?s)has 'cat' and 'Cat - Copy': are they .*'cat' and 'cat .2.'", None),
+    "a copy by Windows": (lambda r: classes(r, "cat", "Cat - Copy", "cat (2)", "dog"), [32, 4, 4], None),
     "numbers in brackets": (lambda r: classes(r, "pose (1)", "pose (2)"), WHOLE, None),
-    "a hyphen": (lambda r: classes(r, "big-cat", "big cat", "dog"), "has 'big cat' and 'big-cat': are they", None),
+    "a hyphen": (lambda r: classes(r, "big-cat", "big cat", "dog"), [24, 3, 3], None),
     "marks": (lambda r: classes(r, "A", "A-", "A+", "-1", count=5), [12, 4, 4], None),
     "an archive": (lambda r: r.write_bytes(b"PK"), "photos is a file. Set data.root=<folder", None),
     "both Unicode forms in one part": (lambda r: [classes(r, CAFE["NFC"], CAFE["NFD"], count=5), classes(r, "tea")], WHOLE, None),
@@ -183,16 +207,23 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "None as a label": (cells("red|round", "red", "red|None"), "labels", r"line 4: target=red\|None is how tables"),
     "none as a class": (cells("none", "mild"), "class", [16, 2, 2]),
     "nan as a number": (cells("1.5", "nan"), "number", "line 3: target=nan is not a number"),
-    "two letter cases": (cells("Cat", "cat", "dog"), "class", "has 'Cat' and 'cat': are they meant as one"),
-    "two letter cases of a label": (cells("red|round", "Red"), "labels", "has 'Red' and 'red': are they meant as one"),
-    "an invisible letter": (cells("cat", "\ufeffcat", "dog"), "class", r"has 'cat' and '\\ufeffcat': are they"),
-    "a hard blank": (cells("big cat", "big\xa0cat", "dog"), "class", r"has 'big cat' and 'big\\xa0cat': are they"),
-    "1 and 1.0": (cells("1", "1.0", "2"), "class", "has '1' and '1.0': are they"),
-    "several classes in a cell": (cells("red|round", "red", "round"), "class", r"has 'red\|round' beside 'red' and 'round'. For several labels in a cell, set data.target=labels"),
-    "labels between commas": (cells('"red, round"', "red", "round"), "labels", r"has 'red, round' beside .* and write red\|round"),
-    "labels between commas, none alone": (cells('"red,round"', '"red,big"'), "labels", "has labels with commas, such as 'red,round', and none with"),
-    "a list of Python": (cells("\"['red', 'round']\"", "\"['red']\""), "labels", r"has labels with commas, such as .\['red', 'round'\].*, and none"),
+    "two letter cases": (cells("Cat", "cat", "dog"), "class", [14, 3, 3]),
+    "two letter cases of a label": (cells("red|round", "Red"), "labels", [16, 2, 2]),
+    "an invisible letter": (cells("cat", "\ufeffcat", "dog"), "class", r"has 'cat' and '\\ufeffcat', which look"),
+    "a hard blank": (cells("big cat", "big\xa0cat", "dog"), "class", r"has 'big cat' and 'big\\xa0cat', which look"),
+    "1 and 1.0": (cells("1", "1.0", "2"), "class", [14, 3, 3]),
+    "several classes in a cell": (cells("red|round", "red", "round"), "class", r"has 'red\|round' beside 'red' and 'round'. Several labels in a cell need data.target=labels"),
+    "labels between commas": (cells('"red, round"', "red", "round"), "labels", r"has 'red, round' beside .* such as red\|round"),
+    "names between commas": (cells('"scab, rust"', "scab", "rust"), "class", r"has 'scab, rust' beside .* such as scab\|rust"),
+    "labels with commas and others": (cells('"Washington, DC|city"', "city", "DC", '"a, long, name"'), "labels", [16, 2, 2]),
+    "labels between commas, none alone": (cells('"red,round"', '"red,big"'), "labels", [16, 2, 2]),
+    "a list of Python": (cells("\"['red', 'round']\"", "\"['red']\""), "labels", [16, 2, 2]),
     "numbers as classes": (LINES(["path,target", *NUMBERS]), "class", "has 20 classes for 20 images: 0.0, 0.25, .* For numbers, set data.target=number"),
+    "numbers as classes of a divided list": (LINES(["path,target,split", *(f"im/{n}.png,{n % 12},{('train', 'val', 'test')[max(n - 8, 0) // 4]}" for n in range(20))]), "class", [12, 4, 4]),
+    "many names": (LINES(["path,target", *(f"im/{n}.png,bird {n % 11}" for n in range(20))]), "class", "too few for a val part"),
+    "symbols": (cells("\\Rightarrow", "\\rightarrow", "R", "R'"), "class", [12, 4, 4]),
+    "numbers and formulas": (cells(".5", "5", "CO", "Co"), "class", [12, 4, 4]),
+    "signs": (cells("|", ";", '","', "a"), "class", [12, 4, 4]),
     "names with a comma": (cells('"Washington, DC"', "Boston"), "class", [16, 2, 2]),
     "an empty number": (LINES(["path,target", *NUMBERS, "im/a.png,"]), "number", "line 22: target= is not a number"),
     "1_000": (LINES(["path,target", *NUMBERS, "im/a.png,1_000"]), "number", "line 22: target=1_000 is not a number"),
@@ -212,6 +243,8 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "spaces around a path": (LINES(["path,target", *(f" {row}" for row in ROWS)]), "class", [16, 2, 2]),
     "an open quote": (LINES(["path,target", '"im/0.png,cat', *ROWS[1:]]), "class", "line 2: not a CSV in UTF-8 .unexpected end"),
     "parts in a column of another name": (LINES(["path,target,set", *(f"{row},{'test' if n < 3 else 'train'}" for n, row in enumerate(ROWS))]), "class", "column set has names of parts. Call it split"),
+    "parts in two columns": (LINES(["path,official_split,target,origin,split", *(f"im/{n}.png,{('val', 'test')[n < 9]},{('cat', 'dog')[n % 2]},{('train2017', 'val2017')[n % 3 > 1]},{('train', 'test')[n < 4]}" for n in range(20))]), "class", [14, 2, 4]),
+    "a column with some names of parts": (LINES(["path,target,set", *(f"{row},{('test', 'train', 'other')[n % 3]}" for n, row in enumerate(ROWS))]), "class", [16, 2, 2]),
     "a column twice": (LINES(["path,target,target", *(f"{row},x" for row in ROWS)]), "class", "each once: path,target"),
     # rows with the same path
     "the same path twice": (LINES(["path,target", *ROWS, *ROWS]), "class", [32, 4, 4]),
@@ -219,7 +252,7 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "two labels of a link": (LINES(["path,target", *ROWS, "link/1.png,cat"]), "class", "line 22: link/1.png is also in line 3, with a different"),
     "a path and the same from the root": (lambda at: LINES(["path,target", *ROWS, *(f"{at}/{row}" for row in ROWS), *(f"link/{row[3:]}" for row in ROWS)]), "class", [48, 6, 6]),
     "two parts of a path": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,train", "im/1.png,cat,test"]), "class", "line 4: im/1.png is also in line 2"),
-    "quotes inside": (cells("'cat'", "cat", "dog"), "class", "has .*'cat'.* and .*'cat'.*: are they meant as one"),
+    "quotes inside": (cells("'cat'", "cat", "dog"), "class", [14, 3, 3]),
     "an empty split": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog,"]), "class", "line 3: split= is unknown; use one of train"),
     "Training and Testing": (LINES(["path,target,split", *(f"{row},{'Training' if n < 16 else 'TESTING'}" for n, row in enumerate(ROWS))]), "class", [14, 2, 4]),
     # names
@@ -257,21 +290,52 @@ def test_a_list_of_files_to_predict_is_read_in_the_same_way(tmp_path):
 
 
 @pytest.mark.parametrize(("about", "written", "expected"), [
-    ({"classes": ["Big cat", "dog"]}, ["big_cat ", "DOG", "dog\u200b", "zebra", "nan", "", "dog|Big cat"], ["Big cat", "dog", "dog", "zebra", "", "", "dog|Big cat"]),
-    ({"classes": ["1", "10"]}, ["1.0", "01", "10", "100"], ["1", "1", "10", "100"]),
+    ({"classes": ["Big cat", "dog"]}, ["big  cat ", "DOG", "dog\u200b", "zebra", "nan", "", "dog|Big cat"], ["Big cat", "dog", "dog", "zebra", "", "", "dog|Big cat"]),
+    ({"classes": ["1", "10"]}, ["1.0", "01", "10", "100"], ["1.0", "01", "10", "100"]),
     ({"classes": ["A", "a", "None"]}, ["a", "A", "None"], ["a", "A", "None"]),
     ({"classes": [CAFE["NFC"], "tea"]}, [CAFE["NFD"]], [CAFE["NFC"]]),
     ({"labels": ["red", "round"]}, ["Round; RED", "red|", "", "NA"], ["round|red", "red", "", ""]),
     ({"targets": ["price"]}, [" 1.5", "2", "", "nan"], ["1.5", "2", "", ""]),
-    ({"targets": ["price"]}, ["1.5", "1,5"], "target=1,5 is not a number"),
-    ({}, ["of; any kind"], ["of; any kind"]),
+    ({"targets": ["price"]}, ["1.5", '"1,5"'], r"new.csv, line 3: target=1,5 is not a number, such as 1.5. Correct it"),
+    ({"targets": ["x", "y"]}, [" 1.5;2", "nan"], ["1.5;2", "nan"]),
+    ({}, ["of; any kind", "nan"], ["of; any kind", "nan"]),
 ])  # fmt: skip
-def test_targets_of_a_list_to_predict_are_spelled_as_in_training(about, written, expected):
+def test_targets_of_a_list_to_predict_are_spelled_as_in_training(tmp_path, about, written, expected):
+    path = tmp_path / "new.csv"
+    path.write_text(LINES(["path,target", *(f"im/1.png,{cell}" for cell in written)]))
     if isinstance(expected, str):
-        with pytest.raises(UserError, match=expected):
-            meant(written, about)
+        with pytest.raises(UserError, match=expected) as error:
+            find_inputs(str(path), check=target_check(about))
+        assert "data.target" not in str(error.value)
         return
-    assert meant(written, about) == expected
+    assert find_inputs(str(path), check=target_check(about)).targets == expected
+
+
+@pytest.mark.parametrize(("masked", "left_out"), [(10, 10), (8, 8), (7, 0)])
+def test_masks_beside_images_are_not_predicted(tmp_path, masked, left_out):
+    tiny(*(tmp_path / f"{n}.png" for n in range(10)), *(tmp_path / f"{n}_mask.png" for n in range(masked)))
+    found = find_inputs(str(tmp_path))
+    assert (len(found.paths), found.left_out) == (
+        10 + masked - left_out,
+        f"{left_out} masks beside images" if left_out else "",
+    )
+
+
+# What one should look at before training, though it may be meant.
+@pytest.mark.parametrize(("target", "content", "told"), [
+    ("class", cells("Cat", "cat", "dog"), "Cat and cat are two classes of data.csv=labels.csv. Spell them alike if"),
+    ("class", cells("cat", "Cat - Copy", "cat (2)"), "Cat - Copy and cat are two classes; Cat - Copy and cat (2) are two classes of"),
+    ("labels", cells("red|round", "Red"), "Red and red are two labels of data.csv=labels.csv"),
+    ("labels", cells('"red,round"', '"red,big"'), "'red,big' of data.csv=labels.csv is one label. Separate several with |."),
+    ("class", cells("Alien", "Alien (1979)", "007", "7", "R"), None),
+    ("class", cells("A", "a", "pose (11)", "pose (12)"), None),
+    ("class", cells('"Washington, DC"', "Boston"), None),
+])  # fmt: skip
+def test_what_may_be_a_mistake_is_a_warning(tmp_path, target, content, told):
+    tiny(*(tmp_path / "photos/im" / f"{name}.png" for name in range(20)))
+    (tmp_path / "photos/labels.csv").write_text(content)
+    notice = opened(tmp_path / "photos", csv="labels.csv", target=target).notice
+    assert notice is None if told is None else told in str(notice)
 
 
 def test_a_list_to_predict_has_its_targets_beside_the_predictions(tmp_path, monkeypatch):
@@ -456,6 +520,16 @@ def test_a_folder_of_images_does_not_become_one_of_torchvisions(tmp_path, monkey
     assert (
         sorted(next(os.walk("photos"))[1]) == [*filter(None, names)] and not Path("runs").exists()
     )  # nothing is downloaded
+
+
+def test_a_root_that_other_data_shares_gets_torchvisions(tmp_path, monkeypatch):
+    """Only some of its folders hold images."""
+    classes(tmp_path, "mine", count=2)
+    (tmp_path / "MNIST/raw").mkdir(parents=True)
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", lambda _: (_ for _ in ()).throw(OSError("no network")))
+    data = Torchvision(dataset="MNIST", root=str(tmp_path), image_size=28, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"could not be fetched .no network"):
+        data.prepare()
 
 
 def test_a_folder_of_images_is_no_table_of_hugging_face(tmp_path, monkeypatch):

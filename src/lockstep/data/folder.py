@@ -5,7 +5,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import SHOWN, Files, Images, Listing, Row, part_of, read_all, read_csv, reading
+from lockstep.data.images import SHOWN, Files, Images, Listing, Row, part_names, part_of, read_all, read_csv, reading
 from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, WHITE_16, Walk, spelled
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
@@ -26,31 +26,39 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 
 # N sample · L label
 
-DATE = re.compile(r"\d{4}")  # or a person's number: no classes
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
 SEPARATORS = re.compile(r"\s*[|;]\s*")  # of labels in a cell
-MASK = re.compile(r"[ _-]mask([ _-]?\d+)?(?=\.\w+$)", re.I)  # at the end of a file's name
-COPY = re.compile(r" ?(- copy|\(\d+\))$", re.I)  # of a folder, as Windows calls it
+COPY = re.compile(r" (- copy|\(\d\))$", re.I)  # of a folder, as Windows calls it
+# Folds, people and dates
+GROUP = re.compile(r"(fold|batch|split|part|session|subject|patient|group|run)[ _-]?\d+|\d{4}[\d._-]*", re.I)
 MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
 
 
 def folded(name: str) -> str:
-    """The same for names that differ in letter case, blanks, quotes, invisible characters or in how a number is written. a and A stay two."""
-    visible = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
-    plain = " ".join(re.sub(r"(?<=\w)-(?=\w)|_", " ", visible).split()).strip("'\".")
-    plain = plain if len(plain) == 1 else unicodedata.normalize("NFKC", plain).lower()
-    number = re.fullmatch(r"0*(\d+)(\.0+)?", plain)
-    return number[1] if number else plain or name
+    """The same for names that look the same: they differ in blanks, characters without width or the Unicode form."""
+    return unicodedata.normalize("NFC", " ".join(re.sub("[\u200b\ufeff]", "", name).split()))
 
 
-def name_problems(names: Sequence[str], where: str) -> Iterator[str]:
-    """Which of these names are hardly meant as two, or as one."""
-    known = {folded(name): name for name in reversed(names)}
+def similar(name: str) -> str:
+    """The same for names that may be meant as one. Letters as classes have both cases."""
+    return COPY.sub("", name).lower() if len(name) > 1 else name
+
+
+def pairs(names: Sequence[str], key: Callable[[str], str]) -> list[tuple[str, str]]:
+    """Those of the names that have the same key; the first ones."""
+    known = {key(name): name for name in reversed(names)}
+    return [(known[key(name)], name) for name in names if known[key(name)] != name][:SHOWN]
+
+
+def cell_problems(names: Sequence[str], kind: str, listing: Listing, where: str) -> Iterator[str]:
+    """Which names of classes or labels in a CSV are several labels, or numbers."""
+    known = {*names}
     for name in names:
-        for other in {known[folded(name)], known.get(folded(COPY.sub("", name)), name)} - {name}:
-            yield f"{where} has {other!r} and {name!r}: are they meant as one? Give them one spelling, or names that differ in more."
-        if len(parts := re.split(r" *[|;,] *", name)) > 1 and {*parts} <= {*names}:
-            yield f"{where} has {name!r} beside {' and '.join(map(repr, parts))}. For several labels in a cell, set data.target=labels and write {'|'.join(parts)}."
+        if len(parts := re.split(r" *[|;,] *", name)) > 1 and known.issuperset(parts):
+            yield f"{where} has {name!r} beside {' and '.join(map(repr, parts))}. Several labels in a cell need data.target=labels and |, such as {'|'.join(parts)}."
+    is_many = kind == "class" and 2 * len(names) > len(listing.targets) > 3 and {*listing.parts} == {"train"}
+    if is_many and not any(target_problem(name, "number") for name in names):
+        yield f"{where} has {len(names):,} classes for {len(listing.targets):,} images: {', '.join(names[:SHOWN])}. For numbers, set data.target=number."
 
 
 def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
@@ -62,15 +70,8 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
         return [], np.array([[float(text)] for text in texts], np.float32)
     labels_of = {text: [*filter(None, SEPARATORS.split(text))] if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
-    raise_problems(islice(name_problems(names, where), SHOWN))
-    if kind == "labels" and any("," in text for text in texts) and not any(map(SEPARATORS.search, texts)):
-        raise UserError(
-            f"{where} has labels with commas, such as {max(names, key=len)!r}, and none with | or ;. Write several labels of a cell as red|round; for one name a cell, set data.target=class."
-        )
-    if kind == "class" and 2 * len(names) > len(texts) > 3:
-        raise UserError(
-            f"{where} has {len(names):,} classes for {len(texts):,} images: {', '.join(names[:SHOWN])}. Each needs several images. For numbers, set data.target=number."
-        )
+    problem = "look the same. Give them one spelling, or names that differ in more."
+    raise_problems(f"{where} has {one!r} and {other!r}, which {problem}" for one, other in pairs(names, folded))
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
     place = {name: index for index, name in enumerate(names)}
@@ -86,7 +87,7 @@ def target_problem(text: str, kind: str) -> str | None:
     """Why a cell is no target of this kind; None if it is one."""
     if kind == "class" and not text:
         return "a row needs a target. Add it, or remove the line."
-    if kind != "number" and MISSING & {text, *SEPARATORS.split(text)}:
+    if kind != "number" and not MISSING.isdisjoint(SEPARATORS.split(text) if kind == "labels" else (text,)):
         return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
     with suppress(ValueError):
         if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
@@ -95,16 +96,6 @@ def target_problem(text: str, kind: str) -> str | None:
 
 
 # --- Lists image files with their targets and parts ---
-
-
-def part_names(names: Iterable[str], where: str) -> dict[str, str]:
-    """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one."""
-    by_part: dict[str, str] = {}
-    for name in names:
-        if (part := part_of(name)) in by_part:
-            raise UserError(f"{where} has {by_part[part]} and {name}, which are both the {part} part. Merge them.")
-        by_part |= {part: name} if part else {}
-    return by_part
 
 
 def folders(root: Path) -> list[str]:
@@ -149,14 +140,12 @@ def class_folders(root: Path) -> Listing:
             if not name:
                 found.left_out += Counter({"images outside of class folders": len(files)})
                 continue
-            there = {*files}
-            files = [file for file in files if not (MASK.search(file) and MASK.sub("", file) in there)]
-            found.left_out += Counter({"masks beside images": len(there) - len(files)})
             inside[name][below.partition(os.sep)[0]] += len(files)
             listing.paths.extend([f"{place[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
             listing.targets.extend([spelled(name)] * len(files))
             listing.parts.extend([part] * len(files))
         problems += part_problems(part, top, classes, inside)
+        problems += nested_problems(top, inside) if top == root else ()
     raise_problems(problems)
     return Listing(root, listing.paths, listing.targets, listing.parts, str(found))
 
@@ -173,16 +162,17 @@ def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str
             yield f"{top / name}: train/ has no class {name}{did_you_mean(spelled(name), classes)}. Rename or remove the folder."
         elif not images.total() and part == "train" and len(classes) > 1:
             yield f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set data.root=<the folder that contains the class folders>."
-    if part == "train" and (shared := folders_in_several(inside.values())):
-        yield f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
 
 
-def folders_in_several(inside: Collection[Counter[str]]) -> list[str]:
-    """Names of the folders that may be the classes: they are in several of the folders that hold nearly all of their images in such."""
-    count = Counter(name for images in inside for name in +images if name and not DATE.match(name))
+def nested_problems(top: Path, inside: Mapping[str, Counter[str]]) -> Iterator[str]:
+    """Whether the folders in the folders in `top` may be the classes: each of these holds them, or is called like a fold or a person."""
+    count = Counter(name for images in inside.values() for name in +images if name)
     shared = sorted(name for name in count if count[name] > 1)
-    inside_them = len(count) > 1 and all(2 * images[""] < images.total() for images in inside)
-    return shared if inside_them and 2 * sum(count[name] for name in shared) >= count.total() else []
+    outer, inner = (all(map(GROUP.fullmatch, names)) for names in (inside, shared))
+    divided = (outer or all(map(str.isdigit, inside))) and all(2 * of[""] < of.total() for of in inside.values())
+    are_alike = all({*+images} == {*shared} for images in inside.values())
+    if len(shared) > 1 and (outer or not inner) and (divided or are_alike):  # cat/batch1 is one of the class cat
+        yield f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
 
 
 def from_csv(path: Path, kind: str = "class") -> Listing:
@@ -195,6 +185,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
     if not path.is_file():
         raise UserError(f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder>.")
     base, first = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # by the real file
+    parts = list[str]()
 
     def check(line: int, row: Row) -> str | None:
         given, split = Path(row["path"]), row.get("split", "train").strip()
@@ -204,19 +195,19 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
             return f"split={split} is unknown; use one of {', '.join(PARTS)}."
         target = spelled(row["target"].strip())
         known = first.setdefault(os.path.realpath(base / given), (line, given.as_posix(), target, part))
-        row |= {"path": known[1], "target": target, "split": part}
+        row |= {"path": known[1], "target": target}
+        parts.append(part)
         if known[2:] != (target, part):
             return f"{given} is also in line {known[0]}, with a different target or split. Remove one of them."
         return target_problem(row["target"], kind)
 
     rows = read_csv(path, ("path", "target"), "path,target,split", check)
-    for column in rows[0].keys() - {"path", "target", "split"}:
-        if len({part_of(row[column]) for row in rows} - {None}) > 1 and all(part_of(row[column]) for row in rows):
+    for column in rows[0] if "split" not in rows[0] else ():
+        if all(part_of(row[column]) for row in rows) and len({part_of(row[column]) for row in rows}) > 1:
             raise UserError(f"{path}: the column {column} has names of parts. Call it split, or rename its values.")
-    paths, targets, parts = ([row[column] for row in rows] for column in ("path", "target", "split"))
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")
-    return Listing(path.parent, paths, targets, parts)
+    return Listing(path.parent, [row["path"] for row in rows], [row["target"] for row in rows], parts)
 
 
 # --- The data set ---
@@ -266,7 +257,9 @@ class Folder(Images):
     @cached_property
     def encoded(self) -> tuple[list[str], NDArray[Any]]:
         """The names of classes or labels, in the order of their numbers, and the targets."""
-        return encoded(self.listing.targets, self.kind, self.where)
+        found = encoded(self.listing.targets, self.kind, self.where)
+        raise_problems(islice(cell_problems(found[0], self.kind, self.listing, self.where) if self.csv else (), SHOWN))
+        return found
 
     @cached_property
     def parts(self) -> NDArray[np.str_]:
@@ -343,11 +336,14 @@ class Folder(Images):
 
     def prepare(self) -> None:
         broken, brightest = self.facts["skipped"], self.cached.extra.get("brightest", 0)
+        several, is_dark = f"are two {TARGETS[self.kind]}", 0 < brightest < DARK
+        alike = "; ".join(f"{one} and {other} {several}" for one, other in pairs(self.encoded[0], similar))
+        commas = next((name for name in self.encoded[0] if self.kind == "labels" and "," in name), None)
         notices = {
+            f"{alike} of {self.where}. Spell them alike if they are meant as one.": alike,
+            f"{commas!r} of {self.where} is one label. Separate several with |.": commas,
             f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true).": broken,
-            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, and none has more than {brightest:,}. Multiply their pixels, or save them with 8 bits.": 0
-            < brightest
-            < DARK,
+            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, and none has more than {brightest:,}. Multiply their pixels, or save them with 8 bits.": is_dark,
         }
         self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -33,13 +33,32 @@ from lockstep.machine.world import cores, rank_of
 LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
 SHOWN = 10  # lines or files that a message lists
 PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
+NONE, YEAR, ANY = "$^", r"[ _-]?\d{4}$", r"^\d+[ _-]|[ _-]?\d{4}$"  # around a part's name: 01_train, train2017
 Row = dict[str, str]  # cells by column
+Check = Callable[[int, Row], str | None]
 
 
-def part_of(name: str) -> str | None:
-    """The part that is meant by the name of a folder, a split or a cell."""
-    core = re.sub(r"^(seg|\d+)[ _-]|[ _-]?(set|data|images?|\d{4})$", "", name.strip().lower())  # seg_test, train2017
+@lru_cache(10_000)
+def part_of(name: str, around: str = ANY) -> str | None:
+    """The part that is meant by the name of a folder, a split or a cell, with such numbers `around` it."""
+    core = re.sub(rf"^seg[ _-]|[ _-]?(set|data|images?)$|{around}", "", name.strip().lower())  # seg_test, test_set
     return PART_NAMES.get(core)
+
+
+def part_names(names: Iterable[str], where: str) -> dict[str, str]:
+    """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one.
+
+    Years count beside no exact name (train, train2017), numbers only if all have them (01_train, 02_test; not the classes 0-train, 1-bus).
+    """
+    exact = {name: part_of(name, NONE) for name in names}
+    around = ANY if all(map(part_of, exact)) else YEAR
+    by_part: dict[str, str] = {}
+    for name in exact:
+        part = exact[name] or part_of(name, around)
+        if part in by_part and (exact[name] or part not in exact.values()):
+            raise UserError(f"{where} has {by_part[part]} and {name}, which are both the {part} part. Merge them.")
+        by_part |= {part: name} if part and (exact[name] or part not in exact.values()) else {}
+    return by_part
 
 
 def reading(root: Path) -> AbstractContextManager[None]:
@@ -47,7 +66,7 @@ def reading(root: Path) -> AbstractContextManager[None]:
     return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
 
 
-def read_csv(path: Path, needed: Sequence[str], others: str, check: Callable[[int, Row], str | None]) -> list[Row]:
+def read_csv(path: Path, needed: Sequence[str], others: str, check: Check) -> list[Row]:
     """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Blank lines are skipped.
 
     `check` gets the line and the cells of a row, may change them, and returns what is wrong with it.
@@ -106,8 +125,10 @@ class Listing:
     left_out: str = ""  # what else lies there
 
 
-def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images") -> Listing:
+def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check | None = None) -> Listing:  # fmt: skip
     """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one file.
+
+    `check` is that of `read_csv`.
 
     Raises:
         UserError: there is no such thing, it holds no files with these `endings`, or it cannot be read.
@@ -115,7 +136,7 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
     path, left_out = Path(given).expanduser(), ""
     with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
-            rows = read_csv(path, ("path",), "path,target", lambda *_: None)
+            rows = read_csv(path, ("path",), "path,target", check or (lambda *_: None))
             targets = [row["target"] for row in rows if "target" in row]
             return Listing(path.parent, [row["path"] for row in rows], targets)
         if path.is_file():

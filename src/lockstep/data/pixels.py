@@ -29,6 +29,8 @@ ENDINGS = (
 )  # fmt: skip
 # Hidden folders, and those of file servers, archives and systems.
 JUNK = re.compile(r"\.|(@eadir|__macosx|[#@]recycle|\$recycle\.bin|#snapshot|lost\+found|system volume information)$", re.I)  # fmt: skip
+MASK = re.compile(r"[ _-]mask([ _-]?\d+)?(?=\.\w+$)", re.I)  # at the end of a file's name
+MASKED = 0.8  # of the images have a mask, or files called so are none
 KINDS = 8  # of what was left out, in a message
 
 
@@ -63,6 +65,7 @@ class Walk:
         for folder, places in self.files.items():
             order = sorted(places, key=lambda place: place.split(os.sep))  # noqa: PTH206
             self.files[folder] = {place: sorted(places[place]) for place in order}
+        self.leave_out_masks([names for places in self.files.values() for names in places.values()])
 
     def taken(self, place: str, folder: str, real: str, endings: tuple[str, ...], left: list[Any]) -> Iterator[str]:
         """The names of the files in one place. Its folders and links are added to what is `left` to walk."""
@@ -79,6 +82,16 @@ class Walk:
                     rank = int(entry.is_symlink()) if is_folder else 2
                     inside = os.path.realpath(entry.path) if rank else f"{real}{os.sep}{name}"
                     heapq.heappush(left, (rank, entry.path, folder, inside))
+
+    def leave_out_masks(self, lists: list[list[str]]) -> None:
+        """Removes names such as `1_mask.png` beside `1.png` from the lists, one for each place, if nearly all images have a mask."""
+        may_be = [names for names in lists if "mask" in "/".join(names).lower()]
+        images_of = [{mask: image for mask in names if (image := MASK.sub("", mask)) != mask and image in there} for names in may_be for there in [{*names}]]  # fmt: skip
+        count = sum(map(len, images_of))
+        if count and sum(len({*of.values()}) for of in images_of) >= MASKED * (sum(map(len, lists)) - count):
+            for names, of in zip(may_be, images_of, strict=True):
+                names[:] = [name for name in names if name not in of]
+            self.left_out["masks beside images"] = count
 
     def __iter__(self) -> Iterator[str]:
         return (f"{at}{os.sep}{name}" for each in self.files.values() for at, names in each.items() for name in names)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, one_download
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import SHOWN, Images, reading
-from lockstep.data.pixels import ENDINGS, spelled
+from lockstep.data.pixels import ENDINGS, JUNK, spelled
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes, replacing
 
@@ -69,8 +69,9 @@ def contents(root: Path, own: Collection[str] = ()) -> tuple[list[str], str]:
 
 
 def has_photos(root: Path) -> bool:
-    """Whether it has images, or folders of them: hardly any published data set has them so high up."""
-    return any(path.suffix.lower() in ENDINGS for pattern in ("*", "*/*") for path in root.glob(pattern))
+    """Whether images lie in all of its folders, or in itself if it has none: no published data set has them so high up."""
+    folders = [path for path in root.glob("[!.]*") if path.is_dir() and not JUNK.match(path.name)] or [root]
+    return all(any(path.suffix.lower() in ENDINGS for path in folder.glob("*")) for folder in folders)
 
 
 # --- The base class: found on disk, downloaded, or taken from a package; decoded once per machine ---

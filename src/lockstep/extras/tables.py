@@ -3,9 +3,8 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from lockstep.config.targets import target_of
 from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
 from lockstep.data.folder import MISSING, SEPARATORS, folded, target_problem
-from lockstep.data.images import SHOWN, Listing, find_inputs
+from lockstep.data.images import Check, Listing, find_inputs
 from lockstep.data.pixels import reason, spelled
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import UserError
 from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
 from lockstep.machine.files import finite
 
@@ -125,19 +124,28 @@ class InputFiles:
         return {"path": self.name(file), **row, **target}
 
 
-def meant(cells: Iterable[str], about: Mapping[str, Any]) -> list[str]:
-    """Cells of a list of files, with their classes or labels as `about` spells them. Those for a missing value become empty.
-
-    Raises UserError: the targets are numbers, and a cell is none.
-    """
+def target_check(about: Mapping[str, Any]) -> Check:
+    """Spells a row's classes or labels as `about` does, and rejects a number that is none. A missing value becomes empty."""
     names = [*map(str, about.get("classes") or about.get("labels") or ())]
-    known = dict.fromkeys(MISSING, "") | {folded(name): name for name in names} | {name: name for name in names}
-    plain = [spelled(cell.strip()) for cell in cells]
-    parts = [[*filter(None, SEPARATORS.split(cell))] if about.get("labels") else [cell] for cell in plain]
-    found = ["|".join(known.get(part, known.get(folded(part), part)) for part in each) for each in parts]
-    problems = (target_problem(cell, "number") for cell in found if cell and about.get("targets"))
-    raise_problems(itertools.islice(filter(None, problems), SHOWN))
-    return found
+    is_number = len(about.get("targets") or ()) == 1
+    known = dict.fromkeys(MISSING if names or is_number else (), "")
+    known |= {folded(name).lower(): name for name in names} | {folded(name): name for name in names}
+    known |= {name: name for name in names}
+
+    @cache
+    def meant(cell: str) -> str:
+        parts = [*filter(None, SEPARATORS.split(cell))] if about.get("labels") else [cell]
+        forms = [(part, folded(part), folded(part).lower()) for part in parts]
+        return "|".join(next((known[form] for form in each if form in known), each[0]) for each in forms)
+
+    def check(_: int, row: dict[str, str]) -> str | None:
+        if "target" in row:
+            row["target"] = cell = meant(spelled(row["target"].strip()))
+            if is_number and cell and target_problem(cell, "number"):
+                return f"target={cell} is not a number, such as 1.5. Correct it, or leave it empty."
+        return None
+
+    return check
 
 
 def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead: str) -> InputFiles:
@@ -147,8 +155,7 @@ def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead:
         raise UserError(
             f"input={given}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
         )
-    inputs = find_inputs(given, kind.endings, kind.unit)
-    return InputFiles(kind.for_files(about), replace(inputs, targets=meant(inputs.targets, about)))
+    return InputFiles(kind.for_files(about), find_inputs(given, kind.endings, kind.unit, target_check(about)))
 
 
 class Inputs(DataSet):
