@@ -2,20 +2,20 @@
 
 python benchmarks/images.py augment [--batch 32] [--turns 5]
 python benchmarks/images.py decoding [--images 2000]
+python benchmarks/images.py keyed [--images 4096] [--turns 5]
 
 augment: the same bytes and the same parameters for both. Lockstep's time includes drawing them, and torchvision's the batch that its
-images become. One thread. Pixels that differ by more than a level come from the middle between two pixels, where rounding decides
-which one is nearest, or from a level that a further change has multiplied.
+images become. One thread.
 decoding: by a worker, and once into the cache. The images are noise over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375.
+keyed: images/s of a DataLoader over a torch Dataset, whose generators are seeded for each sample or left alone, in turns.
 """
 
 import argparse
-import math
 import statistics
 import tempfile
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,20 @@ import measuring
 import numpy as np
 import torch
 from measuring import in_turns, show, table
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from lockstep import augment
 from lockstep.augment import Draws
 from lockstep.augment.mixing import beta
 from lockstep.data import Folder
+from lockstep.data.dataset import Items
 from lockstep.data.images import Files
+from lockstep.data.loaders import FromWorkers, Reader
 
 spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # seconds of the processor
 
@@ -43,70 +47,23 @@ spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # seconds o
 SIZES = (32, 224)
 COLUMNS = ("equal pixels", "at most one level apart", "Lockstep, ms", "torchvision, ms")
 Reference = Callable[[Tensor, int], Tensor]  # of an image and its place in the batch
-BY_NAME: dict[str, Callable[[Tensor, float], Tensor]] = {  # torchvision's, of an image and a magnitude
-    "identity": lambda image, _: image,
-    "rotate": F.rotate,
-    "brightness": F.adjust_brightness,
-    "contrast": F.adjust_contrast,
-    "color": F.adjust_saturation,
-    "sharpness": F.adjust_sharpness,
-    "posterize": lambda image, bits: F.posterize(image, int(bits)),
-    "solarize": F.solarize,
-    "autocontrast": lambda image, _: F.autocontrast(image),
-    "equalize": lambda image, _: F.equalize(image),
-    "invert": lambda image, _: F.invert(image),
-}
 
 
 def new_draws(count: int) -> Draws:
     return Draws("augment.x", np.arange(count), seed=0, epoch=0)
 
 
-def of_policy(image: Tensor, name: str, magnitude: float) -> Tensor:
-    """One operation of a policy by torchvision."""
-    if name in BY_NAME:
-        return BY_NAME[name](image, magnitude)
-    moved, is_x = [0.0, 0.0], name[-1] == "x"
-    if name.startswith("shear"):
-        moved[not is_x] = math.degrees(math.atan(magnitude))
-        return F.affine(image, angle=0.0, translate=[0, 0], scale=1.0, shear=moved, center=[0, 0])
-    moved[not is_x] = int(magnitude)
-    return F.affine(image, angle=0.0, translate=moved, scale=1.0, shear=[0.0, 0.0])
-
-
-def policy(operation: Any, image: Tensor, times: int) -> Reference:
-    draws = new_draws(len(image))
-    chosen = [operation.magnitudes(draws, *image.shape[-2:]) for _ in range(times)]
-    plain = [list(zip(names.tolist(), magnitudes.tolist(), strict=True)) for names, magnitudes in chosen]
-
-    def reference(one: Tensor, place: int) -> Tensor:
-        for each in plain:
-            one = of_policy(one, *each[place])
-        return one
-
-    return reference
-
-
 def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
     """Each operation with its defaults, and torchvision's for the same draws."""
     count, (height, width) = len(image), image.shape[-2:]
     shift, flip, cut = augment.Shift(pixels=4), augment.Flip(), augment.Cutmix()
-    crop, mixup = augment.RandomResizedCrop(), augment.Mixup()
+    mixup = augment.Mixup()
     erase = augment.RandomErasing(probability=1.0, fill=0)
-    jitter = augment.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
     corners = shift.plan(height, width, new_draws(count)).tolist()
     mirrored = flip.plan(height, width, new_draws(count))[-1].tolist()
-    boxes = crop.plan(height, width, new_draws(count)).tolist()
     erased = erase.boxes(height, width, new_draws(count)).tolist()
     pasted = cut.boxes(height, width, new_draws(count)).tolist()
-    degrees = new_draws(count).uniform(-15, 15).tolist()
     share = beta(new_draws(count), mixup.alpha).tolist()
-    factors = {name: values.tolist() for name, values in jitter.factors(new_draws(count)).items()}
-
-    def jittered(one: Tensor, place: int) -> Tensor:
-        for name, values in factors.items():
-            one = getattr(F, f"adjust_{name}")(one, values[place])
-        return one
 
     def with_box(one: Tensor, place: int) -> Tensor:
         top, left, height, width = pasted[place]
@@ -118,11 +75,6 @@ def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
     return {
         "shift": (shift, lambda one, i: F.crop(F.pad(one, [4, 4, 4, 4]), *corners[i], height, width)),
         "flip": (flip, lambda one, i: F.horizontal_flip(one) if mirrored[i] else one),
-        "crop": (crop, lambda one, i: F.resized_crop(one, *boxes[i], [height, width], antialias=True)),
-        "rotate": (augment.Rotate(degrees=15), lambda one, i: F.rotate(one, degrees[i], InterpolationMode.BILINEAR)),
-        "color_jitter": (jitter, jittered),
-        "trivial": (augment.TrivialAugment(), policy(augment.TrivialAugment(), image, 1)),
-        "rand": (augment.RandAugment(), policy(augment.RandAugment(), image, 2)),
         "erase": (erase, lambda one, i: F.erase(one, *erased[i], torch.zeros(1, 1, 1, dtype=torch.uint8))),
         "mixup": (mixup, lambda one, i: (one * share[i] + image[i ^ 1] * (1 - share[i])).round().to(torch.uint8)),
         "cutmix": (cut, with_box),
@@ -202,16 +154,86 @@ def decoding(args: argparse.Namespace) -> str:
         return f"To {SIDE} x {SIDE} RGB.\n\n{by_a_worker(Path(name))}\n\n{into_the_cache(Path(name), args.images)}"
 
 
+# --- keyed ---
+
+
+class Pictures(Dataset[tuple[Any, int]]):
+    """As torchvision's data sets: a PIL image from an array, or from a file."""
+
+    def __init__(self, source: NDArray[np.uint8] | Path, count: int, transform: Callable[[Any], Any] | None) -> None:
+        self.source, self.count, self.transform = source, count, transform
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        of_file = isinstance(self.source, Path)
+        image = Image.open(self.source).convert("RGB") if of_file else Image.fromarray(self.source[index])  # type: ignore[arg-type, index]
+        return image if self.transform is None else self.transform(image), 0
+
+
+class Unkeyed(Reader):
+    def __getitem__(self, place: tuple[Any, int]) -> Mapping[str, Any]:
+        return self.samples[place[0]]
+
+
+def rate(reader: type[Reader], items: Items, workers: int) -> float:
+    """Images per second."""
+    order = np.random.default_rng(0).permutation(len(items)).reshape(-1, 64)
+    loader = FromWorkers(reader(items, seed=0), list(order), num_workers=workers)
+    batches = loader.batches()
+    next(batches)  # workers have started
+    began_s = time.perf_counter()
+    return sum(len(batch["index"]) for batch in batches) / (time.perf_counter() - began_s)
+
+
+def keyed(args: argparse.Namespace) -> str:
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        write_jpeg(Path(name) / "x.jpg", *JPEGS[0])
+        small = np.random.default_rng(0).integers(0, 256, (args.images, 32, 32, 3), dtype=np.uint8)
+        crop, flip = v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()
+        cases: dict[str, tuple[Any, int, int, Any]] = {
+            "32 px": (small, 32, args.images, None),
+            "32 px, crop and flip": (small, 32, args.images, v2.Compose([crop, flip])),
+            "224 px": (Path(name) / "x.jpg", SIDE, args.images // 8, None),
+            "224 px, crop and flip": (
+                Path(name) / "x.jpg",
+                SIDE,
+                args.images // 8,
+                v2.Compose([v2.RandomResizedCrop(SIDE), flip]),
+            ),
+        }
+        for case, (source, size, count, transform) in cases.items():
+            items = Items(Pictures(source, count, transform), size=size)
+            for workers in (0, 2):
+                turns = {kind.__name__: partial(rate, kind, items, workers) for kind in (Unkeyed, Reader)}
+                unkeyed, ours = in_turns(turns, args.turns, warm_up=1).values()
+                ratio = statistics.median(b / a for a, b in zip(unkeyed, ours, strict=True))
+                rows.append(
+                    [
+                        case,
+                        str(workers),
+                        *(f"{statistics.median(each):,.0f}" for each in (unkeyed, ours)),
+                        f"{ratio:.3f}",
+                    ]
+                )
+    return table(["images", "workers", "unkeyed, images/s", "keyed", "ratio"], rows)
+
+
 def main() -> None:
     parser = measuring.parser(__doc__)
-    parts = parser.add_subparsers(dest="what", required=True, metavar="augment|decoding")
+    parts = parser.add_subparsers(dest="what", required=True, metavar="augment|decoding|keyed")
     part = parts.add_parser("augment")
     part.add_argument("--batch", type=int, default=32)
     part.add_argument("--turns", type=int, default=5)
     part = parts.add_parser("decoding")
     part.add_argument("--images", type=int, default=2000, help="files of the cache that is built")
+    part = parts.add_parser("keyed")
+    part.add_argument("--images", type=int, default=4096)
+    part.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
-    show(augmentation(args) if args.what == "augment" else decoding(args))
+    show({"augment": augmentation, "decoding": decoding, "keyed": keyed}[args.what](args))
 
 
 if __name__ == "__main__":

@@ -37,13 +37,12 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     if prepared is None:
         raise UserError(f"{settings.cfg.data._target_} makes its own batches, so Lockstep does not know them.")
     from lockstep import build
-    from lockstep.augment.operation import repeated
     from lockstep.data.datamodule import DataModule
 
     data = build.data(settings.decided(prepared, samples).identified(None).with_numbers())
     assert isinstance(data, DataModule)
     raw = data.global_batch(epoch, step)
-    before = data.finished(repeated(raw, data.repeats), training=False)
+    before = data.finished(raw, training=False)
     after = data.finished(raw, training=True, epoch=epoch, repeats=data.repeats)
     picture(before, after, data.about, min(count, len(after["index"]))).save(out)
     print(f"{out}: {min(count, len(after['index']))} samples of epoch {epoch}, step {step}")

@@ -192,14 +192,14 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=13_099,
-    engine_modules=99,
+    engine_lines=13_259,
+    engine_modules=101,
     extras_lines=2_053,
     extras_modules=14,
-    one_statement_functions=463,
+    one_statement_functions=471,
     functions_with_cfg=27,
     files_with_cfg=8,
-    switches=35,
+    switches=34,
     branches_on_logical_ranks=3,
 )
 

@@ -20,7 +20,7 @@ from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.dataset import Batch
-from lockstep.data.loaders import fetch
+from lockstep.data.loaders import Reader
 from lockstep.data.sampler import TrainBatches
 from lockstep.errors import RunFailed, UserError
 from lockstep.training.losses import whole_batch
@@ -81,14 +81,14 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     optimizer = module.make_optimizer(net.parameters())
     batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))
     for _ in range(STEPS):
-        loss = weighted_mean(net, data.finished(fetch(data.dataset.train, next(batches)), training=True))
+        loss = weighted_mean(net, data.finished(Reader(data.dataset.train, seed=0)(next(batches)), training=True))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         found.append(loss.item())
     indices = data.val_split.indices(torch.arange(data.val_split.count).numpy())
     with torch.no_grad():
-        val_loss = weighted_mean(net, data.finished(fetch(data.dataset.train, indices), training=False)).item()
+        val_loss = weighted_mean(net, data.finished(Reader(data.dataset.train, seed=0)(indices), training=False)).item()
     return net.state_dict(), found, val_loss
 
 

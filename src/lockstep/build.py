@@ -85,7 +85,7 @@ def data(settings: Settings) -> pl.LightningDataModule:
     dataset = create_data(node)
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
-    augment = Augmentation(settings.operations) if cfg.get("augment") or given.get("repeats", 1) > 1 else None
+    augment = Augmentation(settings.operations) if cfg.get("augment") else None
     given = {"eval_batch_size": node["batch_size"], **given, "shards": cfg.exact.logical_ranks}
     made = DataModule(dataset, seed=cfg.seed, augment=augment, **given)
     made.about = plain(made.about, "about")

@@ -1,4 +1,4 @@
-"""An operation of one's own, as docs/augment.md shows it; and where the group has no effect."""
+"""Transforms that a config names, as docs/augment.md shows them; and where the group has no effect."""
 
 import re
 import shlex
@@ -26,6 +26,9 @@ class Loaders(pl.LightningDataModule):
 
 class Module(pl.LightningModule):
     pass
+
+def drawn(sample):
+    return sample
 """
 
 
@@ -51,16 +54,16 @@ def problems(*overrides: str) -> str:
     return "\n".join(check_classes(Settings.of(config(*overrides))))
 
 
-def test_the_operation_of_the_page_changes_each_image_by_its_own_draws(project):
+def test_the_transforms_of_the_page_change_each_image_by_its_own_numbers(project):
     cfg = config(*COMMANDS[-1])
     assert problems(*COMMANDS[-1]) == ""
     change = Augmentation(Settings.of(cfg).operations)
-    assert list(change.operations) == ["shift", "flip", "darken"]
-    batch = {"input": torch.full((8, 1, 12, 12), 200, dtype=torch.uint8), "index": torch.arange(8), "count": 8}
-    del change.operations["shift"]
+    assert list(change.operations) == ["affine", "posterize", "shift", "flip"]
+    batch = {"input": torch.full((8, 1, 12, 12), 171, dtype=torch.uint8), "index": torch.arange(8), "count": 8}
+    for name in ("affine", "shift"):
+        del change.operations[name]
     made = change(batch, seed=0, epoch=0)["input"][:, 0, 0, 0]
-    assert len(set(made.tolist())) > 4
-    assert int(made.min()) >= 160
+    assert len(set(made.tolist())) > 2 and int(made.min()) >= 128
     half = change({**batch, "input": batch["input"][4:], "index": torch.arange(4, 8)}, seed=0, epoch=0)["input"]
     assert torch.equal(half[:, 0, 0, 0], made[4:])
 
@@ -69,9 +72,18 @@ MODULE = "task=lightning_module task._target_=mywork.loaders.Module"
 
 
 @pytest.mark.parametrize(("typed", "told"), [
-    ("augment=darken +augment.darken.mots=1", "augment.darken.mots is not an argument"),
-    ("augment=darken augment.darken.most=abc", "augment.darken.most=abc is invalid"),
-    ("augment=darken augment.darken._target_=mywork.augment.Darker", "mywork.augment has no Darker"),
+    ("augment=mine +augment.posterize.least=1", "augment.posterize.least is not an argument"),
+    ("augment=mine augment.posterize.fewest=abc", "augment.posterize.fewest=abc is invalid"),
+    ("augment=mine +augment.affine.sheer=1", "augment.affine.sheer is not an argument"),
+    ("augment=mine augment.affine.degrees=[-5]", "augment.affine: "),
+    ("augment=mine augment.posterize._target_=mywork.transforms.Posterise", "mywork.transforms has no Posterise"),
+    ("+augment.x._target_=mywork.loaders.drawn +augment.x._partial_=true", ""),
+    ("+augment.x._target_=torch.nn.Linear +augment.x.in_features=1 +augment.x.out_features=1", "or a transform of torchvision, timm or albumentations"),
+    ("+augment.x._target_=timm.data.dataset.ImageDataset +augment.x.root=x", "or a transform of torchvision, timm or albumentations"),
+    ("+augment.x._target_=timm.data.auto_augment.rand_augment_transform +augment.x.config_str=rand-m9 +augment.x.hparams={}", ""),
+    ("+augment.x={_target_:torchvision.transforms.v2.RandomApply,transforms:[{_target_:torchvision.transforms.v2.GaussianBlur,kernel_size:3}]}", ""),
+    ("+augment.x={_target_:albumentations.Compose,transforms:[{_target_:albumentations.HorizontalFlip}]}", ""),
+    ("+augment.x={_target_:albumentations.load,filepath_or_buffer:x}", "may not be named here"),
     ("augment=flip data=bare", "augment.flip has no effect: mywork.loaders.Loaders makes its own batches. Set augment=none."),
     (f"augment=strong {MODULE}", "augment.mixup_cutmix mixes the losses of two targets, which a task computes"),
     (f"augment=standard {MODULE}", ""),

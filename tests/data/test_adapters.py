@@ -1,6 +1,7 @@
 """Samples of other libraries: what is taken from torch, torchvision and Hugging Face, and what is rejected."""
 
 import importlib.util
+import os
 import urllib.error
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torchvision
 from pictures import COLOURS, picture, write_classes
+from PIL import Image
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 
 from lockstep.data.dataset import content_of
@@ -97,13 +99,17 @@ def test_the_fingerprint_of_boxes_is_one_of_their_numbers():
     assert content_of(boxed(2, 1)) == same != other
 
 
-def test_random_transforms_are_noticed(tmp_path):
+def elsewhere(image: Image.Image) -> Image.Image:
+    return image.rotate(os.urandom(1)[0])
+
+
+def test_random_transforms_that_cannot_be_seeded_are_noticed(tmp_path):
     write_classes(tmp_path, 4)
-    for transform in (None, torchvision.transforms.RandomCrop(9)):
+    for transform in (None, torchvision.transforms.RandomCrop(9), elsewhere):
         train = torchvision.datasets.ImageFolder(str(tmp_path), transform=transform)
         data = torch_data(train, image_size=8)
         data.prepare()
-        assert ("its transforms are random" in (data.notice or "")) == (transform is not None)
+        assert ("that cannot be seeded" in (data.notice or "")) == (transform is elsewhere)
         assert data.fingerprint == torch_data(train, image_size=8).fingerprint
 
 

@@ -18,8 +18,8 @@ from torch.utils.data import StackDataset, TensorDataset, get_worker_info
 
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
-from lockstep.data.dataset import Arrays, DataSet, Items, content_of, samples_of
-from lockstep.data.loaders import FromWorkers, Indexed, InMemory, fetch
+from lockstep.data.dataset import Arrays, DataSet, Items, content_of
+from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Reader
 from lockstep.data.sampler import EvalSampler, Split, TrainBatches
 from lockstep.errors import LostProcess, TrainingFailed, UserError
 
@@ -54,7 +54,7 @@ def test_memory_and_workers_give_the_same_batches_of_samples_in_any_form(arrays,
     monkeypatch.setattr(loaders, "AT_ONCE", at_once)
     named = {name: torch.from_numpy(array) for name, array in arrays.arrays.items()}
     forms = (arrays, TensorDataset(*named.values()), StackDataset(**named), MapStyle(arrays))
-    of_forms = [FromWorkers(samples_of(form), sampler, num_workers=0).batches() for form in forms]
+    of_forms = [FromWorkers(Reader(form, seed=0), sampler, num_workers=0).batches() for form in forms]
     batches = [InMemory(arrays, device).batches(sampler), *of_forms]
     seen = 0
     for index_B, *several in zip(sampler, *batches, strict=True):
@@ -93,10 +93,10 @@ def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, valu
             return {"input": np.ones((len(indices), 3)), "tags": [["a"], ["b", "c"]], "tokens": value}
 
     with pytest.raises(UserError, match=f"`tokens` as numbers of several shapes: the first samples have {sizes}. Pad"):
-        fetch(Ragged(), np.arange(2))
+        Reader(Ragged(), seed=0)(np.arange(2))
     for lengths in ((1, 2), (2, 2)):  # a list of tensors stays one
         value[:] = [torch.ones(length) for length in lengths]
-        batch = fetch(Ragged(), np.arange(2))
+        batch = Reader(Ragged(), seed=0)(np.arange(2))
         assert batch["tokens"] is value
         assert batch["tags"] == [["a"], ["b", "c"]]
 
@@ -171,10 +171,10 @@ def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected
 def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch):
     fetched = Indexed.__getitem__
 
-    def die(self, indices_B):
+    def die(self, place):
         if get_worker_info().id == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return fetched(self, indices_B)
+        return fetched(self, place)
 
     monkeypatch.setattr(Indexed, "__getitem__", die)
     # torch may see that it ended before it sees how
@@ -206,7 +206,9 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
             return {"input": torch.arange(10.0)[indices_B], "name": [f"file {i}" for i in indices_B], "target": boxes}
 
     def batches(count: int):
-        return list(FromWorkers(Boxed(), [np.array([1, 2]), np.array([3, -1])], num_workers=count).batches())
+        return list(
+            FromWorkers(Reader(Boxed(), seed=0), [np.array([1, 2]), np.array([3, -1])], num_workers=count).batches()
+        )
 
     wanted = batches(0)
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
@@ -220,7 +222,7 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
         assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(one["target"], other["target"], strict=True))
     # the last room is left to semaphores, without which no worker starts
     monkeypatch.setattr(loaders.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**16))
-    assert not Indexed(Boxed()).shares
+    assert not Indexed(Reader(Boxed(), seed=0)).shares
 
 
 def test_spawned_workers_map_the_file_again(arrays, tmp_path):
@@ -241,4 +243,4 @@ def test_workers_that_cannot_be_started_say_why(monkeypatch):
 
     monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
     with pytest.raises(TrainingFailed, match=r"2 processes that load data .* Too many open files.* data.num_workers=0"):
-        list(FromWorkers({}, [], num_workers=2).batches())
+        list(FromWorkers(Reader({}, seed=0), [], num_workers=2).batches())

@@ -8,11 +8,12 @@ from lockstep.augment.operation import Draws as Draws
 from lockstep.augment.operation import GeometricOperation as GeometricOperation
 from lockstep.augment.operation import Operation as Operation
 from lockstep.augment.operation import PixelOperation as PixelOperation
-from lockstep.augment.transforms import ColorJitter as ColorJitter
+from lockstep.augment.samples import ColorJitter as ColorJitter
+from lockstep.augment.samples import RandAugment as RandAugment
+from lockstep.augment.samples import RandomResizedCrop as RandomResizedCrop
+from lockstep.augment.samples import Rotate as Rotate
+from lockstep.augment.samples import SampleTransform as SampleTransform
+from lockstep.augment.samples import TrivialAugment as TrivialAugment
 from lockstep.augment.transforms import Flip as Flip
-from lockstep.augment.transforms import RandAugment as RandAugment
 from lockstep.augment.transforms import RandomErasing as RandomErasing
-from lockstep.augment.transforms import RandomResizedCrop as RandomResizedCrop
-from lockstep.augment.transforms import Rotate as Rotate
 from lockstep.augment.transforms import Shift as Shift
-from lockstep.augment.transforms import TrivialAugment as TrivialAugment

@@ -7,7 +7,6 @@ classes configs name import torch when a batch comes, so a config is checked bef
 
 # B batch · C channel · H W pixel · N number
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep.data import sampler
-from lockstep.data.dataset import Batch, Indices
+from lockstep.data.dataset import Batch, Indices, flat
 from lockstep.data.images import spatial
 from lockstep.errors import UserError
 
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 
 # --- Random numbers that are a function of (seed, epoch, sample): no generator, nothing to store, the same in every world ---
-
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step (Steele, Lea, Flood 2014)
-COPY = np.uint64(0xD1342543DE82EF95)  # another odd number, for the copies of a sample
 
 
 class Draws:
@@ -43,23 +39,19 @@ class Draws:
     ) -> None:
         self.name, self.device, self.repeats, self.drawn = name, device, repeats, 0
         self.place_B = np.arange(len(index_B))
-        # By name, so an operation that is added or removed changes no other's numbers.
-        name_key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
-        key = sampler.mix(np.array([name_key], np.uint64) ^ sampler.keys(seed, epoch)[:1])
-        copy_B = (self.place_B % repeats).astype(np.uint64)
-        self.state_B = sampler.mix(index_B.astype(np.uint64) * GOLDEN + copy_B * COPY + key)
+        self.state_B = sampler.sample_states(name, index_B, seed=seed, epoch=epoch, repeats=repeats)
 
     def bits(self, *shape: int) -> NDArray[np.uint64]:
         """64 random bits: (B, *shape). SplitMix64's stream of each sample."""
         count = math.prod(shape)
         number_N = np.arange(self.drawn + 1, self.drawn + count + 1, dtype=np.uint64)
         self.drawn += count
-        return sampler.mix(self.state_B[:, None] + number_N * GOLDEN).reshape(len(self.place_B), *shape)
+        return sampler.mix(self.state_B[:, None] + number_N * sampler.GOLDEN).reshape(len(self.place_B), *shape)
 
     def noise(self, place: int, count: int) -> NDArray[np.uint8]:
         """Random bytes of one sample. The last draw of an operation: it does not count as drawn."""
         number_N = np.arange(self.drawn + 1, self.drawn + 1 + -(-count // 8), dtype=np.uint64)
-        return sampler.mix(self.state_B[place] + number_N * GOLDEN).view(np.uint8)[:count]
+        return sampler.mix(self.state_B[place] + number_N * sampler.GOLDEN).view(np.uint8)[:count]
 
     def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
         """float32 numbers from `low` to `high`: (B, *shape)."""
@@ -130,6 +122,7 @@ class Operation:
     operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait."""
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
+    at_reading: ClassVar[bool] = False  # whether it runs where samples are read; before the others
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         raise NotImplementedError
@@ -186,6 +179,10 @@ class GeometricOperation(Operation):
 def images_of(batch: Batch, name: str) -> "Tensor":
     """The images of a batch. Raises UserError if `input` is something else."""
     image: Tensor | None = batch.get("input")
+    if isinstance(image, list):
+        raise UserError(
+            f"{name} changes images of one size, and `input` has several. Crop or resize them first, such as by augment=crop; or remove it: ~{name}."
+        )
     if image is None:
         raise UserError(f"{name} changes `input`, and a batch holds {', '.join(batch)}. Remove it: ~{name}.")
     if image.dim() != 4 or image.element_size() != 1 or image.is_floating_point():
@@ -198,35 +195,63 @@ def images_of(batch: Batch, name: str) -> "Tensor":
 
 # --- All operations of a run ---
 
+UNSEEDED = (
+    "augment.{0} changes a sample in another way when it is seeded alike once more: it draws from something that is not found, or cannot be "
+    "seeded, such as os.urandom. Keep its generators in attributes, or remove it: ~augment.{0}."
+)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two batches are equal."""
+    pairs = zip(flat(one), flat(other), strict=True)
+    return all(a.equal(b) if hasattr(a, "equal") else np.array_equal(a, b) for a, b in pairs)
+
 
 class Augmentation:
-    """Applies operations in the order of the mapping; those that mix samples come last."""
+    """Applies operations in the order of the mapping: first those that run where samples are read, last those that mix samples."""
 
-    def __init__(self, operations: Mapping[str, Operation]) -> None:
-        self.operations = dict(sorted(operations.items(), key=lambda item: item[1].mixes))  # a stable sort
+    def __init__(self, operations: Mapping[str, Any]) -> None:
+        from lockstep.augment.samples import SampleTransform  # which inherits from Operation
 
-    def __call__(
-        self, batch: Batch, *, seed: int, epoch: int, repeats: int = 1, index_B: Indices | None = None
+        known = {n: each if isinstance(each, Operation) else SampleTransform(each) for n, each in operations.items()}
+        ordered = sorted(known.items(), key=lambda item: (not item[1].at_reading, item[1].mixes))  # a stable sort
+        self.operations = dict(ordered)
+
+    @property
+    def reads(self) -> bool:
+        return any(operation.at_reading for operation in self.operations.values())
+
+    def __call__(self, batch: Batch, **of_step: Any) -> Batch:
+        """Both parts, of samples as they are read. The arguments are those of `applied`."""
+        return self.on_device(self.at_reading(batch, **of_step), **of_step)
+
+    def at_reading(self, batch: Batch, **of_step: Any) -> Batch:
+        return self.applied(batch, True, **of_step)
+
+    def on_device(self, batch: Batch, **of_step: Any) -> Batch:
+        return self.applied(batch, False, **of_step)
+
+    def check(self, batch: Batch) -> None:
+        """Of a few samples. Raises UserError: a transform gives something else when it is seeded alike once more."""
+        for name, operation in self.operations.items():
+            if operation.at_reading:
+                index_B = batch["index"].numpy()
+                made, again = (operation(batch, Draws(f"augment.{name}", index_B, seed=0, epoch=0)) for _ in range(2))
+                if not alike(made, again):
+                    raise UserError(UNSEEDED.format(name))
+                batch = made
+
+    def applied(
+        self, batch: Batch, at_reading: bool, *, seed: int, epoch: int, repeats: int = 1, index_B: Indices | None = None
     ) -> Batch:
-        """Of a training batch on its device, before `preprocess`.
+        """The operations that run where samples are read, or the others.
 
-        `repeats`: each sample is in the result so many times, with different draws (Hoffer et al., "Augment your batch", 2020).
-        `index_B`: the batch's `index` on the host, because reading it from a GPU waits for the GPU.
+        `seed`, `epoch`: of the random numbers. `repeats`: so many samples in a row are copies of one, which get different ones (Hoffer
+        et al., "Augment your batch", 2020). `index_B`: the batch's `index` on the host, because reading it from a GPU waits for the GPU.
         """
-        index_B = (batch["index"].cpu().numpy() if index_B is None else index_B).repeat(repeats)
-        batch = repeated(batch, repeats) if repeats > 1 else batch
+        index_B = batch["index"].cpu().numpy() if index_B is None else index_B
         of_sample: dict[str, Any] = {"seed": seed, "epoch": epoch, "repeats": repeats, "device": batch["index"].device}
         for name, operation in self.operations.items():
-            batch = operation(batch, Draws(f"augment.{name}", index_B, **of_sample))
+            if operation.at_reading == at_reading:
+                batch = operation(batch, Draws(f"augment.{name}", index_B, **of_sample))
         return batch
-
-
-def repeated(batch: Batch, times: int) -> Batch:
-    """Each sample `times` times in a row. On the device: samples are read and copied once."""
-
-    def repeat(value: Any) -> Any:
-        if hasattr(value, "repeat_interleave"):
-            return value.repeat_interleave(times, 0) if value.dim() else value
-        return [each for each in value for _ in range(times)] if isinstance(value, list) else value
-
-    return {**{name: repeat(value) for name, value in batch.items()}, "count": batch["count"] * times}

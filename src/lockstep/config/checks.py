@@ -182,7 +182,7 @@ def module(settings: Settings) -> Iterator[str]:
             f"{', '.join(groups)} would have no effect: {cfg.task._target_} has its own. "
             f"Set {' '.join(f'{group}=none' for group in groups)}, or begin its config with defaults: [lightning_module]."
         )
-    for operation in (key for key, each in settings.operations.items() if each.mixes):
+    for operation in (key for key, each in settings.operations.items() if getattr(each, "mixes", False)):
         yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Remove it: ~augment.{operation}."
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."

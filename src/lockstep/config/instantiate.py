@@ -58,7 +58,7 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
     except ValueError as e:
-        if isinstance(e, UserError) or not is_shipped(plain):
+        if isinstance(e, UserError) or not str(plain["_target_"]).startswith(targets.TRUSTED):
             raise
         joint = "." if str(e).partition("=")[0] in kept else ": "  # a message may begin with the argument
         raise UserError(f"{key}{joint}{e}") from None

@@ -167,6 +167,8 @@ def loading(settings: Settings) -> Iterator[str]:
         yield "data.on_device=true has no effect on a CPU: the samples are in its memory already. Set data.on_device=auto."
     if data.get("on_device") is True and workers not in (0, "auto"):
         yield f"data.on_device=true leaves nothing for data.num_workers={workers} to load. Remove one of them."
+    if data.get("on_device") is True and settings.transforms:
+        yield f"data.on_device=true: augment.{settings.transforms[0]} changes samples where they are read, before they are on a device. Remove one of them."
     for key in ("prefetch_factor", "persistent_workers"):
         if data.get(key) is not None and workers in (0, "auto"):
             yield f"data.{key}={shown(data[key])} has no effect without workers. Set data.num_workers=2 as well, or remove it."

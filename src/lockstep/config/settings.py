@@ -244,6 +244,11 @@ class Settings:
         nodes, image_size = self.cfg.get("augment") or {}, self.cfg.data.get("image_size")
         return operations({k: v for k, v in nodes.items() if self.imported or is_shipped(v)}, image_size)
 
+    @property
+    def transforms(self) -> list[str]:
+        """Those that run where samples are read: transforms of libraries, and operations that say so."""
+        return [name for name, operation in self.operations.items() if getattr(operation, "at_reading", True)]
+
     # --- Its batches and steps ---
 
     @cached_property
@@ -263,7 +268,7 @@ class Settings:
     def unit(self) -> tuple[int, str]:
         """A micro-batch has a multiple of so many samples, and why: copies and partners are made within it."""
         repeats = int(self.cfg.data.get("repeats", 1))
-        pairs = [name for name, operation in self.operations.items() if operation.mixes]
+        pairs = [name for name, operation in self.operations.items() if getattr(operation, "mixes", False)]
         copies = [f"data.repeats={repeats} copies each sample"] if repeats > 1 else []
         reasons = [*copies, *(f"augment.{name} mixes pairs" for name in pairs)]
         return repeats * (2 if pairs else 1), " and ".join(reasons)
@@ -341,7 +346,8 @@ class Settings:
                 cfg.trainer.log_every_n_steps = log_interval(self.steps.steps(samples))
             if data is not None and cfg.data.get("num_workers") == "auto":
                 on_device = cfg.data.get("on_device") is True
-                cfg.data.num_workers = 0 if on_device else workers(data.bytes_in_memory, self.world)
+                in_memory = None if self.transforms else data.bytes_in_memory
+                cfg.data.num_workers = 0 if on_device else workers(in_memory, self.world)
         return self.but(cfg)
 
     def identified(self, data_source: str | None, experiment: str | None = None) -> "Settings":

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -28,6 +29,7 @@ TRUSTED = (
     "torchvision.",
     "torchmetrics.",
     "timm.",
+    "albumentations.",
     "lightning.pytorch.",
     "optuna.pruners.",
 )
@@ -50,9 +52,14 @@ BASES: dict[str, tuple[str, ...]] = {
     "torchmetrics.metric.Metric": ("torchmetrics.",),
     "torch.utils.data.dataset.Dataset": ("torchvision.datasets.",),
     "optuna.pruners._base.BasePruner": ("optuna.pruners.",),
-    "builtins.object": ("torchvision.transforms.",),  # its classes have no base in common; each only changes samples
+    "builtins.object": (  # no base in common; each only changes samples
+        "torchvision.transforms.", "timm.data.auto_augment.", "timm.data.random_erasing.", "timm.data.transforms.",
+        "albumentations.augmentations.", "albumentations.core.composition.",
+    ),
 }  # fmt: skip
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # its import asks pypi.org for a newer version
 CLASS = "my_package.my_module.MyClass"  # in messages
+FUNCTIONS = ("timm.data.auto_augment.",)  # each makes a transform, and says not of what type
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle beside the data, which may run code
 # The kinds of a key, by the last parts of their bases. A node within another node may be of any kind, or anything of the project's.
 KINDS = {
@@ -63,7 +70,7 @@ KINDS = {
     "optim": ("Optimizer",),
     "schedule": ("LRScheduler",),
     "task.metrics.*": ("Metric",),
-    "augment.*": ("Operation",),
+    "augment.*": ("Operation", "object"),
     "callbacks.*": ("Callback",),
     "logger.*": ("Logger",),
 }
@@ -94,7 +101,7 @@ def may_name(target: Any, key: str) -> bool:
     own = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
     if where.startswith(UNPICKLING) or not callable(target):
         return False
-    if where.startswith(own) and kinds is None:
+    if where.startswith((*own, *FUNCTIONS)) and (kinds is None or "object" in kinds):
         return True
     made = target
     if not isinstance(target, type):
@@ -185,7 +192,8 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
     if not may_name(target, key):
         bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (kinds_of(key) or ())]
-        kinds = " or ".join(f"{library}'s {name}" for library, *_, name in bases)
+        transforms = "a transform of torchvision, timm or albumentations"
+        kinds = " or ".join(transforms if name == "object" else f"{library}'s {name}" for library, *_, name in bases)
         raise UserError(
             f"{key}._target_={path} may not be named here: {key} takes a subclass of "
             f"{kinds or 'Module, Optimizer, Dataset, Metric or the like'}, or a function annotated to return one, "

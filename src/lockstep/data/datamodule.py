@@ -12,12 +12,11 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
-from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, classes_of, listed, samples_of, targets_of
-from lockstep.data.loaders import FromWorkers, InMemory, ResumableLoader, fetch, is_numeric
+from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, classes_of, listed, targets_of
+from lockstep.data.loaders import FromWorkers, InMemory, Reader, ResumableLoader, is_numeric
 from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, splits
 from lockstep.errors import UserError, raise_problems
 
-Augment = Callable[..., Batch]  # of a batch, seed, epoch and the samples' indices: lockstep.augment's Augmentation
 VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `varied`, and for all
 ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto may use
 # Of targets, and how many names they may stand for: the place of the first wrong one, and what it is.
@@ -71,7 +70,7 @@ class DataModule(pl.LightningDataModule):
     def __init__(
         self, dataset: DataSet, *, batch_size: int, eval_batch_size: int, balance: bool = False, repeats: int = 1, num_workers: int = 0,
         prefetch_factor: int | None = None, persistent_workers: bool | None = None, on_device: bool | str = "auto", seed: int = 0,
-        augment: Augment | None = None, shards: int | None = None, **parts: Any,  # arguments of `splits`
+        augment: Any = None, shards: int | None = None, **parts: Any,  # arguments of `splits`
     ) -> None:  # fmt: skip
         super().__init__()
         self.dataset, self.unit = dataset, dataset.unit
@@ -97,6 +96,8 @@ class DataModule(pl.LightningDataModule):
         if balance:
             self.train_split = balanced(self.train_split, dataset.train, dataset.unit)
         self.val_part = "train" if dataset.val is None else "val"
+        if augment and augment.reads:
+            augment.check(self.raw("train", self.train_split.indices(np.arange(min(READ, self.train_split.count)))))
         if on_device is True and dataset.bytes_in_memory is None:
             raise UserError(
                 "data.on_device=true has no effect: these samples are read one by one, not held in memory. Set data.on_device=auto."
@@ -205,14 +206,25 @@ class DataModule(pl.LightningDataModule):
             )
         return {**batch, "target": renumbered(target, places, of_key, len(names))}
 
-    def loader(self, part: str, sampler: Sampler) -> ResumableLoader:
+    def reader(self, part: str, *, training: bool = False) -> Reader:
+        change, repeats = (self.augment, self.repeats) if training else (None, 1)
+        at_reading = change.at_reading if change and change.reads else None
+        return Reader(getattr(self.dataset, part), seed=self.seed, repeats=repeats, at_reading=at_reading)
+
+    def loader(self, part: str, sampler: Sampler, *, training: bool = False) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
-        if not self.num_workers and isinstance(samples, Arrays) and all(map(is_numeric, samples.arrays.values())):
+        reader, is_array = self.reader(part, training=training), isinstance(samples, Arrays)
+        if (
+            is_array
+            and all(map(is_numeric, samples.arrays.values()))
+            and not self.num_workers
+            and not reader.at_reading
+        ):
             memory = self.memory(part)
             read: Any = partial(memory.batches, sampler, pin=on_gpu and memory.device is None)
         else:
             loaded = FromWorkers(
-                samples_of(samples),
+                reader,
                 sampler,
                 num_workers=self.num_workers,
                 prefetch_factor=self.prefetch_factor,
@@ -230,7 +242,7 @@ class DataModule(pl.LightningDataModule):
             accumulate=self.trainer.accumulate_grad_batches,
             in_blocks=getattr(self.trainer.strategy, "contiguous_micro_batches", False),
         )
-        loader = self.loader("train", sampler)
+        loader = self.loader("train", sampler, training=True)
         return ResumableLoader(partial(self.resumed, loader.batches, sampler), sampler)
 
     def resumed(self, batches: Callable[[], Iterator[Batch]], sampler: TrainBatches) -> Iterator[Batch]:
@@ -275,8 +287,10 @@ class DataModule(pl.LightningDataModule):
         trainer, began_s = self.trainer, time.perf_counter()
         index_B, self.index_B = self.index_B, None
         self.problems = batch.pop("problem", None)
-        of_step: dict[str, Any] = {"epoch": trainer.current_epoch, "repeats": self.repeats, "index_B": index_B}
-        batch = self.finished(batch, training=trainer.training, **of_step)
+        if trainer.training and self.augment is not None:
+            of_step: dict[str, Any] = {"epoch": trainer.current_epoch, "repeats": self.repeats, "index_B": index_B}
+            batch = self.augment.on_device(batch, seed=self.seed, **of_step)
+        batch = self.dataset.preprocess(batch)
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
@@ -289,8 +303,9 @@ class DataModule(pl.LightningDataModule):
         return module.on_after_batch_transfer(taken, dataloader_idx)
 
     def sampler(self, **place: Any) -> TrainBatches:
-        """Of the training batches of one process; of whole global batches by default. Copies are made on the device."""
-        return TrainBatches(self.train_split, batch=self.batch_size // self.repeats, seed=self.seed, **place)
+        """Of the training batches of one process; of whole global batches by default."""
+        of_run: dict[str, Any] = {"batch": self.batch_size // self.repeats, "repeats": self.repeats, "seed": self.seed}
+        return TrainBatches(self.train_split, **of_run, **place)
 
     def global_batch(self, epoch: int, step: int) -> Batch:
         """The samples that training takes at a step, as they are stored. Raises UserError if the epoch is shorter."""
@@ -298,23 +313,24 @@ class DataModule(pl.LightningDataModule):
         if step >= len(sampler):
             raise UserError(f"an epoch has {len(sampler)} steps; step {step} is beyond it. They count from 0.")
         sampler.epoch, sampler.start = epoch, step
-        return self.raw("train", next(iter(sampler)))
+        return self.raw("train", next(iter(sampler)), epoch=epoch)
 
-    def finished(self, batch: Batch, *, training: bool, epoch: int = 0, **of_step: Any) -> Batch:
-        """Augments and preprocesses a batch for the network and the task; with `repeats` copies of each sample in training."""
-        if training and self.augment is not None:
-            batch = self.augment(batch, seed=self.seed, epoch=epoch, **of_step)
-        return self.dataset.preprocess(batch)
+    def finished(self, batch: Batch, *, training: bool, epoch: int = 0, repeats: int = 1, device: Any = None) -> Batch:
+        """Augments a batch of `raw`, moves it to `device`, and preprocesses it for the network and the task."""
+        change = self.augment if training else None
+        of_step: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "repeats": repeats}
+        batch = change.at_reading(batch, **of_step) if change else batch
+        batch = move_data_to_device(batch, device) if device else batch
+        return self.dataset.preprocess(change.on_device(batch, **of_step) if change else batch)
 
-    def raw(self, part: str, index_N: Any) -> Batch:
+    def raw(self, part: str, index_N: Any, epoch: int = 0) -> Batch:
         """Samples of a part as the data set gives them, before `finished`."""
-        return self.labelled(part, fetch(samples_of(getattr(self.dataset, part)), np.asarray(index_N)))
+        return self.labelled(part, self.reader(part)(np.asarray(index_N), epoch))
 
     def example(self, samples: int | Indices, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of training samples, augmented for `training`: of these indices, or of the first, repeated if there are fewer."""
         index_N = np.arange(samples) % len(self.dataset.train) if isinstance(samples, int) else samples
-        batch = self.raw("train", index_N)
-        return self.finished(move_data_to_device(batch, torch.device(device)), training=training)
+        return self.finished(self.raw("train", index_N), training=training, device=torch.device(device))
 
     def varied(self, count: int) -> Indices:
         """Training samples whose halves differ most: the first has few values that are missing, negative or zero, such as padding."""
@@ -339,7 +355,8 @@ class DataModule(pl.LightningDataModule):
         """Records which data the weights of a checkpoint were trained on. Raises DataChanged."""
         sizes = {"train": len(self.dataset.train), "test": len(self.dataset.test)}
         known = {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.about}
-        return {**known, **({"folds": "stratified"} if self.folds else {})}
+        how = {"folds": self.folds and "stratified", "transforms": self.augment and self.augment.reads and "keyed"}
+        return {**known, **{name: value for name, value in how.items() if value}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError: the run trained on other data, or on samples that are validated here."""
@@ -348,6 +365,11 @@ class DataModule(pl.LightningDataModule):
             raise UserError(
                 "the checkpoint is of an earlier version, which divided data.folds differently: this run would validate samples that were "
                 "trained on. Resume it with that version, or start a new run."
+            )
+        if self.augment and self.augment.reads and "transforms" not in state:
+            raise UserError(
+                "the checkpoint is of an earlier version, whose crop, color_jitter, rotate, trivial and rand drew other random numbers: this run would "
+                "end otherwise. Resume it with that version, or start a new run with init_from=<checkpoint>."
             )
         if state["sha256"] != here:
             raise UserError(

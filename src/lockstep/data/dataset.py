@@ -82,16 +82,25 @@ class Items:
         return len(self.dataset)
 
     def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
+        return self.together([self.one(index) for index in indices])
+
+    def one(self, index: Any) -> dict[str, Any]:
+        return self.named(self.dataset[int(index)])
+
+    def together(self, samples: list[dict[str, Any]]) -> Mapping[str, Any]:
+        """Samples as a batch; boxes and keypoints stay one value for each sample."""
         from torch.utils.data import default_collate
 
-        samples, title = [self.named(self.dataset[int(index)]) for index in indices], type(self.dataset).__name__
+        title = type(self.dataset).__name__
+        apart = [name for name, value in samples[0].items() if any(map(is_boxes, flat(value)))]
         try:
-            return default_collate(samples)
+            batch = default_collate([{n: v for n, v in sample.items() if n not in apart} for sample in samples])
         except (RuntimeError, TypeError) as e:
             raise UserError(
                 f"samples of {title} do not form a batch: {e}. Pad them to one shape; or write an object with __len__ and "
                 "__getitem__(indices), which may return a list with a tensor for each sample."
             ) from None
+        return {**batch, **{name: [sample[name] for sample in samples] for name in apart}}
 
     def named(self, sample: Any) -> dict[str, Any]:
         pair = isinstance(sample, tuple | list) and len(sample) == 2
@@ -104,6 +113,14 @@ class Items:
 
             values["input"] = np.array(to_array(values["input"], channels=self.channels, size=self.size))
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def is_boxes(value: Any) -> bool:
+    """Whether a value is torchvision's BoundingBoxes or KeyPoints, of which samples have different numbers."""
+    return type(value).__module__.startswith("torchvision.tv_tensors") and type(value).__name__ in (
+        "BoundingBoxes",
+        "KeyPoints",
+    )
 
 
 def samples_of(part: Any) -> Samples:
@@ -181,12 +198,14 @@ def content_of(part: Any) -> bytes:
 
 
 def bytes_of(samples: Samples) -> bytes | None:
-    """Digest of some samples, read one by one, because shapes may differ. None if a second read gives other bytes."""
-    digests = []
+    """Digest of some samples, read one by one, because shapes may differ. None if a second read gives other bytes, seeded alike."""
+    from lockstep.data.loaders import Reader  # with torch
+
+    digests, reader = [], Reader(samples, seed=0)
     for _ in range(2):
         digest = hashlib.sha256()
         for index in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
-            for value in flat(list(samples[np.array([index])].values())):
+            for value in flat(list(reader[np.array([index]), 0].values())):
                 digest.update(np.asarray(value).tobytes())
         digests.append(digest.digest())
     return digests[0] if digests[0] == digests[1] else None

@@ -5,7 +5,7 @@ import logging
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lockstep.data.dataset import Arrays, Batch, Indices, Samples, flat
-from lockstep.data.sampler import FILLER, Sampler
+from lockstep.data.dataset import Arrays, Batch, Indices, Items, flat, samples_of
+from lockstep.data.keyed import Generators
+from lockstep.data.sampler import FILLER, Sampler, sample_states
 from lockstep.errors import TrainingFailed, UserError, chain
 
 log = logging.getLogger("lockstep")
@@ -45,15 +46,56 @@ def is_numeric(array: np.ndarray[Any, Any]) -> bool:
     return array.dtype.kind in "biufc"
 
 
-def fetch(samples: Samples, indices_B: Indices) -> Batch:
-    """The batch of the samples at `indices_B`; the first sample takes the place of each FILLER."""
-    named = {name: as_tensor(value, name) for name, value in samples[np.maximum(indices_B, 0)].items()}
-    return {**named, "index": torch.from_numpy(indices_B), "count": count_of(indices_B)}
-
-
 def count_of(indices_B: Indices) -> int:
     """How many of them are samples."""
     return int((indices_B != FILLER).sum())
+
+
+class Reader:
+    """Reads batches of a part and changes them by `at_reading`, which draws random numbers.
+
+    So may a torch Dataset: all numbers that it draws are a function of (seed, epoch, sample, copy). `repeats` indices in a row are copies.
+    """
+
+    def __init__(
+        self, part: Any, *, seed: int, repeats: int = 1, at_reading: Callable[..., Batch] | None = None
+    ) -> None:
+        self.samples, self.seed, self.repeats, self.at_reading = samples_of(part), seed, repeats, at_reading
+        self.generators: Generators | None = None  # made in the process that reads
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "generators": None}
+
+    def __call__(self, indices_B: Indices, epoch: int = 0) -> Batch:
+        """The first sample takes the place of each FILLER."""
+        of_step = {"seed": self.seed, "epoch": epoch, "repeats": self.repeats}
+        named = {name: as_tensor(value, name) for name, value in self[np.maximum(indices_B, 0), epoch].items()}
+        batch = {**named, "index": torch.from_numpy(indices_B), "count": count_of(indices_B)}
+        return self.at_reading(batch, index_B=indices_B, **of_step) if self.at_reading else batch
+
+    def __getitem__(self, place: tuple[Indices, int]) -> Mapping[str, Any]:
+        """Samples without `at_reading`. Copies of a sample are read once, unless its data set draws."""
+        (indices_B, epoch), repeats, items = place, self.repeats, self.samples
+        if not isinstance(items, Items):
+            return items[indices_B] if repeats == 1 else repeated(items[indices_B[::repeats]], repeats)  # type: ignore[no-any-return]
+        self.generators = self.generators or Generators(items.dataset)
+
+        def read(index_N: Indices, copies: int) -> list[Any]:
+            state_N = sample_states("data", index_N, seed=self.seed, epoch=epoch, repeats=copies)
+            return self.generators.each(state_N, lambda place: items.one(index_N[place]))  # type: ignore[union-attr]
+
+        samples = read(indices_B[::repeats], 1)
+        draws = repeats > 1 and self.generators.used
+        return items.together(read(indices_B, repeats) if draws else [each for each in samples for _ in range(repeats)])
+
+
+def repeated(value: Any, times: int) -> Any:
+    """The values of each sample `times` times in a row."""
+    if isinstance(value, Mapping):
+        return {name: repeated(each, times) for name, each in value.items()}
+    if isinstance(value, list):
+        return [each for each in value for _ in range(times)]
+    return value.repeat_interleave(times, 0) if isinstance(value, Tensor) else np.repeat(value, times, 0)
 
 
 # --- Batches of arrays in memory ---
@@ -114,19 +156,30 @@ def lost(error: BaseException) -> str | None:
     )
 
 
+class Places:
+    """The batches of a sampler, each with its epoch, which workers are not told otherwise."""
+
+    def __init__(self, sampler: Iterable[Indices]) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[tuple[Indices, int]]:
+        for indices_B in self.sampler:
+            yield indices_B, getattr(self.sampler, "epoch", 0)
+
+
 class Indexed(Dataset[Batch | bytes]):
-    """Samples as a torch Dataset that is indexed by whole batches of indices.
+    """A torch Dataset of batches, by the indices of their samples and the epoch.
 
     A worker returns tensors in shared memory; or pickled ones, for which a pipe has room, if /dev/shm has none. torch would
     share them in a thread of the worker, lose the batch when that fails, and wait for it for ever.
     """
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    def __init__(self, read: Reader) -> None:
+        self.read = read
         self.shares = not SHM.is_dir() or shutil.disk_usage(SHM).free >= SHARED
 
-    def __getitem__(self, indices_B: Indices) -> Batch | bytes:
-        batch = fetch(self.samples, indices_B)
+    def __getitem__(self, place: tuple[Indices, int]) -> Batch | bytes:
+        batch = self.read(*place)
         if get_worker_info() is None:
             return batch
         if self.shares:
@@ -143,9 +196,9 @@ class FromWorkers:
 
     warned = False
 
-    def __init__(self, samples: Samples, sampler: Iterable[Indices], **options: Any) -> None:
+    def __init__(self, read: Reader, sampler: Iterable[Indices], **options: Any) -> None:
         # The sampler yields whole batches of indices; batch_size=None passes each to the data set at once.
-        self.loader = DataLoader(Indexed(samples), sampler=sampler, batch_size=None, **options)
+        self.loader = DataLoader(Indexed(read), sampler=Places(sampler), batch_size=None, **options)  # type: ignore[arg-type]
 
     def batches(self) -> Iterator[Batch]:
         try:

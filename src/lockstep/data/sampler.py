@@ -1,8 +1,10 @@
 """Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -35,6 +37,25 @@ def keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     """Round keys of the permutation that belongs to (seed, epoch)."""
     start = mix(np.array([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(epoch))
     return mix(start + np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step (Steele, Lea, Flood 2014)
+COPY = np.uint64(0xD1342543DE82EF95)  # another odd number, for the copies of a sample
+
+
+@cache
+def name_key(name: str) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
+
+
+def sample_states(name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1) -> NDArray[np.uint64]:
+    """What the random numbers of samples are computed from: a function of (seed, epoch, sample, copy, name).
+
+    `repeats` samples in a row are copies of one. By name, so an operation that is added or removed changes no other's numbers.
+    """
+    key = mix(name_key(name) ^ keys(seed, epoch)[:1])
+    copy_B = (np.arange(len(index_B)) % repeats).astype(np.uint64)
+    return mix(index_B.astype(np.uint64) * GOLDEN + copy_B * COPY + key)
 
 
 def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
@@ -172,6 +193,7 @@ class TrainBatches:
     world: int = 1
     accumulate: int = 1
     in_blocks: bool = False
+    repeats: int = 1  # copies of each sample, in a row; `batch` does not count them
     epoch: int = 0
     start: int = 0  # micro-batches that the next iteration skips, to resume
 
@@ -199,7 +221,7 @@ class TrainBatches:
             starts = (step * self.world * self.accumulate + place) * share
             order = (starts[:, None] + np.arange(share)).ravel()
             samples = self.split.ordered(order, self.seed, self.epoch)
-            yield from samples.reshape(-1, share)
+            yield from samples.repeat(self.repeats).reshape(-1, share * self.repeats)
 
 
 class EvalSampler:

@@ -29,7 +29,7 @@ from lockstep.config.words import warn
 from lockstep.data import dataset, pixels
 from lockstep.data.dataset import Batch, DataSet, samples_of
 from lockstep.data.images import NEEDED, Images
-from lockstep.data.loaders import fetch
+from lockstep.data.loaders import Reader
 from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
@@ -250,7 +250,7 @@ def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], file
     cfg: Any = OmegaConf.create(dict(config))
     if files is not None:
         inputs = input_files(files, cfg.data, about, "remove --files: the run's own data is used")
-        batch = fetch(inputs, np.arange(min(COMPARED, len(inputs))))
+        batch = Reader(inputs, seed=0)(np.arange(min(COMPARED, len(inputs))))
         good = [place for place, problem in enumerate(batch.pop("problem")) if not problem]
         return inputs.reader, samples_at(batch, good, len(batch["index"]))
     try:
@@ -259,7 +259,7 @@ def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], file
         data: DataSet = create_data(cfg.data)
         data.prepare()
         samples = samples_of(data.test)
-        return data, fetch(samples, np.arange(min(COMPARED, len(samples))))
+        return data, Reader(samples, seed=0)(np.arange(min(COMPARED, len(samples))))
     except Exception as e:  # the user's own data sets may raise anything
         raise UserError(f"the run's data, to compare with, cannot be read: {e} Pass --files <folder>.") from None
 

@@ -239,7 +239,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         cfg.run = str(saved.run if composed.run is None else composed.run)
         cfg.runs_dir = composed.runs_dir if composed.run is not None else home_of(checkpoint.path, cfg.run)
         cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint.path), False
-        cfg.callbacks, cfg.trainer.accumulate_grad_batches = {}, 1
+        cfg.callbacks, cfg.augment, cfg.trainer.accumulate_grad_batches = {}, {}, 1
     return cfg
 
 
