@@ -54,7 +54,7 @@ class Reads(pl.Callback):
             pass
 
 
-MUCH = ["augment=[light,standard,strong,rotate,rand]", "callbacks=[default,ema]", "data.repeats=2"]
+MUCH = ["augment=[light,erase,mixup_cutmix]", "callbacks=[default,ema]", "data.repeats=2"]
 CASES = {
     "32-true": ["data.on_device=true", *MUCH],
     "bf16-mixed": ["data.on_device=false", "trainer.accumulate_grad_batches=2", "optim=sgd", "optim.fused=false"],
