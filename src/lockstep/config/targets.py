@@ -57,7 +57,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "albumentations.augmentations.", "albumentations.core.composition.",
     ),
 }  # fmt: skip
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # its import asks pypi.org for a newer version
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # its import looks for a newer version online
 CLASS = "my_package.my_module.MyClass"  # in messages
 FUNCTIONS = ("timm.data.auto_augment.",)  # each makes a transform, and says not of what type
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle beside the data, which may run code
