@@ -1,10 +1,12 @@
 """What breaks around a run loses nothing: results before files, exit handlers, configs of any size, refusals as one message."""
 
+import gc
 import json
 import os
 import stat
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -24,8 +26,9 @@ from lockstep.config import checks, compose, rules, settings
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.config.targets import written_arguments
+from lockstep.data.published import Mnist
 from lockstep.errors import NotSaved, UserError, outcome_of
-from lockstep.launch import cli, exits, local, resuming
+from lockstep.launch import cli, exits, local, resuming, start
 from lockstep.reporting import page
 from lockstep.tasks.panel import Calibration
 
@@ -93,6 +96,23 @@ def test_results_are_printed_before_they_are_written(number, tmp_path, monkeypat
     page.show_predictions(tmp_path / "predict.json", about, result, gallery=False)  # its table is complete
     shown = capsys.readouterr()
     assert "out.csv" in shown.out and "The table is complete" in shown.err and "resume" not in shown.err
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_one_data_set_is_in_memory_at_a_time(cycle, train, monkeypatch):
+    prepared, collections = Mnist.prepare, Mock(side_effect=gc.collect)
+    made: list[weakref.ref] = []
+
+    def prepare(self) -> None:
+        assert [data for data in made if data() is not None] == []
+        made.append(weakref.ref(self))
+        self.cycle = self if cycle else None
+        prepared(self)
+
+    monkeypatch.setattr(Mnist, "prepare", prepare)
+    monkeypatch.setattr(start, "gc", Mock(collect=collections))
+    train("run=a", "trainer.max_steps=1")
+    assert len(made) == 2 and collections.call_count == cycle
 
 
 @pytest.mark.parametrize(("trains", "advised"), [(True, True), (False, False)])

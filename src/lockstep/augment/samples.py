@@ -94,10 +94,10 @@ class SampleTransform(Operation):
             sample = {**sample, **wrapped(sample, places, strict=bool(self.library))}
         elif self.library:
             raise CannotMove(f"it changes images of bytes (uint8, CHW), and `input` is {form_of(image)}.")
-        if places and self.library in ALONE:
+        if places and LIBRARIES.get(self.library) in (of_tensor, of_pillow):
             raise CannotMove(f"it gets the image alone, and `{places[0]}` would stay. Use torchvision.transforms.v2.")
         changed = LIBRARIES[self.library](self.transform, sample) if self.library else self.transform(sample)
-        result = {name: plain(value) for name, value in changed.items()}
+        result = plain(changed)
         if is_image and not str(getattr(result["input"], "dtype", "")).endswith("uint8"):
             raise CannotMove(
                 f"it returns {form_of(result['input'])}. Images stay bytes until the device normalises them: leave ToDtype and Normalize out."
@@ -181,10 +181,6 @@ def hwc(image_CHW: Any) -> Any:
 # --- What the transforms of a library get ---
 
 
-def of_sample(transform: Any, sample: Sample) -> Sample:
-    return dict(transform(sample))
-
-
 def of_tensor(transform: Any, sample: Sample) -> Sample:
     return {**sample, "input": transform(plain(sample["input"]))}
 
@@ -224,10 +220,9 @@ LIBRARIES: Mapping[str, Callable[[Any, Sample], Sample]] = {
     "albumentations.": of_albumentations,
     "timm.data.random_erasing": of_tensor,
     "timm.": of_pillow,
-    "torchvision.transforms.v2": of_sample,
+    "torchvision.transforms.v2": lambda transform, sample: dict(transform(sample)),
     "torchvision.": of_tensor,
 }
-ALONE = ("timm.data.random_erasing", "timm.", "torchvision.")
 
 
 # --- torchvision's, with arguments that are checked before torch is imported ---

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -43,17 +42,13 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step (Steele, Lea, Flood 
 COPY = np.uint64(0xD1342543DE82EF95)  # another odd number, for the copies of a sample
 
 
-@cache
-def name_key(name: str) -> np.uint64:
-    return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
-
-
 def sample_states(name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1) -> NDArray[np.uint64]:
     """What the random numbers of samples are computed from: a function of (seed, epoch, sample, copy, name).
 
     `repeats` samples in a row are copies of one. By name, so an operation that is added or removed changes no other's numbers.
     """
-    key = mix(name_key(name) ^ keys(seed, epoch)[:1])
+    name_key = np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
+    key = mix(name_key ^ keys(seed, epoch)[:1])
     copy_B = (np.arange(len(index_B)) % repeats).astype(np.uint64)
     return mix(index_B.astype(np.uint64) * GOLDEN + copy_B * COPY + key)
 
