@@ -201,12 +201,6 @@ UNSEEDED = (
 )
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two batches are equal."""
-    pairs = zip(flat(one), flat(other), strict=True)
-    return all(a.equal(b) if hasattr(a, "equal") else np.array_equal(a, b) for a, b in pairs)
-
-
 class Augmentation:
     """Applies operations in the order of the mapping: first those that run where samples are read, last those that mix samples."""
 
@@ -237,7 +231,8 @@ class Augmentation:
             if operation.at_reading:
                 index_B = batch["index"].numpy()
                 made, again = (operation(batch, Draws(f"augment.{name}", index_B, seed=0, epoch=0)) for _ in range(2))
-                if not alike(made, again):
+                pairs = zip(flat(made), flat(again), strict=True)
+                if not all(a.equal(b) if hasattr(a, "equal") else np.array_equal(a, b) for a, b in pairs):
                     raise UserError(UNSEEDED.format(name))
                 batch = made
 

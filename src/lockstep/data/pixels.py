@@ -39,6 +39,12 @@ def spelled(name: str) -> str:
     return unicodedata.normalize("NFC", os.fsencode(name).decode(errors="backslashreplace"))
 
 
+def masks_of(names: list[str]) -> dict[str, str]:
+    """The images of a folder that masks lie beside, by the mask."""
+    there = {*names} if "mask" in "/".join(names).lower() else {}  # nearly no folder has such names
+    return {name: image for name in there if (image := MASK.sub("", name)) != name and image in there}
+
+
 class Walk:
     """The files with some `endings` in each of `folders` and all below it, by name, those of a folder before those of the folders in it.
 
@@ -85,13 +91,12 @@ class Walk:
 
     def leave_out_masks(self, lists: list[list[str]]) -> None:
         """Removes names such as `1_mask.png` beside `1.png` from the lists, one for each place, if nearly all images have a mask."""
-        may_be = [names for names in lists if "mask" in "/".join(names).lower()]
-        images_of = [{mask: image for mask in names if (image := MASK.sub("", mask)) != mask and image in there} for names in may_be for there in [{*names}]]  # fmt: skip
-        count = sum(map(len, images_of))
-        if count and sum(len({*of.values()}) for of in images_of) >= MASKED * (sum(map(len, lists)) - count):
-            for names, of in zip(may_be, images_of, strict=True):
-                names[:] = [name for name in names if name not in of]
-            self.left_out["masks beside images"] = count
+        image_of = [masks_of(names) for names in lists]
+        masks, masked = sum(map(len, image_of)), sum(len({*images.values()}) for images in image_of)
+        if masks and masked >= MASKED * (sum(map(len, lists)) - masks):
+            for names, images in zip(lists, image_of, strict=True):
+                names[:] = [name for name in names if name not in images]
+            self.left_out["masks beside images"] = masks
 
     def __iter__(self) -> Iterator[str]:
         return (f"{at}{os.sep}{name}" for each in self.files.values() for at, names in each.items() for name in names)
