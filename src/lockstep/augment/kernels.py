@@ -67,5 +67,5 @@ def erased(image_BCHW: Tensor, box_B4: Indices, *, fill: int | str, draws: Draws
 
 def weighted_mean(value: Tensor, other: Tensor, share_B: Array) -> Tensor:
     share = on(value, share_B).view(-1, *[1] * (value.dim() - 1))
-    mean = value * share + other * (1 - share)
-    return (mean if value.is_floating_point() else mean.round()).to(value.dtype)
+    mean = (value * share).add_(other * (1 - share))
+    return (mean if value.is_floating_point() else mean.round_()).to(value.dtype)
