@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 import thin_project
 import torch
+from torchvision.transforms import InterpolationMode, v2
 from your_own import forget
 
 from lockstep import CONFIGS, ROOT
 from lockstep.augment import Augmentation
+from lockstep.augment.samples import RandAugment, Rotate, TrivialAugment
 from lockstep.config.checks import check_classes
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings, accumulations
@@ -95,6 +97,15 @@ def test_its_keys_are_checked_and_what_has_no_effect_is_told(project, typed, tol
 def test_every_option_is_in_the_table_of_the_page():
     table = PAGE.partition("## What is exact")[0]
     assert [path.stem for path in (CONFIGS / "augment").glob("*.yaml") if f"`{path.stem}`" not in table] == []
+
+
+@pytest.mark.parametrize(("option", "name"), [
+    (Rotate(degrees=15.0), "RandomRotation"), (TrivialAugment(), "TrivialAugmentWide"), (RandAugment(), "RandAugment"),
+])  # fmt: skip
+def test_torchvision_gets_an_interpolation_of_its_own_type(option, name, monkeypatch):
+    """Its 0.26 takes no text, which later ones do."""
+    monkeypatch.setattr(v2, name, lambda *given, **named: [*given, *named.values()])
+    assert InterpolationMode(option.interpolation) in option.transform
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])

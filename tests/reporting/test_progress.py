@@ -5,12 +5,15 @@ import io
 import itertools
 import json
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.accelerators import cuda
+from lightning.pytorch.accelerators import CUDAAccelerator
 from rich.console import Console
 
 import lockstep
@@ -151,6 +154,17 @@ def test_predict_tells_how_far_it_is(run_a, all_lines, capsys):
     assert [line.split(" · ")[1] for line in lines] == [f"batch {i}/5" for i in range(1, 6)]
     assert all(re.search(r"\d:\d\d left · [\d,]+ images/s$", line) for line in lines)
     assert json.loads(Path("runs/a/predict.json").read_text()) == found
+
+
+def test_a_gpu_that_is_not_wanted_is_no_warning(monkeypatch):
+    monkeypatch.setattr(CUDAAccelerator, "is_available", lambda: True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for expected in (True, False):
+            pl.Trainer(accelerator="cpu", logger=False)
+            assert any("not used" in str(each.message) for each in told) == expected
+            console.quiet(0)
+            told.clear()
 
 
 def test_the_advice_about_tensor_cores_is_not_given(monkeypatch, capsys, caplog):

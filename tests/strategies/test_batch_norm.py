@@ -32,6 +32,7 @@ def step(net: nn.Module, x: torch.Tensor, whole: int) -> torch.Tensor:
 
 def process(rank: str, port: str, folder: str, device: str) -> None:
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
+    torch.backends.cudnn.allow_tf32 = False
     net, x = make_net().to(device), batch().to(device)
     synchronise(net, device)
     y = step(net, x.chunk(2)[int(rank)], len(x))

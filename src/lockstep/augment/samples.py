@@ -236,9 +236,11 @@ class Torchvision(Checked, SampleTransform):
 
     @cached_property
     def transform(self) -> Any:  # type: ignore[override]
-        from torchvision.transforms import v2
+        from torchvision.transforms import InterpolationMode, v2
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        if "interpolation" in given:
+            given["interpolation"] = InterpolationMode(given["interpolation"])  # torchvision 0.26 takes no text
         return getattr(v2, self.name)(**{self.spelled.get(name, name): value for name, value in given.items()})
 
 
@@ -263,10 +265,11 @@ class Rotate(Torchvision):
 
     @cached_property
     def transform(self) -> Any:
-        from torchvision.transforms import v2
+        from torchvision.transforms import InterpolationMode, v2
         from torchvision.tv_tensors import Mask
 
-        return v2.RandomRotation(self.degrees, self.interpolation, fill={Mask: self.mask_fill, "others": self.fill})
+        fill = {Mask: self.mask_fill, "others": self.fill}
+        return v2.RandomRotation(self.degrees, InterpolationMode(self.interpolation), fill=fill)
 
     def change(self, sample: Sample, places: Sequence[str]) -> Sample:
         if places and self.mask_fill is None:

@@ -314,7 +314,7 @@ class Throughput(Callback):
             self.close(trainer)
             self.began_s = time.perf_counter()  # includes the wait for the next batch
             for samples, seconds, _ in self.windows[-1:]:
-                pl_module.log(f"train/{self.unit}_per_s", samples / seconds, prog_bar=True)
+                pl_module.log(f"train/{self.unit}_per_s", torch.tensor(samples / seconds), prog_bar=True)
                 if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
                     pl_module.log("train/peak_memory_gib", peak / 2**30)
 

@@ -109,6 +109,7 @@ CHATTER = (
     "Loaded model weights from the checkpoint", "Loading `train_dataloader` to estimate", "`Trainer(limit_", "No CUDA runtime is found",
 )  # fmt: skip
 NOISE = (
+    r"GPU available but not used",  # nor is one without trainer.accelerator=cpu
     r".*does not have many workers which may be a bottleneck",  # images are in memory: workers would only copy them
     r".*The number of training batches .* is smaller than the logging interval",  # short runs are meant to be short
     r".*It is recommended to use `self.log\(.*sync_dist=True\)`",  # torchmetrics has reduced these values already

@@ -127,7 +127,8 @@ class TaskModule(QuickHookNames):
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
             # The mean over the global batches since the last row; the only communication about the loss.
             loss_sum, weight_sum = self.window()
-            self.log("train/loss", (loss_sum / weight_sum).float(), prog_bar=True)
+            # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
+            self.log("train/loss", (loss_sum / weight_sum).float().cpu(), prog_bar=True)
             self.window_loss = self.window_weight = 0.0
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         return self.arithmetic.to_backward(self, loss)
