@@ -81,14 +81,14 @@ class Mixup(Checked, Mix):
     probability: Probability = 1.0
 
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share]:
-        from lockstep.augment.kernels import weighted_mean
-
         own = batch.get("input")
         if own is None or not own.is_floating_point():
             own = images_of(batch, draws.name)
         share_B = beta(draws, self.alpha)
         share_B[~draws.chance(self.probability)] = 1
-        return {**batch, "input": weighted_mean(own, own.index_select(0, partner_B), share_B)}, share_B
+        share = draws.tensor(share_B).view(-1, *[1] * (own.dim() - 1))
+        mean = (own * share).add_(own.index_select(0, partner_B) * (1 - share))
+        return {**batch, "input": (mean if own.is_floating_point() else mean.round_()).to(own.dtype)}, share_B
 
 
 @dataclass(kw_only=True, eq=False)
@@ -112,8 +112,6 @@ class Cutmix(Checked, Mix):
         return np.stack([top_B, left_B, bottom_B - top_B, right_B - left_B], 1)
 
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share | None]:
-        from lockstep.augment.kernels import pasted
-
         height, width = images_of(batch, draws.name).shape[-2:]
         values = {"input": batch["input"], **spatial(batch, nested=True)}
         for name, value in values.items():
@@ -122,8 +120,16 @@ class Cutmix(Checked, Mix):
                     f"{draws.name} cannot paste a part of `{name}` with a part of the image. Remove it: ~{draws.name}."
                 )
         box_B4 = self.boxes(height, width, draws)
-        cut = {name: pasted(value, value.index_select(0, partner_B), box_B4) for name, value in values.items()}
-        result = {**batch, **cut}
+        top_B1, left_B1, height_B1, width_B1 = box_B4[:, :, None].swapaxes(0, 1)
+        rows_BH = (np.arange(height) >= top_B1) & (np.arange(height) < top_B1 + height_B1)
+        columns_BW = (np.arange(width) >= left_B1) & (np.arange(width) < left_B1 + width_B1)
+        inside_BHW = draws.tensor(rows_BH)[:, :, None] & draws.tensor(columns_BW)[:, None, :]
+
+        def pasted(value: "Tensor") -> "Tensor":
+            inside = inside_BHW.view(-1, *[1] * (value.dim() - 3), height, width)
+            return value.index_select(0, partner_B).where(inside, value)
+
+        result = {**batch, **{name: pasted(value) for name, value in values.items()}}
         if "target" not in values:
             return result, (1 - box_B4[:, 2] * box_B4[:, 3] / (height * width)).astype(np.float32)
         if "share" in batch:

@@ -66,15 +66,20 @@ class Draws:
         return self.uniform() < probability
 
     def tensor(self, array: NDArray[Any]) -> "Tensor":
-        """Numbers on the device of the batch, without waiting for it."""
-        import torch
-
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        """Numbers on the device of the batch."""
+        return on(self.device, array)
 
     @property
     def partner_B(self) -> "Tensor":
         """The place of each sample's partner: the neighbour in the global batch (0 and 1, 2 and 3, ...), of the same copy."""
         return self.tensor(self.place_B + self.repeats * (1 - 2 * (self.place_B // self.repeats & 1)))
+
+
+def on(device: "device | str", array: NDArray[Any]) -> "Tensor":
+    """Without waiting for the device."""
+    import torch
+
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 # --- The values that arguments take ---
@@ -119,7 +124,11 @@ class Checked:
 
 class Operation:
     """Changes a batch. To stay exact, a sample's result depends on that sample and its `draws` alone; and to stay fast, an
-    operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait."""
+    operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait.
+
+    It computes element by element, or image by image: matrix products and reductions of floats may round differently in batches of
+    another size, and then a sample would depend on how many others share its micro-batch.
+    """
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
     at_reading: ClassVar[bool] = False  # whether it runs where samples are read; before the others

@@ -61,10 +61,6 @@ class SampleTransform(Operation):
         homes = [base.__module__ for base in type(self.transform).__mro__]
         return next((name for name in LIBRARIES if any(home.startswith(name) for home in homes)), "")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For spawned workers: what is made when it is needed stays here."""
-        return {n: v for n, v in vars(self).items() if not isinstance(getattr(type(self), n, None), cached_property)}
-
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         own = {name: value for name, value in batch.items() if name not in ("index", "count")}
         places = [name for name, value in own.items() if name != "input" and has_places(value)] if self.moves else []

@@ -21,6 +21,7 @@ from lockstep.augment.operation import (
     PixelOperation,
     Positive,
     Probability,
+    on,
 )
 from lockstep.data.dataset import Indices
 
@@ -51,9 +52,13 @@ class Shift(Checked, GeometricOperation):
         return 2 * self.pixels - draws.below(2 * self.pixels + 1, (2,))
 
     def move(self, value_BCHW: "Tensor", plan: Indices, *, is_mask: bool) -> "Tensor":
-        from lockstep.augment.kernels import shifted
+        import torch
 
-        return shifted(value_BCHW, plan, pixels=self.pixels, fill=(self.mask_fill or 0) if is_mask else 0)
+        fill = (self.mask_fill or 0) if is_mask else 0
+        (h, w), corner_B2 = value_BCHW.shape[-2:], on(value_BCHW.device, plan)
+        padded = torch.nn.functional.pad(value_BCHW, [self.pixels] * 4, value=fill)
+        place_B = torch.arange(len(corner_B2), device=padded.device)
+        return padded.unfold(2, h, 1).unfold(3, w, 1)[place_B, :, corner_B2[:, 0], corner_B2[:, 1]]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,31 +74,15 @@ class Flip(Checked, GeometricOperation):
         return {dim: chosen_B for dim, chosen_B in mirrored.items() if chosen_B.any()}
 
     def move(self, value_BCHW: "Tensor", plan: dict[int, NDArray[np.bool_]], *, is_mask: bool) -> "Tensor":
-        from lockstep.augment.kernels import flipped
-
         for dim, mirrored_B in plan.items():
-            value_BCHW = flipped(value_BCHW, mirrored_B, dim=dim)
+            rows = on(value_BCHW.device, np.flatnonzero(mirrored_B))
+            value_BCHW = value_BCHW.index_copy(0, rows, value_BCHW.index_select(0, rows).flip(dim))
         return value_BCHW
 
 
-# --- Random boxes, chosen as torchvision chooses them ---
+# --- Operations that change pixels in their place ---
 
 ATTEMPTS = 10  # at a box that fits into the image
-
-
-def random_sides(draws: Draws, area: int, scale: Sequence[float], ratio: Sequence[float]) -> tuple[Indices, Indices]:
-    """width_BT and height_BT of boxes with a fraction of `area` and a ratio of width to height, uniform in its logarithm."""
-    area_BT, log_BT = draws.uniform(shape=(2, ATTEMPTS)).astype(np.float64).swapaxes(0, 1)
-    area_BT = area * (scale[0] + (scale[1] - scale[0]) * area_BT)
-    low, high = math.log(ratio[0]), math.log(ratio[1])
-    ratio_BT = np.exp(low + (high - low) * log_BT)
-    return np.sqrt(area_BT * ratio_BT).round().astype(np.int64), np.sqrt(area_BT / ratio_BT).round().astype(np.int64)
-
-
-def first_that_fits(fits_BT: NDArray[np.bool_], value_BT: Indices, otherwise: int) -> Indices:
-    """value_B of the first attempt that fits."""
-    first_B1 = fits_BT.argmax(1)[:, None]
-    return np.where(fits_BT.any(1), np.take_along_axis(value_BT, first_B1, 1)[:, 0], otherwise)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,16 +99,20 @@ class RandomErasing(Checked, PixelOperation):
 
     def boxes(self, height: int, width: int, draws: Draws) -> Indices:
         """box_B4: top, left, height, width. A box of 0 x 0 erases nothing."""
-        # torchvision's ratio is of height to width
-        h_BT, w_BT = random_sides(draws, height * width, self.scale, self.ratio)
-        fits_BT = (h_BT < height) & (w_BT < width)
-        erased_B = draws.chance(self.probability)
-        h_B, w_B = (first_that_fits(fits_BT, side_BT, 0) * erased_B for side_BT in (h_BT, w_BT))
+        area_BT, log_BT = draws.uniform(shape=(2, ATTEMPTS)).astype(np.float64).swapaxes(0, 1)
+        area_BT = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * area_BT)
+        low, high = map(math.log, self.ratio)
+        ratio_BT = np.exp(low + (high - low) * log_BT)  # of height to width, uniform in its logarithm
+        sides_2BT = np.sqrt([area_BT * ratio_BT, area_BT / ratio_BT]).round().astype(np.int64)
+        fits_BT = (sides_2BT[0] < height) & (sides_2BT[1] < width)
+        first_B, erased_B = fits_BT.argmax(1), draws.chance(self.probability) & fits_BT.any(1)
+        h_B, w_B = sides_2BT[:, draws.place_B, first_B] * erased_B
         return np.stack([draws.below(height - h_B + 1), draws.below(width - w_B + 1), h_B, w_B], 1)
 
     def change(self, image_BCHW: "Tensor", draws: Draws) -> "Tensor":
-        from lockstep.augment.kernels import erased
-
-        height, width = image_BCHW.shape[-2:]
-        boxes = self.boxes(height, width, draws)
-        return erased(image_BCHW, boxes, fill=self.fill, draws=draws)
+        result, (h, w) = image_BCHW.clone(), image_BCHW.shape[-2:]
+        for place, (top, left, height, width) in enumerate(self.boxes(h, w, draws).tolist()):
+            if height:
+                box, fill = result[place, :, top : top + height, left : left + width], self.fill
+                box[:] = draws.tensor(draws.noise(place, box.numel())).view(box.shape) if fill == "noise" else fill
+        return result

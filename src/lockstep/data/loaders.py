@@ -61,10 +61,7 @@ class Reader:
         self, part: Any, *, seed: int, repeats: int = 1, at_reading: Callable[..., Batch] | None = None
     ) -> None:
         self.samples, self.seed, self.repeats, self.at_reading = samples_of(part), seed, repeats, at_reading
-        self.generators: Generators | None = None  # made in the process that reads
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "generators": None}
+        self.generators = Generators(getattr(self.samples, "dataset", None))
 
     def __call__(self, indices_B: Indices, epoch: int = 0) -> Batch:
         """The first sample takes the place of each FILLER."""
@@ -78,11 +75,10 @@ class Reader:
         (indices_B, epoch), repeats, items = place, self.repeats, self.samples
         if not isinstance(items, Items):
             return items[indices_B] if repeats == 1 else repeated(items[indices_B[::repeats]], repeats)  # type: ignore[no-any-return]
-        self.generators = self.generators or Generators(items.dataset)
 
         def read(index_N: Indices, copies: int) -> list[Any]:
             state_N = sample_states("data", index_N, seed=self.seed, epoch=epoch, repeats=copies)
-            return self.generators.each(state_N, lambda place: items.one(index_N[place]))  # type: ignore[union-attr]
+            return self.generators.each(state_N, lambda place: items.one(index_N[place]))
 
         samples = read(indices_B[::repeats], 1)
         draws = repeats > 1 and self.generators.used

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -47,10 +48,15 @@ def sample_states(name: str, index_B: Indices, *, seed: int, epoch: int, repeats
 
     `repeats` samples in a row are copies of one. By name, so an operation that is added or removed changes no other's numbers.
     """
-    name_key = np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
-    key = mix(name_key ^ keys(seed, epoch)[:1])
+    key = key_of(name, seed, epoch)
     copy_B = (np.arange(len(index_B)) % repeats).astype(np.uint64)
     return mix(index_B.astype(np.uint64) * GOLDEN + copy_B * COPY + key)
+
+
+@lru_cache(64)
+def key_of(name: str, seed: int, epoch: int) -> NDArray[np.uint64]:
+    of_name = np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
+    return mix(of_name ^ keys(seed, epoch)[:1])
 
 
 def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
