@@ -1,0 +1,286 @@
+"""What a GPU must show, most important first, within a budget of seconds.
+
+python benchmarks/check_gpu.py [--budget 520] [--only waits,bits] [--data <folder>] [--out gpu-checks]
+python benchmarks/check_gpu.py --device cpu      # the same commands with small networks, to see that they work
+
+The folder of --data has MNIST; without it, the runs train on the embedded images. --out gets summary.txt (what is printed), reports.json,
+and the output of each command. A command that fails does not end the others. docs/measurements/gpu.md has what was seen.
+"""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import measuring
+import numpy as np
+import torch
+from benchmark import machine
+from measuring import last_step, wait_until
+from PIL import Image
+
+from lockstep import ROOT
+from lockstep.checkpoints.weights import read
+from lockstep.errors import UserError
+from lockstep.extras.comparison import tensor_difference
+from lockstep.machine.world import gpu_count
+
+COMMAND_S = 120.0  # the longest that a command may take
+LEAST_S = 25.0  # with less left, no stage begins
+SIZES = {  # of the runs that measure speed and memory: network, pixels, batch, steps
+    "cuda": (["model=resnet50d"], 336, 128, 60),
+    "cpu": (["model=timm", "model.name=test_resnet"], 32, 16, 8),
+}
+
+
+class Checks:
+    """Runs commands within the budget, and keeps their output."""
+
+    def __init__(self, device: str, budget_s: float, data: Path | None, folder: Path, out: Path) -> None:
+        self.device, self.folder, self.out = device, folder, out
+        self.net, self.pixels, self.batch, self.steps = SIZES[device]
+        self.began_s, self.budget_s = time.monotonic(), budget_s
+        self.mnist = [f"data.root={data.resolve()}"] if data else ["data.source=embedded"]
+        self.photos = ["data=folder", f"data.root={folder / 'photos'}"]
+        self.reports: dict[str, dict[str, Any]] = {}
+
+    def limit_s(self) -> float:
+        """How long a command may take now."""
+        return min(COMMAND_S, self.began_s + self.budget_s - time.monotonic())
+
+    def say(self, line: str) -> None:
+        line = f"[{time.monotonic() - self.began_s:4.0f} s] {line}"
+        print(line, flush=True)
+        with (self.out / "summary.txt").open("a") as file:
+            print(line, file=file)
+
+    def output(self, name: str) -> str:
+        return (self.out / f"{name}.txt").read_text(errors="replace").strip()
+
+    def run(self, name: str, command: Sequence[str], kill_at_step: int = 0) -> int:
+        """The exit code. The command and what it started are killed when the run is at this step, and when its time is over."""
+        child = measuring.start_command([sys.executable, *command], self.out / f"{name}.txt", cwd=ROOT)
+        metrics, limit_s = self.folder / name / "metrics.csv", self.limit_s()
+        try:
+            wait_until(lambda: child.poll() is not None or 0 < kill_at_step <= last_step(metrics), limit_s)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+        return int(child.wait())
+
+    def options(self, name: str, *more: str) -> list[str]:
+        where = [f"runs_dir={self.folder}", f"run={name}", f"data.cache_dir={self.folder / 'cache'}"]
+        return [f"trainer.accelerator={self.device}", *where, *more]
+
+    def train(self, name: str, *options: str, script: Sequence[str] = ("train.py",), kill_at_step: int = 0) -> Any:
+        """The report, with the exit code."""
+        code = self.run(name, [*script, *self.options(name, *options)], kill_at_step)
+        file = self.folder / name / "report.json"
+        self.reports[name] = (json.loads(file.read_text()) if file.is_file() else {}) | {"exit": code}
+        if code and not kill_at_step:
+            self.say(f"  {name}: exit code {code}: {self.output(name).splitlines()[-1:]}")
+        return self.reports[name]
+
+    def apart(self, one: str, other: str) -> str:
+        """Whether all that two runs left is equal; otherwise the distance of their weights, relative to their norm."""
+        try:
+            if not (lines := measuring.differences(self.folder / one, self.folder / other)):
+                return "same bits"
+            files = [self.folder / name / "checkpoints/last.ckpt" for name in (one, other)]
+            tensors = [read(file).values["state_dict"] for file in files]
+        except (UserError, OSError) as e:
+            return f"not compared: {e}"
+        weights = [torch.cat([each[key].double().flatten() for key in sorted(each)]) for each in tensors]
+        return f"weights {tensor_difference(*weights):.1e} apart; {lines[0]}"
+
+    def compared(self, base: str, options: list[str], ways: dict[str, list[str]]) -> Iterator[str]:
+        self.train(base, *options)
+        for name, more in ways.items():
+            self.train(name, *options, *more)
+            yield f"{name} against {base}: {self.apart(base, name)}"
+
+    def speeds(self, options: list[str], ways: dict[str, list[str]]) -> Iterator[str]:
+        for name, more in ways.items():
+            yield f"{name}: {rate(self.train(name, *options, *more))}"
+
+    def of_photos(self, pixels: int, batch: int) -> list[str]:
+        length = [f"trainer.max_steps={self.steps}", f"trainer.log_every_n_steps={self.steps // 4}", *TEST_ONE]
+        return [*self.photos, f"data.image_size={pixels}", f"data.batch_size={batch}", *length, NO_CHECKPOINTS]
+
+
+def write_photos(folder: Path) -> None:
+    """4,000 JPEGs of smooth noise, in ten classes."""
+    noise = np.random.default_rng(0).integers(0, 256, (4000, 4, 4, 3), dtype=np.uint8)
+    for number, coarse in enumerate(noise):
+        path = folder / f"class-{number % 10}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(coarse).resize((32, 32), Image.Resampling.BICUBIC).save(path)
+
+
+def accuracy(report: Any) -> str:
+    return f"exit code {report['exit']}" if report["exit"] else f"test accuracy {report['test/acc']:.2%}"
+
+
+def rate(report: Any) -> str:
+    if report["exit"]:
+        return f"exit code {report['exit']}"
+    speed, waiting = report["train/images_per_s"] or 0, report["train/data_wait_share"] or 0
+    return f"{speed:,.0f} images/s, {waiting:.1%} waiting for data, {report['peak_memory_bytes'] / 2**30:.1f} GiB"
+
+
+# --- the stages: each yields lines of the summary ---
+
+TEST_ONE = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=1"]
+FP32 = ["trainer.precision=32-true", "trainer.max_steps=40", *TEST_ONE]
+NO_CHECKPOINTS = "trainer.enable_checkpointing=false"
+RANKS = "exact.logical_ranks=8"
+DDP, FSDP = (["trainer.devices=1", f"strategy={name}"] for name in ("ddp", "fsdp"))
+
+
+def default(checks: Checks) -> Iterator[str]:
+    report = checks.train("default", *checks.mnist)
+    yield f"{accuracy(report)}, {rate(report)}"
+
+
+# A call that waits for the GPU warns. Frameworks catch warnings and print them again, so the printed ones are counted.
+WARNING = """import runpy, sys, torch
+if torch.cuda.is_available(): torch.cuda.set_sync_debug_mode("warn")
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")"""
+PLACE = re.compile(r"([\w./-]+/)?(\w+/\w+\.py:\d+).*synchronizing CUDA operation")
+
+
+def waits(checks: Checks) -> Iterator[str]:
+    """100 steps and 200, of one epoch, with two rows of the log each: they wait equally often, unless a step without a row waits."""
+    places: list[list[str]] = []
+    for steps in (100, 200):
+        name, length = f"waits-{steps}", [f"trainer.max_steps={steps}", f"trainer.log_every_n_steps={steps // 2}"]
+        options = [*checks.mnist, *length, *TEST_ONE, "data.batch_size=16"]
+        checks.train(name, *options, script=["-W", "always", "-c", WARNING])
+        places.append([found[2] for found in PLACE.finditer(checks.output(name))])
+    few, many = map(Counter, places)
+    yield f"{few.total()} in 100 steps, {many.total()} in 200; more in steps without a row: {dict(many - few) or 'none'}"
+    yield f"by place: {dict(many.most_common())}"
+    yield "in order: " + ", ".join(f"{place} x{len(list(same))}" for place, same in itertools.groupby(places[1]))
+
+
+def transforms(checks: Checks) -> Iterator[str]:
+    options = [*checks.photos, "data.image_size=32", "augment=[strong,rotate,rand]", RANKS, *FP32]
+    yield from checks.compared("read", options, {"read-by-workers": ["data.num_workers=4"], "read-ddp": DDP})
+    names = {"crop-flip": "[crop,flip]", "strong": "strong", "mixed": "[crop,flip,mixup,cutmix]"}
+    ways = {name: [*checks.net, f"augment={augment}"] for name, augment in names.items()}
+    yield from checks.speeds(checks.of_photos(min(checks.pixels, 224), 64), ways)
+
+
+def parity(checks: Checks) -> Iterator[str]:
+    ways = {"accumulated": ["trainer.accumulate_grad_batches=4"], "cpu": ["trainer.accelerator=cpu"]}
+    yield from checks.compared("single", [*checks.mnist, *FP32], {"ddp": DDP, "fsdp": FSDP, **ways})
+
+
+def bits(checks: Checks) -> Iterator[str]:
+    often = ["trainer.log_every_n_steps=10", "checkpoint.every_n_steps=50"]
+    options = [*checks.mnist, "trainer.deterministic=true", "trainer.max_steps=300", *often, *TEST_ONE]
+    yield from checks.compared("first", options, {"second": []})
+    report = checks.train("killed", *options, kill_at_step=120)
+    checks.train("killed", *options, "resume=auto")
+    yield f"{'killed' if report['exit'] < 0 else 'NOT KILLED'} and resumed: {checks.apart('first', 'killed')}"
+
+
+def speed(checks: Checks) -> Iterator[str]:
+    options = [*checks.net, *checks.of_photos(checks.pixels, checks.batch)]
+    yield from checks.speeds(options, {"net": [], "benchmark": ["trainer.benchmark=true"], "compile": ["compile=true"]})
+    script, turns = ROOT / "benchmarks/contenders.py", f"5\n{checks.steps // 2}\n"  # steps; the first turn warms up
+    command = [sys.executable, str(script), "upper_bound", *checks.options("bound", *options)]
+    with (checks.out / "bound.txt").open("w") as log:
+        done = subprocess.run(
+            command, input=turns, stdout=subprocess.PIPE, stderr=log, text=True, timeout=checks.limit_s()
+        )
+    turn = json.loads(done.stdout.splitlines()[-1])
+    yield f"a bare loop over one batch: {turn['images'] / turn['seconds']:,.0f} images/s"
+
+
+def exact(checks: Checks) -> Iterator[str]:
+    yield from checks.compared("ranks", [*checks.mnist, *FP32, RANKS], {"ranks-ddp": DDP})
+
+
+def precisions(checks: Checks) -> Iterator[str]:
+    options = [*checks.mnist, "trainer.max_steps=100", "trainer.gradient_clip_val=1.0", "trainer.limit_test_batches=8"]
+    for precision in ("16-mixed", "bf16-true", "16-true"):
+        yield f"{precision}: {accuracy(checks.train(precision, *options, f'trainer.precision={precision}'))}"
+
+
+def basic_net(checks: Checks) -> Iterator[str]:
+    data = checks.mnist[0].replace("data.root=", "--data-root=").replace("data.source=embedded", "--quick")
+    turns = ["--segment", "200" if checks.device == "cuda" else "5", "--rounds", "2", "--no-accuracy"]
+    checks.run("basic_net", ["benchmarks/benchmark.py", "--device", checks.device, "--peers", "plain", data, *turns])
+    yield from checks.output("basic_net").splitlines()[-7:]
+
+
+def memory(checks: Checks) -> Iterator[str]:
+    options = [*checks.net, *checks.of_photos(checks.pixels, 2048), "trainer.max_steps=2"]
+    report = checks.train("auto", *options, "trainer.accumulate_grad_batches=auto")
+    yield f"batch 2,048 in {report.get('accumulate_grad_batches')} micro-batches, by auto: {rate(report)}"
+    report = checks.train("oom", *options)
+    yield f"without auto: exit code {report['exit']}: {' '.join(checks.output('oom').split())[-220:]}"
+
+
+def vit(checks: Checks) -> Iterator[str]:
+    name = "vit_large_patch16_224" if checks.device == "cuda" else "test_vit"
+    options = ["model=timm", f"model.name={name}", *checks.of_photos(min(checks.pixels, 224), 64)]
+    yield from checks.speeds(options, {"vit": [], "vit-fsdp": FSDP})
+
+
+TESTS = (
+    "training/test_oom.py", "strategies/test_batch_norm.py", "data/test_loaders.py", "augment/test_references.py", "compat/test_torch.py",
+)  # fmt: skip
+
+
+def tests(checks: Checks) -> Iterator[str]:
+    checks.run("tests", ["-m", "pytest", "-n0", "-q", *(f"tests/{path}" for path in TESTS)])
+    lines = checks.output("tests").splitlines()
+    yield from (line for line in lines if re.match(r"FAILED|ERROR|\d+ (passed|failed)", line))
+
+
+STAGES: dict[str, Callable[[Checks], Iterator[str]]] = {
+    "default": default, "waits": waits, "transforms": transforms, "parity": parity, "bits": bits, "speed": speed, "exact": exact,
+    "precisions": precisions, "basic_net": basic_net, "memory": memory, "vit": vit, "tests": tests,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = measuring.parser(__doc__)
+    parser.add_argument("--device", choices=SIZES, default="cuda")
+    parser.add_argument("--budget", type=float, default=520, help="seconds")
+    parser.add_argument("--only", type=measuring.some_of(STAGES), default=list(STAGES), help=",".join(STAGES))
+    parser.add_argument("--data", type=Path, help="a folder with MNIST")
+    parser.add_argument("--out", type=Path, default=Path("gpu-checks"), help="an empty or a new folder")
+    args = parser.parse_args()
+    if args.device == "cuda" and not gpu_count():
+        parser.error("there is no GPU; pass --device cpu")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if any(args.out.iterdir()):
+        parser.error(f"{args.out} is not empty; remove it, or pass a different --out")
+    with tempfile.TemporaryDirectory() as folder:
+        checks = Checks(args.device, args.budget, args.data, Path(folder), args.out.resolve())
+        checks.say(measuring.made_by(machine(args.device)).strip())
+        write_photos(Path(folder) / "photos")
+        for name in args.only:
+            try:
+                for line in STAGES[name](checks) if checks.limit_s() > LEAST_S else ["not run, for lack of time"]:
+                    checks.say(f"{name}: {line}")
+            except Exception as e:
+                checks.say(f"{name}: {type(e).__name__}: {e}")
+            (checks.out / "reports.json").write_text(json.dumps(checks.reports, indent=1))
+
+
+if __name__ == "__main__":
+    main()
