@@ -94,7 +94,6 @@ def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
         "erase": (erase, lambda one, i: F.erase(one, *erased[i], torch.zeros(1, 1, 1, dtype=torch.uint8))),
         "mixup": (mixup, lambda one, i: (one * share[i] + image[i ^ 1] * (1 - share[i])).round().to(torch.uint8)),
         "cutmix": (cut, with_box),
-        **transforms(height),
     }
 
 
@@ -125,7 +124,7 @@ def augmentation(args: argparse.Namespace) -> str:
         noise = torch.randn(args.batch, 3, size, size, generator=generator) * 8
         smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bicubic") * 255
         image = (smooth + noise).round().clamp(0, 255).to(torch.uint8)
-        for name, case in cases(image).items():
+        for name, case in (cases(image) | transforms(size)).items():
             rows.setdefault(name, [f"`{name}`"]).extend(compared(image, *case, args.turns))
     head = ["operation", *(f"{size} px: {column}" for size in SIZES for column in COLUMNS)]
     return f"{args.batch} colour images.\n\n{table(head, list(rows.values()))}"
