@@ -223,7 +223,7 @@ def keyed(args: argparse.Namespace) -> str:
             ),
         }
         for case, (source, size, count, transform) in cases.items():
-            items = Items(Pictures(source, count, transform), size=size)
+            items = Items(Pictures(source, count, transform), channels=3, size=size)
             for workers in (0, 2):
                 turns = {kind.__name__: partial(rate, kind, items, workers) for kind in (Unkeyed, Reader)}
                 unkeyed, ours = in_turns(turns, args.turns, warm_up=1).values()

@@ -13,6 +13,7 @@ import torch
 from conftest import write_mnist
 from pictures import COLOURS, write_classes
 from PIL import Image
+from torchvision.transforms.v2 import functional as F
 
 import lockstep
 from lockstep.errors import UserError
@@ -114,7 +115,8 @@ def test_the_most_probable_classes_and_all_probabilities_come_on_request(predict
     data = torch.load(place / "runs/photos/checkpoints/last.ckpt", weights_only=True)["DataModule"]["about"]
     row = next(row for row in rows if row["path"].endswith(".png"))
     with Image.open(place / "photos" / row["path"]) as image:
-        pixels = np.asarray(image.convert("RGB").resize((12, 12), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+        square = F.center_crop(F.resize(image.convert("RGB"), [12]), [12, 12])
+        pixels = np.asarray(square).transpose(2, 0, 1)
     mean, std = (torch.tensor(data[key]).view(-1, 1, 1) for key in ("mean", "std"))
     with torch.inference_mode():
         logits_BK = lockstep.load_model("runs/photos")(((torch.tensor(pixels) / 255 - mean) / std)[None])

@@ -3,6 +3,7 @@
 Every random number that they draw, by whatever generator, is a function of (seed, epoch, sample, copy, name of the transform).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -54,6 +55,10 @@ class SampleTransform(Operation):
         from lockstep.data.keyed import Generators
 
         return Generators(self.transform)
+
+    @property
+    def crops_from(self) -> int | None:  # type: ignore[override]
+        return 0 if "RandomResizedCrop" in type(self.transform).__name__ else None  # also timm's and albumentations'
 
     @cached_property
     def library(self) -> str:
@@ -248,6 +253,12 @@ class RandomResizedCrop(Torchvision):
     image_size: Count
     scale: Annotated[Sequence[Fraction], *PAIR] = (0.08, 1.0)
     ratio: Annotated[Sequence[Positive], *PAIR] = (3 / 4, 4 / 3)
+
+    @property
+    def crops_from(self) -> int:  # type: ignore[override]
+        """The smallest box then has `image_size` pixels on its shorter side."""
+        low, high = self.ratio
+        return math.ceil(self.image_size / math.sqrt(self.scale[0] * min(low, 1 / high)))
 
 
 @dataclass(kw_only=True, eq=False)

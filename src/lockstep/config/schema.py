@@ -173,6 +173,7 @@ KEYS: dict[str, Kind] = {
     "data.batch_size": whole(1, 64),
     "data.eval_batch_size": whole(1, 1000),
     "data.image_size": whole(1, 224, "a whole number of pixels", 2**15),
+    "data.resize": one_of("crop", "pad", "squash"),
     "data.mean": CHANNELS,
     "data.std": CHANNELS,
     "data.val_fraction": number(0, 0.1, above=True, below=1),

@@ -62,6 +62,9 @@ def renumbered(target: Tensor, places: Tensor, key: str, count: int) -> Tensor:
     return places.to(target.device)[number.clamp(0, size - 1)].where((number >= 0) & (number < size), number)
 
 
+TRANSFORMS = "keyed, of whole images"  # what runs and checkpoints with transforms have
+
+
 class DataModule(pl.LightningDataModule):
     """Training, validation and test batches of a data set, the same for every number of processes and workers."""
 
@@ -206,31 +209,24 @@ class DataModule(pl.LightningDataModule):
             )
         return {**batch, "target": renumbered(target, places, of_key, len(names))}
 
-    def reader(self, part: str, *, training: bool = False) -> Reader:
-        change, repeats = (self.augment, self.repeats) if training else (None, 1)
+    def reader(self, part: str, *, training: bool = False, repeats: int | None = None) -> Reader:
+        change, repeats = (self.augment, repeats or self.repeats) if training else (None, 1)
         at_reading = change.at_reading if change and change.reads else None
-        return Reader(getattr(self.dataset, part), seed=self.seed, repeats=repeats, at_reading=at_reading)
+        whole = self.dataset.whole(part, change.crops_from) if change and change.crops_from is not None else None
+        samples = getattr(self.dataset, part) if whole is None else whole
+        return Reader(samples, seed=self.seed, repeats=repeats, at_reading=at_reading, apart=whole is not None)
 
     def loader(self, part: str, sampler: Sampler, *, training: bool = False) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
         reader, is_array = self.reader(part, training=training), isinstance(samples, Arrays)
-        if (
-            is_array
-            and all(map(is_numeric, samples.arrays.values()))
-            and not self.num_workers
-            and not reader.at_reading
-        ):
+        is_numbers = is_array and all(map(is_numeric, samples.arrays.values()))
+        if is_numbers and not self.num_workers and not reader.at_reading:
             memory = self.memory(part)
             read: Any = partial(memory.batches, sampler, pin=on_gpu and memory.device is None)
         else:
-            loaded = FromWorkers(
-                reader,
-                sampler,
-                num_workers=self.num_workers,
-                prefetch_factor=self.prefetch_factor,
-                persistent_workers=self.num_workers > 0 and self.persistent_workers is not False,
-                pin_memory=on_gpu,
-            )
+            stay = self.num_workers > 0 and self.persistent_workers is not False
+            options: dict[str, Any] = {"prefetch_factor": self.prefetch_factor, "persistent_workers": stay}
+            loaded = FromWorkers(reader, sampler, num_workers=self.num_workers, pin_memory=on_gpu, **options)
             self.with_workers.append(loaded)
             read = loaded.batches
         return ResumableLoader(lambda: map(partial(self.labelled, part), read()), sampler)
@@ -319,7 +315,11 @@ class DataModule(pl.LightningDataModule):
         """Augments a batch of `raw`, moves it to `device`, and preprocesses it for the network and the task."""
         change = self.augment if training else None
         of_step: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "repeats": repeats}
-        batch = change.at_reading(batch, **of_step) if change else batch
+        if change and change.crops_from is not None:  # from the whole image
+            reader = self.reader("train", training=True, repeats=repeats)
+            batch = self.labelled("train", reader(batch["index"].numpy(), epoch))
+        elif change:
+            batch = change.at_reading(batch, **of_step)
         batch = move_data_to_device(batch, device) if device else batch
         return self.dataset.preprocess(change.on_device(batch, **of_step) if change else batch)
 
@@ -355,7 +355,7 @@ class DataModule(pl.LightningDataModule):
         """Records which data the weights of a checkpoint were trained on. Raises DataChanged."""
         sizes = {"train": len(self.dataset.train), "test": len(self.dataset.test)}
         known = {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.about}
-        how = {"folds": self.folds and "stratified", "transforms": self.augment and self.augment.reads and "keyed"}
+        how = {"folds": self.folds and "stratified", "transforms": self.augment and self.augment.reads and TRANSFORMS}
         return {**known, **{name: value for name, value in how.items() if value}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -366,10 +366,10 @@ class DataModule(pl.LightningDataModule):
                 "the checkpoint is of an earlier version, which divided data.folds differently: this run would validate samples that were "
                 "trained on. Resume it with that version, or start a new run."
             )
-        if self.augment and self.augment.reads and "transforms" not in state:
+        if self.augment and self.augment.reads and state.get("transforms") != TRANSFORMS:
             raise UserError(
-                "the checkpoint is of an earlier version, whose crop, color_jitter, rotate, trivial and rand drew other random numbers: this run would "
-                "end otherwise. Resume it with that version, or start a new run with init_from=<checkpoint>."
+                "the checkpoint is of an earlier version, whose crop, color_jitter, rotate, trivial and rand drew other random numbers, or cropped "
+                "what was cropped before: this run would end otherwise. Resume it with that version, or start a new run with init_from=<checkpoint>."
             )
         if state["sha256"] != here:
             raise UserError(

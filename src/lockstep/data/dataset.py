@@ -72,11 +72,11 @@ def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
 class Items:
     """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target).
 
-    With `size`, PIL images become bytes of `size` x `size`.
+    With `pixels`, arguments of `to_array`, PIL images become bytes.
     """
 
-    def __init__(self, dataset: Any, *, channels: int = 3, size: int | None = None) -> None:
-        self.dataset, self.channels, self.size = dataset, channels, size
+    def __init__(self, dataset: Any, **pixels: Any) -> None:
+        self.dataset, self.pixels = dataset, pixels
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -108,10 +108,10 @@ class Items:
             title, given = type(self.dataset).__name__, type(sample).__name__
             raise UserError(f"a sample of {title} is a {given}; expected a dict of named values, or (input, target).")
         values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
-        if self.size is not None and type(values["input"]).__module__.startswith("PIL."):
+        if self.pixels and type(values["input"]).__module__.startswith("PIL."):
             from lockstep.data.pixels import to_array
 
-            values["input"] = np.array(to_array(values["input"], channels=self.channels, size=self.size))
+            values["input"] = np.array(to_array(values["input"], **self.pixels))
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -303,6 +303,10 @@ class DataSet:
 
     def paths(self, part: str) -> Any:
         """The files of a part's samples, in their order, for tables of predictions; None if the samples are not files."""
+        return None
+
+    def whole(self, part: str, least: int) -> Any:
+        """The samples of a part with images of their own shapes, if it has any: their shorter sides have `least` pixels or all of them (0)."""
         return None
 
     endings: ClassVar[tuple[str, ...]] = ("",)  # of the files in a folder that `read` takes; all by default

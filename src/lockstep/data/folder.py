@@ -237,7 +237,6 @@ class Folder(Images):
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
         self.fractions = {"test": test_fraction, **({} if folds else {"val": val_fraction})}
         self.where = f"data.root={self.root}" if csv is None else f"data.csv={csv}"
-        self.pixels = {"channels": self.channels, "size": self.image_size}
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
@@ -295,7 +294,7 @@ class Folder(Images):
             with suppress(OSError):
                 state = stamp(listing.base / path)
             digest.update(repr((path, target, str(part), *state)).encode())
-        decoding = (BACKGROUND, *((self.channels, self.image_size) if self.in_cache else ()))
+        decoding = (BACKGROUND, *(self.pixels.values() if self.in_cache else ()))
         return key_of("folder", [], str(listing.base.resolve()), self.kind, decoding, digest.hexdigest())
 
     @cached_property
@@ -372,8 +371,19 @@ class Folder(Images):
     def open_part(self, part: str) -> Arrays | Files | None:
         if not (self.parts == part).any():
             return None
-        if not (places := self.readable(part)):
+        if not self.readable(part):
             raise UserError(f"{self.where}: all images of the {part} part are broken. Repair some.")
         if self.in_cache:
             return Arrays(**self.cached.arrays(part))
-        return Files(self.listing.base, self.paths(part), self.encoded[1][places], **self.pixels)
+        return self.files(part)
+
+    def files(self, part: str) -> Files:
+        return Files(self.listing.base, self.paths(part), self.encoded[1][self.readable(part)], **self.pixels)
+
+    def whole(self, part: str, least: int) -> Files | None:
+        """Crops of what decode=cache has in the cache come from there: they are faster, and not as sharp."""
+        if self.asked == "cache":
+            return None
+        files = self.files(part)
+        files.pixels["least"] = least
+        return files

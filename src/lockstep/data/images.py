@@ -1,5 +1,6 @@
 """Data sets of images: bytes until they are on the device, then resized and normalised in batches. Free of torch."""
 
+import copy
 import csv
 import glob
 import hashlib
@@ -164,39 +165,39 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
 AT_ONCE = 1024  # files queued per thread
 
 
-def decoded(file: Any, *, channels: int, size: int) -> NDArray[np.uint8]:
-    """image_CHW of a file, by its path or opened."""
+def decoded(file: Any, **pixels: Any) -> NDArray[np.uint8]:
+    """image_CHW of a file, by its path or opened. `pixels` are the arguments of `to_array`."""
     from PIL import Image
 
     source = io.BytesIO(read_bytes(file, follows=True)) if isinstance(file, Path) else file
     with warnings.catch_warnings(), Image.open(source) as image:
         warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-        return to_array(image, channels=channels, size=size)
+        return to_array(image, **pixels)
 
 
-def decoded_all(files: Sequence[Any], *, channels: int, size: int) -> NDArray[np.uint8]:
+def decoded_all(files: Sequence[Any], **pixels: Any) -> NDArray[np.uint8]:
     """image_BCHW of files, by their paths or opened."""
-    return np.stack([decoded(file, channels=channels, size=size) for file in files])
+    return np.stack([decoded(file, **pixels) for file in files])
 
 
 class Files:
     """Image files and their targets, decoded on access, by workers."""
 
-    def __init__(self, base: Path, names: Iterable[str], target_N: NDArray[Any], *, channels: int, size: int) -> None:
+    def __init__(self, base: Path, names: Iterable[str], target_N: NDArray[Any], **pixels: Any) -> None:
         # One array of bytes, because reference counts make workers copy a list of strings page by page.
         self.base, self.name_N = base, np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
-        self.target_N, self.channels, self.size = target_N, channels, size
+        self.target_N, self.pixels = target_N, pixels
 
     def __len__(self) -> int:
         return len(self.name_N)
 
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
         files = [self.base / os.fsdecode(self.name_N[index]) for index in indices]
-        return {"input": decoded_all(files, channels=self.channels, size=self.size), "target": self.target_N[indices]}
+        return {"input": decoded_all(files, **self.pixels), "target": self.target_N[indices]}
 
 
 def read_all(
-    base: Path, paths: list[str], what: str, *, channels: int, size: int, image_NCHW: NDArray[np.uint8] | None
+    base: Path, paths: list[str], what: str, *, image_NCHW: NDArray[np.uint8] | None, **pixels: Any
 ) -> Iterator[tuple[bytes, str | None, int]]:
     """The SHA-256 of each file, its error, if any, and the largest pixel if it has 16 bits, otherwise 0. Its pixels go to `image_NCHW`; without one they are only checked.
 
@@ -213,7 +214,7 @@ def read_all(
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
                 if image_NCHW is not None:
-                    image_NCHW[place] = to_array(image, channels=channels, size=size)
+                    image_NCHW[place] = to_array(image, **pixels)
                 else:
                     check_depth(image)
                     image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
@@ -254,9 +255,9 @@ class Images(DataSet):
 
     def __init__(
         self, *, image_size: int, channels: int | None = None, mean: str | Sequence[float] = "model",
-        std: str | Sequence[float] = "model", channels_last: bool = True
+        std: str | Sequence[float] = "model", channels_last: bool = True, resize: str = "crop"
     ) -> None:  # fmt: skip
-        self.image_size, self.channels_last = image_size, channels_last
+        self.image_size, self.channels_last, self.resize = image_size, channels_last, resize
         own_mean, own_std = self.normalisation({"channels": channels})
         self.pixel_mean = list(own_mean if isinstance(mean, str) else mean)
         self.pixel_std = list(own_std if isinstance(std, str) else std)
@@ -288,13 +289,27 @@ class Images(DataSet):
     @cached_property
     def about(self) -> dict[str, Any]:
         numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
-        return {"channels": self.channels, "image_size": self.image_size, "classes": list(self.classes), **numbers}
+        shape = {"channels": self.channels, "image_size": self.image_size, "resize": self.resize}
+        return {**shape, "classes": list(self.classes), **numbers}
 
     def network_arguments(self) -> dict[str, Any]:
         return {"in_channels": self.channels, "image_size": self.image_size}
 
+    def whole(self, part: str, least: int) -> Any:
+        """Of what is decoded as it is read."""
+        if not getattr(samples := getattr(self, part), "pixels", None):
+            return None
+        samples = copy.copy(samples)
+        samples.pixels = {**samples.pixels, "least": least}
+        return samples
+
+    @property
+    def pixels(self) -> dict[str, Any]:
+        """How images are decoded: arguments of `to_array`."""
+        return {"channels": self.channels, "size": self.image_size, "resize": self.resize}
+
     def read(self, path: Path) -> dict[str, Any]:
-        return {"input": decoded(path, channels=self.channels, size=self.image_size)}
+        return {"input": decoded(path, **self.pixels)}
 
     @classmethod
     def for_files(cls, about: Mapping[str, Any]) -> Self:
@@ -304,6 +319,7 @@ class Images(DataSet):
             )
         made = super().for_files(about)
         made.image_size, made.channels_last = about["image_size"], True
+        made.resize = about.get("resize", "squash")  # what older versions did
         made.pixel_mean, made.pixel_std = about["mean"], about["std"]
         return made
 
@@ -315,8 +331,12 @@ class Images(DataSet):
 
     @cached_property
     def preprocessing(self) -> Preprocess:
-        numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
-        return Preprocess(image_size=self.image_size, channels_last=self.channels_last, **numbers)
+        shape: dict[str, Any] = {
+            "image_size": self.image_size,
+            "resize": self.resize,
+            "channels_last": self.channels_last,
+        }
+        return Preprocess(mean=self.pixel_mean, std=self.pixel_std, **shape)
 
     def preprocess(self, batch: Batch) -> Batch:
         image_BCHW = batch["input"]
@@ -324,10 +344,16 @@ class Images(DataSet):
             raise UserError(
                 f"the images have {image_BCHW.shape[1]} channels, but data.mean and data.std have {self.channels} numbers. Set one for each channel."
             )
-        size = (self.image_size, self.image_size)
-        if image_BCHW.shape[-2:] != size:
-            masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == image_BCHW.shape[-2:]}
-            batch = {**batch, **{name: resize_nearest(value, size) for name, value in masks.items()}}
+        height, width = image_BCHW.shape[-2:]
+        if (height, width) != (self.image_size, self.image_size):
+            masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == (height, width)}
+            left = spatial(batch, nested=True).keys() - (masks.keys() if self.resize == "crop" else {})
+            if height != width and self.resize != "squash" and left:
+                raise UserError(
+                    f"data.resize={self.resize} changes the shape of images of {width} x {height} pixels, and `{min(left)}` would stay. Set "
+                    "data.resize=squash, or return squares."
+                )
+            batch = {**batch, **{name: self.preprocessing.square(v, resize_nearest) for name, v in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}
 
 

@@ -58,13 +58,21 @@ class Reader:
     """
 
     def __init__(
-        self, part: Any, *, seed: int, repeats: int = 1, at_reading: Callable[..., Batch] | None = None
-    ) -> None:
+        self, part: Any, *, seed: int, repeats: int = 1, at_reading: Callable[..., Batch] | None = None, apart: bool = False
+    ) -> None:  # fmt: skip
         self.samples, self.seed, self.repeats, self.at_reading = samples_of(part), seed, repeats, at_reading
+        self.apart = apart  # each sample before the next is read: `at_reading` makes them equal in shape, and smaller
         self.generators = Generators(getattr(self.samples, "dataset", None))
 
     def __call__(self, indices_B: Indices, epoch: int = 0) -> Batch:
         """The first sample takes the place of each FILLER."""
+        if not self.apart or len(indices_B) == self.repeats:
+            return self.read(indices_B, epoch)
+        places = range(0, len(indices_B), self.repeats)
+        samples = [self.read(indices_B[place : place + self.repeats], epoch) for place in places]
+        return {name: together([sample[name] for sample in samples]) for name in samples[0]}
+
+    def read(self, indices_B: Indices, epoch: int) -> Batch:
         of_step = {"seed": self.seed, "epoch": epoch, "repeats": self.repeats}
         named = {name: as_tensor(value, name) for name, value in self[np.maximum(indices_B, 0), epoch].items()}
         batch = {**named, "index": torch.from_numpy(indices_B), "count": count_of(indices_B)}
@@ -83,6 +91,14 @@ class Reader:
         samples = read(indices_B[::repeats], 1)
         draws = repeats > 1 and self.generators.used
         return items.together(read(indices_B, repeats) if draws else [each for each in samples for _ in range(repeats)])
+
+
+def together(values: list[Any]) -> Any:
+    """What parts of a batch hold, as what the batch holds."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {name: together([value[name] for value in values]) for name in first}
+    return torch.cat(values) if isinstance(first, Tensor) else sum(values[1:], first)
 
 
 def repeated(value: Any, times: int) -> Any:

@@ -8,7 +8,8 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,8 +118,44 @@ BACKGROUND, WHITE_16 = "white", 0xFFFF  # behind what is transparent
 TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 
 
-def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
-    """uint8 image_CHW of `size` x `size`, upright by its EXIF orientation: bilinear, with antialiasing."""
+RESIZE = ("crop", "pad", "squash")
+
+
+def fitted(height: int, width: int, size: int, resize: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Height and width to which an image is resized, and top and left of the square of `size` pixels in it, below 0 where the square is larger.
+
+    crop: the shorter side becomes `size`, and the middle is kept, as by torchvision's Resize and CenterCrop. pad: the longer side does.
+    squash: both do.
+    """
+    height, width = (1, 1) if resize == "squash" else (height, width)
+    side = max(height, width) if resize == "pad" else min(height, width)
+    resized = max(1, size * height // side), max(1, size * width // side)
+    return resized, (round((resized[0] - size) / 2), round((resized[1] - size) / 2))
+
+
+def framed(image: "Image", size: int, resize: str) -> "Image":
+    """A square of `size` pixels: bilinear, with antialiasing. What is padded is black."""
+    from PIL import Image
+
+    (height, width), (top, left) = fitted(image.height, image.width, size, resize)
+    if (width, height) == image.size == (size, size):
+        return image
+    if resize == "pad":
+        square = Image.new(image.mode, (size, size))
+        square.paste(image.resize((width, height), Image.Resampling.BILINEAR), (-left, -top))
+        return square
+    # only what is kept, because the whole of a long strip may be too large
+    x, y = image.width / width, image.height / height
+    box = left * x, top * y, min((left + size) * x, image.width), min((top + size) * y, image.height)
+    return image.resize((size, size), Image.Resampling.BILINEAR, box)
+
+
+def to_array(
+    image: "Image", *, channels: int, size: int, resize: str = "squash", least: int | None = None
+) -> NDArray[np.uint8]:
+    """uint8 image_CHW, upright by its EXIF orientation: of `size` x `size`, by a way of RESIZE; or of its own shape, if `least` pixels of its
+    shorter side suffice (0: all are needed).
+    """
     from PIL import Image, ImageOps
 
     check_depth(image)
@@ -126,7 +163,8 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
     if scale and (hidden := image.info.get("transparency")) is not None:
         numbers = np.multiply(hidden, scale).astype(int).tolist()
         image.info["transparency"] = numbers if isinstance(hidden, int) else tuple(numbers)
-    image.draft(None, (REDUCING_GAP * size, REDUCING_GAP * size))
+    needed = REDUCING_GAP * size if least is None else least
+    image.draft(None, (needed, needed) if needed else None)
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255
         grey_HW, hidden = np.asarray(image), image.info.get("transparency", -1)
@@ -134,9 +172,7 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
     image = image.convert("L" if channels == 1 else "RGB")
-    if image.size != (size, size):
-        image = image.resize((size, size), Image.Resampling.BILINEAR)
-    pixels = np.asarray(image)
+    pixels = np.asarray(framed(image, size, resize) if least is None else image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
@@ -150,12 +186,20 @@ def original_size(image: "Image") -> tuple[int, int]:
     return (width, height) if upright else (height, width)
 
 
-def mask_image(mask_HW: NDArray[np.integer], size: tuple[int, int] | None = None) -> "Image":
-    """Class numbers as an 8-bit image, or 16-bit above 255, in another width and height on request."""
+def mask_image(mask_HW: NDArray[np.integer], size: tuple[int, int] | None = None, resize: str = "squash") -> "Image":
+    """Class numbers as an 8-bit image, or 16-bit above 255; in the width and height of an image that became the square, on request.
+
+    What was cropped is 255, or 65535 with 16 bits.
+    """
     from PIL import Image
 
     image = Image.fromarray(mask_HW.astype(np.uint8 if mask_HW.max() < 256 else np.uint16))
-    return image.resize(size, Image.Resampling.NEAREST) if size else image
+    if size is None:
+        return image
+    (height, width), (top, left) = fitted(size[1], size[0], len(mask_HW), resize)
+    whole = Image.new(image.mode, (width, height), 255 if image.mode == "L" else 65535)
+    whole.paste(image, (left, top))
+    return whole.resize(size, Image.Resampling.NEAREST)
 
 
 def reason(error: Exception) -> str:
@@ -180,15 +224,25 @@ class Preprocess:
     """Resizes (bilinear, with antialiasing) and normalises. Only bytes are copied to the device: a quarter of the size of floats."""
 
     def __init__(
-        self, *, image_size: int, mean: Sequence[float], std: Sequence[float], channels_last: bool = False
-    ) -> None:
+        self, *, image_size: int, mean: Sequence[float], std: Sequence[float], channels_last: bool = False, resize: str = "squash"
+    ) -> None:  # fmt: skip
         import torch
 
-        self.image_size = image_size
+        self.image_size, self.resize = image_size, resize
         # (x / 255 - mean) / std as one multiplication and one addition
         self.scale = torch.tensor([1 / (255 * s) for s in std]).view(-1, 1, 1)
         self.shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(-1, 1, 1)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def square(self, value: "Tensor", resized: Callable[["Tensor", tuple[int, int]], "Tensor"]) -> "Tensor":
+        """Images or masks of any size, `resized` and cropped or padded."""
+        from torch.nn import functional as F
+
+        side = self.image_size
+        (height, width), (top, left) = fitted(value.shape[-2], value.shape[-1], side, self.resize)
+        edges = [-left, side - width + left, -top, side - height + top]  # below 0, pixels are cut off
+        value = resized(value, (height, width))
+        return F.pad(value, edges) if any(edges) else value
 
     def __call__(self, image_BCHW: "Tensor") -> "Tensor":
         """uint8 in 0..255 of any size to float32 of `image_size`, normalised."""
@@ -199,7 +253,7 @@ class Preprocess:
             self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
         x = image_BCHW
         if x.shape[-2:] != (self.image_size, self.image_size):
-            x = F.interpolate(x.float(), size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
+            x = self.square(x.float(), partial(F.interpolate, mode="bilinear", antialias=True))
         # Copy into a tensor of that format: `contiguous` does not change images of one channel, which have both formats, and
         # then the strides of the first weights would decide in which one a network computes.
         out = torch.empty_like(x, dtype=torch.float32, memory_format=self.memory_format)

@@ -45,16 +45,19 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 class Images:
     """Reads image files and prepares them as in training."""
 
-    def __init__(self, pixels: ModuleType, *, channels: int, **numbers: Any) -> None:
-        self.pixels, self.endings, self.channels = pixels, pixels.ENDINGS, channels
-        self.normalise = pixels.Preprocess(**numbers)  # uint8 images_BCHW of any size to the input of the network
+    def __init__(self, pixels: ModuleType, *, channels: int, resize: str = "squash", **numbers: Any) -> None:
+        self.pixels, self.endings, self.resize = pixels, pixels.ENDINGS, resize
+        self.normalise = pixels.Preprocess(
+            resize=resize, **numbers
+        )  # uint8 images_BCHW of any size to the input of the network
+        self.shape = {"channels": channels, "size": self.normalise.image_size, "resize": resize}
 
     def read(self, path: Path) -> dict[str, Any]:
         from PIL import Image
 
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-            return {"input": self.pixels.to_array(image, channels=self.channels, size=self.normalise.image_size)}
+            return {"input": self.pixels.to_array(image, **self.shape)}
 
     def mask_size(self, path: Path) -> Any:
         from PIL import Image
@@ -154,7 +157,8 @@ class Model:
                 row, error = next(rows) if sample else {}, facts.pop("error")
                 if "mask" in row:
                     size = self.reader.mask_size(Path(facts["path"]))
-                    row["mask"] = self.pixels.mask_image(row["mask"].numpy(), size)
+                    resize = getattr(self.reader, "resize", "squash")
+                    row["mask"] = self.pixels.mask_image(row["mask"].numpy(), size, resize)
                 yield {**facts, **row, "error": error}
 
 

@@ -240,7 +240,8 @@ class Writer(pl.Callback):
             if self.data.problems and self.data.problems[place]:
                 continue
             size = self.files.reader.mask_size(self.files.path(index)) if self.files else None
-            mask_image(mask_HW, size).save(folder / f"{index:06}.png")
+            resize = getattr(self.files.reader, "resize", "squash") if self.files else "squash"
+            mask_image(mask_HW, size, resize).save(folder / f"{index:06}.png")
         return [f"{there.name}/{index:06}.png" for index in indices]
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,0 +1,155 @@
+"""Random crops are taken from whole pictures, where they are read, and not from the squares that evaluations get."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from lockstep.augment import Augmentation, Flip, RandomResizedCrop, Rotate
+from lockstep.data import Folder
+from lockstep.data.datamodule import DataModule
+from lockstep.extras.adapters import TorchDataset
+
+SIDE, LARGE = 16, (400, 300)
+
+
+def crop(low: float = 0.02) -> RandomResizedCrop:
+    return RandomResizedCrop(image_size=SIDE, scale=(low, max(low, 0.03)))
+
+
+def stripes(vertical: bool, width: int, height: int) -> Image.Image:
+    """Of six pixels: squares of 16 pixels are grey."""
+    place = np.arange(width)[None, :] if vertical else np.arange(height)[:, None]
+    return Image.fromarray(np.broadcast_to((place // 6 % 2 * 255).astype(np.uint8), (height, width)).copy())
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name in ("across", "down"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for i in range(12):
+            shape = LARGE if i % 2 else LARGE[::-1]
+            stripes(name == "across", *shape).save(tmp_path / "data" / name / f"{i}.png")
+    return tmp_path / "data"
+
+
+class Pictures(Dataset):
+    classes = ("across", "down")
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int):
+        return stripes(index % 2 == 0, *LARGE).convert("RGB"), index % 2
+
+
+def module(data, augment=None, **more) -> DataModule:
+    augment = Augmentation({"crop": crop(), "flip": Flip()} if augment is None else augment)
+    return DataModule(data, batch_size=8, eval_batch_size=8, augment=augment, **more)
+
+
+def read(data: DataModule, index_B=range(8), **more) -> torch.Tensor:
+    batch = data.reader("train", training=True, **more)(np.array(index_B), 0)
+    assert batch["count"] == len(index_B) and batch["index"].tolist() == [*index_B]
+    assert batch["input"].dtype == torch.uint8 and batch["input"].shape[-2:] == (SIDE, SIDE)
+    return batch["input"]
+
+
+def contrast(image_BCHW: torch.Tensor) -> float:
+    return float(image_BCHW.float().flatten(1).std(1).min())
+
+
+@pytest.mark.parametrize("decode", ["auto", "workers", "cache"])
+def test_crops_show_what_squares_have_lost(decode, root, tmp_path):
+    data = Folder(root=str(root), image_size=SIDE, cache_dir=str(tmp_path / "cache"), decode=decode)
+    data.prepare()
+    made = module(data)
+    assert contrast(made.raw("train", range(8))["input"]) < 20
+    found = contrast(read(made))
+    assert found < 20 if decode == "cache" else found > 60
+    assert contrast(read(module(data, {"flip": Flip(), "turn": Rotate(degrees=1.0)}))) < 20  # without a crop
+
+
+def test_a_torch_dataset_is_cropped_alike():
+    data = TorchDataset(train=Pictures(), test=Pictures(), image_size=SIDE)
+    assert contrast(data.train[np.arange(8)]["input"]) < 20 < 60 < contrast(read(module(data)))
+
+
+def test_a_crop_is_a_function_of_its_sample_alone(root, tmp_path):
+    data = Folder(root=str(root), image_size=SIDE, cache_dir=str(tmp_path / "cache"))
+    data.prepare()
+    made = module(data, repeats=2)
+    index_B = np.array([3, 3, 5, 5, 0, 0])
+    whole = read(made, index_B)
+    assert torch.equal(whole[2:4], read(made, index_B[2:4])) and not torch.equal(whole[0], whole[1])
+    assert torch.equal(whole, torch.cat([read(made, index_B[at : at + 2]) for at in (0, 2, 4)]))
+    after = made.finished(made.raw("train", index_B), training=True, repeats=2)["input"]
+    assert contrast(after[:, :1]) > 0.2  # what show_batch shows
+
+
+def test_one_picture_is_in_memory_at_a_time(root, tmp_path, monkeypatch):
+    data, order = Folder(root=str(root), image_size=SIDE, cache_dir=str(tmp_path / "cache")), []
+    data.prepare()
+    made, change = module(data), RandomResizedCrop.change
+    files = type(data.files("train"))
+    taken = files.__getitem__
+    monkeypatch.setattr(files, "__getitem__", lambda self, indices: order.append(len(indices)) or taken(self, indices))
+    monkeypatch.setattr(RandomResizedCrop, "change", lambda *given: order.append("crop") or change(*given))
+    read(made)
+    assert order == [1, "crop"] * 8
+
+
+def test_boxes_are_distributed_as_torchvisions():
+    """Left, top, width and height of the box, read off an image that says where each pixel was."""
+    width, height = LARGE
+    y, x = np.mgrid[:height, :width]
+    image = np.stack([x * 255 / width, y * 255 / height, 0 * x], -1).round().astype(np.uint8)
+
+    class One(Dataset):
+        def __len__(self) -> int:
+            return 600
+
+        def __getitem__(self, index: int):
+            return Image.fromarray(image), index % 2
+
+    def boxes(image_BCHW: torch.Tensor) -> np.ndarray:
+        left, right = (image_BCHW[:, 0, :, place].float().mean(1) for place in (0, -1))
+        top, bottom = (image_BCHW[:, 1, place].float().mean(1) for place in (0, -1))
+        return torch.stack([left, top, right - left, bottom - top], 1).numpy()
+
+    change = RandomResizedCrop(image_size=SIDE)
+    data = TorchDataset(train=One(), test=One(), image_size=SIDE, classes=["a", "b"])
+    found = boxes(read(module(data, {"crop": change}), range(480)))
+    torch.manual_seed(0)
+    theirs, whole = v2.RandomResizedCrop(SIDE), torch.from_numpy(image).permute(2, 0, 1)
+    expected = boxes(torch.stack([theirs(whole) for _ in range(480)]))
+    for ours, reference in zip(
+        found.T, expected.T, strict=True
+    ):  # Kolmogorov and Smirnov: a chance of 1 in 1,000 for each
+        values = np.sort(np.concatenate([ours, reference]))
+        shares = [np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (ours, reference)]
+        assert np.abs(shares[0] - shares[1]).max() < 1.95 * np.sqrt(2 / 480)
+
+
+@pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.0, 1.0), (0.3, 1.2)])
+@pytest.mark.parametrize("low", [0.01, 0.08, 0.5, 1.0])
+def test_a_jpeg_scaled_by_itself_has_pixels_enough_for_the_smallest_box(low, ratio):
+    change = RandomResizedCrop(image_size=SIDE, scale=(low, 1.0), ratio=ratio)
+    side, theirs = change.crops_from, v2.RandomResizedCrop(SIDE, scale=(low, low), ratio=ratio)
+    image = torch.zeros(3, side, 2 * side)
+    drawn = [theirs.make_params([image]) for _ in range(60)]
+    assert min(min(each["height"], each["width"]) for each in drawn) >= SIDE - 1
+
+
+def test_a_large_jpeg_is_decoded_small_where_the_crop_allows_it(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for i in range(6):
+            Image.new("RGB", (1600, 1200), (i * 40, 90, 10)).save(tmp_path / "data" / name / f"{i}.jpg")
+    data = Folder(root=str(tmp_path / "data"), image_size=SIDE, cache_dir=str(tmp_path / "cache"))
+    data.prepare()
+    sides = {low: data.whole("train", crop(low).crops_from)[np.array([0])]["input"].shape[-2:] for low in (0.5, 0.01)}
+    assert sides == {0.5: (150, 200), 0.01: (300, 400)}
+    assert data.whole("train", 0)[np.array([0])]["input"].shape[-2:] == (1200, 1600)
