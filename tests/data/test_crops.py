@@ -1,5 +1,6 @@
 """Random crops are taken from whole pictures, where they are read, and not from the squares that evaluations get."""
 
+import albumentations
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torchvision.transforms import v2
 from lockstep.augment import Augmentation, Flip, RandomResizedCrop, Rotate
 from lockstep.data import Folder
 from lockstep.data.datamodule import DataModule
+from lockstep.errors import UserError
 from lockstep.extras.adapters import TorchDataset
 
 SIDE, LARGE = 16, (400, 300)
@@ -75,6 +77,57 @@ def test_crops_show_what_squares_have_lost(decode, root, tmp_path):
 def test_a_torch_dataset_is_cropped_alike():
     data = TorchDataset(train=Pictures(), test=Pictures(), image_size=SIDE)
     assert contrast(data.train[np.arange(8)]["input"]) < 20 < 60 < contrast(read(module(data)))
+
+
+class Masked(Pictures):
+    """With a mask of the square that the network gets, and an attribute that only looks like one of Lockstep's."""
+
+    pixels = np.zeros(3)
+
+    def __getitem__(self, index: int):
+        return {
+            "input": super().__getitem__(index)[0].resize((300, 300)),
+            "target": 0,
+            "mask": torch.zeros(SIDE, SIDE).long(),
+        }
+
+
+class InMemory(Pictures):
+    pixels = torch.zeros(3)
+
+    def __getitem__(self, index: int):
+        return torch.zeros(3, 40, 30, dtype=torch.uint8), index % 2
+
+
+@pytest.mark.parametrize("made", [Masked, InMemory])
+def test_masks_of_the_square_and_tensors_are_cropped_as_they_are(made):
+    data = TorchDataset(train=made(), test=made(), image_size=SIDE, classes=["a", "b"])
+    found = module(data, {"crop": crop(0.5)})
+    assert (found.to_crop is None) == (made is Masked) and len(read(found)) == 8
+
+
+@pytest.mark.parametrize(("first", "is_whole"), [
+    (crop(), True), (Rotate(degrees=1.0), False), (v2.RandomResizedCrop(SIDE), True), (albumentations.RandomResizedCrop((SIDE, SIDE), p=1), True),
+    (albumentations.RandomResizedCrop((SIDE, SIDE), p=0.5), False), (v2.RandomCrop(8), False),
+])  # fmt: skip
+def test_a_crop_that_is_always_taken_first_gets_whole_images(first, is_whole, root, tmp_path):
+    data = Folder(root=str(root), image_size=SIDE, cache_dir=str(tmp_path / "cache"))
+    data.prepare()
+    made = module(data, {"flip on the device": Flip(), "first": first, "crop": crop()})
+    assert (made.to_crop is not None) == is_whole
+    assert made.transforms == ("keyed, of whole images" if is_whole else "keyed")
+    read(made)
+
+
+def test_a_run_whose_crops_were_of_squares_is_not_resumed(root, tmp_path):
+    data = Folder(root=str(root), image_size=SIDE, cache_dir=str(tmp_path / "cache"))
+    data.prepare()
+    state = module(data).state_dict()
+    module(data).load_state_dict(state)
+    with pytest.raises(UserError, match="took crops from resized squares"):
+        module(data).load_state_dict(state | {"transforms": "keyed"})
+    turned = {"turn": Rotate(degrees=1.0)}
+    module(data, turned).load_state_dict(state | {"transforms": "keyed"})
 
 
 def test_a_crop_is_a_function_of_its_sample_alone(root, tmp_path):

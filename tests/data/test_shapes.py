@@ -7,15 +7,19 @@ import pytest
 import torch
 from omegaconf import open_dict
 from PIL import Image, ImageDraw
+from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from lockstep.config.compose import compose_config
+from lockstep.config.settings import Settings
 from lockstep.data import pixels
 from lockstep.data.images import Images
 from lockstep.data.pixels import RESIZE, Preprocess, fitted, framed, mask_image, to_array
 from lockstep.errors import UserError
 from lockstep.extras import exported
+from lockstep.extras.adapters import TorchDataset
 from lockstep.launch.resuming import completed
+from lockstep.machine.world import World
 
 SIDE = 24
 SHAPES = [(60, 40), (40, 60), (41, 59), (64, 64), (13, 57), (24, 24), (24, 90), (300, 20), (10, 9)]  # width, height
@@ -110,7 +114,7 @@ def test_masks_are_cropped_with_their_images(resize):
 ])  # fmt: skip
 def test_what_would_stay_in_its_place_is_refused(resize, more, name):
     given = {key: value for key, value in batch(48, 24, **more).items() if value is not None}
-    told = rf"data.resize={resize} changes the shape of images of 48 x 24 pixels, and `{name}` would stay"
+    told = rf"data.resize={resize} changes the shape of images of 48 x 24 pixels, and `{name}` would not move with them"
     with pytest.raises(UserError, match=told):
         data(resize).preprocess(given)
     assert data("squash").preprocess(given)["input"].shape == (2, 1, SIDE, SIDE)
@@ -156,8 +160,31 @@ def test_runs_of_older_versions_go_on_with_squashed_images(name):
     saved = compose_config("train", [f"data={name}"])
     with open_dict(saved):
         assert saved.data.pop("resize") == "crop"
-    assert completed(saved).data.resize == "squash"
-    assert completed(compose_config("train", [f"data={name}"])).data.resize == "crop"
+    node = Settings(completed(saved), World("cpu", 1, 1, "single")).plain("data")
+    assert "resize" not in node and Images(image_size=SIDE).resize == "squash"
+
+
+class Scenes(Dataset):
+    """As torchvision's data sets with masks or boxes: a PIL image, and what belongs to it."""
+
+    def __init__(self, target, shape=(48, 24)) -> None:
+        self.target, self.shape, self.pixels = target, shape, np.zeros(3)  # a name that is its own
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict:
+        return {"input": smooth(*self.shape), "target": index % 2, "mask": self.target}
+
+
+@pytest.mark.parametrize("target", [torch.zeros(SIDE, SIDE).long(), torch.zeros(24, 48).long(), torch.ones(2, 4)])
+def test_masks_and_boxes_of_pil_images_are_refused_where_they_would_not_move(target):
+    made = TorchDataset(train=Scenes(target), test=Scenes(target), image_size=SIDE, resize="crop")
+    with pytest.raises(UserError, match="images of 48 x 24 pixels, and `mask` would not move with them"):
+        made.train[np.arange(2)]
+    for resize, shape in (("squash", (48, 24)), ("crop", (48, 48))):
+        held = Scenes(target, shape)
+        assert "mask" in TorchDataset(train=held, test=held, image_size=SIDE, resize=resize).train[np.arange(2)]
 
 
 def test_the_middle_is_kept():

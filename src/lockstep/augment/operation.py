@@ -133,7 +133,7 @@ class Operation:
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
     at_reading: ClassVar[bool] = False  # whether it runs where samples are read; before the others
     crops_from: int | None = (
-        None  # it makes images of one size of any; of how many pixels on the shorter side at least, or of all (0)
+        None  # if it crops images of any size to one: the shorter side that it needs in pixels, 0 for the original
     )
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
@@ -223,7 +223,7 @@ class Augmentation:
         ordered = sorted(known.items(), key=lambda item: (not item[1].at_reading, item[1].mixes))  # a stable sort
         self.operations = dict(ordered)
         self.reads = any(operation.at_reading for operation in known.values())
-        self.crops_from = next((each.crops_from for each in known.values() if each.crops_from is not None), None)
+        self.crops_from = next((each.crops_from for each in known.values() if each.at_reading), None)  # of the first
 
     def __call__(self, batch: Batch, **of_step: Any) -> Batch:
         """Both parts, of samples as they are read. The arguments are those of `applied`."""

@@ -58,7 +58,9 @@ class SampleTransform(Operation):
 
     @property
     def crops_from(self) -> int | None:  # type: ignore[override]
-        return 0 if "RandomResizedCrop" in type(self.transform).__name__ else None  # also timm's and albumentations'
+        """Also for timm's and albumentations', if they always crop."""
+        always = getattr(self.transform, "p", 1) == 1
+        return 0 if always and "RandomResizedCrop" in type(self.transform).__name__ else None
 
     @cached_property
     def library(self) -> str:
@@ -232,6 +234,7 @@ LIBRARIES: Mapping[str, Callable[[Any, Sample], Sample]] = {
 class Torchvision(Checked, SampleTransform):
     """Base class of dataclasses whose fields are arguments of the transform `name`, there `spelled` in another way."""
 
+    crops_from: int | None = None
     name: ClassVar[str]
     spelled: ClassVar[Mapping[str, str]] = {"image_size": "size", "count": "num_ops"}
 

@@ -62,9 +62,6 @@ def renumbered(target: Tensor, places: Tensor, key: str, count: int) -> Tensor:
     return places.to(target.device)[number.clamp(0, size - 1)].where((number >= 0) & (number < size), number)
 
 
-TRANSFORMS = "keyed, of whole images"  # what runs and checkpoints with transforms have
-
-
 class DataModule(pl.LightningDataModule):
     """Training, validation and test batches of a data set, the same for every number of processes and workers."""
 
@@ -86,8 +83,7 @@ class DataModule(pl.LightningDataModule):
         self.waited_s = 0.0  # how long training in this process has waited for batches and their preparation
         self.predicted = "test"  # the part that predict_dataloader has
         self.index_B: Indices | None = None  # of the batch that is being transferred, on the host
-        # why samples of the current batch could not be read, if the data says so
-        self.problems: list[str] | None = None
+        self.problems: list[str] | None = None  # why samples of the current batch could not be read
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
         self.folds, self.about = parts.get("folds"), dict(dataset.about)
         self.judge: Judge | None = None  # of targets that stand for the names in `about[judged]`
@@ -99,7 +95,11 @@ class DataModule(pl.LightningDataModule):
         if balance:
             self.train_split = balanced(self.train_split, dataset.train, dataset.unit)
         self.val_part = "train" if dataset.val is None else "val"
+        least = augment.crops_from if augment else None
+        self.to_crop = None if least is None else dataset.whole("train", least)  # training samples with whole images
+        self.transforms: str | None = None  # how they draw, and what they crop
         if augment and augment.reads:
+            self.transforms = "keyed" if self.to_crop is None else "keyed, of whole images"
             augment.check(self.raw("train", self.train_split.indices(np.arange(min(READ, self.train_split.count)))))
         if on_device is True and dataset.bytes_in_memory is None:
             raise UserError(
@@ -212,9 +212,9 @@ class DataModule(pl.LightningDataModule):
     def reader(self, part: str, *, training: bool = False, repeats: int | None = None) -> Reader:
         change, repeats = (self.augment, repeats or self.repeats) if training else (None, 1)
         at_reading = change.at_reading if change and change.reads else None
-        whole = self.dataset.whole(part, change.crops_from) if change and change.crops_from is not None else None
-        samples = getattr(self.dataset, part) if whole is None else whole
-        return Reader(samples, seed=self.seed, repeats=repeats, at_reading=at_reading, apart=whole is not None)
+        apart = training and self.to_crop is not None
+        samples = self.to_crop if apart else getattr(self.dataset, part)
+        return Reader(samples, seed=self.seed, repeats=repeats, at_reading=at_reading, apart=apart)
 
     def loader(self, part: str, sampler: Sampler, *, training: bool = False) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
@@ -315,7 +315,7 @@ class DataModule(pl.LightningDataModule):
         """Augments a batch of `raw`, moves it to `device`, and preprocesses it for the network and the task."""
         change = self.augment if training else None
         of_step: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "repeats": repeats}
-        if change and change.crops_from is not None:  # from the whole image
+        if change and self.to_crop is not None:
             reader = self.reader("train", training=True, repeats=repeats)
             batch = self.labelled("train", reader(batch["index"].numpy(), epoch))
         elif change:
@@ -355,7 +355,7 @@ class DataModule(pl.LightningDataModule):
         """Records which data the weights of a checkpoint were trained on. Raises DataChanged."""
         sizes = {"train": len(self.dataset.train), "test": len(self.dataset.test)}
         known = {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.about}
-        how = {"folds": self.folds and "stratified", "transforms": self.augment and self.augment.reads and TRANSFORMS}
+        how = {"folds": self.folds and "stratified", "transforms": self.transforms}
         return {**known, **{name: value for name, value in how.items() if value}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -366,10 +366,10 @@ class DataModule(pl.LightningDataModule):
                 "the checkpoint is of an earlier version, which divided data.folds differently: this run would validate samples that were "
                 "trained on. Resume it with that version, or start a new run."
             )
-        if self.augment and self.augment.reads and state.get("transforms") != TRANSFORMS:
+        if self.transforms and state.get("transforms") != self.transforms:
             raise UserError(
-                "the checkpoint is of an earlier version, whose crop, color_jitter, rotate, trivial and rand drew other random numbers, or cropped "
-                "what was cropped before: this run would end otherwise. Resume it with that version, or start a new run with init_from=<checkpoint>."
+                "the checkpoint is of an earlier version, whose crop, color_jitter, rotate, trivial and rand drew other random numbers, or which took "
+                "crops from resized squares: this run would end otherwise. Resume it with that version, or start a new run with init_from=<checkpoint>."
             )
         if state["sha256"] != here:
             raise UserError(

@@ -76,7 +76,7 @@ class Items:
     """
 
     def __init__(self, dataset: Any, **pixels: Any) -> None:
-        self.dataset, self.pixels = dataset, pixels
+        self.dataset, self.decoding = dataset, pixels
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -102,16 +102,29 @@ class Items:
             ) from None
         return {**batch, **{name: [sample[name] for sample in samples] for name in apart}}
 
+    def refuse_places(self, values: dict[str, Any]) -> None:
+        """Raises UserError: the image becomes a square in a way in which its masks or boxes do not."""
+        from lockstep.data.images import has_places
+
+        (width, height), resize = values["input"].size, self.decoding.get("resize", "squash")
+        if width != height and resize != "squash" and "least" not in self.decoding:
+            for name in (name for name, value in values.items() if name != "input" and has_places(value, 1)):
+                raise UserError(
+                    f"data.resize={resize} changes the shape of images of {width} x {height} pixels, and `{name}` would not move with them. Set "
+                    "data.resize=squash, or return squares."
+                )
+
     def named(self, sample: Any) -> dict[str, Any]:
         pair = isinstance(sample, tuple | list) and len(sample) == 2
         if not pair and not isinstance(sample, Mapping):
             title, given = type(self.dataset).__name__, type(sample).__name__
             raise UserError(f"a sample of {title} is a {given}; expected a dict of named values, or (input, target).")
         values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
-        if self.pixels and type(values["input"]).__module__.startswith("PIL."):
+        if self.decoding and type(values["input"]).__module__.startswith("PIL."):
+            self.refuse_places(values)
             from lockstep.data.pixels import to_array
 
-            values["input"] = np.array(to_array(values["input"], **self.pixels))
+            values["input"] = np.array(to_array(values["input"], **self.decoding))
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -306,7 +319,7 @@ class DataSet:
         return None
 
     def whole(self, part: str, least: int) -> Any:
-        """The samples of a part with images of their own shapes, if it has any: their shorter sides have `least` pixels or all of them (0)."""
+        """The samples of a part with images of their own shapes; None if it has none. Their shorter sides have `least` pixels; 0: full resolution."""
         return None
 
     endings: ClassVar[tuple[str, ...]] = ("",)  # of the files in a folder that `read` takes; all by default

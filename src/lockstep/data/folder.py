@@ -294,7 +294,7 @@ class Folder(Images):
             with suppress(OSError):
                 state = stamp(listing.base / path)
             digest.update(repr((path, target, str(part), *state)).encode())
-        decoding = (BACKGROUND, *(self.pixels.values() if self.in_cache else ()))
+        decoding = (BACKGROUND, *(self.decoding.values() if self.in_cache else ()))
         return key_of("folder", [], str(listing.base.resolve()), self.kind, decoding, digest.hexdigest())
 
     @cached_property
@@ -319,7 +319,7 @@ class Folder(Images):
             shape = (len(places), self.channels, self.image_size, self.image_size)
             rows, good = scratch(self.cache, shape) if self.in_cache else None, np.ones(len(places), bool)
             paths = [self.listing.paths[place] for place in places]
-            results = read_all(self.listing.base, paths, f"reading {part} images", image_NCHW=rows, **self.pixels)
+            results = read_all(self.listing.base, paths, f"reading {part} images", image_NCHW=rows, **self.decoding)
             for row, (sha, problem, bright) in enumerate(results):
                 brightest = max(brightest, bright)
                 good[row] = problem is None
@@ -378,12 +378,12 @@ class Folder(Images):
         return self.files(part)
 
     def files(self, part: str) -> Files:
-        return Files(self.listing.base, self.paths(part), self.encoded[1][self.readable(part)], **self.pixels)
+        return Files(self.listing.base, self.paths(part), self.encoded[1][self.readable(part)], **self.decoding)
 
     def whole(self, part: str, least: int) -> Files | None:
         """Crops of what decode=cache has in the cache come from there: they are faster, and not as sharp."""
         if self.asked == "cache":
             return None
         files = self.files(part)
-        files.pixels["least"] = least
+        files.decoding = {**files.decoding, "least": least}
         return files

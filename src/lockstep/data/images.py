@@ -188,14 +188,14 @@ class Files:
     def __init__(self, base: Path, names: Iterable[str], target_N: NDArray[Any], **pixels: Any) -> None:
         # One array of bytes, because reference counts make workers copy a list of strings page by page.
         self.base, self.name_N = base, np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
-        self.target_N, self.pixels = target_N, pixels
+        self.target_N, self.decoding = target_N, pixels
 
     def __len__(self) -> int:
         return len(self.name_N)
 
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
         files = [self.base / os.fsdecode(self.name_N[index]) for index in indices]
-        return {"input": decoded_all(files, **self.pixels), "target": self.target_N[indices]}
+        return {"input": decoded_all(files, **self.decoding), "target": self.target_N[indices]}
 
 
 def read_all(
@@ -257,7 +257,7 @@ class Images(DataSet):
 
     def __init__(
         self, *, image_size: int, channels: int | None = None, mean: str | Sequence[float] = "model",
-        std: str | Sequence[float] = "model", channels_last: bool = True, resize: str = "crop"
+        std: str | Sequence[float] = "model", channels_last: bool = True, resize: str = "squash"
     ) -> None:  # fmt: skip
         self.image_size, self.channels_last, self.resize = image_size, channels_last, resize
         own_mean, own_std = self.normalisation({"channels": channels})
@@ -298,20 +298,21 @@ class Images(DataSet):
         return {"in_channels": self.channels, "image_size": self.image_size}
 
     def whole(self, part: str, least: int) -> Any:
-        """Of what is decoded as it is read."""
-        if not getattr(samples := getattr(self, part), "pixels", None):
+        """None for what is not decoded as it is read, and where masks or boxes belong to the squares."""
+        samples = getattr(self, part)
+        if not isinstance(getattr(samples, "decoding", None), dict) or spatial(samples[np.array([0])], nested=True):
             return None
         samples = copy.copy(samples)
-        samples.pixels = {**samples.pixels, "least": least}
+        samples.decoding = {**samples.decoding, "least": least}
         return samples
 
     @property
-    def pixels(self) -> dict[str, Any]:
+    def decoding(self) -> dict[str, Any]:
         """How images are decoded: arguments of `to_array`."""
         return {"channels": self.channels, "size": self.image_size, "resize": self.resize}
 
     def read(self, path: Path) -> dict[str, Any]:
-        return {"input": decoded(path, **self.pixels)}
+        return {"input": decoded(path, **self.decoding)}
 
     @classmethod
     def for_files(cls, about: Mapping[str, Any]) -> Self:
@@ -352,7 +353,7 @@ class Images(DataSet):
             left = spatial(batch, nested=True).keys() - (masks.keys() if self.resize == "crop" else {})
             if height != width and self.resize != "squash" and left:
                 raise UserError(
-                    f"data.resize={self.resize} changes the shape of images of {width} x {height} pixels, and `{min(left)}` would stay. Set "
+                    f"data.resize={self.resize} changes the shape of images of {width} x {height} pixels, and `{min(left)}` would not move with them. Set "
                     "data.resize=squash, or return squares."
                 )
             batch = {**batch, **{name: self.preprocessing.square(v, resize_nearest) for name, v in masks.items()}}

@@ -61,7 +61,7 @@ class Reader:
         self, part: Any, *, seed: int, repeats: int = 1, at_reading: Callable[..., Batch] | None = None, apart: bool = False
     ) -> None:  # fmt: skip
         self.samples, self.seed, self.repeats, self.at_reading = samples_of(part), seed, repeats, at_reading
-        self.apart = apart  # each sample before the next is read: `at_reading` makes them equal in shape, and smaller
+        self.apart = apart  # `at_reading` changes each sample before the next is read, and makes them equal in shape
         self.generators = Generators(getattr(self.samples, "dataset", None))
 
     def __call__(self, indices_B: Indices, epoch: int = 0) -> Batch:
@@ -98,7 +98,9 @@ def together(values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, Mapping):
         return {name: together([value[name] for value in values]) for name in first}
-    return torch.cat(values) if isinstance(first, Tensor) else sum(values[1:], first)
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    return np.concatenate(values) if isinstance(first, np.ndarray) else sum(values[1:], first)
 
 
 def repeated(value: Any, times: int) -> Any:

@@ -187,13 +187,13 @@ def original_size(image: "Image") -> tuple[int, int]:
 
 
 def mask_image(mask_HW: NDArray[np.integer], size: tuple[int, int] | None = None, resize: str = "squash") -> "Image":
-    """Class numbers as an 8-bit image, or 16-bit above 255; in the width and height of an image that became the square, on request.
+    """Class numbers as an 8-bit image, or 16-bit from 255 on; in the width and height of an image that became the square, on request.
 
     What was cropped is 255, or 65535 with 16 bits.
     """
     from PIL import Image
 
-    image = Image.fromarray(mask_HW.astype(np.uint8 if mask_HW.max() < 256 else np.uint16))
+    image = Image.fromarray(mask_HW.astype(np.uint8 if mask_HW.max() < 255 else np.uint16))
     if size is None:
         return image
     (height, width), (top, left) = fitted(size[1], size[0], len(mask_HW), resize)

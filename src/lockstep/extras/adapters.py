@@ -46,7 +46,7 @@ class Wrapped(Images):
 
     def open_part(self, part: str) -> Any:
         dataset = self.held[part]
-        return None if dataset is None else Items(dataset, **self.pixels)
+        return None if dataset is None else Items(dataset, **self.decoding)
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
@@ -265,7 +265,7 @@ class Rows:
     places: Indices
     target_N: NDArray[Any] | None  # if they are classes or numbers
     classes: Sequence[str] | None  # in the order of the part's numbers
-    pixels: Mapping[str, Any]
+    decoding: dict[str, Any]
 
     def __len__(self) -> int:
         return len(self.places)
@@ -278,7 +278,7 @@ class Rows:
             values["target"] = self.target_N[indices]
         if isinstance(values["input"], list):  # encoded images, or files that the table names
             files = [file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"]) for file in values["input"]]
-            values["input"] = decoded_all(files, **self.pixels)
+            values["input"] = decoded_all(files, **self.decoding)
         return values
 
 
@@ -386,7 +386,7 @@ class HuggingFace(Wrapped):
         numbers = [column for column in table.column_names if column not in images]
         table = table.with_format("numpy", columns=numbers, output_all_columns=True)
         target_N = None if target_N is None else target_N[places]
-        return Rows(table, self.columns, places, target_N, classes, self.pixels)
+        return Rows(table, self.columns, places, target_N, classes, self.decoding)
 
     @cached_property
     def fingerprint(self) -> str:

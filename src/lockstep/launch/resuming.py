@@ -84,9 +84,6 @@ def completed(saved: DictConfig) -> DictConfig:
         with open_dict(saved):
             for key in newer:
                 OmegaConf.update(saved, key, OmegaConf.select(defaults, key), force_add=True)
-    if "mean" in saved.data and "resize" not in saved.data:  # of images that older versions squashed
-        with open_dict(saved):
-            saved.data.resize = "squash"
     raise_problems(structure_problems(saved))
     return saved
 
