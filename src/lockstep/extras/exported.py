@@ -47,9 +47,7 @@ class Images:
 
     def __init__(self, pixels: ModuleType, *, channels: int, resize: str = "squash", **numbers: Any) -> None:
         self.pixels, self.endings, self.resize = pixels, pixels.ENDINGS, resize
-        self.normalise = pixels.Preprocess(
-            resize=resize, **numbers
-        )  # uint8 images_BCHW of any size to the input of the network
+        self.normalise = pixels.Preprocess(**numbers)  # uint8 images_BCHW of any size to the input of the network
         self.shape = {"channels": channels, "size": self.normalise.image_size, "resize": resize}
 
     def read(self, path: Path) -> dict[str, Any]:
