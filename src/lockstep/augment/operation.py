@@ -132,9 +132,8 @@ class Operation:
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
     at_reading: ClassVar[bool] = False  # whether it runs where samples are read; before the others
-    crops_from: int | None = (
-        None  # if it crops images of any size to one: the shorter side that it needs in pixels, 0 for the original
-    )
+    # If it crops images of any size to one: the shorter side that it needs in pixels, 0 for the original.
+    crops_from: int | None = None
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         raise NotImplementedError

@@ -166,11 +166,8 @@ class Exported:
                 warn(f"load.py of the folder cannot read files: {e}")
                 content["reader"] = None
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
-        numbers = (
-            {key: task.about[key] for key in (*NEEDED, "resize") if key in task.about}
-            if self.takes_images
-            else dict(task.about)
-        )
+        needed = [key for key in (*NEEDED, "resize") if key in task.about] if self.takes_images else task.about
+        numbers = {key: task.about[key] for key in needed}
         files = {"model": content, "classes": list(task.value_names), "preprocessing": numbers}
         for name, values in files.items():
             (part / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
