@@ -69,6 +69,9 @@ def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
     return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 
+STAY = "data.resize={} changes the shape of images of {} x {} pixels, and `{}` would not move with them. Set data.resize=squash, or return squares."
+
+
 class Items:
     """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target).
 
@@ -109,10 +112,7 @@ class Items:
         (width, height), resize = values["input"].size, self.decoding.get("resize", "squash")
         if width != height and resize != "squash" and "least" not in self.decoding:
             for name in (name for name, value in values.items() if name != "input" and has_places(value, 1)):
-                raise UserError(
-                    f"data.resize={resize} changes the shape of images of {width} x {height} pixels, and `{name}` would not move with them. Set "
-                    "data.resize=squash, or return squares."
-                )
+                raise UserError(STAY.format(resize, width, height, name))
 
     def named(self, sample: Any) -> dict[str, Any]:
         pair = isinstance(sample, tuple | list) and len(sample) == 2

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Batch, DataSet, Indices
+from lockstep.data.dataset import STAY, Batch, DataSet, Indices
 from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained, raise_problems
@@ -334,12 +334,8 @@ class Images(DataSet):
 
     @cached_property
     def preprocessing(self) -> Preprocess:
-        shape: dict[str, Any] = {
-            "image_size": self.image_size,
-            "resize": self.resize,
-            "channels_last": self.channels_last,
-        }
-        return Preprocess(mean=self.pixel_mean, std=self.pixel_std, **shape)
+        shape: dict[str, Any] = {"image_size": self.image_size, "resize": self.resize}
+        return Preprocess(mean=self.pixel_mean, std=self.pixel_std, channels_last=self.channels_last, **shape)
 
     def preprocess(self, batch: Batch) -> Batch:
         image_BCHW = batch["input"]
@@ -352,10 +348,7 @@ class Images(DataSet):
             masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == (height, width)}
             left = spatial(batch, nested=True).keys() - (masks.keys() if self.resize == "crop" else {})
             if height != width and self.resize != "squash" and left:
-                raise UserError(
-                    f"data.resize={self.resize} changes the shape of images of {width} x {height} pixels, and `{min(left)}` would not move with them. Set "
-                    "data.resize=squash, or return squares."
-                )
+                raise UserError(STAY.format(self.resize, width, height, min(left)))
             batch = {**batch, **{name: self.preprocessing.square(v, resize_nearest) for name, v in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}
 
