@@ -33,6 +33,7 @@ from lockstep.config.compose import compose_config
 from lockstep.config.schema import GROUPS, RECIPES, SEVERAL
 from lockstep.data import Cifar10, images, published
 from lockstep.data import cache as cache_module
+from lockstep.data.pixels import Frame
 from lockstep.errors import OutOfMemory, UserError
 from lockstep.extras.export import export
 from lockstep.extras.study import write_plots
@@ -712,13 +713,16 @@ def test_images_are_regular_files_with_an_end(kind, tmp_path):
         ODD[kind](path, good)
     (tmp_path / "link.png").symlink_to(good)
     names = ["x.png", "good.png", "link.png"]
-    found = list(images.read_all(tmp_path, names, "reading", channels=1, size=4, image_NCHW=None))
-    assert [problem is None for _, problem, *_ in found] == [False, True, True]
-    assert re.search("not a regular file|bytes, more than", str(found[0][1]))
-    for read in (lambda: images.decoded(path, channels=1, size=4), lambda: images.Images(image_size=4).mask_size(path)):
+    found = list(images.read_all(tmp_path, names, "reading"))
+    assert [file.problem is None for file in found] == [False, True, True]
+    assert re.search("not a regular file|bytes, more than", str(found[0].problem))
+    for read in (
+        lambda: images.decoded(path, channels=1, frame=Frame(4)),
+        lambda: images.Images(image_size=4).mask_size(path),
+    ):
         with pytest.raises((OSError, UnidentifiedImageError)):
             read()
-    assert images.decoded(tmp_path / "link.png", channels=1, size=4).shape == (1, 4, 4)
+    assert images.decoded(tmp_path / "link.png", channels=1, frame=Frame(4)).shape == (1, 4, 4)
 
 
 @pytest.mark.parametrize("name", ["about.json", "train/input.npy", "train/more.npy"])

@@ -82,10 +82,11 @@ def data(settings: Settings) -> pl.LightningDataModule:
     cfg, node = settings.cfg, settings.plain("data")
     if settings.own_loaders:
         return create(node, "data")
-    dataset = create_data(node)
+    augment = Augmentation(settings.operations) if cfg.get("augment") else None
+    crops = augment is not None and augment.crops_from is not None
+    dataset = create_data(node, keeps_whole=crops or settings.evaluates)
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
-    augment = Augmentation(settings.operations) if cfg.get("augment") else None
     given = {"eval_batch_size": node["batch_size"], **given, "shards": cfg.exact.logical_ranks}
     made = DataModule(dataset, seed=cfg.seed, augment=augment, **given)
     made.about = plain(made.about, "about")

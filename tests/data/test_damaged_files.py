@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pictures import write_classes
 
-from lockstep.data import Folder, Mnist, folder, published
+from lockstep.data import Folder, Mnist, listing, published
 from lockstep.errors import UserError
 
 FEW = settings(
@@ -52,7 +52,7 @@ def test_a_listing_of_any_cells(tmp_path, rows, content):
     if content is not None:
         path.write_bytes(content)
     try:
-        found = folder.from_csv(path)
+        found = listing.from_csv(path)
     except UserError as e:
         assert "list.csv" in str(e)
     else:

@@ -1,20 +1,25 @@
 """Images of any shape become squares: as torchvision makes them, in files, in tensors on the device, and with their masks."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import timm
 import torch
 from omegaconf import open_dict
 from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from lockstep.augment import Augmentation, Flip, RandomResizedCrop
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
-from lockstep.data import pixels
-from lockstep.data.images import Images
-from lockstep.data.pixels import RESIZE, Preprocess, fitted, framed, mask_image, to_array
+from lockstep.data import Arrays, Folder, pixels
+from lockstep.data.datamodule import DataModule
+from lockstep.data.images import FRAMING, Images
+from lockstep.data.pixels import RESIZE, Frame, Preprocess, to_array
 from lockstep.errors import UserError
 from lockstep.extras import exported
 from lockstep.extras.adapters import TorchDataset
@@ -50,7 +55,7 @@ def reference(image: Image.Image, resize: str) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_squares_are_torchvisions(shape, resize):
     image = smooth(*shape)
-    found = np.asarray(framed(image, SIDE, resize)).astype(int)
+    found = np.asarray(Frame(SIDE, resize).image(image)).astype(int)
     assert np.abs(found - reference(image, resize)).max() <= 1
 
 
@@ -61,7 +66,7 @@ def test_files_of_every_kind_are_framed_alike(kind, resize):
     file = io.BytesIO()
     smooth(60, 40).convert(mode).save(file, name)
     expected = reference(Image.open(file).convert("RGB"), resize)
-    found = to_array(Image.open(file), channels=3, size=SIDE, resize=resize).transpose(1, 2, 0)
+    found = to_array(Image.open(file), channels=3, frame=Frame(SIDE, resize)).transpose(1, 2, 0)
     assert np.abs(found - expected).max() <= 1
 
 
@@ -72,23 +77,23 @@ def test_a_circle_stays_one(shape, resize):
     image = Image.new("L", shape)
     x, y = (side / 2 for side in shape)
     ImageDraw.Draw(image).ellipse((x - 20, y - 20, x + 20, y + 20), 255)
-    inside = to_array(image, channels=1, size=SIDE, resize=resize)[0] > 127
+    inside = to_array(image, channels=1, frame=Frame(SIDE, resize))[0] > 127
     assert inside.any(0).sum() == inside.any(1).sum() > 8
-    squashed = to_array(image, channels=1, size=SIDE, resize="squash")[0] > 127
+    squashed = to_array(image, channels=1, frame=Frame(SIDE))[0] > 127
     assert squashed.any(0).sum() != squashed.any(1).sum()
 
 
 def test_a_strip_of_any_length_takes_no_memory():
-    assert framed(Image.new("L", (60_000, 1), 7), 512, "crop").getextrema() == (7, 7)
+    assert Frame(512, "crop").image(Image.new("L", (60_000, 1), 7)).getextrema() == (7, 7)
 
 
 @pytest.mark.parametrize("resize", RESIZE)
 @pytest.mark.parametrize("shape", [(60, 40), (41, 59), (24, 90), (64, 64)])
 def test_tensors_on_the_device_become_what_files_become(shape, resize):
     pixels = np.asarray(smooth(*shape)).transpose(2, 0, 1)
-    made = Preprocess(image_size=SIDE, mean=[0.0] * 3, std=[1.0] * 3, resize=resize)
+    made = Preprocess(Frame(SIDE, resize), mean=[0.0] * 3, std=[1.0] * 3)
     found = made(torch.from_numpy(pixels.copy())[None])[0].mul(255)
-    expected = to_array(Image.fromarray(pixels.transpose(1, 2, 0)), channels=3, size=SIDE, resize=resize)
+    expected = to_array(Image.fromarray(pixels.transpose(1, 2, 0)), channels=3, frame=Frame(SIDE, resize))
     assert (found - torch.from_numpy(expected.astype(np.float32))).abs().max() <= 1
 
 
@@ -114,7 +119,7 @@ def test_masks_are_cropped_with_their_images(resize):
 ])  # fmt: skip
 def test_what_would_stay_in_its_place_is_refused(resize, more, name):
     given = {key: value for key, value in batch(48, 24, **more).items() if value is not None}
-    told = rf"data.resize={resize} changes the shape of images of 48 x 24 pixels, and `{name}` would not move with them"
+    told = rf"images of 48 x 24 pixels are cropped or padded \(data.resize={resize}, data.crop_pct=1\), and `{name}` would not move with"
     with pytest.raises(UserError, match=told):
         data(resize).preprocess(given)
     assert data("squash").preprocess(given)["input"].shape == (2, 1, SIDE, SIDE)
@@ -140,8 +145,8 @@ def test_predicted_masks_lie_on_what_the_file_shows(shape, resize):
     width, height = shape
     whole = np.zeros((height, width), np.uint8)
     whole[height // 4 : height // 2, width // 3 : width // 2] = 1
-    square = to_array(Image.fromarray(whole * 255), channels=1, size=SIDE, resize=resize)[0]
-    found = np.asarray(mask_image((square > 127).astype(int), shape, resize))
+    square = to_array(Image.fromarray(whole * 255), channels=1, frame=Frame(SIDE, resize))[0]
+    found = np.asarray(Frame(SIDE, resize).mask((square > 127).astype(int), shape))
     assert found.shape == (height, width)
     seen = found != 255
     assert seen.mean() == (SIDE * SIDE * 4 / (width * height) if resize == "crop" else 1)
@@ -150,7 +155,7 @@ def test_predicted_masks_lie_on_what_the_file_shows(shape, resize):
 
 def test_checkpoints_of_older_versions_are_of_squashed_images(tmp_path):
     smooth(60, 40).save(tmp_path / "a.png")
-    about = {key: value for key, value in Images(image_size=SIDE).about.items() if key != "resize"}
+    about = {key: value for key, value in Images(image_size=SIDE).about.items() if key not in FRAMING}
     expected = Images(image_size=SIDE, resize="squash").read(tmp_path / "a.png")["input"]
     assert (Images.for_files(about).read(tmp_path / "a.png")["input"] == expected).all()
 
@@ -159,9 +164,10 @@ def test_checkpoints_of_older_versions_are_of_squashed_images(tmp_path):
 def test_runs_of_older_versions_go_on_with_squashed_images(name):
     saved = compose_config("train", [f"data={name}"])
     with open_dict(saved):
-        assert saved.data.pop("resize") == "crop"
+        for key in FRAMING:
+            del saved.data[key]
     node = Settings(completed(saved), World("cpu", 1, 1, "single")).plain("data")
-    assert "resize" not in node and Images(image_size=SIDE).resize == "squash"
+    assert not {*FRAMING} & node.keys() and Images(image_size=SIDE).frame == Frame(SIDE, "squash", 1.0, "bilinear")
 
 
 class Scenes(Dataset):
@@ -177,17 +183,164 @@ class Scenes(Dataset):
         return {"input": smooth(*self.shape), "target": index % 2, "mask": self.target}
 
 
-@pytest.mark.parametrize("target", [torch.zeros(SIDE, SIDE).long(), torch.zeros(24, 48).long(), torch.ones(2, 4)])
+def scenes(target, shape=(48, 24), **options) -> TorchDataset:
+    held = Scenes(target, shape)
+    return TorchDataset(train=held, test=held, image_size=SIDE, **options)
+
+
+@pytest.mark.parametrize("target", [torch.zeros(SIDE, SIDE).long(), torch.ones(2, 4)])
 def test_masks_and_boxes_of_pil_images_are_refused_where_they_would_not_move(target):
-    made = TorchDataset(train=Scenes(target), test=Scenes(target), image_size=SIDE, resize="crop")
-    with pytest.raises(UserError, match="images of 48 x 24 pixels, and `mask` would not move with them"):
-        made.train[np.arange(2)]
+    with pytest.raises(UserError, match=r"images of 48 x 24 pixels are cropped .* and `mask` would not move with them"):
+        scenes(target, resize="crop").train[np.arange(2)]
+    with pytest.raises(UserError, match=r"48 x 48 pixels .*crop_pct=0\.8\), and `mask`"):
+        scenes(target, (48, 48), resize="crop", crop_pct=0.8).train[np.arange(2)]
     for resize, shape in (("squash", (48, 24)), ("crop", (48, 48))):
-        held = Scenes(target, shape)
-        assert "mask" in TorchDataset(train=held, test=held, image_size=SIDE, resize=resize).train[np.arange(2)]
+        assert torch.equal(scenes(target, shape, resize=resize).train[np.arange(2)]["mask"][0], target)
+
+
+PLACE = (12, 6, 30, 18)  # left, top, right, bottom in an image of 48 x 24
+
+
+def on_scene(kind: str):
+    left, top, right, bottom = PLACE
+    mask = np.zeros((24, 48), np.uint8)
+    mask[top:bottom, left:right] = 1
+    if kind == "boxes":
+        return tv_tensors.BoundingBoxes(torch.tensor([PLACE]).float(), format="XYXY", canvas_size=(24, 48))
+    return {
+        "array": mask,
+        "mask": tv_tensors.Mask(torch.from_numpy(mask)),
+        "pillow": Image.fromarray(mask),
+        "dict": {"mask": torch.from_numpy(mask)},
+    }[kind]
+
+
+@pytest.mark.parametrize(("resize", "crop_pct"), [("crop", 1.0), ("crop", 0.8), ("squash", 1.0), ("pad", 1.0)])
+@pytest.mark.parametrize("kind", ["boxes", "array", "mask", "pillow", "dict"])
+def test_masks_and_boxes_of_pil_images_move_with_them(kind, resize, crop_pct):
+    """To the places of the same pixels."""
+    made = scenes(on_scene(kind), resize=resize, crop_pct=crop_pct)
+    if resize == "pad" and kind != "boxes":
+        with pytest.raises(UserError, match="`mask` would not move with them"):
+            made.train[np.arange(2)]
+        return
+    found = made.train[np.arange(2)]["mask"]
+    (height, width), (top, left) = made.frame.fitted(24, 48)
+    x, y = width / 48, height / 24
+    expected = [edge * by - start for edge, by, start in zip(PLACE, (x, y, x, y), (left, top, left, top), strict=True)]
+    if kind == "boxes":
+        assert found[0].tolist() == [pytest.approx([min(SIDE, max(0, edge)) for edge in expected], abs=1e-4)]
+        assert found[0].canvas_size == (SIDE, SIDE)
+        return
+    rows, columns = np.nonzero(np.asarray((found["mask"] if kind == "dict" else found)[0]))
+    seen = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+    assert np.abs(np.clip(expected, 0, SIDE) - seen).max() <= 0.5
+
+
+def test_what_lies_on_an_image_moves_with_its_random_crop():
+    """Boxes and masks of a torch Dataset, from the whole image: the mask marks the pixels that are bright."""
+    left, top, right, bottom = PLACE
+    image = np.zeros((24, 48), np.uint8)
+    image[top:bottom, left:right] = 255
+
+    class Marked(Scenes):
+        def __getitem__(self, index: int) -> dict:
+            return {"input": Image.fromarray(image), "target": 0, "mask": on_scene("mask"), "boxes": on_scene("boxes")}
+
+    held = Marked(None)
+    data = TorchDataset(train=held, test=held, image_size=SIDE, channels=1, resize="crop")
+    crop, flip = RandomResizedCrop(image_size=SIDE, scale=(0.3, 0.9)), Flip()
+    made = DataModule(
+        data, batch_size=4, eval_batch_size=4, augment=Augmentation({"crop": crop, "flip": flip}), val_fraction=0.25
+    )
+    assert made.to_crop is not None
+    found = made.reader("train", training=True)(np.arange(6), 0)
+    assert found["input"].shape == (6, 1, SIDE, SIDE) and found["mask"].shape == (6, SIDE, SIDE)
+    for image_CHW, mask, boxes in zip(found["input"], found["mask"], found["boxes"], strict=True):
+        bright = (image_CHW[0] > 127).int() - mask.int()
+        assert bright.abs().float().mean() < 0.1  # the edge alone: bilinear and nearest
+        rows, columns = np.nonzero(mask.numpy())
+        if len(rows):
+            assert (
+                np.abs(
+                    np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]) - boxes.numpy()[0]
+                ).max()
+                <= 1
+            )
+
+
+# --- as the network was pretrained ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_resnet",
+        "test_vit",
+        "mobilenetv3_large_100",
+        "dm_nfnet_f0",
+        "convnext_tiny.in12k_ft_in1k_384",
+        "mixer_b16_224",
+    ],
+)
+def test_evaluation_has_timms_pixels(name, tmp_path):
+    """In files of every kind and of several shapes, one of them a JPEG that could scale itself."""
+    timm_config = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    theirs = timm.data.create_transform(**{**timm_config, "input_size": (3, 48, 48)}, normalize=False)
+    cfg = compose_config(
+        "train", ["data=folder", "model=timm", f"model.name={name}", "data.image_size=48", f"data.root={tmp_path}"]
+    )
+    node = Settings(cfg, World("cpu", 1, 1, "single")).with_numbers().plain("data")
+    ours = Images(**{key: node[key] for key in ("image_size", "mean", "std", *FRAMING)})
+    assert (node["mean"], node["std"]) == (list(timm_config["mean"]), list(timm_config["std"]))
+    for kind, (mode, form) in KINDS.items():
+        for shape in ((60, 40), (41, 59), (48, 48), (900, 700) if form == "JPEG" else (30, 50)):
+            path = tmp_path / "image"
+            smooth(*shape).convert(mode).save(path, form)
+            with Image.open(path) as image:
+                expected = np.asarray(theirs(white(image)))
+            found = ours.read(path)["input"]
+            assert np.array_equal(found, expected), (kind, shape)
+
+
+def white(image: Image.Image) -> Image.Image:
+    """In colour, on white where it is transparent: timm's readers have black there."""
+    if image.has_transparency_data:
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")
+
+
+def test_evaluation_may_have_a_different_size(tmp_path):
+    """Of files, where they are decoded; of arrays, on the device; in predictions and exported folders as well."""
+    root = tmp_path / "photos"
+    for index, name in enumerate(["cat", "dog"] * 20):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        smooth(60, 40 + index).save(root / name / f"{index}.png")
+    options = {"image_size": SIDE, "eval_size": 32, "resize": "crop", "crop_pct": 0.8}
+    for more in ({}, {"decode": "workers"}, {"folds": 4}):
+        data = Folder(root=str(root), cache_dir=str(tmp_path / "cache"), **options, **more)
+        made = DataModule(data, batch_size=8, eval_batch_size=8, folds=more.get("folds"), fold=0)
+        made.trainer = SimpleNamespace(
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            global_rank=0,
+            world_size=1,
+            lightning_module=None,
+        )
+        assert made.raw("train", [0, 1])["input"].shape[-1] == SIDE
+        assert next(iter(made.val_dataloader()))["input"].shape[-2:] == (32, 32)
+        batch, path = next(iter(made.test_dataloader())), data.listing.base / data.paths("test")[0]
+        whole = Frame(32, "crop", 0.8).image(Image.open(path).convert("RGB"))
+        assert np.array_equal(batch["input"][0], np.asarray(whole).transpose(2, 0, 1))
+        assert np.array_equal(data.read(path)["input"], batch["input"][0])
+        assert data.about["image_size"] == 32 and data.network_arguments()["image_size"] == SIDE
+    arrays = Images(**{**options, "crop_pct": 1.0}, mean=[0.5] * 3, std=[0.5] * 3)
+    arrays.train = arrays.test = Arrays(input=np.zeros((8, 3, 20, 20), np.uint8), target=np.arange(8) % 2)
+    made = DataModule(arrays, batch_size=4, eval_batch_size=4)
+    sizes = [made.example(2, training=training)["input"].shape[-1] for training in (True, False)]
+    assert sizes == [SIDE, 32] and made.evaluated.train is arrays.train
 
 
 def test_the_middle_is_kept():
-    assert fitted(40, 60, 24, "crop") == ((24, 36), (0, 6))
-    assert fitted(40, 60, 24, "pad") == ((16, 24), (-4, 0))
-    assert fitted(40, 60, 24, "squash") == ((24, 24), (0, 0))
+    assert Frame(24, "crop").fitted(40, 60) == ((24, 36), (0, 6))
+    assert Frame(24, "pad").fitted(40, 60) == ((16, 24), (-4, 0))
+    assert Frame(24, "squash").fitted(40, 60) == ((24, 24), (0, 0))

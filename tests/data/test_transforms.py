@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchvision import transforms
 
-from lockstep.data.pixels import Preprocess, resize_nearest
+from lockstep.data.pixels import Frame, Preprocess, resize_nearest
 
 GREY = {"mean": (0.1307,), "std": (0.3081,)}
 COLOUR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
@@ -29,7 +29,7 @@ def by_torchvision(image_BCHW: torch.Tensor, size: int, mean: tuple, std: tuple)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_each_image_is_what_torchvision_makes_of_it(channels, statistics, height, width, size, channels_last):
     image_BCHW = images(channels, height, width)
-    made = Preprocess(image_size=size, channels_last=channels_last, **statistics)(image_BCHW)
+    made = Preprocess(Frame(size), channels_last=channels_last, **statistics)(image_BCHW)
     assert made.dtype == torch.float32
     assert torch.equal(image_BCHW, images(channels, height, width))  # the stored bytes stay as they are
     if channels > 1:

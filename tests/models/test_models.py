@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.extras import airbench
 from lockstep.extras.airbench import AirbenchNet
 from lockstep.models import BasicNet, from_timm
-from lockstep.models.from_timm import normalisation
+from lockstep.models.from_timm import preprocessing
 
 SMALL = "test_resnet"  # timm's own for tests: 0.4 million parameters
 
@@ -94,9 +94,15 @@ def test_an_unknown_name_is_answered_with_near_ones(given, told):
 
 
 def test_images_are_normalised_as_in_pretraining():
-    assert normalisation("vit_tiny_patch16_224") == ([0.5] * 3, [0.5] * 3)  # not the values of most networks
-    assert normalisation("basic_net") is None
-    assert normalisation(f"{SMALL}.nonsense") is None
+    half, ours = [0.5] * 3, {"resize": "crop", "crop_pct": 0.9, "interpolation": "bicubic"}
+    assert preprocessing("vit_tiny_patch16_224") == {
+        "mean": half,
+        "std": half,
+        **ours,
+    }  # not the values of most networks
+    assert preprocessing("convnext_tiny.in12k_ft_in1k_384")["resize"] == "squash"
+    assert preprocessing("basic_net") is None
+    assert preprocessing(f"{SMALL}.nonsense") is None
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import targets
 from lockstep.config.schema import KEYS, is_shipped
-from lockstep.config.targets import accepted, parameters, takes_one, target_of, type_problem, unnamed
+from lockstep.config.targets import accepted, locate, parameters, takes_one, target_of, type_problem, unnamed
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -103,11 +103,13 @@ def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
     yield from problems(data_set_node(node), "data")
 
 
-def create_data(node: Mapping[str, Any]) -> Any:
-    """Creates the data set of a `data` node, without its dataloaders."""
+def create_data(node: Mapping[str, Any], *, keeps_whole: bool = True) -> Any:
+    """Creates the data set of a `data` node, without its dataloaders. `keeps_whole`: see DataSet."""
     node = to_plain(node)
     raise_problems(data_set_problems(node))
-    return create(data_set_node(node), "data")
+    data = create(data_set_node(node), "data")
+    data.keeps_whole = keeps_whole
+    return data
 
 
 def create_custom_module(node: Mapping[str, Any]) -> "pl.LightningModule":
@@ -192,6 +194,20 @@ def operations(nodes: Mapping[str, Any], image_size: int | None) -> dict[str, An
 
 
 # --- The network, for the data and the task ---
+
+
+def pretraining(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """What `model` stands for as a value of the `data` node: what the network was pretrained with, else what the data has."""
+    network, own = locate(model["_target_"]) if model else None, locate(data["_target_"]).defaults(data)
+    if hasattr(network, "normalisation"):
+        raise UserError(
+            f"{model['_target_']}: `normalisation(name)` is now `preprocessing(name)`. Return a dict with mean and std."
+        )
+    values = getattr(network, "preprocessing", lambda _: None)(model.get("name")) or {}
+    if len(values.get("mean", own["mean"])) != len(own["mean"]):  # of colour images, used on grey ones
+        values = {**values, "mean": own["mean"], "std": own["std"]}
+    return {**own, **values}
+
 
 WEIGHTS = ("pretrained", "checkpoint_path")  # keys that fetch weights to start from
 

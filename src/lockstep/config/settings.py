@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.config.instantiate import is_a, operations, to_plain
+from lockstep.config.instantiate import is_a, operations, pretraining, to_plain
 from lockstep.config.schema import is_shipped
-from lockstep.config.targets import locate
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError
 from lockstep.machine.world import (
@@ -47,6 +46,13 @@ if TYPE_CHECKING:
 # --- The name of a run, a sweep or a node ---
 
 SWEEP = "LOCKSTEP_SWEEP"
+OF_NETWORK = (
+    "mean",
+    "std",
+    "resize",
+    "crop_pct",
+    "interpolation",
+)  # keys of `data` that may be `model`: as in pretraining
 
 
 def stamp() -> str:
@@ -245,6 +251,11 @@ class Settings:
         return operations({k: v for k, v in nodes.items() if self.imported or is_shipped(v)}, image_size)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether nothing trains."""
+        return bool(self.cfg.trainer.limit_train_batches == 0)
+
+    @property
     def transforms(self) -> list[str]:
         """Those that run where samples are read: transforms of libraries, and operations that say so."""
         return [name for name, operation in self.operations.items() if getattr(operation, "at_reading", True)]
@@ -368,20 +379,17 @@ class Settings:
             cfg.trainer.max_epochs = 1
         return self.but(cfg)
 
+    @property
+    def frames_by_network(self) -> bool:
+        """Whether how images become squares depends on the network, whose library takes seconds to import."""
+        return "model" in (self.cfg.data.get(key) for key in OF_NETWORK[2:])
+
     def with_numbers(self) -> "Settings":
-        """With numbers in place of data.mean=model and data.std=model, so a newer timm cannot change a resumed run."""
-        if not (wanted := [key for key in ("mean", "std") if self.cfg.data.get(key) == "model"]):
-            return self
+        """With values in place of `model` in `data`, so a newer timm cannot change a resumed run."""
         cfg = self.cfg.copy()
-        dataset = locate(cfg.data._target_)
-        network_class = locate(cfg.model._target_) if cfg.model else None
-        of_network = getattr(network_class, "normalisation", lambda _: None)(cfg.model.get("name"))
-        own = dataset.normalisation(self.plain("data"))
-        if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colour images, used on grey ones
-            of_network = None
-        numbers = dict(zip(("mean", "std"), of_network or own, strict=True))
-        for key in wanted:
-            cfg.data[key] = list(numbers[key])
+        if wanted := [key for key in OF_NETWORK if cfg.data.get(key) == "model"]:
+            values = pretraining(cfg.model, self.plain("data"))
+            cfg.data.update({key: values[key] for key in wanted})
         return self.but(cfg)
 
 

@@ -73,12 +73,12 @@ class DataModule(pl.LightningDataModule):
         augment: Any = None, shards: int | None = None, **parts: Any,  # arguments of `splits`
     ) -> None:  # fmt: skip
         super().__init__()
-        self.dataset, self.unit = dataset, dataset.unit
+        self.dataset, self.evaluated, self.unit = dataset, dataset.evaluated, dataset.unit
         self.batch_size, self.eval_batch_size, self.seed = batch_size, eval_batch_size, seed
         self.num_workers, self.on_device = num_workers, on_device
         self.augment, self.repeats, self.shards = augment, repeats, shards
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
-        self.in_memory: dict[str, InMemory] = {}
+        self.in_memory: dict[int, InMemory] = {}
         self.with_workers: list[FromWorkers] = []
         self.waited_s = 0.0  # how long training in this process has waited for batches and their preparation
         self.predicted = "test"  # the part that predict_dataloader has
@@ -137,12 +137,11 @@ class DataModule(pl.LightningDataModule):
             wanted = arrays.nbytes <= ON_DEVICE_SHARE * free
         return device if wanted else None
 
-    def memory(self, part: str) -> InMemory:
+    def memory(self, arrays: Arrays) -> InMemory:
         """The arrays of a part on their device, moved once: training and validation may share them."""
-        if part not in self.in_memory:
-            arrays = getattr(self.dataset, part)
-            self.in_memory[part] = InMemory(arrays, self.home(arrays))
-        return self.in_memory[part]
+        if id(arrays) not in self.in_memory:
+            self.in_memory[id(arrays)] = InMemory(arrays, self.home(arrays))
+        return self.in_memory[id(arrays)]
 
     def match_names(self, known: Mapping[str, Any], who: str, keys: Collection[str] = NAMES) -> list[str]:
         """From now on, targets have the numbers that `known`, the `about` of `who`, gives to the names of `keys`. Returns warnings.
@@ -204,24 +203,23 @@ class DataModule(pl.LightningDataModule):
             return batch
         names = self.about[of_key]
         if not isinstance(target, Tensor):
-            raise UserError(
-                f"the {part} part cannot be renumbered. Number its {of_key} in this order: {listed(names)}."
-            )
+            raise UserError(f"the {part} part cannot be renumbered. Number its {of_key} so: {listed(names)}.")
         return {**batch, "target": renumbered(target, places, of_key, len(names))}
 
-    def reader(self, part: str, *, training: bool = False, repeats: int | None = None) -> Reader:
+    def reader(self, part: str, data: Any = None, *, training: bool = False, repeats: int | None = None) -> Reader:
+        """Of a part of `data`: the dataset, or its `evaluated`. `training`: with the transforms."""
         change, repeats = (self.augment, repeats or self.repeats) if training else (None, 1)
         at_reading = change.at_reading if change and change.reads else None
         apart = training and self.to_crop is not None
-        samples = self.to_crop if apart else getattr(self.dataset, part)
+        samples = self.to_crop if apart else getattr(data or self.dataset, part)
         return Reader(samples, seed=self.seed, repeats=repeats, at_reading=at_reading, apart=apart)
 
     def loader(self, part: str, sampler: Sampler, *, training: bool = False) -> ResumableLoader:
-        on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
-        reader, is_array = self.reader(part, training=training), isinstance(samples, Arrays)
-        is_numbers = is_array and all(map(is_numeric, samples.arrays.values()))
+        on_gpu, data = self.device.type == "cuda", self.dataset if training else self.evaluated
+        samples, reader = getattr(data, part), self.reader(part, data, training=training)
+        is_numbers = isinstance(samples, Arrays) and all(map(is_numeric, samples.arrays.values()))
         if is_numbers and not self.num_workers and not reader.at_reading:
-            memory = self.memory(part)
+            memory = self.memory(samples)
             read: Any = partial(memory.batches, sampler, pin=on_gpu and memory.device is None)
         else:
             stay = self.num_workers > 0 and self.persistent_workers is not False
@@ -286,7 +284,7 @@ class DataModule(pl.LightningDataModule):
         if trainer.training and self.augment is not None:
             of_step: dict[str, Any] = {"epoch": trainer.current_epoch, "repeats": self.repeats, "index_B": index_B}
             batch = self.augment.on_device(batch, seed=self.seed, **of_step)
-        batch = self.dataset.preprocess(batch)
+        batch = (self.dataset if trainer.training else self.evaluated).preprocess(batch)
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
@@ -321,11 +319,13 @@ class DataModule(pl.LightningDataModule):
         elif change:
             batch = change.at_reading(batch, **of_step)
         batch = move_data_to_device(batch, device) if device else batch
-        return self.dataset.preprocess(change.on_device(batch, **of_step) if change else batch)
+        data = self.dataset if training else self.evaluated
+        return data.preprocess(change.on_device(batch, **of_step) if change else batch)
 
     def raw(self, part: str, index_N: Any, epoch: int = 0) -> Batch:
         """Samples of a part as the data set gives them, before `finished`."""
-        return self.labelled(part, self.reader(part)(np.asarray(index_N), epoch))
+        data = self.dataset if part == "train" else self.evaluated
+        return self.labelled(part, self.reader(part, data)(np.asarray(index_N), epoch))
 
     def example(self, samples: int | Indices, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of training samples, augmented for `training`: of these indices, or of the first, repeated if there are fewer."""

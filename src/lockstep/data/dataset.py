@@ -69,9 +69,6 @@ def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
     return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 
-STAY = "data.resize={} changes the shape of images of {} x {} pixels, and `{}` would not move with them. Set data.resize=squash, or return squares."
-
-
 class Items:
     """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target).
 
@@ -105,15 +102,6 @@ class Items:
             ) from None
         return {**batch, **{name: [sample[name] for sample in samples] for name in apart}}
 
-    def refuse_places(self, values: dict[str, Any]) -> None:
-        """Raises UserError: the image becomes a square in a way in which its masks or boxes do not."""
-        from lockstep.data.images import has_places
-
-        (width, height), resize = values["input"].size, self.decoding.get("resize", "squash")
-        if width != height and resize != "squash" and "least" not in self.decoding:
-            for name in (name for name, value in values.items() if name != "input" and has_places(value, 1)):
-                raise UserError(STAY.format(resize, width, height, name))
-
     def named(self, sample: Any) -> dict[str, Any]:
         pair = isinstance(sample, tuple | list) and len(sample) == 2
         if not pair and not isinstance(sample, Mapping):
@@ -121,10 +109,9 @@ class Items:
             raise UserError(f"a sample of {title} is a {given}; expected a dict of named values, or (input, target).")
         values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
         if self.decoding and type(values["input"]).__module__.startswith("PIL."):
-            self.refuse_places(values)
-            from lockstep.data.pixels import to_array
+            from lockstep.data.images import in_bytes
 
-            values["input"] = np.array(to_array(values["input"], **self.decoding))
+            values = in_bytes(values, **self.decoding)
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -317,6 +304,19 @@ class DataSet:
     def paths(self, part: str) -> Any:
         """The files of a part's samples, in their order, for tables of predictions; None if the samples are not files."""
         return None
+
+    keeps_whole = (
+        False  # set before `prepare`: training samples stay whole, for random crops, or because nothing trains
+    )
+
+    def plan(self) -> str | None:
+        """What `prepare` is about to decode and where to, and how fast training samples can be read, in a sentence; None: nothing new."""
+        return None
+
+    @property
+    def evaluated(self) -> "DataSet":
+        """The same data as it is evaluated, such as images of a different size."""
+        return self
 
     def whole(self, part: str, least: int) -> Any:
         """The samples of a part with images of their own shapes; None if it has none. Their shorter sides have `least` pixels; 0: full resolution."""

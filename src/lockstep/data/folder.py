@@ -1,37 +1,34 @@
 """Your own image files: a folder per class, or a CSV of paths and targets. Free of torch."""
 
 import hashlib
-import os
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
+from lockstep.config.words import size
+from lockstep.data.cache import ROOM, Cached, Parts, cache_folder, decoded, intact, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import SHOWN, Files, Images, Listing, Row, part_names, part_of, read_all, read_csv, reading
-from lockstep.data.pixels import BACKGROUND, ENDINGS, JUNK, WHITE_16, Walk, spelled
+from lockstep.data.images import Files, Images, Packed, decoded_as, images_per_s, into, only_check, read_all, smaller
+from lockstep.data.listing import SEPARATORS, SHOWN, Listing, class_folders, from_csv, reading, target_problem
+from lockstep.data.pixels import BACKGROUND, WHITE_16, Frame
 from lockstep.data.sampler import PARTS, divided
-from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.errors import UserError, did_you_mean, explained, raise_problems
 
 # --- Targets from CSV cells or folder names ---
 
 # N sample · L label
 
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
-SEPARATORS = re.compile(r"\s*[|;]\s*")  # of labels in a cell
 COPY = re.compile(r" (- copy|\(\d\))$", re.I)  # of a folder, as Windows calls it
-# Folds, people and dates
-GROUP = re.compile(r"(fold|batch|split|part|session|subject|patient|group|run)[ _-]?\d+|\d{4}[\d._-]*", re.I)
-MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
 
 
 def folded(name: str) -> str:
@@ -83,133 +80,6 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
     return names, target_NL
 
 
-def target_problem(text: str, kind: str) -> str | None:
-    """Why a cell is no target of this kind; None if it is one."""
-    if kind == "class" and not text:
-        return "a row needs a target. Add it, or remove the line."
-    if kind != "number" and not MISSING.isdisjoint(SEPARATORS.split(text) if kind == "labels" else (text,)):
-        return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
-    with suppress(ValueError):
-        if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
-            return None
-    return f"target={text} is not a number, such as 1.5. Repair the line; for classes, set data.target=class."
-
-
-# --- Lists image files with their targets and parts ---
-
-
-def folders(root: Path) -> list[str]:
-    """Names of the folders in `root`, without junk."""
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not JUNK.match(path.name))
-
-
-def part_tops(root: Path) -> dict[str, Path]:
-    """The folder that holds the classes of each part, train first; `root` if it has no parts. Raises UserError: it has no train."""
-    by_part = part_names(folders(root), f"data.root={root}")
-    if by_part and "train" not in by_part:
-        raise UserError(
-            f"data.root={root} has {'/, '.join(by_part.values())}/ but no train/. Move the other classes into {root / 'train'}."
-        )
-    tops = {"train": root} | {part: root / name for part, name in by_part.items()}
-    # archives may repeat the name: seg_train/seg_train/<class>
-    inside = {part: top / folders(top)[0] for part, top in tops.items() if len(folders(top)) == 1}
-    return tops | {part: top for part, top in inside.items() if part_of(top.name) == part}
-
-
-def class_folders(root: Path) -> Listing:
-    """Lists `root/<class>/...` or `root/train/<class>/...`, with or without `val` and `test` beside `train`.
-
-    Raises:
-        UserError: there are no classes, or only one; a class or a part has no images; a part has a class that `train` lacks; or it is not
-            clear which folders are the classes.
-    """
-    if not root.is_dir():
-        raise UserError(
-            f"data.root={root} {'is a file' if root.exists() else 'does not exist'}. Set data.root=<folder with a folder of images per class>."
-        )
-    root = root.absolute()
-    tops = part_tops(root)
-    classes = sorted({*map(spelled, folders(tops["train"]))})
-    found, listing, problems = Walk(map(str, tops.values())), Listing(root, []), list[str]()
-    taken = {top.relative_to(root).parts[0] for top in tops.values() if top != root}
-    found.left_out.update(f"{name}/" for name in folders(root) if taken and name not in taken)
-    for part, top in tops.items():
-        inside = {name: Counter[str]() for name in folders(top)}  # images by the first folder in each class
-        for place, files in found.files[str(top)].items():
-            name, _, below = place[len(str(top)) + 1 :].partition(os.sep)
-            if not name:
-                found.left_out += Counter({"images outside of class folders": len(files)})
-                continue
-            inside[name][below.partition(os.sep)[0]] += len(files)
-            listing.paths.extend([f"{place[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
-            listing.targets.extend([spelled(name)] * len(files))
-            listing.parts.extend([part] * len(files))
-        problems += part_problems(part, top, classes, inside)
-        problems += nested_problems(top, inside) if top == root else ()
-    raise_problems(problems)
-    return Listing(root, listing.paths, listing.targets, listing.parts, str(found))
-
-
-def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str, Counter[str]]) -> Iterator[str]:
-    """What is wrong with the folders in `top`. Each has the number of images in itself (by "") and in each folder in it."""
-    if part == "train" and len(classes) < 2:
-        there = f"only the folder {classes[0]}/" if classes else "no folders"
-        yield f"{top} has {there}. It needs a folder of images per class, for two or more classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
-    if part != "train" and not any(images.total() for images in inside.values()):
-        yield f"{top} has no images in class folders. Sort some into {top}/<class>/, or move the folder out of data.root."
-    for name, images in inside.items():
-        if spelled(name) not in classes:
-            yield f"{top / name}: train/ has no class {name}{did_you_mean(spelled(name), classes)}. Rename or remove the folder."
-        elif not images.total() and part == "train" and len(classes) > 1:
-            yield f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set data.root=<the folder that contains the class folders>."
-
-
-def nested_problems(top: Path, inside: Mapping[str, Counter[str]]) -> Iterator[str]:
-    """Whether the folders in the folders in `top` may be the classes: each of these holds them, or is called like a fold or a person."""
-    count = Counter(name for images in inside.values() for name in +images if name)
-    shared = sorted(name for name in count if count[name] > 1)
-    outer, inner = (all(map(GROUP.fullmatch, names)) for names in (inside, shared))
-    divided = (outer or all(map(str.isdigit, inside))) and all(2 * of[""] < of.total() for of in inside.values())
-    are_alike = all({*+images} == {*shared} for images in inside.values())
-    if len(shared) > 1 and (outer or not inner) and (divided or are_alike):  # cat/batch1 is one of the class cat
-        yield f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
-
-
-def from_csv(path: Path, kind: str = "class") -> Listing:
-    """Lists the files of a CSV with the columns path, target and optionally split; paths are relative to the CSV.
-
-    Raises:
-        UserError: there is no such file, or lines are wrong: a path leads out of its folder or has different targets or splits, a target is
-            not of its `kind`, a split has an unknown name.
-    """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder>.")
-    base, first = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # by the real file
-    parts = list[str]()
-
-    def check(line: int, row: Row) -> str | None:
-        given, split = Path(row["path"]), row.get("split", "train").strip()
-        if not (base / given).is_relative_to(base) or ".." in given.parts:
-            return f"path={given} leads out of {path.parent}. Paths are relative to the CSV's folder."
-        if (part := part_of(split)) is None:
-            return f"split={split} is unknown; use one of {', '.join(PARTS)}."
-        target = spelled(row["target"].strip())
-        known = first.setdefault(os.path.realpath(base / given), (line, given.as_posix(), target, part))
-        row |= {"path": known[1], "target": target}
-        parts.append(part)
-        if known[2:] != (target, part):
-            return f"{given} is also in line {known[0]}, with a different target or split. Remove one of them."
-        return target_problem(row["target"], kind)
-
-    rows = read_csv(path, ("path", "target"), "path,target,split", check)
-    for column in rows[0] if "split" not in rows[0] else ():
-        if all(part_of(row[column]) for row in rows) and len({part_of(row[column]) for row in rows}) > 1:
-            raise UserError(f"{path}: the column {column} has names of parts. Call it split, or rename its values.")
-    if "train" not in parts:
-        raise UserError(f"{path} has no row with split=train.")
-    return Listing(path.parent, [row["path"] for row in rows], [row["target"] for row in rows], parts)
-
-
 # --- The data set ---
 
 # N file
@@ -219,7 +89,9 @@ CACHE_BYTES = 2 * 2**30  # decode=auto caches up to this size of decoded images
 
 
 class Folder(Images):
-    """Images of any size, resized to `image_size` when decoded: once into the cache, or by workers in every epoch.
+    """Images of any size: decoded once into the cache, or by workers in every epoch.
+
+    `presize`: what workers decode is stored once, with this multiple of the size on its shorter side.
 
     Raises:
         UserError: the folder or the CSV has a mistake, or files are broken.
@@ -228,11 +100,12 @@ class Folder(Images):
     source = "disk"
 
     def __init__(
-        self, *, root: str, csv: str | None = None, target: str = "class", decode: str = "auto", skip_broken: bool = False,
-        test_fraction: float = 0.1, val_fraction: float = 0.1, folds: int | None = None, cache_dir: str | None = None, **images: Any
+        self, *, root: str, csv: str | None = None, target: str = "class", decode: str = "auto", presize: float | None = None,
+        skip_broken: bool = False, test_fraction: float = 0.1, val_fraction: float = 0.1, folds: int | None = None, cache_dir: str | None = None,
+        **images: Any,
     ) -> None:  # fmt: skip
         super().__init__(**images)
-        self.root, self.kind, self.asked = Path(root).expanduser(), target, decode
+        self.root, self.kind, self.asked, self.presize = Path(root).expanduser(), target, decode, presize
         self.csv = csv and self.root / Path(csv).expanduser()
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
         self.fractions = {"test": test_fraction, **({} if folds else {"val": val_fraction})}
@@ -243,7 +116,9 @@ class Folder(Images):
         yield from super().problems(data)
         if (kind := data.get("target")) not in TARGETS:
             yield f"data.target={kind} is unknown; use one of {', '.join(TARGETS)}{did_you_mean(str(kind), TARGETS)}."
-        elif kind != "class" and data.get("csv") is None:
+        if data.get("presize") and data.get("decode") == "cache":
+            yield f"data.presize={data['presize']} has no effect with data.decode=cache. Remove one of them."
+        if kind in TARGETS and kind != "class" and data.get("csv") is None:
             yield f"data.target={kind} needs a list of files and targets. Set data.csv=<file> as well, or data.target=class."
 
     # --- files, targets and splits ---
@@ -282,77 +157,154 @@ class Folder(Images):
     # --- content ---
 
     @cached_property
-    def in_cache(self) -> bool:
-        size = len(self.listing.paths) * self.channels * self.image_size**2
-        return self.asked == "cache" or (self.asked == "auto" and size <= CACHE_BYTES)
-
-    def key(self) -> str:
-        """Key of the cache: files by name, size and time, their targets, and the size they are decoded to."""
-        listing, digest = self.listing, hashlib.sha256()
-        for path, target, part in zip(listing.paths, listing.targets, self.parts, strict=True):
-            state: list[int] = []  # of a file that is not there
-            with suppress(OSError):
-                state = stamp(listing.base / path)
-            digest.update(repr((path, target, str(part), *state)).encode())
-        decoding = (BACKGROUND, *(self.decoding.values() if self.in_cache else ()))
-        return key_of("folder", [], str(listing.base.resolve()), self.kind, decoding, digest.hexdigest())
+    def places(self) -> dict[str, NDArray[np.int64]]:
+        """The places in the listing of the files of each part."""
+        return {part: place_N for part in PARTS if len(place_N := np.flatnonzero(self.parts == part))}
 
     @cached_property
-    def cached(self) -> Cached:
-        """Reads every file once per machine. Raises UserError that lists the broken ones."""
-        cached = decoded(self.cache / self.key(), self.read_files)
-        broken: dict[str, str] = cached.extra["broken"]
+    def stored(self) -> dict[str, Frame | int | None]:
+        """How each part is in the cache: as squares, as JPEGs with so many pixels on their shorter side, or not at all."""
+        squares = {part: self.frame if part == "train" else self.eval_frame for part in self.places}
+        if self.keeps_whole and self.asked != "cache":
+            del squares["train"]
+        pixels = sum(len(self.places[part]) * frame.size**2 for part, frame in squares.items())
+        if self.asked == "workers" or (self.asked == "auto" and pixels * self.channels > CACHE_BYTES):
+            squares = {}
+        side = round(self.presize * max(self.frame.size, self.eval_frame.size)) if self.presize else None
+        return {**dict.fromkeys(self.places, side), **squares}
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """Names a part in the cache by its files: their names, sizes and times."""
+        keys, listing = dict[str, str](), self.listing
+        for part, places in self.places.items():
+            digest = hashlib.sha256()
+            for path in (listing.paths[place] for place in places):
+                state: list[int] = []  # of a file that is not there
+                with suppress(OSError):
+                    state = stamp(listing.base / path)
+                digest.update(repr((path, *state)).encode())
+            keys[part] = key_of(
+                "folder", [], str(listing.base.resolve()), BACKGROUND, self.channels, digest.hexdigest()
+            )
+        return keys
+
+    def cache_of(self, part: str, form: Frame | int | None) -> Path:
+        return (
+            self.cache / f"{self.keys[part]}-{hashlib.sha256(repr(form).encode()).hexdigest()[:8] if form else 'files'}"
+        )
+
+    def known(self, part: str) -> Cached | None:
+        """The part in the cache. What is not stored was checked, perhaps when it was stored in some form."""
+        form = self.stored[part]
+        folders = [self.cache_of(part, form)] if form else sorted(self.cache.glob(f"{self.keys[part]}-*"))
+        return next((cached for folder in folders if (cached := intact(folder))), None)
+
+    @cached_property
+    def cached(self) -> dict[str, Cached]:
+        """The parts. Reads every file once per machine. Raises UserError that lists the broken ones."""
+        found = {}
+        for part, form in self.stored.items():
+            read = partial(self.read_files, part, form)
+            found[part] = self.known(part) or decoded(self.cache_of(part, form), read)
+        broken = {path: why for cached in found.values() for path, why in cached.extra["broken"].items()}
         if broken and not self.skip_broken:
             lines = [f"\n  {path}: {why}" for path, why in list(broken.items())[:SHOWN]]
             more = f"\n  and {len(broken) - SHOWN:,} more" if len(broken) > SHOWN else ""
             raise UserError(
                 f"{len(broken):,} of {len(self.listing.paths):,} image files cannot be read:{''.join(lines)}{more}\nRepair or remove them, or set data.skip_broken=true to train without them."
             )
-        return cached
+        return found
 
-    def read_files(self) -> tuple[Parts, dict[str, Any]]:
-        """Reads all files; returns the arrays of each part if images go into the cache."""
-        names, target_N = self.encoded
-        digest, parts, broken, brightest = hashlib.sha256(repr(names).encode()), Parts(), dict[str, str](), 0
-        for part in (each for each in PARTS if (self.parts == each).any()):
-            places = np.flatnonzero(self.parts == part)
-            shape = (len(places), self.channels, self.image_size, self.image_size)
-            rows, good = scratch(self.cache, shape) if self.in_cache else None, np.ones(len(places), bool)
-            paths = [self.listing.paths[place] for place in places]
-            results = read_all(self.listing.base, paths, f"reading {part} images", image_NCHW=rows, **self.decoding)
-            for row, (sha, problem, bright) in enumerate(results):
-                brightest = max(brightest, bright)
-                good[row] = problem is None
-                if problem is None:
-                    path = Path(paths[row]).as_posix()
-                    digest.update(repr((part, path, self.listing.targets[places[row]])).encode() + sha)
-                else:
-                    broken[paths[row]] = problem
-            if rows is not None:
-                parts[f"{part}/input"] = rows if good.all() else rows[good]
-                parts[f"{part}/target"] = target_N[places[good]]
-        return parts, {"sha256": digest.hexdigest(), "broken": broken, "brightest": brightest}
+    def read_files(self, part: str, form: Frame | int | None) -> tuple[Parts, dict[str, Any]]:
+        """Reads all files of a part; returns their hashes, and images in the `form` in which they are stored."""
+        paths, keep, square_NCHW = (
+            [self.listing.paths[place] for place in self.places[part]],
+            only_check,
+            np.empty(0, np.uint8),
+        )
+        if isinstance(form, Frame):
+            square_NCHW = scratch(self.cache, (len(paths), self.channels, form.size, form.size))
+            keep = partial(into, square_NCHW, channels=self.channels, frame=form)
+        elif form:
+            keep = partial(smaller, side=form, channels=self.channels)
+        sha256_N, end_N, broken, brightest = [], [0], dict[str, str](), 0
+        with explained(f"data.cache_dir={self.cache} cannot be written", ROOM), TemporaryFile(dir=self.cache) as packed:
+            for path, file in zip(
+                paths, read_all(self.listing.base, paths, f"reading {part} images", keep), strict=True
+            ):
+                sha256_N.append(np.frombuffer(file.sha256, np.uint8))
+                packed.write(file.packed)
+                end_N.append(end_N[-1] + len(file.packed))
+                brightest = max(brightest, file.brightest)
+                broken |= {path: file.problem} if file.problem else {}
+            packed.flush()
+            content = np.memmap(packed, np.uint8) if end_N[-1] else np.empty(0, np.uint8)
+        good_N, arrays = np.array([path not in broken for path in paths]), {"sha256": np.stack(sha256_N)}
+        if isinstance(form, Frame):
+            arrays["input"] = square_NCHW if good_N.all() else square_NCHW[good_N]
+        elif form:
+            arrays |= {"content": content, "end": np.array(end_N[1:])[good_N]}
+        return {f"part/{name}": array for name, array in arrays.items()}, {"broken": broken, "brightest": brightest}
+
+    def plan(self) -> str | None:
+        new = [part for part in self.places if not self.known(part)]
+        if not new:
+            return None
+        count = {part: len(places) for part, places in self.places.items()}
+        squares = {
+            part: form.size**2 * self.channels * count[part]
+            for part, form in self.stored.items()
+            if isinstance(form, Frame)
+        }
+        per_s = images_per_s(
+            (self.listing.base / self.listing.paths[place] for place in self.places["train"]), **self.decoding
+        )
+        told = [f"one core decodes {per_s:,.0f} images/s"]
+        if squares:
+            told.append(f"{', '.join(squares)}: decoded once, {size(sum(squares.values()))} in {self.cache}")
+        if others := [part for part in self.places if part not in squares]:
+            how = f"stored with {self.stored[others[0]]} pixels in {self.cache}, and " if self.presize else ""
+            told.append(f"{', '.join(others)}: {how}decoded by workers in every epoch")
+        return f"{sum(count.values()):,} images. {'; '.join(told)}."
 
     def prepare(self) -> None:
-        broken, brightest = self.facts["skipped"], self.cached.extra.get("brightest", 0)
+        broken, brightest = self.facts["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
         several, is_dark = f"are two {TARGETS[self.kind]}", 0 < brightest < DARK
         alike = "; ".join(f"{one} and {other} {several}" for one, other in pairs(self.encoded[0], similar))
+        all_squares = self.presize and all(isinstance(form, Frame) for form in self.stored.values())
         commas = next((name for name in self.encoded[0] if self.kind == "labels" and "," in name), None)
         notices = {
             f"{alike} of {self.where}. Spell them alike if they are meant as one.": alike,
             f"{commas!r} of {self.where} is one label. Separate several with |.": commas,
             f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true).": broken,
+            f"data.presize={self.presize} has no effect: all images are decoded once, as squares. Remove it, or set data.decode=workers.": all_squares,
             f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, and none has more than {brightest:,}. Multiply their pixels, or save them with 8 bits.": is_dark,
         }
         self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"skipped": len(self.cached.extra["broken"]), "left_out": self.listing.left_out or None}
+        skipped = sum(len(cached.extra["broken"]) for cached in self.cached.values())
+        return {"skipped": skipped, "left_out": self.listing.left_out or None}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the files and their targets, not of decoded pixels."""
+        digest = hashlib.sha256(repr(self.encoded[0]).encode())
+        for part, places in self.places.items():
+            broken, sha256_N = self.cached[part].extra["broken"], self.cached[part].arrays("part")["sha256"]
+            for place, sha256 in zip(places, sha256_N, strict=True):
+                path, target = self.listing.paths[place], self.listing.targets[place]
+                if path not in broken:
+                    digest.update(repr((part, Path(path).as_posix(), target)).encode() + sha256.tobytes())
+        return digest.hexdigest()
 
     @property
-    def fingerprint(self) -> str:  # type: ignore[override]  # of the files, not of the decoded pixels
-        return str(self.cached.unchanged().extra["sha256"])
+    def fingerprint(self) -> str:  # type: ignore[override]
+        for cached in self.cached.values():
+            cached.unchanged()
+        return self.digest
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -362,28 +314,36 @@ class Folder(Images):
 
     def readable(self, part: str) -> list[int]:
         """The places of a part's files in the listing, without broken ones."""
-        broken = self.cached.extra["broken"]
-        return [int(i) for i in np.flatnonzero(self.parts == part) if self.listing.paths[i] not in broken]
+        broken = self.cached[part].extra["broken"]
+        return [int(place) for place in self.places[part] if self.listing.paths[place] not in broken]
 
     def paths(self, part: str) -> list[str]:
         return [self.listing.paths[place] for place in self.readable(part)]
 
     def open_part(self, part: str) -> Arrays | Files | None:
-        if not (self.parts == part).any():
+        if part not in self.places:
             return None
         if not self.readable(part):
             raise UserError(f"{self.where}: all images of the {part} part are broken. Repair some.")
-        if self.in_cache:
-            return Arrays(**self.cached.arrays(part))
+        if isinstance(self.stored[part], Frame):
+            return Arrays(input=self.cached[part].arrays("part")["input"], target=self.encoded[1][self.readable(part)])
         return self.files(part)
 
     def files(self, part: str) -> Files:
-        return Files(self.listing.base, self.paths(part), self.encoded[1][self.readable(part)], **self.decoding)
+        target_N, form = self.encoded[1][self.readable(part)], self.stored[part]
+        decoding = {**self.decoding, "frame": self.frame if part == "train" else self.eval_frame}
+        if form and not isinstance(form, Frame):
+            arrays = self.cached[part].arrays("part")
+            return Packed(arrays["content"], arrays["end"], target_N, **decoding)
+        return Files(self.listing.base, self.paths(part), target_N, **decoding)
 
-    def whole(self, part: str, least: int) -> Files | None:
+    def whole(self, part: str, least: int) -> Any:
         """Crops of what decode=cache has in the cache come from there: they are faster, and not as sharp."""
-        if self.asked == "cache":
-            return None
-        files = self.files(part)
-        files.decoding = {**files.decoding, "least": least}
-        return files
+        return None if self.asked == "cache" else decoded_as(self.files(part), least=least)
+
+    @cached_property
+    def evaluated(self) -> Images:
+        made = super().evaluated
+        if made is not self:  # a part of the training samples may be validated
+            made.train = decoded_as(self.files("train"), frame=self.eval_frame)
+        return made

@@ -1,168 +1,45 @@
-"""Data sets of images: bytes until they are on the device, then resized and normalised in batches. Free of torch."""
+"""Image files to bytes, with Pillow, and data sets of images: bytes until they are on the device, then normalised in batches. Free of torch."""
 
+import contextlib
 import copy
-import csv
-import glob
 import hashlib
 import io
 import os
-import re
-import unicodedata
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import STAY, Batch, DataSet, Indices
-from lockstep.data.pixels import ENDINGS, Preprocess, Walk, check_depth, original_size, reason, resize_nearest, to_array
+from lockstep.data.dataset import Batch, DataSet, Indices, map_of
+from lockstep.data.pixels import (
+    ENDINGS,
+    Frame,
+    Preprocess,
+    Size,
+    check_depth,
+    original_size,
+    reason,
+    resize_nearest,
+    to_array,
+)
 from lockstep.data.sampler import PARTS
-from lockstep.errors import UserError, explained, raise_problems
+from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes
 from lockstep.machine.world import cores, rank_of
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 # B batch · C channel · H W pixel · N file
 
-# --- Lists image files: below a folder, of a glob, of a CSV ---
-
-LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
-SHOWN = 10  # lines or files that a message lists
-PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
-NONE, YEAR, ANY = "$^", r"[ _-]?\d{4}$", r"^\d+[ _-]|[ _-]?\d{4}$"  # around a part's name: 01_train, train2017
-Row = dict[str, str]  # cells by column
-Check = Callable[[int, Row], str | None]
-
-
-@lru_cache(10_000)
-def part_of(name: str, around: str = ANY) -> str | None:
-    """The part that is meant by the name of a folder, a split or a cell, with such numbers `around` it."""
-    core = re.sub(rf"^seg[ _-]|[ _-]?(set|data|images?)$|{around}", "", name.strip().lower())  # seg_test, test_set
-    return PART_NAMES.get(core)
-
-
-def part_names(names: Iterable[str], where: str) -> dict[str, str]:
-    """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one.
-
-    Years count beside no exact name (train, train2017), numbers only if all have them (01_train, 02_test; not the classes 0-train, 1-bus).
-    """
-    exact = {name: part_of(name, NONE) for name in names}
-    around = ANY if all(map(part_of, exact)) else YEAR
-    by_part: dict[str, str] = {}
-    for name in exact:
-        part = exact[name] or part_of(name, around)
-        if part in by_part and (exact[name] or part not in exact.values()):
-            raise UserError(f"{where} has {by_part[part]} and {name}, which are both the {part} part. Merge them.")
-        by_part |= {part: name} if part and (exact[name] or part not in exact.values()) else {}
-    return by_part
-
-
-def reading(root: Path) -> AbstractContextManager[None]:
-    """Raises UserError in place of OSError for what is below data.root."""
-    return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
-
-
-def read_csv(path: Path, needed: Sequence[str], others: str, check: Check) -> list[Row]:
-    """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Blank lines are skipped.
-
-    `check` gets the line and the cells of a row, may change them, and returns what is wrong with it.
-
-    Raises:
-        UserError: it is no CSV, it lacks a column or rows, or rows are wrong.
-    """
-    line, rows, problems = 0, list[Row](), list[str]()
-    try:
-        content = read_bytes(path, follows=True)
-        text, separators = content.decode("utf-8-sig"), "\t" if path.suffix.lower() == ".tsv" else ",;\t"
-        separator = next((each for each in separators if each in text.partition("\n")[0]), ",")
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-        columns = reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
-        line = reader.line_num
-        if missing := [name for name in needed if columns.count(name) != 1]:
-            raise UserError(
-                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns, each once: {','.join(needed)} or {others}."
-            )
-        for row in reader:
-            line = reader.line_num
-            if problem := row_problem(path.parent, row) or check(line, row):
-                problems.append(f"{path}, line {line}: {problem}")
-            rows.append(row)
-    except (csv.Error, UnicodeDecodeError, OSError) as e:
-        line = content.count(b"\n", 0, e.start) if isinstance(e, UnicodeDecodeError) else line
-        raise UserError(f"{path}, line {line + 1}: not a CSV in UTF-8 ({e}). Repair it, or pass another.") from None
-    if not rows:
-        raise UserError(f"{path} lists no images below its first line.")
-    raise_problems(problems[:SHOWN] + [f"{len(problems) - SHOWN:,} more lines are wrong."] * (len(problems) > SHOWN))
-    return rows
-
-
-def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
-    """What is wrong with a row. Its path becomes that on this disk: with / for the \\ of Windows, without spaces around it, in either
-    Unicode form.
-    """
-    if None in row or None in row.values():
-        return f"it has {'more' if None in row else 'fewer'} cells than the first line. Put a text with a separator into quotes, and write 1.5 with a point."
-    if not row["path"].strip("\0 ") or "\0" in row["path"]:
-        return "a row needs a path. Add it, or remove the line."
-    plain = row["path"].strip().replace("\\", "/")
-    forms = [row["path"], plain, *(unicodedata.normalize(form, plain) for form in ("NFC", "NFD"))]
-    row["path"] = next((each for each in forms if os.path.lexists(base / each)), plain)
-    return None
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Image files in the order of their rows. `paths` are relative to `base` or absolute."""
-
-    base: Path
-    paths: list[str]
-    targets: list[str] = field(default_factory=list)  # class names, or the cells of a CSV; empty without
-    parts: list[str] = field(default_factory=list)  # of a data set; one without parts of its own has `train` only
-    left_out: str = ""  # what else lies there
-
-
-def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check | None = None) -> Listing:  # fmt: skip
-    """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one file.
-
-    `check` is that of `read_csv`.
-
-    Raises:
-        UserError: there is no such thing, it holds no files with these `endings`, or it cannot be read.
-    """
-    path, left_out = Path(given).expanduser(), ""
-    with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
-        if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
-            rows = read_csv(path, ("path",), "path,target", check or (lambda *_: None))
-            targets = [row["target"] for row in rows if "target" in row]
-            return Listing(path.parent, [row["path"] for row in rows], targets)
-        if path.is_file():
-            return Listing(Path(), [str(path)])
-        if path.is_dir():
-            named = f"{unit} (files that end in {', '.join(endings)})" if all(endings) else "files"
-            found = Walk([str(path)], endings)
-            names, left_out, empty = list(found), str(found), f"holds no {named}"
-        elif any(letter in given for letter in "*?["):
-            matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob refuses absolute ones
-            names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
-        else:
-            raise UserError(
-                f"input={given} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, or a part of the run's own data: {', '.join(PARTS)}."
-            )
-    if not names:
-        raise UserError(f"input={given} {empty}{left_out and f'; it has {left_out}'}. Pass another folder or file.")
-    return Listing(Path(), names, left_out=left_out)
-
-
-# --- Image files to bytes of one size, with Pillow ---
-#
-# A core decodes 157 images/s from 500 x 375 to 224 pixels, and 136 into the cache (docs/measurements/speed.md).
-
-AT_ONCE = 1024  # files queued per thread
+# --- Samples that workers decode ---
 
 
 def decoded(file: Any, **pixels: Any) -> NDArray[np.uint8]:
@@ -182,6 +59,15 @@ def decoded_all(files: Sequence[Any], **pixels: Any) -> NDArray[np.uint8]:
     return np.stack(images) if len(images) > 1 else np.array(images[0], order="K")[None]
 
 
+def decoded_as(samples: Any, **pixels: Any) -> Any:
+    """The samples with other arguments of `to_array`; themselves, if they are not decoded as they are read."""
+    if not getattr(samples, "decoding", None):
+        return samples
+    samples = copy.copy(samples)
+    samples.decoding = {**samples.decoding, **pixels}
+    return samples
+
+
 class Files:
     """Image files and their targets, decoded on access, by workers."""
 
@@ -191,17 +77,88 @@ class Files:
         self.target_N, self.decoding = target_N, pixels
 
     def __len__(self) -> int:
-        return len(self.name_N)
+        return len(self.target_N)
+
+    def file(self, index: int) -> Any:
+        return self.base / os.fsdecode(self.name_N[index])
 
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
-        files = [self.base / os.fsdecode(self.name_N[index]) for index in indices]
-        return {"input": decoded_all(files, **self.decoding), "target": self.target_N[indices]}
+        return {
+            "input": decoded_all([self.file(i) for i in indices], **self.decoding),
+            "target": self.target_N[indices],
+        }
 
 
-def read_all(
-    base: Path, paths: list[str], what: str, *, image_NCHW: NDArray[np.uint8] | None, **pixels: Any
-) -> Iterator[tuple[bytes, str | None, int]]:
-    """The SHA-256 of each file, its error, if any, and the largest pixel if it has 16 bits, otherwise 0. Its pixels go to `image_NCHW`; without one they are only checked.
+class Packed(Files):
+    """The same in one array of the bytes of all files. `end_N`: where each ends."""
+
+    def __init__(
+        self, content: NDArray[np.uint8], end_N: NDArray[np.int64], target_N: NDArray[Any], **pixels: Any
+    ) -> None:
+        super().__init__(Path(), (), target_N, **pixels)
+        self.content, self.end_N = content, end_N
+
+    def file(self, index: int) -> Any:
+        return io.BytesIO(self.content[self.end_N[index - 1] if index else 0 : self.end_N[index]].tobytes())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
+        return {**vars(self), "content": map_of(self.content) or self.content}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.content = np.memmap(**state["content"]) if isinstance(state["content"], dict) else state["content"]
+
+
+# --- All files of a part ---
+
+AT_ONCE = 1024  # files queued per thread
+QUALITY = 95  # of JPEGs that are stored
+Keep = Callable[
+    [int, "Image", bytes], bytes
+]  # of a file's place, image and content, what is packed; it may write pixels to an array
+
+
+@dataclass(frozen=True)
+class FileRead:
+    """A file: why it cannot be read, if so; its largest pixel if it has 16 bits, otherwise 0; what is packed of it."""
+
+    sha256: bytes
+    problem: str | None
+    brightest: int = 0
+    packed: bytes = b""
+
+
+def only_check(_place: int, image: "Image", _content: bytes) -> bytes:
+    """Packs nothing."""
+    check_depth(image)
+    image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
+    image.load()
+    return b""
+
+
+def into(square_NCHW: NDArray[np.uint8], place: int, image: "Image", _content: bytes, **pixels: Any) -> bytes:
+    """Writes the pixels to an array. Packs nothing."""
+    square_NCHW[place] = to_array(image, **pixels)
+    return b""
+
+
+def smaller(_place: int, image: "Image", content: bytes, *, side: int, channels: int) -> bytes:
+    """The file itself, or a JPEG with `side` pixels on its shorter side if that has fewer bytes."""
+    from PIL import Image
+
+    if min(image.size) <= side:
+        return content
+    pixels_CHW = to_array(image, channels=channels, frame=None, least=2 * side)
+    whole = Image.fromarray(pixels_CHW[0] if channels == 1 else pixels_CHW.transpose(1, 2, 0))
+    scale, file = side / min(whole.size), io.BytesIO()
+    size = max(side, round(whole.width * scale)), max(side, round(whole.height * scale))
+    whole.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=QUALITY, subsampling=0)
+    return min(content, file.getvalue(), key=len)
+
+
+def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = only_check) -> Iterator[FileRead]:
+    """Reads the files, in their order, and what is to `keep` of each.
 
     Uses threads, because Pillow decodes and resizes without the GIL. Shows a progress bar on standard error.
     """
@@ -209,22 +166,17 @@ def read_all(
     from rich.console import Console
     from rich.progress import track
 
-    def read(place: int) -> tuple[bytes, str | None, int]:
-        digest, brightest = b"", 0
+    def read(place: int) -> FileRead:
+        digest = bytes(32)
         try:
             content = read_bytes(base / paths[place], follows=True)
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
-                if image_NCHW is not None:
-                    image_NCHW[place] = to_array(image, **pixels)
-                else:
-                    check_depth(image)
-                    image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
-                    image.load()
+                packed = keep(place, image, content)
                 brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
         except Exception as e:  # Pillow raises nearly anything for a broken file
-            return digest, reason(e), 0
-        return digest, None, brightest
+            return FileRead(digest, reason(e))
+        return FileRead(digest, None, brightest, packed)
 
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:
         warnings.simplefilter("ignore")
@@ -233,20 +185,36 @@ def read_all(
         yield from track(results, what, len(paths), console=Console(stderr=True), disable=rank_of() > 0, transient=True)
 
 
+TRIED_S = 0.5
+
+
+def images_per_s(files: Iterable[Path], **pixels: Any) -> float:
+    """What one core decodes, by the first of the files."""
+    began_s, count = time.perf_counter(), 0
+    for file in files:
+        with contextlib.suppress(Exception):  # reading all tells of broken ones
+            decoded(file, **pixels)
+            count += 1
+        if (taken_s := time.perf_counter() - began_s) > TRIED_S:
+            break
+    return count / taken_s
+
+
 # --- Data sets of images: bytes until they are on the device, then resized and normalised in batches ---
 
-Normalisation = tuple[Sequence[float], Sequence[float]]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three channels
 NEEDED = ("image_size", "channels", "mean", "std")  # in `about`, to read files without the training data
+FRAMING = ("resize", "crop_pct", "interpolation")  # as well, but of checkpoints of older versions
+STAY = "images of {} x {} pixels are cropped or padded (data.resize={}, data.crop_pct={:g}), and `{}` would not move with them. Set data.resize=squash data.crop_pct=1, or return images of data.image_size."
 USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # of pixels from 0 to 1: beyond, float32 ends in infinities and NaN
 
 
 class Images(DataSet):
     """Images as `input`: uint8, BCHW, of any size. `channels`, of classes that decode images: 3 for RGB, 1 for grey.
 
-    `mean` and `std` are one number per channel. `build` replaces `model` by the values the network was pretrained with, or
-    by those of this class.
+    `mean` and `std` are one number per channel; other arguments are those of `pixels.Frame`. `build` replaces `model` by the values the
+    network was pretrained with, or by those of this class.
     """
 
     unit = "images"
@@ -257,22 +225,26 @@ class Images(DataSet):
 
     def __init__(
         self, *, image_size: int, channels: int | None = None, mean: str | Sequence[float] = "model",
-        std: str | Sequence[float] = "model", channels_last: bool = True, resize: str = "squash"
+        std: str | Sequence[float] = "model", channels_last: bool = True, resize: str = "squash", crop_pct: str | float = 1.0,
+        interpolation: str = "bilinear", eval_size: int | None = None
     ) -> None:  # fmt: skip
-        self.image_size, self.channels_last, self.resize = image_size, channels_last, resize
-        own_mean, own_std = self.normalisation({"channels": channels})
-        self.pixel_mean = list(own_mean if isinstance(mean, str) else mean)
-        self.pixel_std = list(own_std if isinstance(std, str) else std)
+        given = {"mean": mean, "std": std, "resize": resize, "crop_pct": crop_pct, "interpolation": interpolation}
+        own = self.defaults({"channels": channels})
+        values: dict[str, Any] = {key: own[key] if value == "model" else value for key, value in given.items()}
+        self.pixel_mean, self.pixel_std = list(values.pop("mean")), list(values.pop("std"))
+        self.frame, self.channels_last = Frame(image_size, **values), channels_last
+        self.eval_frame = replace(self.frame, size=eval_size or image_size)
 
     @classmethod
-    def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
-        """Mean and std of the images of a `data` node, used if the network was not pretrained with its own."""
+    def defaults(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """What `model` stands for in a `data` node if the network was not pretrained."""
         grey = data.get("channels") == 1 and cls.mean is IMAGENET_MEAN  # of a class that names no other mean
-        return (GREY_MEAN, GREY_STD) if grey else (cls.mean, cls.std)
+        mean, std = (GREY_MEAN, GREY_STD) if grey else (cls.mean, cls.std)
+        return {"mean": list(mean), "std": list(std), "resize": "crop", "crop_pct": 1.0, "interpolation": "bilinear"}
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
-        channels = len(cls.normalisation(data)[0])
+        channels = len(cls.defaults(data)["mean"])
         if data.get("channels") not in (None, channels):
             yield f"data.channels={data['channels']} has no effect: these images have {channels}. Remove it."
         for key, (least, most) in USABLE.items():
@@ -291,8 +263,13 @@ class Images(DataSet):
     @cached_property
     def about(self) -> dict[str, Any]:
         numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
-        shape = {"channels": self.channels, "image_size": self.image_size, "resize": self.resize}
-        return {**shape, "classes": list(self.classes), **numbers}
+        frame = asdict(self.eval_frame)  # that of files
+        shape = {"channels": self.channels, "image_size": frame.pop("size")}
+        return {**shape, **frame, "classes": list(self.classes), **numbers}
+
+    @property
+    def image_size(self) -> int:
+        return self.frame.size
 
     def network_arguments(self) -> dict[str, Any]:
         return {"in_channels": self.channels, "image_size": self.image_size}
@@ -300,19 +277,30 @@ class Images(DataSet):
     def whole(self, part: str, least: int) -> Any:
         """None for what is not decoded as it is read, and where masks or boxes belong to the squares."""
         samples = getattr(self, part)
-        if not isinstance(getattr(samples, "decoding", None), dict) or spatial(samples[np.array([0])], nested=True):
+        if (whole := decoded_as(samples, least=least)) is samples:
             return None
-        samples = copy.copy(samples)
-        samples.decoding = {**samples.decoding, "least": least}
-        return samples
+        first = whole[np.array([0])]
+        return (
+            whole if all(lies_on(v, first["input"].shape[-2:]) for v in spatial(first, nested=True).values()) else None
+        )
+
+    @cached_property
+    def evaluated(self) -> "Images":
+        if self.frame == self.eval_frame:
+            return self
+        made = copy.copy(self)
+        made.frame = self.eval_frame
+        vars(made).pop("preprocessing", None)
+        vars(made).update({part: decoded_as(getattr(self, part), frame=made.frame) for part in PARTS})
+        return made
 
     @property
     def decoding(self) -> dict[str, Any]:
         """How images are decoded: arguments of `to_array`."""
-        return {"channels": self.channels, "size": self.image_size, "resize": self.resize}
+        return {"channels": self.channels, "frame": self.frame}
 
     def read(self, path: Path) -> dict[str, Any]:
-        return {"input": decoded(path, **self.decoding)}
+        return {"input": decoded(path, channels=self.channels, frame=self.eval_frame)}
 
     @classmethod
     def for_files(cls, about: Mapping[str, Any]) -> Self:
@@ -321,8 +309,10 @@ class Images(DataSet):
                 f"input: image files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
             )
         made = super().for_files(about)
-        made.image_size, made.channels_last = about["image_size"], True
-        made.resize = about.get("resize", "squash")  # what older versions did
+        made.frame = made.eval_frame = Frame(
+            about["image_size"], **{key: about[key] for key in FRAMING if key in about}
+        )
+        made.channels_last = True
         made.pixel_mean, made.pixel_std = about["mean"], about["std"]
         return made
 
@@ -334,8 +324,7 @@ class Images(DataSet):
 
     @cached_property
     def preprocessing(self) -> Preprocess:
-        shape: dict[str, Any] = {"image_size": self.image_size, "resize": self.resize}
-        return Preprocess(mean=self.pixel_mean, std=self.pixel_std, channels_last=self.channels_last, **shape)
+        return Preprocess(self.frame, mean=self.pixel_mean, std=self.pixel_std, channels_last=self.channels_last)
 
     def preprocess(self, batch: Batch) -> Batch:
         image_BCHW = batch["input"]
@@ -346,10 +335,11 @@ class Images(DataSet):
         height, width = image_BCHW.shape[-2:]
         if (height, width) != (self.image_size, self.image_size):
             masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == (height, width)}
-            left = spatial(batch, nested=True).keys() - (masks.keys() if self.resize == "crop" else {})
-            if height != width and self.resize != "squash" and left:
-                raise UserError(STAY.format(self.resize, width, height, min(left)))
-            batch = {**batch, **{name: self.preprocessing.square(v, resize_nearest) for name, v in masks.items()}}
+            _, corner = self.frame.fitted(height, width)
+            left = spatial(batch, nested=True).keys() - (masks.keys() if min(corner) >= 0 else {})
+            if any(corner) and left:
+                raise UserError(STAY.format(width, height, self.frame.resize, self.frame.crop_pct, min(left)))
+            batch = {**batch, **{name: self.frame.tensor(v, resize_nearest) for name, v in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}
 
 
@@ -366,3 +356,57 @@ def has_places(value: Any, sizes: int = 2) -> bool:
     if isinstance(value, list | tuple):
         return any(has_places(each, sizes - 1) for each in value)
     return bool(getattr(value, "ndim", 0) > sizes)
+
+
+def is_pillow(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.")
+
+
+def lies_on(value: Any, shape: Sequence[int]) -> bool:
+    """Whether all places in it are those of an image of `shape` (H, W): of masks, of torchvision's boxes and keypoints."""
+    if isinstance(value, Mapping | list | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return all(lies_on(each, shape) for each in inner if has_places(each, 1))
+    return tuple(getattr(value, "canvas_size", None) or value.shape[-2:]) == tuple(shape)
+
+
+def has_masks(value: Any) -> bool:
+    """Nobody knows the class of what is padded."""
+    inner = value.values() if isinstance(value, Mapping) else ()
+    return any(map(has_masks, inner)) if inner else has_places(value, 1) and not hasattr(value, "canvas_size")
+
+
+def moved(value: Any, frame: Frame, shape: Size) -> Any:
+    """What lies on an image of `shape`, in its square."""
+    if isinstance(value, Mapping):
+        return {name: moved(each, frame, shape) if has_places(each, 1) else each for name, each in value.items()}
+    import torch
+    from torchvision.transforms.v2 import functional as F
+
+    if not hasattr(value, "canvas_size"):
+        return frame.tensor(torch.as_tensor(value), resize_nearest)
+    size, corner = frame.fitted(*shape)
+    return F.crop(F.resize(value, [*size]), *corner, frame.size, frame.size)
+
+
+def in_bytes(values: dict[str, Any], *, frame: Frame, least: int | None = None, **pixels: Any) -> dict[str, Any]:
+    """A sample with a PIL image as `input`, in bytes; other PIL images are masks. What lies on the image moves into its frame.
+
+    Raises:
+        UserError: something else belongs to places in the image, or masks would be padded.
+    """
+    image = values["input"]
+    values = {name: np.array(v) if name != "input" and is_pillow(v) else v for name, v in values.items()}
+    places = {name: value for name, value in values.items() if name != "input" and has_places(value, 1)}
+    whole = 0 if places and least else least  # a JPEG that scales itself would leave them
+    made = {**values, "input": np.array(to_array(image, frame=frame, least=whole, **pixels))}
+    if not places or least is not None:
+        return made
+    width, height = original_size(image)
+    _, corner = frame.fitted(height, width)
+    for name, value in places.items():
+        if lies_on(value, (height, width)) and (min(corner) >= 0 or not has_masks(value)):
+            made[name] = moved(value, frame, (height, width))
+        elif any(corner):
+            raise UserError(STAY.format(width, height, frame.resize, frame.crop_pct, name))
+    return made

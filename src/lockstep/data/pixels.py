@@ -4,11 +4,13 @@ Imports nothing of Lockstep: an exported folder has a copy of this file. Free of
 """
 
 import heapq
+import math
 import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,50 +113,77 @@ class Walk:
 
 # --- With Pillow ---
 
-# Let JPEG scale by 2, 4 or 8 itself, down to at least this many times the target size: 4000 x 3000 took a third of the time.
-REDUCING_GAP = 2
 BACKGROUND, WHITE_16 = "white", 0xFFFF  # behind what is transparent
 # PNG states a transparent colour in the bits of the file, by Pillow's name of its pixels; those that Pillow reads have 8.
 TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 
 
 RESIZE = ("crop", "pad", "squash")
+INTERPOLATION = ("bilinear", "bicubic")
+Size = tuple[int, int]  # height and width
+STRIP = 16  # sides of an image have at most this ratio before they are resized
 
 
-def fitted(height: int, width: int, size: int, resize: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Height and width to which an image is resized, and top and left of the square of `size` pixels in it, below 0 where the square is larger.
+@dataclass(frozen=True)
+class Frame:
+    """How an image of any shape becomes a square of `size` pixels, as by torchvision's Resize and CenterCrop, with antialiasing.
 
-    crop: the shorter side becomes `size`, and the middle is kept, as by torchvision's Resize and CenterCrop. pad: the longer side does.
-    squash: both do.
+    crop: the shorter side becomes size / crop_pct, and the middle is kept. pad: the longer side does, on black. squash: both do.
     """
-    height, width = (1, 1) if resize == "squash" else (height, width)
-    side = max(height, width) if resize == "pad" else min(height, width)
-    resized = max(1, size * height // side), max(1, size * width // side)
-    return resized, (round((resized[0] - size) / 2), round((resized[1] - size) / 2))
+
+    size: int
+    resize: str = "squash"
+    crop_pct: float = 1.0
+    interpolation: str = "bilinear"
+
+    def fitted(self, height: int, width: int) -> tuple[Size, Size]:
+        """Height and width to which an image is resized, and top and left of the square in it, below 0 where the square is larger."""
+        height, width = (1, 1) if self.resize == "squash" else (height, width)
+        side, full = (max if self.resize == "pad" else min)(height, width), math.floor(self.size / self.crop_pct)
+        resized = max(1, full * height // side), max(1, full * width // side)
+        return resized, (round((resized[0] - self.size) / 2), round((resized[1] - self.size) / 2))
+
+    def image(self, image: "Image") -> "Image":
+        """The square of an image."""
+        from PIL import Image
+
+        longest = STRIP * min(image.size)
+        if self.resize == "crop" and max(image.size) > longest:  # resized, all of it may not fit into memory
+            x, y = (max(0, side - longest) // 2 for side in image.size)
+            image = image.crop((x, y, image.width - x, image.height - y))
+        (height, width), (top, left) = self.fitted(image.height, image.width)
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
+        square = left, top, left + self.size, top + self.size
+        return image if square == (0, 0, *image.size) else image.crop(square)
+
+    def tensor(self, value_HW: "Tensor", resized: Callable[["Tensor", Size], "Tensor"]) -> "Tensor":
+        """The squares of images or masks (..., H, W), `resized` and cropped or padded."""
+        from torch.nn import functional as F
+
+        (height, width), (top, left) = self.fitted(value_HW.shape[-2], value_HW.shape[-1])
+        edges = [-left, self.size - width + left, -top, self.size - height + top]  # below 0, pixels are cut off
+        value_HW = resized(value_HW, (height, width))
+        return F.pad(value_HW, edges) if any(edges) else value_HW
+
+    def mask(self, mask_HW: NDArray[np.integer], size: Size | None = None) -> "Image":
+        """Class numbers as an 8-bit image, or 16-bit from 255 on; in the width and height of an image that became the square, on request.
+
+        What was cropped is 255, or 65535 with 16 bits.
+        """
+        from PIL import Image
+
+        image = Image.fromarray(mask_HW.astype(np.uint8 if mask_HW.max() < 255 else np.uint16))
+        if size is None:
+            return image
+        (height, width), (top, left) = self.fitted(size[1], size[0])
+        place, fill = (width / size[0], 0, -left, 0, height / size[1], -top), 255 if image.mode == "L" else 65535
+        return image.transform(size, Image.Transform.AFFINE, place, Image.Resampling.NEAREST, fillcolor=fill)
 
 
-def framed(image: "Image", size: int, resize: str) -> "Image":
-    """A square of `size` pixels: bilinear, with antialiasing. What is padded is black."""
-    from PIL import Image
-
-    (height, width), (top, left) = fitted(image.height, image.width, size, resize)
-    if (width, height) == image.size == (size, size):
-        return image
-    if resize == "pad":
-        square = Image.new(image.mode, (size, size))
-        square.paste(image.resize((width, height), Image.Resampling.BILINEAR), (-left, -top))
-        return square
-    # only what is kept, because the whole of a long strip may be too large
-    x, y = image.width / width, image.height / height
-    box = left * x, top * y, min((left + size) * x, image.width), min((top + size) * y, image.height)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box)
-
-
-def to_array(
-    image: "Image", *, channels: int, size: int, resize: str = "squash", least: int | None = None
-) -> NDArray[np.uint8]:
-    """uint8 image_CHW, upright by its EXIF orientation: of `size` x `size`, by a way of RESIZE; or of its own shape, if `least` pixels of its
-    shorter side suffice (0: all are needed).
+def to_array(image: "Image", *, channels: int, frame: Frame | None, least: int | None = None) -> NDArray[np.uint8]:
+    """uint8 image_CHW, upright by its EXIF orientation: in the `frame`; or of its own shape, if `least` pixels of its shorter side suffice
+    (0: all are needed).
     """
     from PIL import Image, ImageOps
 
@@ -163,8 +192,8 @@ def to_array(
     if scale and (hidden := image.info.get("transparency")) is not None:
         numbers = np.multiply(hidden, scale).astype(int).tolist()
         image.info["transparency"] = numbers if isinstance(hidden, int) else tuple(numbers)
-    needed = REDUCING_GAP * size if least is None else least
-    image.draft(None, (needed, needed) if needed else None)
+    if least:  # a JPEG scales itself by 2, 4 or 8, which no resizing equals to one level
+        image.draft(None, (least, least))
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255
         grey_HW, hidden = np.asarray(image), image.info.get("transparency", -1)
@@ -172,7 +201,7 @@ def to_array(
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
     image = image.convert("L" if channels == 1 else "RGB")
-    pixels = np.asarray(framed(image, size, resize) if least is None else image)
+    pixels = np.asarray(frame.image(image) if frame and least is None else image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
 
@@ -184,22 +213,6 @@ def original_size(image: "Image") -> tuple[int, int]:
     # Pillow turns TIFFs itself
     upright = image.format == "TIFF" or image.getexif().get(ExifTags.Base.Orientation, 1) < 5
     return (width, height) if upright else (height, width)
-
-
-def mask_image(mask_HW: NDArray[np.integer], size: tuple[int, int] | None = None, resize: str = "squash") -> "Image":
-    """Class numbers as an 8-bit image, or 16-bit from 255 on; in the width and height of an image that became the square, on request.
-
-    What was cropped is 255, or 65535 with 16 bits.
-    """
-    from PIL import Image
-
-    image = Image.fromarray(mask_HW.astype(np.uint8 if mask_HW.max() < 255 else np.uint16))
-    if size is None:
-        return image
-    (height, width), (top, left) = fitted(size[1], size[0], len(mask_HW), resize)
-    whole = Image.new(image.mode, (width, height), 255 if image.mode == "L" else 65535)
-    whole.paste(image, (left, top))
-    return whole.resize(size, Image.Resampling.NEAREST)
 
 
 def reason(error: Exception) -> str:
@@ -221,39 +234,30 @@ def check_depth(image: "Image") -> None:
 
 
 class Preprocess:
-    """Resizes (bilinear, with antialiasing) and normalises. Only bytes are copied to the device: a quarter of the size of floats."""
+    """Resizes and normalises. Only bytes are copied to the device: a quarter of the size of floats."""
 
     def __init__(
-        self, *, image_size: int, mean: Sequence[float], std: Sequence[float], channels_last: bool = False, resize: str = "squash"
-    ) -> None:  # fmt: skip
+        self, frame: Frame, *, mean: Sequence[float], std: Sequence[float], channels_last: bool = False
+    ) -> None:
         import torch
 
-        self.image_size, self.resize = image_size, resize
+        self.frame = frame
         # (x / 255 - mean) / std as one multiplication and one addition
         self.scale = torch.tensor([1 / (255 * s) for s in std]).view(-1, 1, 1)
         self.shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(-1, 1, 1)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
-    def square(self, value: "Tensor", resized: Callable[["Tensor", tuple[int, int]], "Tensor"]) -> "Tensor":
-        """Images or masks of any size, `resized` and cropped or padded."""
-        from torch.nn import functional as F
-
-        side = self.image_size
-        (height, width), (top, left) = fitted(value.shape[-2], value.shape[-1], side, self.resize)
-        edges = [-left, side - width + left, -top, side - height + top]  # below 0, pixels are cut off
-        value = resized(value, (height, width))
-        return F.pad(value, edges) if any(edges) else value
-
     def __call__(self, image_BCHW: "Tensor") -> "Tensor":
-        """uint8 in 0..255 of any size to float32 of `image_size`, normalised."""
+        """uint8 in 0..255 of any size to float32 in the frame, normalised."""
         import torch
         from torch.nn import functional as F
 
         if self.scale.device != image_BCHW.device:
             self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
         x = image_BCHW
-        if x.shape[-2:] != (self.image_size, self.image_size):
-            x = self.square(x.float(), partial(F.interpolate, mode="bilinear", antialias=True))
+        if x.shape[-2:] != (self.frame.size, self.frame.size):
+            x = self.frame.tensor(x.float(), partial(F.interpolate, mode=self.frame.interpolation, antialias=True))
+            x = x.clamp_(0, 255) if self.frame.interpolation == "bicubic" else x  # which it exceeds
         # Copy into a tensor of that format: `contiguous` does not change images of one channel, which have both formats, and
         # then the strides of the first weights would decide in which one a network computes.
         out = torch.empty_like(x, dtype=torch.float32, memory_format=self.memory_format)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, one_download
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import SHOWN, Images, reading
+from lockstep.data.images import Images
+from lockstep.data.listing import SHOWN, reading
 from lockstep.data.pixels import ENDINGS, JUNK, spelled
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes, replacing

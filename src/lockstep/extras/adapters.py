@@ -19,7 +19,8 @@ from lockstep.config.instantiate import problems
 from lockstep.config.words import shown
 from lockstep.data.cache import cache_folder, decoded, hash_of, key_of, one_download
 from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, holder_of, listed
-from lockstep.data.images import Images, decoded_all, part_names, reading
+from lockstep.data.images import Images, decoded_all
+from lockstep.data.listing import part_names, reading
 from lockstep.data.pixels import reason
 from lockstep.data.published import contents, has_photos
 from lockstep.data.sampler import PARTS, divided

@@ -28,7 +28,7 @@ from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.config.words import warn
 from lockstep.data import dataset, pixels
 from lockstep.data.dataset import Batch, DataSet, samples_of
-from lockstep.data.images import NEEDED, Images
+from lockstep.data.images import FRAMING, NEEDED, Images
 from lockstep.data.loaders import Reader
 from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_parts as parts
@@ -166,7 +166,7 @@ class Exported:
                 warn(f"load.py of the folder cannot read files: {e}")
                 content["reader"] = None
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
-        needed = [key for key in (*NEEDED, "resize") if key in task.about] if self.takes_images else task.about
+        needed = [key for key in (*NEEDED, *FRAMING) if key in task.about] if self.takes_images else task.about
         numbers = {key: task.about[key] for key in needed}
         files = {"model": content, "classes": list(task.value_names), "preprocessing": numbers}
         for name, values in files.items():
@@ -203,7 +203,7 @@ class Exportable(pl.Callback):
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with same_random_numbers(torch.device("cpu")), TemporaryDirectory() as folder:
             net, task = (copied(each).cpu().eval() for each in (pl_module.net, pl_module.task))
-            what = Exported(config, pl_module.network_arguments, task, net, data.dataset, batch)
+            what = Exported(config, pl_module.network_arguments, task, net, data.evaluated, batch)
             what.write(Path(folder), self.formats)
 
 
@@ -259,8 +259,8 @@ def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], file
             raise UserError("it has its own dataloaders.")
         data: DataSet = create_data(cfg.data)
         data.prepare()
-        samples = samples_of(data.test)
-        return data, Reader(samples, seed=0)(np.arange(min(COMPARED, len(samples))))
+        samples = samples_of(data.evaluated.test)
+        return data.evaluated, Reader(samples, seed=0)(np.arange(min(COMPARED, len(samples))))
     except Exception as e:  # the user's own data sets may raise anything
         raise UserError(f"the run's data, to compare with, cannot be read: {e} Pass --files <folder>.") from None
 

@@ -129,7 +129,7 @@ class Whole(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         if self.normalise:
-            size = (self.normalise.image_size, self.normalise.image_size)
+            size = (self.normalise.frame.size, self.normalise.frame.size)
             # always, where `normalise` skips images of that size: a graph has no branches
             x = F.interpolate(inputs[0].float(), size=size, mode="bilinear", antialias=True)
             inputs = (x * self.scale + self.shift,)

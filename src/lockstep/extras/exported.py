@@ -45,17 +45,20 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 class Images:
     """Reads image files and prepares them as in training."""
 
-    def __init__(self, pixels: ModuleType, *, channels: int, resize: str = "squash", **numbers: Any) -> None:
-        self.pixels, self.endings, self.resize = pixels, pixels.ENDINGS, resize
-        self.normalise = pixels.Preprocess(**numbers)  # uint8 images_BCHW of any size to the input of the network
-        self.shape = {"channels": channels, "size": self.normalise.image_size, "resize": resize}
+    def __init__(
+        self, pixels: ModuleType, *, channels: int, image_size: int, mean: Any, std: Any, **framing: Any
+    ) -> None:
+        self.pixels, self.endings = pixels, pixels.ENDINGS
+        self.channels, self.frame = channels, pixels.Frame(image_size, **framing)
+        # uint8 images_BCHW of any size to the input of the network, as in the graphs
+        self.normalise = pixels.Preprocess(pixels.Frame(image_size), mean=mean, std=std)
 
     def read(self, path: Path) -> dict[str, Any]:
         from PIL import Image
 
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-            return {"input": self.pixels.to_array(image, **self.shape)}
+            return {"input": self.pixels.to_array(image, channels=self.channels, frame=self.frame)}
 
     def mask_size(self, path: Path) -> Any:
         from PIL import Image
@@ -154,9 +157,9 @@ class Model:
             for facts, sample in group:
                 row, error = next(rows) if sample else {}, facts.pop("error")
                 if "mask" in row:
-                    size = self.reader.mask_size(Path(facts["path"]))
-                    resize = getattr(self.reader, "resize", "squash")
-                    row["mask"] = self.pixels.mask_image(row["mask"].numpy(), size, resize)
+                    mask_HW, size = row["mask"].numpy(), self.reader.mask_size(Path(facts["path"]))
+                    frame = getattr(self.reader, "frame", self.pixels.Frame(len(mask_HW)))
+                    row["mask"] = frame.mask(mask_HW, size)
                 yield {**facts, **row, "error": error}
 
 

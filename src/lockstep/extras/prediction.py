@@ -25,7 +25,7 @@ from lockstep.config.settings import Settings
 from lockstep.config.words import warn
 from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
-from lockstep.data.pixels import mask_image
+from lockstep.data.pixels import Frame
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
@@ -240,8 +240,8 @@ class Writer(pl.Callback):
             if self.data.problems and self.data.problems[place]:
                 continue
             size = self.files.reader.mask_size(self.files.path(index)) if self.files else None
-            resize = getattr(self.files.reader, "resize", "squash") if self.files else "squash"
-            mask_image(mask_HW, size, resize).save(folder / f"{index:06}.png")
+            frame = getattr(self.files.reader, "frame", None) if self.files else None
+            (frame or Frame(len(mask_HW))).mask(mask_HW, size).save(folder / f"{index:06}.png")
         return [f"{there.name}/{index:06}.png" for index in indices]
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -16,8 +16,8 @@ from lockstep.config.settings import title
 from lockstep.config.targets import target_of
 from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
-from lockstep.data.folder import MISSING, SEPARATORS, folded, target_problem
-from lockstep.data.images import Check, Listing, find_inputs
+from lockstep.data.folder import folded
+from lockstep.data.listing import MISSING, SEPARATORS, Check, Listing, find_inputs, target_problem
 from lockstep.data.pixels import reason, spelled
 from lockstep.errors import UserError
 from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv

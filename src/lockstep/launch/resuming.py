@@ -14,7 +14,7 @@ from lockstep.config.instantiate import is_a
 from lockstep.config.project import command
 from lockstep.config.rules import without_effect
 from lockstep.config.schema import CLOSED, KEYS, PREDICT, RECIPES
-from lockstep.config.settings import Settings, folder_of, name_of_job, restarted
+from lockstep.config.settings import OF_NETWORK, Settings, folder_of, name_of_job, restarted
 from lockstep.config.words import counted, plain, shown, warn
 from lockstep.errors import UserError, raise_problems
 from lockstep.run import RunFolder, find_run
@@ -62,8 +62,8 @@ def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
 # Keys of these values are decided when the run first begins, then kept.
 AUTO = {
-    "trainer.precision": "auto", "trainer.log_every_n_steps": "auto", "data.num_workers": "auto", "data.mean": "model", "data.std": "model",
-    "seed": None,
+    "trainer.precision": "auto", "trainer.log_every_n_steps": "auto", "data.num_workers": "auto", "seed": None,
+    **{f"data.{key}": "model" for key in OF_NETWORK},
 }  # fmt: skip
 TRAINING = (  # keys without effect in an evaluation
     "augment", "data.repeats", "optim", "schedule", "callbacks", "logger", "checkpoint.", "resume", "init_from", "experiment", "debug",
@@ -175,7 +175,11 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     own_name = str(place.relative_to(runs_dir) if inside else saved.run)
     with open_dict(result):
         for key, undecided in AUTO.items():
-            if OmegaConf.select(result, key) == undecided:
+            if OmegaConf.select(result, key) != undecided:
+                continue
+            if is_absent(saved, key):  # of an older version, which has the default of the class
+                del result.data[key.removeprefix("data.")]
+            else:
                 OmegaConf.update(result, key, OmegaConf.select(saved, key))
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
@@ -240,6 +244,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         cfg.runs_dir = composed.runs_dir if composed.run is not None else home_of(checkpoint.path, cfg.run)
         cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint.path), False
         cfg.callbacks, cfg.augment, cfg.trainer.accumulate_grad_batches = {}, {}, 1
+        cfg.trainer.limit_train_batches = 0
     return cfg
 
 

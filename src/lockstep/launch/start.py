@@ -42,13 +42,17 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
 
     Returns the data and the number of training samples; None for a LightningDataModule, which prepares its data in training.
     """
+    from lockstep.augment.operation import Augmentation
     from lockstep.config.instantiate import create_data
     from lockstep.data.sampler import splits
 
     if settings.own_loaders:
         return None, None
     node = settings.cfg.data
-    data: DataSet = create_data(node)
+    crops = Augmentation(settings.operations).crops_from is not None
+    data: DataSet = create_data(node, keeps_whole=crops or settings.evaluates)
+    if rank_of() == 0 and (plan := data.plan()):
+        print(plan, file=sys.stderr)
     data.prepare()
     train, *_ = splits(data, **{key: node[key] for key in SPLITTING if key in node})
     if not evaluating:
@@ -116,6 +120,7 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
     try:
         raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
         raise_problems(debug_problems(world))
+        settings = settings.with_numbers() if settings.frames_by_network else settings
         data, samples = prepare_data(settings)
     except Exception as e:
         if project.of_users_code(e):
@@ -228,7 +233,7 @@ def with_request(settings: Settings, asked: DictConfig, overrides: list[str]) ->
     Raises:
         UserError: all that is wrong with them.
     """
-    from lockstep.data.images import LISTS, find_inputs
+    from lockstep.data.listing import LISTS, find_inputs
     from lockstep.data.pixels import ENDINGS
     from lockstep.data.sampler import PARTS
 

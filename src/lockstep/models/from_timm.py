@@ -2,6 +2,7 @@
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -73,12 +74,18 @@ def known(name: str) -> bool:
         return False
 
 
-def normalisation(name: str) -> tuple[list[float], list[float]] | None:
-    """Mean and std that timm's model `name` was pretrained with; None if timm does not know them."""
+RESIZE = {"center": "crop", "squash": "squash", "border": "pad"}  # by timm's crop_mode
+
+
+def preprocessing(name: str) -> dict[str, Any] | None:
+    """How images were evaluated in pretraining timm's model `name`, as keys of `data`; None if timm does not know it."""
     import timm
 
     config = timm.get_pretrained_cfg(name) if known(name) else None
-    return (list(config.mean), list(config.std)) if config else None
+    if config is None:
+        return None
+    found = {"mean": list(config.mean), "std": list(config.std), "crop_pct": config.crop_pct}
+    return {**found, "interpolation": config.interpolation, "resize": RESIZE[config.crop_mode]}
 
 
-from_timm.normalisation = normalisation  # type: ignore[attr-defined]  # for data.mean=model, see config/instantiate.py
+from_timm.preprocessing = preprocessing  # type: ignore[attr-defined]  # for data.mean=model, see config/settings.py
