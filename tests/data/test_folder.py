@@ -12,7 +12,7 @@ from PIL import Image
 
 from lockstep.data import Arrays, folder
 from lockstep.data.folder import Folder
-from lockstep.data.images import Files
+from lockstep.data.images import Files, Packed
 from lockstep.data.pixels import Frame, to_array
 from lockstep.data.sampler import splits
 from lockstep.errors import UserError
@@ -256,3 +256,45 @@ def test_broken_files_are_skipped_where_that_is_asked_for(root):
         path.write_bytes(b"")
     with pytest.raises(UserError, match="all images of the val part are broken"):
         len(made(root, skip_broken=True).val)
+
+
+@pytest.mark.parametrize("crops", [True, False])
+def test_files_are_stored_smaller_where_that_is_asked_for(tmp_path, crops):
+    """What is decoded once is not; small files and broken ones stay what they are."""
+    root, random = tmp_path / "photos", np.random.default_rng(0)
+    for index, name in enumerate(["cat", "dog"] * 20):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        shape = (90, 120, 3) if index % 4 else (12, 14, 3)
+        coarse = Image.fromarray(random.integers(0, 256, (4, 5, 3), dtype=np.uint8))
+        coarse.resize(shape[1::-1], Image.Resampling.BICUBIC).save(
+            root / name / f"{index}.{'png' if index % 2 else 'jpg'}"
+        )
+    (root / "cat" / "0.jpg").write_bytes(b"broken")
+    options = {
+        "root": str(root),
+        "cache_dir": str(tmp_path / "cache"),
+        "image_size": 8,
+        "resize": "crop",
+        "skip_broken": True,
+    }
+    plain, data = (Folder(**options, presize=presize) for presize in (None, 4))
+    for each in (plain, data):
+        each.keeps_whole = crops
+        told = each.plan()
+        assert (
+            (each is data and not crops) if told is None else " images/s; " in told and str(tmp_path / "cache") in told
+        )
+        each.prepare()
+    assert data.plan() is None and data.fingerprint == plain.fingerprint and sizes(data) == sizes(plain)
+    assert isinstance(data.val, Arrays) and content(data.val) == content(plain.val)
+    if not crops:
+        assert "data.presize=4 has no effect" in data.notice and isinstance(data.train, Arrays)
+        return
+    assert isinstance(data.train, Packed) and "1 broken image" in data.notice
+    again = pickle.loads(pickle.dumps(data.train))
+    assert len(pickle.dumps(data.train)) < 20_000 and content(again) == content(data.train)
+    for place in range(len(data.train)):
+        found, original = (each.whole("train", 0)[np.array([place])]["input"][0].astype(int) for each in (data, plain))
+        assert found.shape[1:] == ((32, 43) if original.shape[1] == 90 else original.shape[1:])
+        squares = [each.train[np.array([place])]["input"].astype(int) for each in (data, plain)]
+        assert np.abs(squares[0] - squares[1]).mean() < 3

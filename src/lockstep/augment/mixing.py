@@ -17,7 +17,7 @@ from pydantic import Field
 
 from lockstep.augment.operation import Checked, Draws, Operation, Probability, images_of
 from lockstep.data.dataset import Batch, Indices
-from lockstep.data.images import spatial
+from lockstep.data.places import spatial
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:

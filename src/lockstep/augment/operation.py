@@ -18,7 +18,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from lockstep.data import sampler
 from lockstep.data.dataset import Batch, Indices, flat
-from lockstep.data.images import spatial
+from lockstep.data.places import spatial
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from lockstep.augment.operation import (
     Positive,
 )
 from lockstep.data.dataset import Batch
-from lockstep.data.images import has_places
+from lockstep.data.places import has_places
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:

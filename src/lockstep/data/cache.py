@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import os
 import stat
 import tempfile
@@ -183,11 +182,3 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
         part.mkdir(exist_ok=True)  # without arrays
         (part / "about.json").write_text(json.dumps(about | {"check": check_of(about)}))
     return Cached(folder, sha256, extra)
-
-
-def scratch(folder: Path, shape: tuple[int, ...]) -> NDArray[Any]:
-    """An array of bytes on disk that is deleted with the process. Raises UserError if the disk is full."""
-    with explained(f"data.cache_dir={folder} cannot be written", ROOM), tempfile.TemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):  # or a full disk would end the process where it writes to the array
-            os.posix_fallocate(file.fileno(), 0, math.prod(shape))
-        return np.memmap(file, np.uint8, mode="w+", shape=shape)

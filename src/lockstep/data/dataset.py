@@ -109,7 +109,7 @@ class Items:
             raise UserError(f"a sample of {title} is a {given}; expected a dict of named values, or (input, target).")
         values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
         if self.decoding and type(values["input"]).__module__.startswith("PIL."):
-            from lockstep.data.images import in_bytes
+            from lockstep.data.places import in_bytes
 
             values = in_bytes(values, **self.decoding)
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}

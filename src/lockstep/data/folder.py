@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.words import size
-from lockstep.data.cache import ROOM, Cached, Parts, cache_folder, decoded, intact, key_of, scratch, stamp
+from lockstep.data.cache import ROOM, Cached, Parts, cache_folder, decoded, intact, key_of, stamp
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import Files, Images, Packed, decoded_as, images_per_s, into, only_check, read_all, smaller
+from lockstep.data.images import Files, Images, Packed, decoded_as, images_per_s, only_check, read_all, smaller, square
 from lockstep.data.listing import SEPARATORS, SHOWN, Listing, class_folders, from_csv, reading, target_problem
 from lockstep.data.pixels import BACKGROUND, WHITE_16, Frame
 from lockstep.data.sampler import PARTS, divided
@@ -218,34 +218,31 @@ class Folder(Images):
 
     def read_files(self, part: str, form: Frame | int | None) -> tuple[Parts, dict[str, Any]]:
         """Reads all files of a part; returns their hashes, and images in the `form` in which they are stored."""
-        paths, keep, square_NCHW = (
-            [self.listing.paths[place] for place in self.places[part]],
-            only_check,
-            np.empty(0, np.uint8),
-        )
+        paths, keep = [self.listing.paths[place] for place in self.places[part]], only_check
         if isinstance(form, Frame):
-            square_NCHW = scratch(self.cache, (len(paths), self.channels, form.size, form.size))
-            keep = partial(into, square_NCHW, channels=self.channels, frame=form)
+            keep = partial(square, channels=self.channels, frame=form)
         elif form:
             keep = partial(smaller, side=form, channels=self.channels)
-        sha256_N, end_N, broken, brightest = [], [0], dict[str, str](), 0
-        with explained(f"data.cache_dir={self.cache} cannot be written", ROOM), TemporaryFile(dir=self.cache) as packed:
-            for path, file in zip(
+        sha256_N, end_N, broken, brightest = [], [], dict[str, str](), 0
+        with explained(f"data.cache_dir={self.cache} cannot be written", ROOM), TemporaryFile(dir=self.cache) as file:
+            for path, read in zip(
                 paths, read_all(self.listing.base, paths, f"reading {part} images", keep), strict=True
             ):
-                sha256_N.append(np.frombuffer(file.sha256, np.uint8))
-                packed.write(file.packed)
-                end_N.append(end_N[-1] + len(file.packed))
-                brightest = max(brightest, file.brightest)
-                broken |= {path: file.problem} if file.problem else {}
-            packed.flush()
-            content = np.memmap(packed, np.uint8) if end_N[-1] else np.empty(0, np.uint8)
-        good_N, arrays = np.array([path not in broken for path in paths]), {"sha256": np.stack(sha256_N)}
+                sha256_N.append(np.frombuffer(read.sha256, np.uint8))
+                brightest = max(brightest, read.brightest)
+                if read.problem:
+                    broken[path] = read.problem
+                else:
+                    file.write(read.stored)
+                    end_N.append(file.tell())
+            file.flush()
+            content = np.memmap(file, np.uint8) if file.tell() else np.empty(0, np.uint8)
+        arrays = {"part/sha256": np.stack(sha256_N)}
         if isinstance(form, Frame):
-            arrays["input"] = square_NCHW if good_N.all() else square_NCHW[good_N]
+            arrays["part/input"] = content.reshape(-1, self.channels, form.size, form.size)
         elif form:
-            arrays |= {"content": content, "end": np.array(end_N[1:])[good_N]}
-        return {f"part/{name}": array for name, array in arrays.items()}, {"broken": broken, "brightest": brightest}
+            arrays |= {"part/content": content, "part/end": np.array(end_N)}
+        return arrays, {"broken": broken, "brightest": brightest}
 
     def plan(self) -> str | None:
         new = [part for part in self.places if not self.known(part)]

@@ -7,8 +7,9 @@ import io
 import os
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,18 +18,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Batch, DataSet, Indices, map_of
+from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
 from lockstep.data.pixels import (
     ENDINGS,
     Frame,
     Preprocess,
-    Size,
     check_depth,
     original_size,
     reason,
     resize_nearest,
     to_array,
 )
+from lockstep.data.places import STAY, lies_on, spatial
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes
@@ -96,65 +97,56 @@ class Packed(Files):
         self, content: NDArray[np.uint8], end_N: NDArray[np.int64], target_N: NDArray[Any], **pixels: Any
     ) -> None:
         super().__init__(Path(), (), target_N, **pixels)
-        self.content, self.end_N = content, end_N
+        self.packed, self.end_N = Arrays(content=content), end_N  # which are not copied to workers
 
     def file(self, index: int) -> Any:
-        return io.BytesIO(self.content[self.end_N[index - 1] if index else 0 : self.end_N[index]].tobytes())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
-        return {**vars(self), "content": map_of(self.content) or self.content}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.content = np.memmap(**state["content"]) if isinstance(state["content"], dict) else state["content"]
+        start = self.end_N[index - 1] if index else 0
+        return io.BytesIO(self.packed.arrays["content"][start : self.end_N[index]].tobytes())
 
 
 # --- All files of a part ---
 
-AT_ONCE = 1024  # files queued per thread
+AHEAD = 4  # files that are read ahead, per thread
 QUALITY = 95  # of JPEGs that are stored
-Keep = Callable[
-    [int, "Image", bytes], bytes
-]  # of a file's place, image and content, what is packed; it may write pixels to an array
+Keep = Callable[["Image", bytes], bytes]  # of a file's image and content: what is stored
 
 
 @dataclass(frozen=True)
 class FileRead:
-    """A file: why it cannot be read, if so; its largest pixel if it has 16 bits, otherwise 0; what is packed of it."""
+    """A file: why it cannot be read, if so; its largest pixel if it has 16 bits, otherwise 0; what is stored of it."""
 
     sha256: bytes
     problem: str | None
     brightest: int = 0
-    packed: bytes = b""
+    stored: bytes = b""
 
 
-def only_check(_place: int, image: "Image", _content: bytes) -> bytes:
-    """Packs nothing."""
+def only_check(image: "Image", _content: bytes) -> bytes:
+    """Nothing."""
     check_depth(image)
     image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
     image.load()
     return b""
 
 
-def into(square_NCHW: NDArray[np.uint8], place: int, image: "Image", _content: bytes, **pixels: Any) -> bytes:
-    """Writes the pixels to an array. Packs nothing."""
-    square_NCHW[place] = to_array(image, **pixels)
-    return b""
+def square(image: "Image", _content: bytes, **pixels: Any) -> bytes:
+    """The pixels, CHW."""
+    return to_array(image, **pixels).tobytes()
 
 
-def smaller(_place: int, image: "Image", content: bytes, *, side: int, channels: int) -> bytes:
-    """The file itself, or a JPEG with `side` pixels on its shorter side if that has fewer bytes."""
+def smaller(image: "Image", content: bytes, *, side: int, channels: int) -> bytes:
+    """A JPEG with `side` pixels on its shorter side, or the file itself if it has no more."""
     from PIL import Image
 
     if min(image.size) <= side:
+        only_check(image, content)
         return content
     pixels_CHW = to_array(image, channels=channels, frame=None, least=2 * side)
     whole = Image.fromarray(pixels_CHW[0] if channels == 1 else pixels_CHW.transpose(1, 2, 0))
     scale, file = side / min(whole.size), io.BytesIO()
     size = max(side, round(whole.width * scale)), max(side, round(whole.height * scale))
     whole.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=QUALITY, subsampling=0)
-    return min(content, file.getvalue(), key=len)
+    return file.getvalue()
 
 
 def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = only_check) -> Iterator[FileRead]:
@@ -172,17 +164,24 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = only_chec
             content = read_bytes(base / paths[place], follows=True)
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
-                packed = keep(place, image, content)
+                stored = keep(image, content)
                 brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
         except Exception as e:  # Pillow raises nearly anything for a broken file
             return FileRead(digest, reason(e))
-        return FileRead(digest, None, brightest, packed)
+        return FileRead(digest, None, brightest, stored)
+
+    def in_order() -> Iterator[FileRead]:
+        waiting = deque[Future[FileRead]]()
+        for place in range(len(paths)):
+            waiting.append(pool.submit(read, place))
+            if len(waiting) > AHEAD * cores():
+                yield waiting.popleft().result()
+        yield from (each.result() for each in waiting)
 
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:
         warnings.simplefilter("ignore")
-        blocks = (range(first, min(first + AT_ONCE, len(paths))) for first in range(0, len(paths), AT_ONCE))
-        results = (result for block in blocks for result in pool.map(read, block))
-        yield from track(results, what, len(paths), console=Console(stderr=True), disable=rank_of() > 0, transient=True)
+        console, silent = Console(stderr=True), rank_of() > 0
+        yield from track(in_order(), what, len(paths), console=console, disable=silent, transient=True)
 
 
 TRIED_S = 0.5
@@ -206,7 +205,6 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three channels
 NEEDED = ("image_size", "channels", "mean", "std")  # in `about`, to read files without the training data
 FRAMING = ("resize", "crop_pct", "interpolation")  # as well, but of checkpoints of older versions
-STAY = "images of {} x {} pixels are cropped or padded (data.resize={}, data.crop_pct={:g}), and `{}` would not move with them. Set data.resize=squash data.crop_pct=1, or return images of data.image_size."
 USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # of pixels from 0 to 1: beyond, float32 ends in infinities and NaN
 
 
@@ -341,72 +339,3 @@ class Images(DataSet):
                 raise UserError(STAY.format(width, height, self.frame.resize, self.frame.crop_pct, min(left)))
             batch = {**batch, **{name: self.frame.tensor(v, resize_nearest) for name, v in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}
-
-
-def spatial(batch: Batch, *, nested: bool = False) -> Batch:
-    """Batch values that may refer to places in the images: masks, boxes, keypoints; with `nested`, also dicts and lists of them."""
-    values = {name: value for name, value in batch.items() if name != "input" and (nested or hasattr(value, "ndim"))}
-    return {name: value for name, value in values.items() if has_places(value)}
-
-
-def has_places(value: Any, sizes: int = 2) -> bool:
-    """Whether something in it has more dimensions than sample and number; a list with one entry for each sample stands for the first."""
-    if isinstance(value, Mapping):
-        return any(has_places(each, sizes) for each in value.values())
-    if isinstance(value, list | tuple):
-        return any(has_places(each, sizes - 1) for each in value)
-    return bool(getattr(value, "ndim", 0) > sizes)
-
-
-def is_pillow(value: Any) -> bool:
-    return type(value).__module__.startswith("PIL.")
-
-
-def lies_on(value: Any, shape: Sequence[int]) -> bool:
-    """Whether all places in it are those of an image of `shape` (H, W): of masks, of torchvision's boxes and keypoints."""
-    if isinstance(value, Mapping | list | tuple):
-        inner = value.values() if isinstance(value, Mapping) else value
-        return all(lies_on(each, shape) for each in inner if has_places(each, 1))
-    return tuple(getattr(value, "canvas_size", None) or value.shape[-2:]) == tuple(shape)
-
-
-def has_masks(value: Any) -> bool:
-    """Nobody knows the class of what is padded."""
-    inner = value.values() if isinstance(value, Mapping) else ()
-    return any(map(has_masks, inner)) if inner else has_places(value, 1) and not hasattr(value, "canvas_size")
-
-
-def moved(value: Any, frame: Frame, shape: Size) -> Any:
-    """What lies on an image of `shape`, in its square."""
-    if isinstance(value, Mapping):
-        return {name: moved(each, frame, shape) if has_places(each, 1) else each for name, each in value.items()}
-    import torch
-    from torchvision.transforms.v2 import functional as F
-
-    if not hasattr(value, "canvas_size"):
-        return frame.tensor(torch.as_tensor(value), resize_nearest)
-    size, corner = frame.fitted(*shape)
-    return F.crop(F.resize(value, [*size]), *corner, frame.size, frame.size)
-
-
-def in_bytes(values: dict[str, Any], *, frame: Frame, least: int | None = None, **pixels: Any) -> dict[str, Any]:
-    """A sample with a PIL image as `input`, in bytes; other PIL images are masks. What lies on the image moves into its frame.
-
-    Raises:
-        UserError: something else belongs to places in the image, or masks would be padded.
-    """
-    image = values["input"]
-    values = {name: np.array(v) if name != "input" and is_pillow(v) else v for name, v in values.items()}
-    places = {name: value for name, value in values.items() if name != "input" and has_places(value, 1)}
-    whole = 0 if places and least else least  # a JPEG that scales itself would leave them
-    made = {**values, "input": np.array(to_array(image, frame=frame, least=whole, **pixels))}
-    if not places or least is not None:
-        return made
-    width, height = original_size(image)
-    _, corner = frame.fitted(height, width)
-    for name, value in places.items():
-        if lies_on(value, (height, width)) and (min(corner) >= 0 or not has_masks(value)):
-            made[name] = moved(value, frame, (height, width))
-        elif any(corner):
-            raise UserError(STAY.format(width, height, frame.resize, frame.crop_pct, name))
-    return made

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from lockstep.augment.operation import Checked, Count, Fraction, Probability
 from lockstep.data.dataset import Batch
-from lockstep.data.images import spatial
 from lockstep.data.pixels import resize_nearest
+from lockstep.data.places import spatial
 from lockstep.errors import UserError
 from lockstep.training.arithmetic import steps_done, total_steps
 

@@ -1,0 +1,83 @@
+"""What lies on images: masks, boxes and keypoints, and how they move with them. Free of torch until something moves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.data.dataset import Batch
+from lockstep.data.pixels import Frame, Size, original_size, resize_nearest, to_array
+from lockstep.errors import UserError
+
+# H W pixel
+
+STAY = "images of {} x {} pixels are cropped or padded (data.resize={}, data.crop_pct={:g}), and `{}` would not move with them. Set data.resize=squash data.crop_pct=1, or return images of data.image_size."
+
+
+def spatial(batch: Batch, *, nested: bool = False) -> Batch:
+    """Batch values that may refer to places in the images: masks, boxes, keypoints; with `nested`, also dicts and lists of them."""
+    values = {name: value for name, value in batch.items() if name != "input" and (nested or hasattr(value, "ndim"))}
+    return {name: value for name, value in values.items() if has_places(value)}
+
+
+def has_places(value: Any, sizes: int = 2) -> bool:
+    """Whether something in it has more dimensions than sample and number; a list with one entry for each sample stands for the first."""
+    if isinstance(value, Mapping):
+        return any(has_places(each, sizes) for each in value.values())
+    if isinstance(value, list | tuple):
+        return any(has_places(each, sizes - 1) for each in value)
+    return bool(getattr(value, "ndim", 0) > sizes)
+
+
+def is_pillow(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.")
+
+
+def lies_on(value: Any, shape: Sequence[int]) -> bool:
+    """Whether all places in it are those of an image of `shape` (H, W): of masks, of torchvision's boxes and keypoints."""
+    if isinstance(value, Mapping | list | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return all(lies_on(each, shape) for each in inner if has_places(each, 1))
+    return tuple(getattr(value, "canvas_size", None) or value.shape[-2:]) == tuple(shape)
+
+
+def has_masks(value: Any) -> bool:
+    """Nobody knows the class of what is padded."""
+    inner = value.values() if isinstance(value, Mapping) else ()
+    return any(map(has_masks, inner)) if inner else has_places(value, 1) and not hasattr(value, "canvas_size")
+
+
+def moved(value: Any, frame: Frame, shape: Size) -> Any:
+    """What lies on an image of `shape`, in its square."""
+    if isinstance(value, Mapping):
+        return {name: moved(each, frame, shape) if has_places(each, 1) else each for name, each in value.items()}
+    import torch
+    from torchvision.transforms.v2 import functional as F
+
+    if not hasattr(value, "canvas_size"):
+        return frame.tensor(torch.as_tensor(value), resize_nearest)
+    size, corner = frame.fitted(*shape)
+    return F.crop(F.resize(value, [*size]), *corner, frame.size, frame.size)
+
+
+def in_bytes(values: dict[str, Any], *, frame: Frame, least: int | None = None, **pixels: Any) -> dict[str, Any]:
+    """A sample with a PIL image as `input`, in bytes; other PIL images are masks. What lies on the image moves into its frame.
+
+    Raises:
+        UserError: something else belongs to places in the image, or masks would be padded.
+    """
+    image = values["input"]
+    values = {name: np.array(v) if name != "input" and is_pillow(v) else v for name, v in values.items()}
+    places = {name: value for name, value in values.items() if name != "input" and has_places(value, 1)}
+    whole = 0 if places and least else least  # a JPEG that scales itself would leave them
+    made = {**values, "input": np.array(to_array(image, frame=frame, least=whole, **pixels))}
+    if not places or least is not None:
+        return made
+    width, height = original_size(image)
+    _, corner = frame.fitted(height, width)
+    for name, value in places.items():
+        if lies_on(value, (height, width)) and (min(corner) >= 0 or not has_masks(value)):
+            made[name] = moved(value, frame, (height, width))
+        elif any(corner):
+            raise UserError(STAY.format(width, height, frame.resize, frame.crop_pct, name))
+    return made
