@@ -51,6 +51,8 @@ def moved(value: Any, frame: Frame, shape: Size) -> Any:
     """What lies on an image of `shape`, in its square."""
     if isinstance(value, Mapping):
         return {name: moved(each, frame, shape) if has_places(each, 1) else each for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [moved(each, frame, shape) for each in value]
     import torch
     from torchvision.transforms.v2 import functional as F
 
