@@ -195,7 +195,8 @@ def stop_and(then: signal.Signals, run: Run) -> None:
 
 
 def stop_for_good(run: Run) -> None:
-    run.stopped = run.one_rank()
+    """Not a command: nothing else could end it."""
+    run.stopped = [pid for pid in run.one_rank() if pid not in run.groups]
     send(signal.SIGSTOP, run.stopped)
 
 
@@ -305,6 +306,8 @@ def inject(run: Run, fault: Fault, whole: Reference) -> int | None:
     if saving:
         run.wait(lambda: any(run.saves.glob("checkpoints/*.part")))
         time.sleep(run.draw.uniform(0, 0.005))
+    if fault.several:  # the command may not have started its processes, or may be all that is left
+        run.wait(lambda: len(run.processes()) > len(run.groups), 0.05)
     if run.ended():
         return None
     saved = run.saved()

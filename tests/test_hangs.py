@@ -98,6 +98,43 @@ def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, 
     assert (found["status"], found["error"]) == ("failed", "TrainingFailed: ended, because rank 1 failed")
 
 
+TRAINS, TESTS = (
+    "lockstep.callbacks.stopping.RankAgreement.on_train_start",
+    "lockstep.training.module.TaskModule.test_step",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "alone", "words"),
+    [
+        (
+            TRAINS,
+            False,
+            r"after \d steps?; rerun the command with resume=auto to continue\.",
+        ),  # Lightning's handler was there
+        (TESTS, False, r"during the test; rerun the command with resume=auto\."),
+        (TESTS, True, r"to rank 1 during the test; rerun the command with resume=auto\."),
+    ],
+)
+def test_sigterm_is_named_once_and_the_run_was_preempted(moment, alone, words, forked_command, tmp_path):
+    """Sent to the command, which passes it on, or to one rank."""
+    waits = f"import forked, lockstep.machine.process as p; open({str(tmp_path)!r} + '/at' + rank, 'w').close(); forked.until(lambda: p.received)"
+    bodies = {1: "os.kill(os.getpid(), signal.SIGTERM)"} if alone else dict.fromkeys(range(2), waits)
+    options = ["trainer.max_steps=4", "data.eval_batch_size=20"]
+    started = forked_command.start("train.py", "run=a", *TWO, *options, env=hook(tmp_path, bodies, moment, "True"))
+    if not alone:
+        until(lambda: all((tmp_path / f"at{rank}").exists() for rank in range(2)))
+        started.process.send_signal(signal.SIGTERM)
+    done = started.done(120)
+    said = [line for line in done.err.splitlines() if line.startswith("error:")]
+    assert (done.code, len(said)) == (1, 1), done
+    assert re.fullmatch(f"error: ended by SIGTERM {words}", said[0])
+    found = forked_command.report("a")
+    assert (found["status"], found["error"]) == ("preempted", said[0].replace("error", "Preempted", 1))
+    assert working_in(forked_command.folder) == []
+
+
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_several_processes_at_once(forked_command, tmp_path):
     env = hook(tmp_path, {0: f"open({str(tmp_path / 'stuck')!r}, 'w'), time.sleep(600)"})

@@ -111,7 +111,6 @@ def test_a_run_that_is_warned_while_it_is_tested_ends_and_is_tested_again(train,
     ],
 )
 def test_sigterm_ends_at_any_moment_and_ctrl_c_twice_at_once(hook, signals, code, status, train, monkeypatch):
-    """Lightning's handler, which is there before the first step, raises SystemExit: with code 0 in 2.6.6, with 143 in later ones."""
     left = list(signals)
 
     def warn(*_, **__) -> None:
@@ -123,16 +122,6 @@ def test_sigterm_ends_at_any_moment_and_ctrl_c_twice_at_once(hook, signals, code
     assert exit_code(lambda: train("run=parts", "trainer.max_epochs=2")) == code
     assert report("parts")["status"] == status
     assert machine_signals.received == signals  # launchers pass on both
-
-
-@pytest.mark.parametrize("code", [None, 143])
-def test_lightnings_own_end_after_sigterm_is_exit_code_1(code, monkeypatch):
-    monkeypatch.setattr(machine_signals, "received", [signal.SIGTERM])
-
-    def end() -> None:
-        raise SystemExit(code)
-
-    assert exit_code(end) == 1
 
 
 def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist, capsys):

@@ -18,7 +18,7 @@ from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
-from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
+from lockstep.compat.lightning import log_steps_from_one, without_sigterm_handler
 from lockstep.config.instantiate import create, to_plain
 from lockstep.config.settings import SPARSEST, Settings, log_interval
 from lockstep.config.targets import accepted
@@ -142,14 +142,10 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
 def evaluator(settings: Settings, work: Workload, *more: pl.Callback) -> pl.Trainer:
     """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
     shown = [summary.Progress()] if settings.cfg.trainer.enable_progress_bar else []
-    own = [
-        *custom_module_callbacks(settings, work),
-        random_numbers(settings, work),
-        stopping.Preemption(None),
-        *shown,
-        *more,
-    ]
-    return lightning_trainer(settings, work, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
+    # Preemption comes last: it may raise another error when all clean up after one.
+    own = [random_numbers(settings, work), *shown, *more, stopping.Preemption(None)]
+    every = [*custom_module_callbacks(settings, work), *own]
+    return lightning_trainer(settings, work, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
 
 
 def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Trainer:
@@ -196,6 +192,6 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         )
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
-    without_sigterm_broadcast(made)
+    without_sigterm_handler(made)
     log_steps_from_one(made)
     return made

@@ -1,6 +1,7 @@
 """Lightning still does what compat/lightning.py corrects; when a test fails, see whether its section can go."""
 
 import inspect
+import signal
 from unittest.mock import Mock
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from lockstep import build
 from lockstep.compat.lightning import QuickHookNames, begin_loaders_anew, without_anonymous
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
+from lockstep.machine.process import handlers_restored
 from lockstep.training.workload import Workload
 
 
@@ -95,14 +97,23 @@ def test_lightning_logs_a_step_under_another_number():
     assert rows.steps == [1, 3]
 
 
-def test_lightning_still_broadcasts(mnist, cache, monkeypatch):
-    """When the first line fails, see whether compat/lightning.py can go. No process of a run asks another at each step."""
+def test_lightning_still_handles_sigterm(mnist, cache, monkeypatch):
+    """When one of the first lines fails, see whether compat/lightning.py can go. No process of a run asks another at each step."""
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(pl.Trainer._run)
     monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", pytest.fail)
     given = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"]
     cfg = compose_config("train", [*given, "trainer.precision=32-true"])
     work = Workload(pl.LightningModule(), pl.LightningDataModule())
-    build.evaluator(Settings.of(cfg), work).fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    trainer = build.evaluator(Settings.of(cfg), work)
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    with handlers_restored():
+        signal.signal(signal.SIGTERM, before := Mock())
+        trainer._signal_connector.register_signal_handlers()
+        assert signal.getsignal(signal.SIGTERM) is before
+        signal.signal(signal.SIGTERM, Mock())  # as a callback does
+        trainer._signal_connector.teardown()
+        assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_wandb_warns_about_what_lightning_passes(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What a command says to errors that are neither the user's bugs nor its own refusals: a lost process, a full disk, the environment."""
 
 import logging
+import signal
 from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.launch import exits
+from lockstep.launch import exits, local
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
 from lockstep.machine.files import replacing
@@ -30,6 +31,17 @@ def test_a_lost_process_is_told_in_one_line(capsys, monkeypatch):
         told = capsys.readouterr().err
         assert told.startswith(f"error: [rank 3] the connection to another process is lost: {error}. ")
         assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", [None, 143])
+def test_an_exit_after_sigterm_is_not_silent(code, monkeypatch, capsys):
+    """Lightning's own handler raises SystemExit: with code 0 in 2.6.6, with 143 in later ones."""
+    monkeypatch.setattr(process, "received", [signal.SIGTERM])
+    assert exit_code(lambda: local.in_run(Mock(side_effect=SystemExit(code)), Mock())) == 1
+    assert capsys.readouterr().err == "error: ended by SIGTERM; rerun the command.\n"
+    monkeypatch.setattr(process, "received", [])
+    with pytest.raises(SystemExit):
+        exit_code(lambda: local.in_run(Mock(side_effect=SystemExit(code)), Mock()))
 
 
 def row(folder: Path) -> None:

@@ -61,6 +61,7 @@ class Poll:
 # --- A warning by the system that it will end the run ---
 
 WARNED, AGAIN = "preemption/warned", "rerun the command with resume=auto"
+DURING = "during the prediction; nothing was written. Rerun it", f"during the test; {AGAIN}"
 
 
 @dataclass(eq=False)
@@ -70,8 +71,7 @@ class Preemption(Callback):
     save: Callable[[Trainer], None] | None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. A process of a launcher gets
-        # each Ctrl-C from the terminal and from its parent.
+        # a process of a launcher gets each Ctrl-C from the terminal and from its parent
         alone = trainer.world_size == 1 and not process.supervised
         process.install(interrupt=process.on_interrupt if alone else process.on_signal)
         self.poll = Poll(steps_done(trainer))
@@ -81,33 +81,37 @@ class Preemption(Callback):
             return
         if self.save:
             self.save(trainer)
-        by = process.received[0].name if process.received else process.store.get(WARNED).decode()
-        ended = f"ended by {by} after {counted(steps_done(trainer), 'step')}"
-        raise self.kind()(f"{ended}; {AGAIN} to continue." if self.save else f"{ended}.")
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        process.install()
-
-    on_test_start = on_predict_start = on_validation_start
+        raise self.ended(f"after {counted(steps_done(trainer), 'step')}" + f"; {AGAIN} to continue" * bool(self.save))
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Everything is saved already, so processes need not agree."""
-        if process.received:
-            told = f"test; {AGAIN}" if trainer.testing else "prediction; nothing was written. Rerun it"
-            raise self.kind()(f"ended by {process.received[0].name} during the {told}.")
+        if self.is_warned(trainer):
+            raise self.ended(DURING[trainer.testing])
 
     on_predict_batch_start = cast(Any, on_test_batch_start)
 
-    def kind(self) -> type[Preempted]:
-        return Interrupted if process.received[:1] == [signal.SIGINT] else Preempted
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Rank 0, which keeps the store, ends like the process that it lost in an evaluation: that one was warned."""
+        lost = isinstance(exception, RuntimeError) and not isinstance(exception, Preempted) and trainer.world_size > 1
+        evaluates = trainer.testing or trainer.predicting
+        if lost and evaluates and trainer.is_global_zero and process.store.check([WARNED]):
+            raise self.ended(DURING[trainer.testing]) from None
+
+    def ended(self, when: str) -> Preempted:
+        by = process.received[0].name if process.received else process.store.get(WARNED).decode()
+        return (Interrupted if process.received[:1] == [signal.SIGINT] else Preempted)(f"ended by {by} {when}.")
 
     def warned(self, trainer: Trainer) -> bool:
         """Whether any process was warned; the answer is the same in all of them."""
-        if trainer.world_size == 1:
-            return bool(process.received)
-        if process.received:
-            process.store.set(WARNED, f"{process.received[0].name} to rank {trainer.global_rank}")
-        return self.poll(trainer, lambda: process.store.check([WARNED]))
+        own = self.is_warned(trainer)
+        return own if trainer.world_size == 1 else self.poll(trainer, lambda: process.store.check([WARNED]))
+
+    def is_warned(self, trainer: Trainer) -> bool:
+        """Whether this process was warned, which it tells the others."""
+        if process.received and trainer.world_size > 1:
+            with suppress(RuntimeError):  # rank 0 has ended, and the store with it
+                process.store.set(WARNED, f"{process.received[0].name} to rank {trainer.global_rank}")
+        return bool(process.received)
 
 
 # --- trainer.max_time ---

@@ -75,14 +75,17 @@ def save_logged_step(fit_loop: dict[str, Any], step: int) -> None:
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
 
 
-# --- No broadcast at each training step ---
+# --- SIGTERM ---
 #
-# Lightning 2.6.6 asks rank 0 by a broadcast at each step whether it received SIGTERM, and waits for the answer with `.item()`, so GPUs
-# run dry at each step. callbacks/stopping.py asks once a second instead. Remove this when Lightning has a switch for it:
-# tests/compat/test_lightning.py::test_lightning_still_broadcasts fails when the method is gone.
+# Lightning 2.6.6 broadcasts in its handler of SIGTERM, which the other processes do not expect, and then ends the run by SystemExit, with
+# nothing saved and no message. It also asks rank 0 by a broadcast at each step whether it received SIGTERM, and waits for the answer with
+# `.item()`, so GPUs run dry. callbacks/stopping.py does both instead. Only restoring the handlers at the end of a trainer's run is left.
+# Remove this when Lightning has a switch: tests/compat/test_lightning.py::test_lightning_still_handles_sigterm fails then.
 
 
-def without_sigterm_broadcast(trainer: pl.Trainer) -> None:
+def without_sigterm_handler(trainer: pl.Trainer) -> None:
+    own: Any = trainer._signal_connector
+    own.register_signal_handlers = lambda: setattr(own, "_original_handlers", own._get_current_signal_handlers())
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 

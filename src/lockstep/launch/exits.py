@@ -70,8 +70,6 @@ def exit_code(call: Callable[[], Any], rank: int = 0, again: str = AGAIN) -> int
     except SystemExit as e:
         if isinstance(e.__context__, KeyboardInterrupt):  # Lightning's answer to Ctrl-C
             return INTERRUPTED
-        if process.received:  # Lightning's answer to SIGTERM
-            return 1
         raise
     except BaseException as e:
         print(readable("".join(f"{line}\n" for line in report(e, rank, again))), end="", file=sys.stderr)

@@ -176,7 +176,12 @@ def in_run(run: Run, settings: Settings, end_file: Path | None = None) -> Any:
     log = process.RankLog(settings.folder.path, settings.world.rank) if process.owned else nullcontext()
     with process.breakpoints(), log, ExitStack() as end:
         end.push(lambda error, *_: process.monitor and process.monitor.leave(failed=error is not None))
-        result = run(settings)
+        try:
+            result = run(settings)
+        except SystemExit as e:  # Lightning's answer to SIGTERM, in a job with a Trainer of its own
+            if not process.received or isinstance(e.__context__, KeyboardInterrupt):
+                raise
+            raise Preempted(f"ended by {process.received[0].name}; rerun the command.") from None
         if end_file is not None:
             end_file.touch()
         return result
@@ -220,10 +225,8 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
                 streams: dict[str, Any] = {"stdin": None} if rank == debug_rank else {}
                 if rank != (debug_rank or 0):
                     streams["stdout"] = subprocess.DEVNULL
-                handover = replace(job, world=place, end_file=str(end_file))
-                processes.append(
-                    spawn(script, environment(place, port), handover, Path(folder, f"{rank}.json"), **streams)
-                )
+                part = replace(job, world=place, end_file=str(end_file))
+                processes.append(spawn(script, environment(place, port), part, Path(folder, f"{rank}.json"), **streams))
             code = wait(processes, end_files, settings.folder.checkpoints)
             rank = world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
         finally:

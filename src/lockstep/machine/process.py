@@ -76,10 +76,9 @@ def install(*, interrupt: Handler | None = None) -> None:
     Python handles signals in the main thread only; elsewhere, as in some notebooks, this does nothing.
     """
     if threading.current_thread() is threading.main_thread():
-        for warning in (*WARNINGS, signal.SIGINT):
-            handler = interrupt if warning is signal.SIGINT else on_signal
-            if handler and signal.getsignal(warning) is not signal.SIG_IGN:
-                signal.signal(warning, handler)
+        for number, handler in (*((warning, on_signal) for warning in WARNINGS), (signal.SIGINT, interrupt)):
+            if handler and signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
