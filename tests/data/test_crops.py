@@ -186,6 +186,15 @@ def test_boxes_are_distributed_as_torchvisions():
         assert np.abs(shares[0] - shares[1]).max() < 1.95 * np.sqrt(2 / 480)
 
 
+@pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.0, 1.0), (0.3, 0.6), (2.0, 3.0)])
+@pytest.mark.parametrize(("height", "width"), [(10, 400), (400, 10), (7, 9)])
+def test_where_no_box_fits_the_middle_is_taken_as_by_torchvision(height, width, ratio):
+    change = RandomResizedCrop(image_size=SIDE, scale=(1.0, 1.0), ratio=ratio)
+    expected = change.transform.make_params([torch.zeros(3, height, width)])
+    never = [[1.0, 0.999 * (height > width)]] * 10 + [[0.5, 0.5]]  # the whole area, at an odd ratio
+    assert change.box(height, width, never) == tuple(expected[name] for name in ("top", "left", "height", "width"))
+
+
 @pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.0, 1.0), (0.3, 1.2)])
 @pytest.mark.parametrize("low", [0.01, 0.08, 0.5, 1.0])
 def test_a_jpeg_scaled_by_itself_has_pixels_enough_for_the_smallest_box(low, ratio):
