@@ -171,7 +171,8 @@ def to_array(
         image = Image.fromarray((np.where(grey_HW == hidden, WHITE_16, grey_HW) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
-    image = image.convert("L" if channels == 1 else "RGB")
+    mode = "L" if channels == 1 else "RGB"
+    image = image if image.mode == mode else image.convert(mode)  # which would copy it
     pixels = np.asarray(framed(image, size, resize) if least is None else image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
 
