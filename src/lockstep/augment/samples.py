@@ -26,11 +26,15 @@ from lockstep.augment.operation import (
     Positive,
 )
 from lockstep.augment.transforms import ATTEMPTS
-from lockstep.data.dataset import Batch
+from lockstep.data.dataset import Batch, is_pillow
 from lockstep.data.images import has_places
+from lockstep.data.pixels import chw
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
     from lockstep.data.keyed import Generators
 
 Sample = dict[str, Any]  # the values of a batch for one sample: `input` as uint8 (C, H, W), `target`, ...
@@ -106,6 +110,8 @@ class SampleTransform(Operation):
 
     def change(self, sample: Sample, places: Sequence[str], plan: Any = None) -> Sample:
         """Raises CannotMove: it would lose masks or boxes, or images are not bytes before or after it."""
+        if is_pillow(sample.get("input")):
+            sample = {**sample, "input": tensor_of(sample["input"])}
         image = sample.get("input")
         if is_image := str(getattr(image, "dtype", "")).endswith("uint8") and image.ndim == 3:  # type: ignore[union-attr]
             sample = {**sample, **wrapped(sample, places, strict=bool(self.library))}
@@ -184,10 +190,11 @@ def plain(value: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
 
 
-def chw(image: Any) -> Any:
-    """A PIL image, or an array (H, W, C) or (H, W), as (C, H, W)."""
-    array = np.asarray(image)
-    return (array[..., None] if array.ndim == 2 else array).transpose(2, 0, 1)
+def tensor_of(image: "Image") -> "Tensor":
+    """image_CHW, in memory as HWC, which torch resizes three times as fast."""
+    import torch
+
+    return torch.from_numpy(chw(image))
 
 
 def hwc(image_CHW: Any) -> Any:
@@ -293,7 +300,18 @@ class RandomResizedCrop(Torchvision):
         w, h = min(width, round(height * high)), min(height, round(width / low))  # the middle
         return (height - h) // 2, (width - w) // 2, h, w
 
-    def apply(self, sample: Sample, plan: Sequence[Sequence[float]]) -> Any:
+    def change(self, sample: Sample, places: Sequence[str], plan: Any = None) -> Sample:
+        """Of a whole picture, copies the box alone into a tensor."""
+        from torchvision.transforms.v2.functional import resize
+
+        image: Any = sample.get("input")
+        if places or not is_pillow(image):
+            return super().change(sample, places, plan)
+        top, left, height, width = self.box(image.height, image.width, plan)
+        box = tensor_of(image.crop((left, top, left + width, top + height)))
+        return {**sample, "input": resize(box, [self.image_size] * 2)}
+
+    def apply(self, sample: Sample, plan: Any) -> Any:
         from torchvision.transforms.v2.functional import resized_crop
         from torchvision.tv_tensors import TVTensor
 

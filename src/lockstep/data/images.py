@@ -165,8 +165,8 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
 AT_ONCE = 1024  # files queued per thread
 
 
-def decoded(file: Any, **pixels: Any) -> NDArray[np.uint8]:
-    """image_CHW of a file, by its path or opened. `pixels` are the arguments of `to_array`."""
+def decoded(file: Any, **pixels: Any) -> Any:
+    """`to_array` of a file, by its path or opened."""
     from PIL import Image
 
     source = io.BytesIO(read_bytes(file, follows=True)) if isinstance(file, Path) else file
@@ -175,11 +175,10 @@ def decoded(file: Any, **pixels: Any) -> NDArray[np.uint8]:
         return to_array(image, **pixels)
 
 
-def decoded_all(files: Sequence[Any], **pixels: Any) -> NDArray[np.uint8]:
-    """image_BCHW of files, by their paths or opened."""
+def decoded_all(files: Sequence[Any], **pixels: Any) -> Any:
+    """image_BCHW of files, by their paths or opened; with `least`, a list of PIL images."""
     images = [decoded(file, **pixels) for file in files]
-    # one keeps Pillow's order in memory, HWC, in which crops are faster
-    return np.stack(images) if len(images) > 1 else np.array(images[0], order="K")[None]
+    return images if "least" in pixels else np.stack(images)
 
 
 class Files:

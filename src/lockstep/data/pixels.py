@@ -150,11 +150,18 @@ def framed(image: "Image", size: int, resize: str) -> "Image":
     return image.resize((size, size), Image.Resampling.BILINEAR, box)
 
 
+def chw(image: Any) -> NDArray[np.uint8]:
+    """image_CHW of a PIL image, or of an array (H, W, C) or (H, W): a copy, in memory as HWC."""
+    pixels = np.array(image)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
 def to_array(
     image: "Image", *, channels: int, size: int, resize: str = "squash", least: int | None = None
-) -> NDArray[np.uint8]:
-    """uint8 image_CHW, upright by its EXIF orientation: of `size` x `size`, by a way of RESIZE; or of its own shape, if `least` pixels of its
-    shorter side suffice (0: all are needed).
+) -> Any:  # fmt: skip
+    """uint8 image_CHW, upright by its EXIF orientation, of `size` x `size`, by a way of RESIZE.
+
+    With `least`, of its own shape and still a PIL image, if so many pixels of its shorter side suffice (0: all are needed).
     """
     from PIL import Image, ImageOps
 
@@ -173,8 +180,7 @@ def to_array(
         image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
     mode = "L" if channels == 1 else "RGB"
     image = image if image.mode == mode else image.convert(mode)  # which would copy it
-    pixels = np.asarray(framed(image, size, resize) if least is None else image)
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+    return chw(framed(image, size, resize)) if least is None else image
 
 
 def original_size(image: "Image") -> tuple[int, int]:
