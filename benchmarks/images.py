@@ -184,12 +184,12 @@ def from_files(folder: Path, turns: int) -> str:
         path = folder / f"{width}.jpg"
         write_jpeg(path, width, height)
         count = max(4, 12_000_000 // (width * height))
-        ways = {f"crops from {low}": training(path, count, low) for low in (0.08, 0.5)}
-        for name, way in (ways | {"evaluation": evaluation(path, count)}).items():
-            taken_s = in_turns({each: partial(spent_s, read) for each, read in way.items()}, turns, warm_up=1)
-            rates = [f"{count / min(each):,.0f}" for each in taken_s.values()]
-            rows.append([f"{width} x {height}, {path.stat().st_size / 1000:,.0f} kB", name, *rates])
-    return table(["file", "to", "Lockstep", "torchvision", "timm"], rows)
+        row = [f"{width} x {height}, {path.stat().st_size / 1000:,.0f} kB"]
+        for ways in (training(path, count, 0.08), training(path, count, 0.5), evaluation(path, count)):
+            taken_s = in_turns({name: partial(spent_s, read) for name, read in ways.items()}, turns, warm_up=1)
+            row.append("{} ({}, {})".format(*(f"{count / min(each):,.0f}" for each in taken_s.values())))
+        rows.append(row)
+    return table(["Lockstep (torchvision, timm)", "crops from 0.08", "crops from 0.5", "evaluation"], rows)
 
 
 def into_the_cache(folder: Path, images: int) -> str:
