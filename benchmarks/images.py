@@ -1,12 +1,13 @@
 """What images cost, in time of the processor: augmentation next to torchvision's, and reading from files.
 
 python benchmarks/images.py augment [--batch 32] [--turns 5]
-python benchmarks/images.py decoding [--images 2000]
+python benchmarks/images.py decoding [--images 2000] [--turns 7]
 python benchmarks/images.py keyed [--images 4096] [--turns 5]
 
 augment: the same bytes and the same parameters for both. Lockstep's time includes drawing them, and torchvision's the batch that its
 images become. One thread. Of torchvision's own transforms, Lockstep's time includes seeds and copies for each sample.
-decoding: by a worker, and once into the cache. The images are noise over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375.
+decoding: files to batches of bytes, the best of some turns, next to torchvision's and timm's transforms of PIL images; and once into the
+cache. The images are noise over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375.
 keyed: images/s of a DataLoader over a torch Dataset, whose generators are seeded for each sample or left alone, in turns.
 """
 
@@ -15,7 +16,7 @@ import statistics
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,20 @@ import torch
 from measuring import in_turns, show, table
 from numpy.typing import NDArray
 from PIL import Image
+from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from lockstep import augment
-from lockstep.augment import Draws
+from lockstep.augment import Augmentation, Draws
 from lockstep.augment.mixing import beta
 from lockstep.data import Folder
 from lockstep.data.dataset import Items
 from lockstep.data.images import Files
 from lockstep.data.loaders import FromWorkers, Reader
+from lockstep.data.pixels import Frame
 
 spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # seconds of the processor
 
@@ -134,6 +137,8 @@ def augmentation(args: argparse.Namespace) -> str:
 
 JPEGS = ((500, 375), (1600, 1200), (4000, 3000))
 SIDE = 224
+COLOUR: dict[str, Any] = {"channels": 3, "frame": Frame(SIDE, "crop", SIDE / 256)}
+Read = Callable[[], object]  # a batch
 
 
 def write_jpeg(path: Path, width: int, height: int) -> None:
@@ -144,16 +149,48 @@ def write_jpeg(path: Path, width: int, height: int) -> None:
     Image.fromarray(noisy).save(path, quality=90)
 
 
-def by_a_worker(folder: Path) -> str:
+def training(path: Path, count: int, low: float) -> dict[str, Read]:
+    """Random crops from a fraction `low` of the image on, mirrored; Lockstep's are mirrored on the device."""
+    crop = augment.RandomResizedCrop(image_size=SIDE, scale=(low, 1.0))
+    files = Files(path.parent, [path.name] * count, np.zeros(count), **COLOUR, least=crop.crops_from)
+    read = Reader(files, seed=0, at_reading=Augmentation({"crop": crop}).at_reading, apart=True)
+    vision = v2.Compose([v2.RandomResizedCrop(SIDE, scale=(low, 1.0)), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+    scale = {"scale": (low, 1.0), "color_jitter": None}
+    return {"Lockstep": lambda: read(np.arange(count)), **others(path, count, vision, is_training=True, **scale)}
+
+
+def evaluation(path: Path, count: int) -> dict[str, Read]:
+    """The middle of the whole image."""
+    files = Files(path.parent, [path.name] * count, np.zeros(count), **COLOUR)
+    vision = v2.Compose([v2.Resize(256), v2.CenterCrop(SIDE), v2.PILToTensor()])
+    return {"Lockstep": lambda: files[np.arange(count)], **others(path, count, vision, crop_pct=SIDE / 256)}
+
+
+def others(path: Path, count: int, vision: Callable[[Any], Any], **options: Any) -> dict[str, Read]:
+    """Each image as torchvision's ImageFolder opens it, to a batch of bytes."""
+    of_timm = create_transform(SIDE, use_prefetcher=True, interpolation="bilinear", **options)
+
+    def images() -> Iterator[Image.Image]:
+        return (Image.open(path).convert("RGB") for _ in range(count))
+
+    return {
+        "torchvision": lambda: torch.stack([vision(image) for image in images()]),
+        "timm": lambda: np.stack([of_timm(image) for image in images()]),
+    }
+
+
+def from_files(folder: Path, turns: int) -> str:
     rows = []
     for width, height in JPEGS:
         path = folder / f"{width}.jpg"
         write_jpeg(path, width, height)
-        count = max(8, 60_000_000 // (width * height))
-        files = Files(folder, [path.name] * count, np.zeros(count), channels=3, size=SIDE)
-        seconds = spent_s(partial(files.__getitem__, np.arange(count)))
-        rows.append([f"{width} x {height}, {path.stat().st_size / 1000:,.0f} kB", f"{count / seconds:,.0f}"])
-    return table(["file", "images/s of a worker, per core"], rows)
+        count = max(4, 12_000_000 // (width * height))
+        row = [f"{width} x {height}, {path.stat().st_size / 1000:,.0f} kB"]
+        for ways in (training(path, count, 0.08), training(path, count, 0.5), evaluation(path, count)):
+            taken_s = in_turns({name: partial(spent_s, read) for name, read in ways.items()}, turns, warm_up=1)
+            row.append("{} ({}, {})".format(*(f"{count / min(each):,.0f}" for each in taken_s.values())))
+        rows.append(row)
+    return table(["Lockstep (torchvision, timm)", "crops from 0.08", "crops from 0.5", "evaluation"], rows)
 
 
 def into_the_cache(folder: Path, images: int) -> str:
@@ -168,8 +205,10 @@ def into_the_cache(folder: Path, images: int) -> str:
 
 
 def decoding(args: argparse.Namespace) -> str:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        return f"To {SIDE} x {SIDE} RGB.\n\n{by_a_worker(Path(name))}\n\n{into_the_cache(Path(name), args.images)}"
+        read = from_files(Path(name), args.turns)
+        return f"Images/s of a core, to {SIDE} x {SIDE} RGB.\n\n{read}\n\n{into_the_cache(Path(name), args.images)}"
 
 
 # --- keyed ---
@@ -223,7 +262,7 @@ def keyed(args: argparse.Namespace) -> str:
             ),
         }
         for case, (source, size, count, transform) in cases.items():
-            items = Items(Pictures(source, count, transform), channels=3, size=size)
+            items = Items(Pictures(source, count, transform), channels=3, frame=Frame(size))
             for workers in (0, 2):
                 turns = {kind.__name__: partial(rate, kind, items, workers) for kind in (Unkeyed, Reader)}
                 unkeyed, ours = in_turns(turns, args.turns, warm_up=1).values()
@@ -247,6 +286,7 @@ def main() -> None:
     part.add_argument("--turns", type=int, default=5)
     part = parts.add_parser("decoding")
     part.add_argument("--images", type=int, default=2000, help="files of the cache that is built")
+    part.add_argument("--turns", type=int, default=7)
     part = parts.add_parser("keyed")
     part.add_argument("--images", type=int, default=4096)
     part.add_argument("--turns", type=int, default=5)

@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from lockstep.augment import Augmentation, Flip, RandomResizedCrop, Rotate
+from lockstep.augment import Augmentation, Draws, Flip, RandomResizedCrop, Rotate
 from lockstep.data import Folder
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
@@ -115,7 +115,7 @@ def test_a_crop_that_is_always_taken_first_gets_whole_images(first, is_whole, ro
     data.prepare()
     made = module(data, {"flip on the device": Flip(), "first": first, "crop": crop()})
     assert (made.to_crop is not None) == is_whole
-    assert made.transforms == ("keyed, of whole images" if is_whole else "keyed")
+    assert made.transforms == ("keyed, own boxes of whole images" if is_whole else "keyed, own boxes")
     read(made)
 
 
@@ -125,9 +125,9 @@ def test_a_run_whose_crops_were_of_squares_is_not_resumed(root, tmp_path):
     state = module(data).state_dict()
     module(data).load_state_dict(state)
     with pytest.raises(UserError, match="took crops from resized squares"):
-        module(data).load_state_dict(state | {"transforms": "keyed"})
+        module(data).load_state_dict(state | {"transforms": "keyed, own boxes"})
     turned = {"turn": Rotate(degrees=1.0)}
-    module(data, turned).load_state_dict(state | {"transforms": "keyed"})
+    module(data, turned).load_state_dict(state | {"transforms": "keyed, own boxes"})
 
 
 def test_a_crop_is_a_function_of_its_sample_alone(root, tmp_path):
@@ -186,6 +186,33 @@ def test_boxes_are_distributed_as_torchvisions():
         assert np.abs(shares[0] - shares[1]).max() < 1.95 * np.sqrt(2 / 480)
 
 
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_box_cut_by_pillow_has_the_pixels_of_one_cut_from_the_whole(channels, with_mask):
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 90, channels), dtype=np.uint8)
+    image, of_all = Image.fromarray(pixels.squeeze()), {"index": torch.arange(6), "count": 6}
+    of_all |= {"mask": torch.from_numpy(pixels[None, ..., 0]).repeat(6, 1, 1)} if with_mask else {}
+    whole = torch.from_numpy(pixels).permute(2, 0, 1).expand(6, -1, -1, -1)
+    draws = [Draws("augment.crop", np.arange(6), seed=0, epoch=0) for _ in range(2)]
+    found, expected = (
+        RandomResizedCrop(image_size=SIDE)({"input": given, **of_all}, of)
+        for given, of in zip(([image] * 6, whole), draws, strict=True)
+    )
+    assert found.keys() == expected.keys() and all(
+        torch.equal(v, found[n]) for n, v in expected.items() if n != "count"
+    )
+    assert found["input"].shape == (6, channels, SIDE, SIDE) and not torch.equal(found["input"][0], found["input"][1])
+
+
+@pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.0, 1.0), (0.3, 0.6), (2.0, 3.0)])
+@pytest.mark.parametrize(("height", "width"), [(10, 400), (400, 10), (7, 9)])
+def test_where_no_box_fits_the_middle_is_taken_as_by_torchvision(height, width, ratio):
+    change = RandomResizedCrop(image_size=SIDE, scale=(1.0, 1.0), ratio=ratio)
+    expected = change.transform.make_params([torch.zeros(3, height, width)])
+    never = [[1.0, 0.999 * (height > width)]] * 10 + [[0.5, 0.5]]  # the whole area, at an odd ratio
+    assert change.box(height, width, never) == tuple(expected[name] for name in ("top", "left", "height", "width"))
+
+
 @pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.0, 1.0), (0.3, 1.2)])
 @pytest.mark.parametrize("low", [0.01, 0.08, 0.5, 1.0])
 def test_a_jpeg_scaled_by_itself_has_pixels_enough_for_the_smallest_box(low, ratio):
@@ -203,6 +230,6 @@ def test_a_large_jpeg_is_decoded_small_where_the_crop_allows_it(tmp_path):
             Image.new("RGB", (1600, 1200), (i * 40, 90, 10)).save(tmp_path / "data" / name / f"{i}.jpg")
     data = Folder(root=str(tmp_path / "data"), image_size=SIDE, cache_dir=str(tmp_path / "cache"))
     data.prepare()
-    sides = {low: data.whole("train", crop(low).crops_from)[np.array([0])]["input"].shape[-2:] for low in (0.5, 0.01)}
-    assert sides == {0.5: (150, 200), 0.01: (300, 400)}
-    assert data.whole("train", 0)[np.array([0])]["input"].shape[-2:] == (1200, 1600)
+    sides = {low: data.whole("train", crop(low).crops_from)[np.array([0])]["input"][0].size for low in (0.5, 0.01)}
+    assert sides == {0.5: (200, 150), 0.01: (400, 300)}
+    assert data.whole("train", 0)[np.array([0])]["input"][0].size == (1600, 1200)

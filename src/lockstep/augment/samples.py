@@ -25,11 +25,16 @@ from lockstep.augment.operation import (
     Operation,
     Positive,
 )
-from lockstep.data.dataset import Batch
+from lockstep.augment.transforms import ATTEMPTS
+from lockstep.data.dataset import Batch, is_pillow
+from lockstep.data.pixels import chw
 from lockstep.data.places import has_places
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
     from lockstep.data.keyed import Generators
 
 Sample = dict[str, Any]  # the values of a batch for one sample: `input` as uint8 (C, H, W), `target`, ...
@@ -72,11 +77,14 @@ class SampleTransform(Operation):
         own = {name: value for name, value in batch.items() if name not in ("index", "count")}
         places = [name for name, value in own.items() if name != "input" and has_places(value)] if self.moves else []
 
+        plan_B = self.plan(draws)
+
         def change(place: int) -> Sample:
-            where = f"{draws.name}, sample {batch['index'][place]}"
+            where, plan = f"{draws.name}, sample {batch['index'][place]}", None if plan_B is None else plan_B[place]
             try:
-                # a copy, because it may write to what it gets
-                return self.change({name: one_of(value, place) for name, value in own.items()}, places)
+                # a copy, because a transform of a library may write to what it gets
+                sample = {name: one_of(value, place, copied=plan is None) for name, value in own.items()}
+                return self.change(sample, places, plan)
             except CannotMove as e:
                 raise UserError(f"{where}: {e} Or remove it: ~{draws.name}.") from None
             except Exception as e:
@@ -85,13 +93,25 @@ class SampleTransform(Operation):
                     raise
                 raise UserError(f"{where}: {type(e).__name__}: {e}. Repair it, or remove it: ~{draws.name}.") from e
 
-        changed = self.generators.each(draws.state_B, change)
+        if plan_B is None:
+            changed = self.generators.each(draws.state_B, change)
+        else:
+            changed = [change(place) for place in range(len(plan_B))]
         lists = [name for name, value in own.items() if isinstance(value, list) and name != "input"]
         values = {name: [sample[name] for sample in changed] for name in changed[0]}
         return {**batch, **{name: each if name in lists else joined(each) for name, each in values.items()}}
 
-    def change(self, sample: Sample, places: Sequence[str]) -> Sample:
+    def plan(self, draws: Draws) -> Sequence[Any] | None:
+        """What the draws decide for each sample; None if generators decide, which take longer to seed."""
+        return None
+
+    def apply(self, sample: Sample, plan: Any) -> Any:
+        return LIBRARIES[self.library](self.transform, sample) if self.library else self.transform(sample)
+
+    def change(self, sample: Sample, places: Sequence[str], plan: Any = None) -> Sample:
         """Raises CannotMove: it would lose masks or boxes, or images are not bytes before or after it."""
+        if is_pillow(sample.get("input")):
+            sample = {**sample, "input": tensor_of(sample["input"])}
         image = sample.get("input")
         if is_image := str(getattr(image, "dtype", "")).endswith("uint8") and image.ndim == 3:  # type: ignore[union-attr]
             sample = {**sample, **wrapped(sample, places, strict=bool(self.library))}
@@ -99,8 +119,7 @@ class SampleTransform(Operation):
             raise CannotMove(f"it changes images of bytes (uint8, CHW), and `input` is {form_of(image)}.")
         if places and LIBRARIES.get(self.library) in (of_tensor, of_pillow):
             raise CannotMove(f"it gets the image alone, and `{places[0]}` would stay. Use torchvision.transforms.v2.")
-        changed = LIBRARIES[self.library](self.transform, sample) if self.library else self.transform(sample)
-        result = plain(changed)
+        result = plain(self.apply(sample, plan))
         if is_image and not str(getattr(result["input"], "dtype", "")).endswith("uint8"):
             raise CannotMove(
                 f"it returns {form_of(result['input'])}. Images stay bytes until the device normalises them: leave ToDtype and Normalize out."
@@ -117,13 +136,13 @@ def form_of(value: Any) -> str:
     return f"{str(getattr(value, 'dtype', type(value).__name__)).removeprefix('torch.')}{shape}"
 
 
-def one_of(value: Any, place: int) -> Any:
-    """A copy of what a batch holds for one sample."""
+def one_of(value: Any, place: int, *, copied: bool) -> Any:
+    """What a batch holds for one sample."""
     if isinstance(value, Mapping):
-        return {name: one_of(each, place) for name, each in value.items()}
+        return {name: one_of(each, place, copied=copied) for name, each in value.items()}
     import torch
 
-    return apply_to_collection(value[place], torch.Tensor, torch.Tensor.clone)
+    return apply_to_collection(value[place], torch.Tensor, torch.Tensor.clone) if copied else value[place]
 
 
 def joined(values: list[Any]) -> Any:
@@ -171,10 +190,11 @@ def plain(value: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
 
 
-def chw(image: Any) -> Any:
-    """A PIL image, or an array (H, W, C) or (H, W), as (C, H, W)."""
-    array = np.asarray(image)
-    return (array[..., None] if array.ndim == 2 else array).transpose(2, 0, 1)
+def tensor_of(image: "Image") -> "Tensor":
+    """image_CHW, in memory as HWC, which torch resizes three times as fast."""
+    import torch
+
+    return torch.from_numpy(chw(image))
 
 
 def hwc(image_CHW: Any) -> Any:
@@ -263,6 +283,42 @@ class RandomResizedCrop(Torchvision):
         low, high = self.ratio
         return math.ceil(self.image_size / math.sqrt(self.scale[0] * min(low, 1 / high)))
 
+    def plan(self, draws: Draws) -> list[list[list[float]]]:
+        """Numbers from 0 to 1: of area and ratio for each attempt, then of top and left."""
+        return draws.uniform(shape=(ATTEMPTS + 1, 2)).tolist()  # type: ignore[no-any-return]
+
+    def box(self, height: int, width: int, plan: Sequence[Sequence[float]]) -> tuple[int, int, int, int]:
+        """Top, left, height and width, distributed as torchvision's."""
+        (smallest, largest), (low, high) = self.scale, self.ratio
+        *attempts, (top, left) = plan
+        for area, turn in attempts:
+            pixels = height * width * (smallest + (largest - smallest) * area)
+            ratio = low * (high / low) ** turn  # of width to height, uniform in its logarithm
+            w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
+        w, h = min(width, round(height * high)), min(height, round(width / low))  # the middle
+        return (height - h) // 2, (width - w) // 2, h, w
+
+    def change(self, sample: Sample, places: Sequence[str], plan: Any = None) -> Sample:
+        """Of a whole picture, copies the box alone into a tensor."""
+        from torchvision.transforms.v2.functional import resize
+
+        image: Any = sample.get("input")
+        if places or not is_pillow(image):
+            return super().change(sample, places, plan)
+        top, left, height, width = self.box(image.height, image.width, plan)
+        box = tensor_of(image.crop((left, top, left + width, top + height)))
+        return {**sample, "input": resize(box, [self.image_size] * 2)}
+
+    def apply(self, sample: Sample, plan: Any) -> Any:
+        from torchvision.transforms.v2.functional import resized_crop
+        from torchvision.tv_tensors import TVTensor
+
+        height, width = sample["input"].shape[-2:]
+        box, size = self.box(height, width, plan), [self.image_size] * 2
+        return apply_to_collection(sample, TVTensor, lambda value: resized_crop(value, *box, size))
+
 
 @dataclass(kw_only=True, eq=False)
 class Rotate(Torchvision):
@@ -281,12 +337,12 @@ class Rotate(Torchvision):
         fill = {Mask: self.mask_fill, "others": self.fill}
         return v2.RandomRotation(self.degrees, InterpolationMode(self.interpolation), fill=fill)
 
-    def change(self, sample: Sample, places: Sequence[str]) -> Sample:
+    def change(self, sample: Sample, places: Sequence[str], plan: Any = None) -> Sample:
         if places and self.mask_fill is None:
             raise CannotMove(
                 f"it uncovers pixels, and `{places[0]}` needs a value for them, such as the task's ignore_index: mask_fill=<value>."
             )
-        return super().change(sample, places)
+        return super().change(sample, places, plan)
 
 
 @dataclass(kw_only=True, eq=False)

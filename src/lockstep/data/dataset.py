@@ -88,11 +88,11 @@ class Items:
         return self.named(self.dataset[int(index)])
 
     def together(self, samples: list[dict[str, Any]]) -> Mapping[str, Any]:
-        """Samples as a batch; boxes and keypoints stay one value for each sample."""
+        """Samples as a batch; boxes, keypoints and whole images stay one value for each sample."""
         from torch.utils.data import default_collate
 
         title = type(self.dataset).__name__
-        apart = [name for name, value in samples[0].items() if any(map(is_boxes, flat(value)))]
+        apart = [name for name, value in samples[0].items() if is_pillow(value) or any(map(is_boxes, flat(value)))]
         try:
             batch = default_collate([{n: v for n, v in sample.items() if n not in apart} for sample in samples])
         except (RuntimeError, TypeError) as e:
@@ -108,11 +108,16 @@ class Items:
             title, given = type(self.dataset).__name__, type(sample).__name__
             raise UserError(f"a sample of {title} is a {given}; expected a dict of named values, or (input, target).")
         values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
-        if self.decoding and type(values["input"]).__module__.startswith("PIL."):
-            from lockstep.data.places import in_bytes
+        if self.decoding and is_pillow(values["input"]):
+            from lockstep.data.places import in_frame
 
-            values = in_bytes(values, **self.decoding)
+            values = in_frame(values, **self.decoding)
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def is_pillow(value: Any) -> bool:
+    """Whether a value is one of Pillow's images."""
+    return type(value).__module__.startswith("PIL.")
 
 
 def is_boxes(value: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
+from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, is_pillow
 from lockstep.data.pixels import (
     ENDINGS,
     Frame,
@@ -28,6 +28,7 @@ from lockstep.data.pixels import (
     reason,
     resize_nearest,
     to_array,
+    upright,
 )
 from lockstep.data.places import STAY, lies_on, spatial
 from lockstep.data.sampler import PARTS
@@ -43,21 +44,22 @@ if TYPE_CHECKING:
 # --- Samples that workers decode ---
 
 
-def decoded(file: Any, **pixels: Any) -> NDArray[np.uint8]:
-    """image_CHW of a file, by its path or opened. `pixels` are the arguments of `to_array`."""
+def decoded(file: Any, *, channels: int, frame: Frame, least: int | None = None) -> Any:
+    """image_CHW of a file, by its path or opened, in its frame; with `least`, the whole as a PIL image: see `pixels.upright`."""
     from PIL import Image
 
     source = io.BytesIO(read_bytes(file, follows=True)) if isinstance(file, Path) else file
     with warnings.catch_warnings(), Image.open(source) as image:
         warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-        return to_array(image, **pixels)
+        if least is not None:
+            return upright(image, channels=channels, least=least)
+        return to_array(image, channels=channels, frame=frame)
 
 
-def decoded_all(files: Sequence[Any], **pixels: Any) -> NDArray[np.uint8]:
-    """image_BCHW of files, by their paths or opened."""
+def decoded_all(files: Sequence[Any], **pixels: Any) -> Any:
+    """image_BCHW of files, by their paths or opened; with `least`, a list of images."""
     images = [decoded(file, **pixels) for file in files]
-    # one keeps Pillow's order in memory, HWC, in which crops are faster
-    return np.stack(images) if len(images) > 1 else np.array(images[0], order="K")[None]
+    return images if "least" in pixels else np.stack(images)
 
 
 def decoded_as(samples: Any, **pixels: Any) -> Any:
@@ -141,8 +143,7 @@ def smaller(image: "Image", content: bytes, *, side: int, channels: int) -> byte
     if min(image.size) <= side:
         only_check(image, content)
         return content
-    pixels_CHW = to_array(image, channels=channels, frame=None, least=2 * side)
-    whole = Image.fromarray(pixels_CHW[0] if channels == 1 else pixels_CHW.transpose(1, 2, 0))
+    whole = upright(image, channels=channels, least=2 * side)
     scale, file = side / min(whole.size), io.BytesIO()
     size = max(side, round(whole.width * scale)), max(side, round(whole.height * scale))
     whole.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=QUALITY, subsampling=0)
@@ -278,9 +279,9 @@ class Images(DataSet):
         if (whole := decoded_as(samples, least=least)) is samples:
             return None
         first = whole[np.array([0])]
-        return (
-            whole if all(lies_on(v, first["input"].shape[-2:]) for v in spatial(first, nested=True).values()) else None
-        )
+        places, (image, *_) = spatial(first, nested=True).values(), first["input"]
+        shape = image.size[::-1] if is_pillow(image) else image.shape[-2:]
+        return whole if all(lies_on(value, shape) for value in places) else None
 
     @cached_property
     def evaluated(self) -> "Images":

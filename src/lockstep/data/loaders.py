@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lockstep.data.dataset import Arrays, Batch, Indices, Items, flat, samples_of
+from lockstep.data.dataset import Arrays, Batch, Indices, Items, flat, is_pillow, samples_of
 from lockstep.data.keyed import Generators
 from lockstep.data.sampler import FILLER, Sampler, sample_states
 from lockstep.errors import TrainingFailed, UserError, chain
@@ -26,8 +26,9 @@ log = logging.getLogger("lockstep")
 
 
 def as_tensor(value: Any, name: str = "value") -> Any:
-    """Numbers as a tensor; texts, and lists of a tensor per sample, such as boxes, as they are."""
-    if isinstance(value, Tensor) or (isinstance(value, list) and any(isinstance(each, Tensor) for each in value)):
+    """Numbers as a tensor; texts, and lists of a tensor or an image per sample, such as boxes, as they are."""
+    apart = isinstance(value, list) and any(isinstance(each, Tensor) or is_pillow(each) for each in value)
+    if apart or isinstance(value, Tensor):
         return value
     try:
         array = np.asarray(value)

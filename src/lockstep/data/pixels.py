@@ -181,10 +181,8 @@ class Frame:
         return image.transform(size, Image.Transform.AFFINE, place, Image.Resampling.NEAREST, fillcolor=fill)
 
 
-def to_array(image: "Image", *, channels: int, frame: Frame | None, least: int | None = None) -> NDArray[np.uint8]:
-    """uint8 image_CHW, upright by its EXIF orientation: in the `frame`; or of its own shape, if `least` pixels of its shorter side suffice
-    (0: all are needed).
-    """
+def upright(image: "Image", *, channels: int, least: int = 0) -> "Image":
+    """An image of 8 bits, RGB or grey, upright by its EXIF orientation. `least`: pixels of its shorter side that suffice; 0: all are needed."""
     from PIL import Image, ImageOps
 
     check_depth(image)
@@ -200,9 +198,21 @@ def to_array(image: "Image", *, channels: int, frame: Frame | None, least: int |
         image = Image.fromarray((np.where(grey_HW == hidden, WHITE_16, grey_HW) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
-    image = image.convert("L" if channels == 1 else "RGB")
-    pixels = np.asarray(frame.image(image) if frame and least is None else image)
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+    if image.mode != (mode := "L" if channels == 1 else "RGB"):
+        return image.convert(mode)
+    image.load()  # while its file is open
+    return image
+
+
+def chw(image: Any) -> NDArray[np.uint8]:
+    """image_CHW of a PIL image, or of an array (H, W, C) or (H, W): a copy, in memory as HWC."""
+    pixels = np.array(image)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def to_array(image: "Image", *, channels: int, frame: Frame) -> NDArray[np.uint8]:
+    """uint8 image_CHW in the frame."""
+    return chw(frame.image(upright(image, channels=channels)))
 
 
 def original_size(image: "Image") -> tuple[int, int]:

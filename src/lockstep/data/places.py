@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.dataset import Batch
-from lockstep.data.pixels import Frame, Size, original_size, resize_nearest, to_array
+from lockstep.data.dataset import Batch, is_pillow
+from lockstep.data.pixels import Frame, Size, original_size, resize_nearest, to_array, upright
 from lockstep.errors import UserError
 
 # H W pixel
@@ -27,10 +27,6 @@ def has_places(value: Any, sizes: int = 2) -> bool:
     if isinstance(value, list | tuple):
         return any(has_places(each, sizes - 1) for each in value)
     return bool(getattr(value, "ndim", 0) > sizes)
-
-
-def is_pillow(value: Any) -> bool:
-    return type(value).__module__.startswith("PIL.")
 
 
 def lies_on(value: Any, shape: Sequence[int]) -> bool:
@@ -62,8 +58,8 @@ def moved(value: Any, frame: Frame, shape: Size) -> Any:
     return F.crop(F.resize(value, [*size]), *corner, frame.size, frame.size)
 
 
-def in_bytes(values: dict[str, Any], *, frame: Frame, least: int | None = None, **pixels: Any) -> dict[str, Any]:
-    """A sample with a PIL image as `input`, in bytes; other PIL images are masks. What lies on the image moves into its frame.
+def in_frame(values: dict[str, Any], *, channels: int, frame: Frame, least: int | None = None) -> dict[str, Any]:
+    """A sample with a PIL image as `input`, and PIL images as masks: with bytes, in the image's frame; with `least`, with the whole image.
 
     Raises:
         UserError: something else belongs to places in the image, or masks would be padded.
@@ -71,11 +67,10 @@ def in_bytes(values: dict[str, Any], *, frame: Frame, least: int | None = None, 
     image = values["input"]
     values = {name: np.array(v) if name != "input" and is_pillow(v) else v for name, v in values.items()}
     places = {name: value for name, value in values.items() if name != "input" and has_places(value, 1)}
-    whole = 0 if places and least else least  # a JPEG that scales itself would leave them
-    made = {**values, "input": np.array(to_array(image, frame=frame, least=whole, **pixels))}
-    if not places or least is not None:
-        return made
+    if least is not None:  # a JPEG that scales itself would leave its masks
+        return {**values, "input": upright(image, channels=channels, least=0 if places else least)}
     width, height = original_size(image)
+    made = {**values, "input": to_array(image, channels=channels, frame=frame)}
     _, corner = frame.fitted(height, width)
     for name, value in places.items():
         if lies_on(value, (height, width)) and (min(corner) >= 0 or not has_masks(value)):
