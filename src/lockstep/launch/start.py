@@ -48,7 +48,7 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
 
     if settings.own_loaders:
         return None, None
-    node = settings.cfg.data
+    node = (settings.with_numbers() if settings.frames_by_network else settings).cfg.data
     crops = Augmentation(settings.operations).crops_from is not None
     data: DataSet = create_data(node, keeps_whole=crops or settings.evaluates)
     if rank_of() == 0 and (plan := data.plan()):
@@ -120,7 +120,6 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
     try:
         raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
         raise_problems(debug_problems(world))
-        settings = settings.with_numbers() if settings.frames_by_network else settings
         data, samples = prepare_data(settings)
     except Exception as e:
         if project.of_users_code(e):
