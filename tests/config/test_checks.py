@@ -195,6 +195,7 @@ exact.logical_ranks=8 optim.fused=true strategy=fsdp trainer.devices=2 trainer.a
 """
 VALUES = f"""
 checkpoint.save_top_k=99999999999999999999 data.batch_size=0 data.image_size=28.5 data.mean=[nan] data.num_workers=many
+data.crop_pct=0 data.eval_size=-1 data.interpolation=cubic data.resize=fill
 data.std=[inf] exact.logical_ranks=6 optim.betas=5 optim.eps=abc optim.lr=abc run=../x runs_dir={300 * "x"}
 schedule.gamma=inf schedule.milestones=[2,-1] seed=true strategy.bucket_cap_mb=inf strategy.timeout_s=1e18
 task.class_weights=[-1] task.label_smoothing=inf task.mode=most trainer.accumulate_grad_batches=many

@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 
 from lockstep.augment import Augmentation, Flip, RandomResizedCrop
 from lockstep.config.compose import compose_config
+from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data import Arrays, Folder, pixels
 from lockstep.data.datamodule import DataModule
@@ -24,6 +25,7 @@ from lockstep.errors import UserError
 from lockstep.extras import exported
 from lockstep.extras.adapters import TorchDataset
 from lockstep.launch.resuming import completed
+from lockstep.launch.start import prepare_data
 from lockstep.machine.world import World
 
 SIDE = 24
@@ -308,6 +310,23 @@ def white(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")
+
+
+def test_what_a_command_prepares_is_what_its_processes_read(tmp_path, monkeypatch):
+    """Though the values of the network are settled only where torch is imported."""
+    for index, name in enumerate(["cat", "dog"] * 20):
+        (tmp_path / "photos" / name).mkdir(parents=True, exist_ok=True)
+        smooth(60, 40).save(tmp_path / "photos" / name / f"{index}.png")
+    cfg = compose_config(
+        "train", ["data=folder", "model=timm", "model.name=test_vit", "data.image_size=32", "data.batch_size=8"]
+    )
+    cfg.data.root, cfg.data.cache_dir = str(tmp_path / "photos"), str(tmp_path / "cache")
+    settings = Settings(cfg, World("cpu", 1, 1, "single"))
+    prepare_data(settings)
+    monkeypatch.setattr("lockstep.data.folder.read_all", None)
+    data = create_data(settings.with_numbers().cfg.data, keeps_whole=False)
+    data.prepare()
+    assert data.frame == Frame(32, "crop", 0.95, "bicubic") and isinstance(data.train, Arrays)
 
 
 def test_evaluation_may_have_a_different_size(tmp_path):
