@@ -86,11 +86,11 @@ CASES = [
         "gan", MODULES, (*OF_MODULES, "task=lit_gan", "+task.width=16", *IMAGES), (*TWO, "strategy.find_unused_parameters=true"),
         kill_at=7, steps=12, loss="g_loss", module="LitGAN", promises=SAME_BATCHES,
     ),
-    # Three batches an epoch for each of two processes: it is killed in the second epoch and resumes from the end of the first.
+    # Seven batches an epoch, the last of 6 images: it is killed in the second epoch and resumes within it.
     Case(
-        "own_data", MODULES, (*OF_MODULES, "task=lit_classifier", "data=lit_mnist", "data.data_dir={raw}", "data.batch_size=96", "data.num_workers=0"),
-        kill_at=4, steps=6, loss="train_loss", module="LitClassifier",
-        promises=("LitMNIST's own dataloaders: one-format checkpoints hold; batches are theirs", "from the end of an epoch only"),
+        "own_data", MODULES,
+        (*OF_MODULES, "task=lit_classifier", "data=lit_mnist", "data.data_dir={raw}", "data.batch_size=95", "data.num_workers=1", "checkpoint.every_n_steps=4"),
+        kill_at=11, steps=14, loss="train_loss", module="LitClassifier", promises=(*SAME_BATCHES, "batch 95 = 2 x 47 or 48"),
     ),
 ]  # fmt: skip
 
@@ -185,7 +185,7 @@ def test_a_run_prints_what_the_page_shows_and_logs_each_step(runs):
         assert len(shown) >= 3
         assert shown <= printed_words(runs.printed)
     for run, report in runs.reports.items():
-        steps = runs.case.steps if run != "single" or runs.case.name != "own_data" else 12
+        steps = runs.case.steps
         assert (report["status"], report["train/steps"]) == ("done", steps)
         with Path("runs", run, "metrics.csv").open() as file:
             logged = [int(row["step"]) for row in csv.DictReader(file) if row[runs.case.loss]]
@@ -199,11 +199,9 @@ def test_a_run_prints_what_the_page_shows_and_logs_each_step(runs):
 
 def test_two_processes_see_the_batches_and_find_the_weights_of_one(runs):
     single, ddp = runs.samples("single"), runs.samples("ddp")
-    if runs.case.name == "own_data":  # batches of its own in each process
-        assert {len(samples) for samples in ddp.values()} == {2 * 96}
-        return
     assert len(single) == runs.case.steps
-    assert {len(samples) for samples in single.values()} == {16 if runs.case.module else 8}
+    sizes = {95, 6} if runs.case.name == "own_data" else {16 if runs.case.module else 8}
+    assert {len(samples) for samples in single.values()} == sizes
     assert ddp == single
     if runs.case.module:  # which averages its loss as it likes
         return

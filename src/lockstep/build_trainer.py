@@ -78,7 +78,6 @@ def custom_module_callbacks(settings: Settings, work: Workload) -> list[pl.Callb
     trainer = settings.cfg.trainer
     return [
         CustomModule(
-            seed=settings.cfg.seed,
             own_loaders=work.engine_data is None,
             sync_batchnorm=trainer.sync_batchnorm,
             log_interval=log_interval if trainer.log_every_n_steps == "auto" else None,
@@ -87,9 +86,8 @@ def custom_module_callbacks(settings: Settings, work: Workload) -> list[pl.Callb
 
 
 def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
-    own_loaders = work.engine_data is None
-    by_row = not work.arithmetic.same_bits and not settings.cfg.compile and not own_loaders
-    return step_seed.StepSeed(settings.cfg.seed, work.arithmetic, masks_by_row=by_row, own_loaders=own_loaders)
+    by_row = not work.arithmetic.same_bits and not settings.cfg.compile and work.engine_data is not None
+    return step_seed.StepSeed(settings.cfg.seed, work.arithmetic, masks_by_row=by_row)
 
 
 def trainer(settings: Settings, work: Workload) -> pl.Trainer:
@@ -179,6 +177,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         "trains_task": work.task is not None,
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))
+    strategy.seed = cfg.seed
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
@@ -187,7 +186,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
             **given,
             strategy=strategy,
             plugins=plugins,
-            use_distributed_sampler=work.engine_data is None,
+            use_distributed_sampler=False,  # data/standard.py divides batches
             default_root_dir=folder,
         )
     except (ValueError, TypeError, MisconfigurationException) as e:

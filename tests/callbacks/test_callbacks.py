@@ -134,7 +134,7 @@ def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process
     split = Split(total=batch * steps, first=0, count=batch * steps)
     batches = partial(TrainBatches, split, batch=batch, seed=5)
     whole = list(batches())
-    callback = StepSeed(5, StepArithmetic(), masks_by_row=True, own_loaders=False)
+    callback = StepSeed(5, StepArithmetic(), masks_by_row=True)
     strategy = SimpleNamespace(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
     for rank in range(world):
         own = batches(rank=rank, world=world, accumulate=accumulate, in_blocks=contiguous)

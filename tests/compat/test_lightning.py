@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import build
-from lockstep.compat.lightning import QuickHookNames, begin_loaders_anew, without_anonymous
+from lockstep.compat.lightning import QuickHookNames, without_anonymous
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
@@ -37,19 +37,11 @@ def test_lightning_sets_the_name_on_the_module(monkeypatch):
 
 
 class Net(pl.LightningModule):
-    """Notes the samples of its batches; seeds the order when an epoch starts."""
-
-    def __init__(self, anew: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.anew, self.seen = nn.Linear(1, 1), anew, []
-
-    def on_train_epoch_start(self):
-        torch.manual_seed(5)
-        if self.anew and not self.current_epoch:
-            begin_loaders_anew(self.trainer)
+        self.layer = nn.Linear(1, 1)
 
     def training_step(self, batch, _):
-        self.seen.append(batch.flatten().tolist())
         loss = self.layer(batch).sum()
         self.log("loss", loss)
         return loss
@@ -62,14 +54,6 @@ def quiet_trainer(**options) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu", enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options
     )
-
-
-def test_the_first_epoch_is_begun_when_the_others_are(recwarn):
-    for anew in (True, False):
-        net = Net(anew)
-        trainer = quiet_trainer(max_epochs=2, logger=False)
-        trainer.fit(net, DataLoader(torch.arange(64.0)[:, None], batch_size=16, shuffle=True))
-        assert (net.seen[:4] == net.seen[4:]) is anew  # otherwise compat/lightning.py can go
 
 
 class Rows(Logger):

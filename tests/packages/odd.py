@@ -171,6 +171,57 @@ class Lazy(Data):
         return DataLoader(self.images(48), batch_sampler=Drawn())
 
 
+class Uneven(Data):
+    """An epoch is 12 + 12 + 12 + 12 + 3 images: two processes have 2 and 1 of the last ones, and of two micro-batches each one is empty."""
+
+    count = 51
+
+    def train_dataloader(self):
+        return DataLoader(self.images(self.count), batch_size=12, shuffle=True, num_workers=self.num_workers)
+
+    def val_dataloader(self):
+        return DataLoader(self.images(25), batch_size=12)
+
+
+class Smooth(Validated):
+    """Without dropout, so the result is the same on any number of processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2] = nn.Identity()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("valid_loss", self.loss(batch), sync_dist=True)
+        self.log("valid_count", float(len(batch[1])), sync_dist=True, reduce_fx="sum")
+
+
+class Manual(Smooth):
+    """Two backward passes in each step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss((batch[0] / 2, batch[1])))
+        optimizer.step()
+
+
+class Pair(Uneven):
+    """Two loaders at once, of which the second is the shorter one. Their shares are equal."""
+
+    count = 50
+
+    def train_dataloader(self):
+        return [super().train_dataloader(), DataLoader(self.images(24), batch_size=12, shuffle=True)]
+
+
+class Both(Smooth):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0]) + self.loss(batch[1])
+
+
 class TwoTests(Data):
     def test_dataloader(self):
         return [DataLoader(self.images(12)), DataLoader(self.images(24))]

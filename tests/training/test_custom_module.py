@@ -1,17 +1,16 @@
 """What the engine gives to a LightningModule of the user's, what it refuses, and what it leaves alone. In this process."""
 
 import json
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import thin_project
+import torch
 from in_process import Crash, same, state
 
 import lockstep
-from lockstep.callbacks.step_seed import step_seed
 from lockstep.checkpoints.finding import step_of
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
@@ -163,11 +162,9 @@ def test_dataloaders_without_a_length(train, capsys):
     assert len(Path("runs/stream/metrics.csv").read_text().splitlines()) >= 1 + 4  # the last step of an epoch has a row
 
 
-def test_own_dataloaders_draw_alike_on_all_ranks_and_get_20_rows_too(train):
-    """The steps of a rank draw from torch's generators alone: own dataloaders may draw from Python's on every rank alike."""
-    report = train("Small", "run=lazy", "data=odd", "data._target_=odd.Lazy", "trainer.max_epochs=12")  # 48 steps
-    random.seed(step_seed(report["seed"], 0, -1))
-    assert sys.modules["odd"].DRAWN[:4] == [random.sample(range(48), 12) for _ in range(4)]
+def test_own_dataloaders_get_20_rows_too(train):
+    train("Small", "run=lazy", "data=odd", "data._target_=odd.Lazy", "trainer.max_epochs=12")  # 48 steps
+    assert len({repr(batch) for batch in sys.modules["odd"].DRAWN}) == 48
     assert len(Path("runs/lazy/metrics.csv").read_text().splitlines()) == 1 + 24 + 1  # and the end of training
 
 
@@ -222,6 +219,43 @@ def test_a_modules_own_hyperparameters_join_the_config_in_a_logger(train, data):
     assert {"| width | 5 |", f"| run | {name} |"} <= set(text.splitlines())
     seen = [tag for tag in events.Tags()["scalars"] if tag.endswith("_seen")]
     assert seen == ([] if data else ["train/images_seen"])  # nobody knows the batch of one's own dataloaders
+
+
+# --- batches of dataloaders of one's own ---
+
+
+def vector(path: str) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in state(path)["state_dict"].values()])
+
+
+ONE, TWO = ["strategy=single"], ["strategy=ddp", "trainer.devices=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize(("name", "data", "divisions"), [
+    ("Smooth", "Uneven", [[], [*TWO, "trainer.accumulate_grad_batches=2"], ["trainer.accumulate_grad_batches=3"]]),
+    ("Manual", "Uneven", [[]]),
+    ("Both", "Pair", [[]]),
+])  # fmt: skip
+def test_any_number_of_processes_finds_the_weights_of_one(train, forked, name, data, divisions):
+    """In single precision, with a last batch that some of them have no part of. The mean of two loaders' weights is one's own if both are."""
+    options = [
+        "data=odd",
+        f"data._target_=odd.{data}",
+        "trainer.max_epochs=2",
+        "task.monitor=valid_loss",
+        "trainer.num_sanity_val_steps=0",
+    ]
+    single = train(name, f"run={data}-{name}", *ONE, *options)
+    weights = vector(f"{data}-{name}/checkpoints/last.ckpt")
+    for number, more in enumerate([TWO, *divisions[1:]]):
+        report = train(name, f"run={data}-{name}-{number}", *more, *options)
+        assert report["train/steps"] == single["train/steps"] == 10
+        assert report["valid_loss"] == pytest.approx(single["valid_loss"], rel=1e-6)
+        assert report["valid_count"] == single["valid_count"] == 25
+        found = vector(f"{data}-{name}-{number}/checkpoints/last.ckpt")
+        assert float((found - weights).norm() / weights.norm()) < 1e-6
 
 
 # --- checkpoints ---

@@ -1,4 +1,4 @@
-"""Hooks around a user's LightningModule: batch norms, seeds of its own dataloaders, its schedulers."""
+"""Hooks around a user's LightningModule: its batch norms and its schedulers."""
 
 import warnings
 from collections.abc import Callable
@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
-from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.errors import UserError
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import total_steps
@@ -18,12 +16,10 @@ from lockstep.training.arithmetic import total_steps
 class CustomModule(Callback):
     """Used in training and in evaluation."""
 
-    seed: int
     own_loaders: bool
     sync_batchnorm: bool
     # from the optimizer steps of a run to those from one row of the log to the next; None: the config sets them
     log_interval: Callable[[float], int] | None
-    begun: bool = False
     due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -43,23 +39,11 @@ class CustomModule(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.begun = False
         if self.log_interval:
             trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
         for index, metric in self.due.items():
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
-        if self.own_loaders:
-            # the same on every rank, because ranks may share one order; -1 is no rank's
-            seed = step_seed(self.seed, trainer.current_epoch, -1)
-            seed_host(seed)
-            seed_generators(seed, trainer.strategy.root_device.type)
-            if not self.begun:  # in later epochs Lightning starts them after this hook
-                begin_loaders_anew(trainer)
-        self.begun = True
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])

@@ -41,8 +41,8 @@ def seed_host(seed: int) -> None:
 class StepSeed(Callback):
     """Seeds the generators before each batch, and tells the dropout layers which samples follow."""
 
-    def __init__(self, seed: int, arithmetic: StepArithmetic, *, masks_by_row: bool, own_loaders: bool) -> None:
-        self.seed, self.arithmetic, self.masks_by_row, self.own_loaders = seed, arithmetic, masks_by_row, own_loaders
+    def __init__(self, seed: int, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
+        self.seed, self.arithmetic, self.masks_by_row = seed, arithmetic, masks_by_row
         self.evaluation = ExitStack()  # leaves it with the random numbers that it began with
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -55,8 +55,7 @@ class StepSeed(Callback):
             dropout.begin(self.rows(trainer, batch_idx))
         seed = step_seed(self.seed, *self.arithmetic.seed_parts(trainer, batch_idx))
         seed_generators(seed, trainer.strategy.root_device.type)
-        if not self.own_loaders:  # which may draw an order from these that all processes share
-            seed_host(seed)
+        seed_host(seed)
 
     def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]

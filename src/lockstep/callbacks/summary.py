@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.config.words import counted
 from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import picture
+from lockstep.data.standard import standard
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.panels import restored
@@ -89,7 +90,7 @@ class RunSummary(Callback):
         world, accumulate = trainer.world_size, trainer.accumulate_grad_batches
         accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
         if data is None:
-            return f"each process has its own batches{accumulated}"
+            return " and ".join(loader.title for loader in standard(trainer.train_dataloader))
         batch, copies = data.batch_size, data.repeats
         repeated = f", {copies} copies of each sample" if copies > 1 else ""
         return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}{repeated}"

@@ -28,21 +28,6 @@ class QuickHookNames(pl.LightningModule):
             super().__setattr__(name, value)
 
 
-# --- Dataloaders begin at a known moment ---
-#
-# Lightning 2.6.6 begins those of a process's first epoch in FitLoop.setup_data(), before it tells their samplers the epoch and before a
-# hook could seed the generator that shuffles them. Workers have fetched batches of epoch 0 by then, even if a resumed run is in a later
-# epoch. In later epochs it begins them after `on_train_epoch_start`. Remove this when it does so in the first one:
-# tests/compat/test_lightning.py::test_the_first_epoch_is_begun_when_the_others_are fails then.
-
-
-def begin_loaders_anew(trainer: pl.Trainer) -> None:
-    loop = trainer.fit_loop
-    stateful = any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened)  # type: ignore[union-attr]
-    if not stateful:  # such a loader has been restored by now
-        iter(loop._data_fetcher)  # type: ignore[arg-type]
-
-
 # --- The step that logs are written under ---
 #
 # Lightning 2.6.6 counts it in `_batches_that_stepped`, separately from `trainer.global_step`: it logs step 56 as 55, and adds one on

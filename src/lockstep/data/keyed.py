@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from lockstep.data.sampler import GOLDEN, mix
 MEMBERS, SEARCHED = 64, 10_000  # of objects that are searched for generators: of one container, in all
 PLAIN = (str, bytes, int, float, type, ModuleType, np.ndarray, torch.Tensor)
 NUMPY: np.random.RandomState = np.random.rand.__self__  # type: ignore[attr-defined]
+DEFAULTS = (torch.default_generator, NUMPY, random.random.__self__)  # type: ignore[attr-defined]
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -107,7 +108,7 @@ class Generators:
     @cached_property
     def all(self) -> list[Generator]:
         """Found in the process that reads."""
-        found = held(torch.default_generator, NUMPY, random.random.__self__, self.holder)  # type: ignore[attr-defined]
+        found = held(*DEFAULTS, self.holder)
         self.used = {place for place, each in enumerate(found) if not each.tells}
         return found
 
@@ -142,3 +143,23 @@ class Generators:
                 self.all[number].seed(seed)
             result.append(make(place))
         return result
+
+
+class Apart:
+    """A random state of its own for code that draws from time to time, such as a sampler: of the default generators and of those that
+    `holder` holds. Entered, it continues where it was left; the process's own state is as before afterwards."""
+
+    def __init__(self, seed: int, holder: Any = None) -> None:
+        self.all, self.inside = held(*DEFAULTS, holder), list[Any]()
+        self.seeds: list[int] = mix(np.arange(len(self.all), dtype=np.uint64) * GOLDEN + np.uint64(seed)).tolist()
+
+    def __enter__(self) -> Self:
+        self.outside = [generator.state() for generator in self.all]
+        for place, generator in enumerate(self.all):
+            generator.restore(self.inside[place]) if self.inside else generator.seed(self.seeds[place])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.inside = [generator.state() for generator in self.all]
+        for generator, state in zip(self.all, self.outside, strict=True):
+            generator.restore(state)

@@ -1,6 +1,7 @@
 """What strategies share: the changes to a network before training, and one form for the state of networks and optimizers. And the
 strategies of one process."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.weights import load_into, omit_hyperparameters, refused, sharded_like
+from lockstep.data.loaders import ResumableLoader
+from lockstep.data.standard import Division, StandardLoader, around, standard
 from lockstep.errors import NotLoadable, UserError
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.losses import float32
@@ -97,12 +100,70 @@ def own_copy(value: Any, own: Tensor) -> Any:
     return torch.empty_like(own, dtype=value.dtype, device=value.device).copy_(value)
 
 
-class PortableCheckpoint(Strategy):
-    """The base of all strategies: saves and loads weights and optimizer states by name, in the precision they were saved in."""
+class DividedBatches(Strategy):
+    """Gives each process its share of the batches of any loader."""
 
     lightning_module: pl.LightningModule  # set before anything here is called
+    seed = 0  # of the run
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     contiguous_micro_batches = False
+    training_loaders: list[StandardLoader] | None = None  # of users; None until a step asks for them
+
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
+        if trainer.predicting or isinstance(dataloader, ResumableLoader):
+            return dataloader
+        place: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
+        if not trainer.training:
+            return around(dataloader, Division(seed=self.seed, **place, trains=False))
+        self.training_loaders = None
+        epochs: Any = loop.epoch_progress.current
+        division = Division(
+            seed=self.seed,
+            **place,
+            accumulate=trainer.accumulate_grad_batches,
+            contiguous=self.contiguous_micro_batches,
+            position=lambda: (epochs.processed, loop.epoch_loop.batch_progress.current.ready),
+            number=lambda loader: [each is loader for each in standard(trainer.train_dataloader)].index(True),
+        )
+        return around(dataloader, division)
+
+    def agree(self, text: str) -> bool:
+        """Whether all processes pass the same text. Each must call it."""
+        if self.lightning_module.trainer.world_size == 1:
+            return True
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return self.reduce_boolean_decision(self.broadcast(digest) == digest)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Gradients are averaged over processes and micro-batches, whose shares of the global batch may differ."""
+        weight = self.weight()
+        return super().backward(closure_loss if weight == 1 else closure_loss * weight, optimizer, *args, **kwargs)
+
+    def weight(self) -> float:
+        """Of the current micro-batch. Of several loaders the mean."""
+        trainer = self.lightning_module.trainer
+        if self.training_loaders is None:
+            every = standard(trainer.train_dataloader)
+            self.training_loaders = [loader for loader in every if isinstance(loader, StandardLoader)]
+        number = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        found = [loader.weights[number] for loader in self.training_loaders if number in loader.weights]
+        return sum(found) / len(found) if found else 1.0
+
+    def close_loaders(self) -> None:
+        trainer = self.lightning_module.trainer
+        for loader in standard([trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders]):
+            if isinstance(loader, StandardLoader):
+                loader.close()
+
+    def teardown(self) -> None:
+        self.close_loaders()
+        super().teardown()
+
+
+class PortableCheckpoint(DividedBatches):
+    """The base of all strategies: saves and loads weights and optimizer states by name, in the precision they were saved in."""
+
     omitted: frozenset[str] = frozenset()  # hyperparameters that checkpoints lack
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:

@@ -213,4 +213,5 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     def teardown(self) -> None:
         """As Lightning's other strategies: optimizer and shards leave the GPU, which the test needs for its own. Its
         ModelParallelStrategy keeps them there, and does not end the CheckpointIO."""
+        self.close_loaders()
         super(ModelParallelStrategy, self).teardown()

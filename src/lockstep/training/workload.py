@@ -11,9 +11,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from lockstep.config.words import metric
 from lockstep.data.datamodule import DataModule
+from lockstep.data.standard import LeftAlone, StandardLoader, standard
 from lockstep.errors import UserError
 from lockstep.run import tested
 from lockstep.tasks import Task
@@ -71,10 +73,20 @@ class Workload:
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": "own dataloaders", **unknown}
 
+    @property
+    def loaders(self) -> list[StandardLoader | LeftAlone]:
+        """The training loaders of a LightningDataModule, once the Trainer has them."""
+        return standard(self.module.trainer.train_dataloader)
+
+    @property
+    def left_alone(self) -> str | None:
+        """Why one of them is."""
+        return next((loader.why for loader in self.loaders if isinstance(loader, LeftAlone)), None)
+
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
-        if self.engine_data is None:
-            return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
+        if left := self.left_alone:
+            return DIFFERS.format(f"{left}, so each process has the batches that it makes there")
         return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
 
     def promises(self, world: int, precision: str) -> list[str]:
@@ -82,13 +94,16 @@ class Workload:
         own = (
             f"the loss is averaged as the module does it; test metrics are the module's own; it computes in {precision}"
         )
-        if self.engine_data is None:
-            return [
-                f"task: {self.title}'s own steps on {type(self.data).__name__}'s own dataloaders: one-format checkpoints hold; batches are "
-                f"theirs, so each process has its own, and a run resumes exactly from the end of an epoch only; {own}"
-            ]
+        batches = "the same batches"
         resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
-        return [f"task: {self.title}'s own steps: the same batches, {resume} and one-format checkpoints hold; {own}"]
+        if left := self.left_alone:
+            batches, resume = f"{left}: it is left alone", "a run resumes by reading again what it had read"
+        lines = [f"task: {self.title}'s own steps: {batches}, {resume} and one-format checkpoints hold; {own}"]
+        if any(isinstance(each, StandardLoader) and each.collate_fn is not default_collate for each in self.loaders):
+            lines.append(
+                "data: a collate function gets what one process computes at once. Where it pads or draws, batches differ with the number of processes"
+            )
+        return lines
 
     def evaluates(self, step: str, loader: str) -> bool:
         """Whether there is both a step and a dataloader for it."""

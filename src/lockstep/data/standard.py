@@ -1,0 +1,390 @@
+"""DataLoaders as people bring them: dataset, collate function and workers are theirs; order, division, position and random numbers are Lockstep's."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lockstep.data.keyed import Apart, Generators
+from lockstep.data.loaders import ResumableLoader
+from lockstep.data.sampler import BLOCK, key_of, permute, place_in_step, sample_states
+from lockstep.errors import UserError
+
+# The batch of a loader is the global batch of a step. It is cut into world x accumulate shares, which differ by a sample at most, and
+# each process computes `accumulate` of them. The loss of a share is weighted by its samples. A process without a sample computes the
+# first one with weight 0, because gradients are averaged over all processes.
+
+OPTIONS = "num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"
+DRAWN = 2**16  # elements of a user's sampler that are drawn and compared at once
+Batches = Iterator[tuple[int, list[Any]]]  # the place of the first sample in the epoch; what the dataset is asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Which part of each global batch is this process's, and where it is in the run."""
+
+    seed: int
+    rank: int = 0
+    world: int = 1
+    accumulate: int = 1
+    contiguous: bool = False
+    trains: bool = True
+    position: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the epoch, and how many micro-batches of it are done
+    number: Callable[[Any], int] = lambda _: 0  # of a loader among those that train together
+    agree: Callable[[str], bool] = lambda _: True  # whether all processes pass the same text
+
+    @property
+    def parts(self) -> int:
+        return self.world * self.accumulate
+
+    def seed_of(self, loader: Any, turn: int = 0) -> int:
+        """Loaders that train together have different orders, and a loader that begins again within an epoch has a new one."""
+        number = self.number(loader) if self.trains else 0
+        return int(key_of(f"loader {number}, turn {turn}", self.seed, 0)[0]) if number or turn else self.seed
+
+
+# --- The global batches of an epoch, and their shares ---
+
+
+class Share(NamedTuple):
+    """A micro-batch: what the dataset is asked for, and what its random numbers follow from."""
+
+    keys: list[Any]
+    place: int  # of its first sample in the epoch
+    number: int  # among the micro-batches of all processes in the epoch
+    weight: float  # of its loss, so the average over micro-batches and processes is that over the global batch
+    seed: int
+    epoch: int
+
+
+class Order:
+    """The global batches of a loader. Its sampler is iterated in a random state of its own, keyed by seed and epoch.
+
+    What it draws must follow from random numbers and `set_epoch`: an epoch that it counts itself is lost when a run resumes.
+    """
+
+    def __init__(self, batch_sampler: Any, division: Division) -> None:
+        self.division = division
+        divides = type(batch_sampler) is BatchSampler
+        self.size: int | None = batch_sampler.batch_size if divides else None  # None: its own batch sampler decides
+        self.drop_last = divides and batch_sampler.drop_last
+        self.sampler = whole(batch_sampler.sampler if divides else batch_sampler)
+        self.shuffles, self.count = False, None
+        if type(self.sampler) in (RandomSampler, SequentialSampler):
+            samples = len(self.sampler.data_source)
+            self.shuffles = isinstance(self.sampler, RandomSampler)
+            if not self.shuffles or (not self.sampler.replacement and self.sampler.num_samples == samples):
+                self.count = samples
+
+    def __len__(self) -> int:
+        count = len(self.sampler) if self.count is None else self.count
+        return count if self.size is None else count // self.size if self.drop_last else -(-count // self.size)
+
+    def batches(self, step: int, seed: int, epoch: int) -> Batches:
+        """Of an epoch from a step on."""
+        if self.size is None:
+            place = 0
+            for number, batch in enumerate(filter(len, map(list, self.drawn(seed, epoch)))):
+                if number >= step:
+                    yield place, batch
+                place += len(batch)
+            return
+        place = step * self.size
+        keys = islice(self.drawn(seed, epoch), place, None) if self.count is None else self.known(place, seed, epoch)
+        while batch := [*islice(keys, self.size)]:
+            if len(batch) < self.size and self.drop_last:
+                return
+            yield place, batch
+            place += self.size
+
+    def shares(self, done: int, seed: int, epoch: int) -> Iterator[Share]:
+        """This process's, after those that are done. Each process has as many."""
+        division, parts = self.division, self.division.parts
+        step, part = divmod(done, division.accumulate)
+        batches = self.batches(step, seed, epoch)
+        if not division.trains:
+            batches = at_least(batches, division.world)
+        for number, (place, batch) in enumerate(batches, step):
+            for mine in range(part, division.accumulate):
+                of_step = place_in_step(division.rank, division.world, mine, division.accumulate, division.contiguous)
+                begin, end = (-(-len(batch) * each // parts) for each in (of_step, of_step + 1))
+                keys, weight = batch[begin:end] or batch[:1], (end - begin) * parts / len(batch)
+                yield Share(keys, place + begin * (end > begin), number * parts + of_step, weight, seed, epoch)
+            part = 0
+
+    def known(self, place: int, seed: int, epoch: int) -> Iterator[int]:
+        """Without drawing or storing an epoch."""
+        assert self.count is not None
+        self.require_agreement(f"{self.count} samples")
+        for begin in range(place, self.count, BLOCK):
+            places = np.arange(begin, min(begin + BLOCK, self.count))
+            yield from (permute(places, self.count, seed, epoch) if self.shuffles else places).tolist()
+
+    def drawn(self, seed: int, epoch: int) -> Iterator[Any]:
+        for told in (self.sampler, getattr(self.sampler, "sampler", None)):
+            if callable(set_epoch := getattr(told, "set_epoch", None)):
+                set_epoch(epoch)
+        apart = Apart(int(key_of("order", seed, epoch)[0]), self.sampler)
+        with apart:
+            elements = iter(self.sampler)
+        while True:
+            with apart:
+                several = [*islice(elements, DRAWN)]
+            self.require_agreement(repr(several))
+            if not several:
+                return
+            yield from several
+
+    def require_agreement(self, order: str) -> None:
+        if not self.division.agree(order):
+            raise UserError(
+                f"{type(self.sampler).__name__} gives other samples in each process. Lockstep divides each batch among the processes: let the sampler "
+                "give the samples of all of them, by torch's, NumPy's or Python's random numbers or by set_epoch, and remove what depends on the rank."
+            )
+
+
+def whole(sampler: Any) -> Any:
+    """torch's DistributedSampler gives one process all samples; a batch sampler around it too. Otherwise they would be divided twice."""
+    if isinstance(sampler, DistributedSampler):
+        sampler = copy.copy(sampler)
+        sampler.num_replicas, sampler.rank = 1, 0
+        sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+    elif isinstance(inner := getattr(sampler, "sampler", None), DistributedSampler):
+        sampler = copy.copy(sampler)
+        sampler.sampler = whole(inner)
+    return sampler
+
+
+def at_least(batches: Batches, world: int) -> Batches:
+    """For an evaluation, where each process must have a sample of each batch, and none twice: joins batches that are too small."""
+    ready: list[Any] = []
+    small: list[Any] = []
+    begin = place = 0
+    for first, batch in batches:
+        place = place if small else first
+        small += batch
+        if len(small) >= world:
+            if ready:
+                yield begin, ready
+            begin, ready, small = place, small, []
+    ready = ready + small
+    if 0 < len(ready) < world:
+        raise UserError(
+            f"{len(ready)} samples of an evaluation cannot be divided among {world} processes. Set trainer.devices={len(ready)}, or evaluate more samples."
+        )
+    if ready:
+        yield begin, ready
+
+
+# --- The micro-batches of a process ---
+
+
+class MicroBatches(Dataset[tuple[Any, float]]):
+    """Collated samples of a user's dataset.
+
+    Random numbers of a sample are a function of (seed, epoch, place of the sample in the epoch), because a sampler may give a sample
+    twice. Those of a collate function follow from (seed, epoch, micro-batch).
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+        self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
+
+    def __getitem__(self, share: Share) -> tuple[Any, float]:
+        samples = [self.samples(share)]
+        if self.collate is default_collate:
+            return default_collate(samples[0]), share.weight
+        # one that has changed its samples cannot have them again
+        batch = self.of_collate.each(
+            sample_states("collate", np.array([share.number]), seed=share.seed, epoch=share.epoch),
+            lambda _: self.collate(samples.pop() if samples else self.samples(share)),
+        )
+        return batch[0], share.weight
+
+    def samples(self, share: Share) -> list[Any]:
+        """One by one if they draw random numbers."""
+        keys, data = share.keys, self.dataset
+        state_B = sample_states("data", share.place + np.arange(len(keys)), seed=share.seed, epoch=share.epoch)
+        several = getattr(data, "__getitems__", None)
+        if several and not self.of_samples.used:
+            (found,) = self.of_samples.each(state_B[:1], lambda _: several(keys))
+            if not self.of_samples.used:
+                return found  # type: ignore[no-any-return]
+        return self.of_samples.each(state_B, lambda i: several([keys[i]])[0] if several else data[keys[i]])
+
+
+def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Shows the user's own dataset to the user's own function."""
+    info = get_worker_info()
+    assert info is not None
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # torch 2.11 forbids an assignment
+    if init is not None:
+        init(worker)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Due:
+    """The sampler of the DataLoader that reads: shares of one epoch after the other, so workers can stay."""
+
+    def __init__(self) -> None:
+        self.shares: Iterator[Share] = iter(())
+
+    def __iter__(self) -> Iterator[Share]:
+        return self.shares
+
+
+class StandardLoader(ResumableLoader):
+    """A DataLoader whose batches are divided among processes and accumulation. It has the attributes of the user's own."""
+
+    def __init__(self, given: DataLoader[Any], division: Division) -> None:
+        self.given, self.division, self.order = given, division, Order(given.batch_sampler, division)
+        self.weights: dict[int, float] = {}  # of the last micro-batches, by their number in the epoch
+        self.due = Due()
+        self.reader: DataLoader[Any] | None = None
+        self.begun = -1  # the epoch that was begun last
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "given":
+            raise AttributeError(name)
+        return getattr(self.given, name)
+
+    def __len__(self) -> int:
+        if self.division.trains or self.division.world == 1:
+            return len(self.order) * self.division.accumulate
+        if "length" not in vars(self):
+            self.length = sum(1 for _ in at_least(self.order.batches(0, self.division.seed, 0), self.division.world))
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        """From the Trainer's position on."""
+        epoch, done = self.division.position()
+        try:
+            length = len(self)
+        except TypeError:  # nobody knows
+            length = done + 1
+        first, self.begun = self.begun != epoch, epoch
+        if length == 0 or (first and done >= length):
+            return  # it had ended, and begins again if loaders of other lengths take turns
+        turn, done_of_turn = divmod(done, length)
+        self.due.shares = self.order.shares(done_of_turn, self.division.seed_of(self, turn), epoch)
+        self.reader = self.new_reader() if self.reader is None else self.reader
+        for number, (batch, weight) in enumerate(self.reader, done):
+            self.weights = {number - 1: self.weights.get(number - 1, 1.0), number: weight}
+            yield batch
+
+    def new_reader(self) -> DataLoader[Any]:
+        given = self.given
+        return DataLoader(
+            MicroBatches(given.dataset, given.collate_fn),
+            sampler=self.due,  # type: ignore[arg-type]
+            batch_size=None,
+            collate_fn=as_it_is,
+            worker_init_fn=partial(begin_worker, given.worker_init_fn),
+            generator=torch.Generator(),  # of the seeds of workers, which would be drawn from the process's own
+            **{name: getattr(given, name) for name in OPTIONS},
+        )
+
+    def close(self) -> None:
+        """Ends workers that stay."""
+        self.reader, self.due.shares = None, iter(())
+
+    @property
+    def title(self) -> str:
+        """For the first lines of a run."""
+        division, size = self.division, self.order.size
+        accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
+        if size is None:
+            return f"batches of {type(self.order.sampler).__name__}, divided by {division.world}{accumulated}"
+        least, most = size // division.parts, math.ceil(size / division.parts)
+        each = str(most) if least == most else f"{least} or {most}"
+        return f"batch {size} = {division.world} x {each}{accumulated}"
+
+
+# --- What cannot be taken apart ---
+
+
+class LeftAlone(ResumableLoader):
+    """Batches of a user's own loader as it makes them, in a random state of their own, which is the same in each process.
+
+    A run resumes within an epoch by reading what it had read, unless the loader saves its position itself.
+    """
+
+    def __init__(self, given: Any, division: Division, why: str) -> None:
+        self.given, self.division, self.why = given, division, why
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "given":
+            raise AttributeError(name)
+        return getattr(self.given, name)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, done = self.division.position()
+        apart, ended = Apart(int(key_of("order", self.division.seed_of(self), epoch)[0])), object()
+        with apart:
+            batches = iter(self.given)
+        for _ in range(0 if hasattr(self.given, "load_state_dict") else done):
+            with apart:
+                next(batches, None)
+        while True:
+            with apart:
+                batch = next(batches, ended)
+            if batch is ended:
+                return
+            yield batch
+
+    @property
+    def title(self) -> str:
+        accumulated = f" x {self.division.accumulate} accumulated" if self.division.accumulate > 1 else ""
+        return f"each process has its own batches{accumulated}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.given.state_dict() if hasattr(self.given, "state_dict") else {}  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if hasattr(self.given, "load_state_dict"):
+            self.given.load_state_dict(state)
+
+
+def around(given: Any, division: Division) -> StandardLoader | LeftAlone:
+    """What the Trainer gets in place of a loader that somebody brought."""
+    name = type(given).__name__
+    if not isinstance(given, DataLoader):
+        return LeftAlone(given, division, f"{name} is no DataLoader")
+    if isinstance(given.dataset, IterableDataset):
+        return LeftAlone(given, division, f"{type(given.dataset).__name__} is a stream")
+    if type(given).__iter__ is not DataLoader.__iter__:
+        return LeftAlone(given, division, f"{name} has an __iter__ of its own")
+    if given.batch_sampler is None:
+        return LeftAlone(given, division, f"{name} has batch_size=None")
+    return StandardLoader(given, division)
+
+
+def standard(loaders: Any) -> list[StandardLoader | LeftAlone]:
+    """Those among the loaders of a Trainer, in whatever collection."""
+    found: list[Any] = []
+    apply_to_collection(loaders, (StandardLoader, LeftAlone), found.append)
+    return found

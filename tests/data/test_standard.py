@@ -1,0 +1,511 @@
+"""DataLoaders as people bring them: the same global batches and random numbers for any division, and from any step on."""
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lockstep.data.sampler import permute
+from lockstep.data.standard import Division, LeftAlone, StandardLoader, around
+from lockstep.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
+SEED, EPOCH = 7, 3
+DIVISIONS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)]
+Row = tuple[int, float]
+
+# --- What people bring ---
+
+
+class Plain(Dataset):
+    """23 samples of their index and nothing else."""
+
+    def __init__(self, count: int = 23) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Row:
+        return index, self.number(index)
+
+    def number(self, index: int) -> float:
+        return index / 2
+
+
+class Draws(Plain):
+    """A random number with each sample, of four generators."""
+
+    def __init__(self, count: int = 23) -> None:
+        super().__init__(count)
+        self.own = np.random.default_rng(1)
+
+    def number(self, index: int) -> float:
+        return random.random() + float(np.random.rand()) + float(torch.rand(())) + self.own.random()
+
+
+class Together(Draws):
+    """Reads several samples at once, as those of Hugging Face."""
+
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        return [self[index] for index in indices]
+
+
+class Numbers(Together):
+    def number(self, index: int) -> float:
+        return index / 2
+
+
+class OfStrings(Draws):
+    def __getitem__(self, key: str) -> Row:
+        return super().__getitem__(int(key))
+
+
+class Python(Sampler):
+    """Draws each element when it is due, from Python's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(20):
+            yield random.randrange(23)
+
+    def __len__(self) -> int:
+        return 20
+
+
+class Own(Sampler):
+    """With a generator and an epoch of its own."""
+
+    def __init__(self) -> None:
+        self.generator, self.epoch = torch.Generator(), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(23, generator=self.generator).tolist()
+        return iter(order[self.epoch :] + order[: self.epoch])
+
+    def __len__(self) -> int:
+        return 23
+
+
+class Named(Sampler):
+    def __iter__(self) -> Iterator[str]:
+        return map(str, torch.randperm(23).tolist())
+
+    def __len__(self) -> int:
+        return 23
+
+
+class Ragged(Sampler):
+    """A batch sampler whose batches have several sizes, one of them a single sample."""
+
+    def __init__(self, sampler: Any = range(23)) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = iter([*self.sampler])
+        for size in (5, 1, 8, 2, 7):
+            yield [next(left) for _ in range(size)]
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Endless(Sampler):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(23).tolist()
+
+
+def pads(samples: list[Row]) -> torch.Tensor:
+    """As wide as the largest index of the batch."""
+    padded = torch.zeros(len(samples), 2 + max(index for index, _ in samples), dtype=torch.double)
+    padded[:, :2] = torch.tensor(samples, dtype=torch.double)
+    return padded
+
+
+def masks(samples: list[Row]) -> list[tuple[int, float, float]]:
+    """Draws, and empties the list that it was given."""
+    found = [(*sample, random.random()) for sample in samples]
+    samples.clear()
+    return found
+
+
+WEIGHTS = [1.0] * 20 + [30.0] * 3
+KEYS = {"prefetch_factor": 3, "timeout": 60}
+LOADERS: dict[str, Callable[[], DataLoader]] = {
+    "sequential": lambda: DataLoader(Plain(), batch_size=6),
+    "sequential, drawing": lambda: DataLoader(Draws(), batch_size=6),
+    "shuffled": lambda: DataLoader(Draws(), batch_size=6, shuffle=True),
+    "shuffled, dropping": lambda: DataLoader(Draws(), batch_size=6, shuffle=True, drop_last=True),
+    "no batch size": lambda: DataLoader(Draws(5)),
+    "a batch larger than the data": lambda: DataLoader(Draws(5), batch_size=64),
+    "a list": lambda: DataLoader([(i, 0.5) for i in range(23)], batch_size=6, shuffle=True),
+    "weighted": lambda: DataLoader(Draws(), batch_size=6, sampler=WeightedRandomSampler(WEIGHTS, 29)),
+    "with replacement": lambda: DataLoader(Draws(), batch_size=6, sampler=RandomSampler(range(23), True, 17)),
+    "with a generator": lambda: DataLoader(Draws(), batch_size=6, sampler=SubsetRandomSampler(range(3, 20), torch.Generator())),
+    "subset": lambda: DataLoader(Subset(Draws(), range(4, 21)), batch_size=6, shuffle=True),
+    "several at once": lambda: DataLoader(Numbers(), batch_size=6, shuffle=True),
+    "several at once, drawing": lambda: DataLoader(Together(), batch_size=6, shuffle=True),
+    "strings": lambda: DataLoader(OfStrings(), batch_size=6, sampler=Named()),
+    "own sampler": lambda: DataLoader(Draws(), batch_size=6, sampler=Own()),
+    "own sampler, lazy": lambda: DataLoader(Draws(), batch_size=6, sampler=Python()),
+    "own sampler, a list": lambda: DataLoader(Draws(), batch_size=6, sampler=[3, 1, 4, 1, 5, 9, 2]),
+    "batch sampler": lambda: DataLoader(Draws(), batch_sampler=BatchSampler(SequentialSampler(range(23)), 6, True)),
+    "batch sampler, shuffled": lambda: DataLoader(Draws(), batch_sampler=BatchSampler(RandomSampler(range(23)), 6, False)),
+    "own batch sampler": lambda: DataLoader(Draws(), batch_sampler=Ragged()),
+    "own batch sampler, shuffled": lambda: DataLoader(Draws(), batch_sampler=Ragged(RandomSampler(range(23)))),
+    "distributed": lambda: DataLoader(Draws(), batch_size=6, sampler=DistributedSampler(range(23), 4, 1)),
+    "own batch sampler, distributed": lambda: DataLoader(Draws(), batch_sampler=Ragged(DistributedSampler(range(23), 2, 1))),
+    "padding": lambda: DataLoader(Draws(), batch_size=6, shuffle=True, collate_fn=pads),
+    "workers": lambda: DataLoader(Draws(), batch_size=6, shuffle=True, num_workers=2, **KEYS),
+    "workers that stay": lambda: DataLoader(Together(), batch_size=6, sampler=Own(), num_workers=1, persistent_workers=True),
+    "spawned": lambda: DataLoader(Draws(), batch_size=6, shuffle=True, num_workers=1, multiprocessing_context="spawn"),
+}  # fmt: skip
+SLOW = {"spawned"}
+EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LOADERS]
+
+
+# --- What processes get ---
+
+
+def rows(batch: Any) -> list[tuple[float, ...]]:
+    """Of a batch, one for each sample."""
+    if isinstance(batch, torch.Tensor):
+        return [tuple(row) for row in batch[:, :2].tolist()]
+    return list(batch) if isinstance(batch[0], tuple) else list(zip(*(value.tolist() for value in batch), strict=True))
+
+
+class Process:
+    """One of several, at a place of an epoch."""
+
+    def __init__(self, given: DataLoader, rank: int, world: int, accumulate: int, **more: Any) -> None:
+        self.done, self.epoch = 0, EPOCH
+        division = {"seed": SEED, "rank": rank, "world": world, "accumulate": accumulate, **more}
+        loader = around(given, Division(**division, position=lambda: (self.epoch, self.done)))
+        assert isinstance(loader, StandardLoader)
+        self.loader = loader
+
+    def epoch_from(self, done: int = 0) -> list[tuple[float, list[tuple[float, ...]]]]:
+        """Weight and rows of each micro-batch, as the Trainer takes them."""
+        found, self.done = [], done
+        for batch in self.loader:
+            found.append((self.loader.weights[self.done], rows(batch)))
+            self.done += 1
+        return found
+
+
+def joined(per_rank: list[list], accumulate: int, contiguous: bool) -> list[list[tuple[float, ...]]]:
+    """The global batches of the micro-batches of all processes; those with weight 0 belong to none."""
+    assert len({len(found) for found in per_rank}) == 1
+    steps = []
+    for step in range(0, len(per_rank[0]), accumulate):
+        mine = [found[step : step + accumulate] for found in per_rank]
+        ordered = chain(*mine) if contiguous else chain(*zip(*mine, strict=True))
+        steps.append([row for weight, share in ordered for row in share if weight])
+    return steps
+
+
+def divided(name: str, world: int, accumulate: int, contiguous: bool, done: int = 0) -> list[list[tuple[float, ...]]]:
+    ranks = [Process(LOADERS[name](), rank, world, accumulate, contiguous=contiguous) for rank in range(world)]
+    found = joined([each.epoch_from(done * accumulate) for each in ranks], accumulate, contiguous)
+    for each in ranks:
+        each.loader.close()
+    return found
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_any_division_has_the_batches_of_one_process(name):
+    """And from any step on, and leaves the random numbers of the process."""
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    single = divided(name, 1, 1, True)
+    assert len(single) == len(Process(LOADERS[name](), 0, 1, 1).loader) > 0
+    rest = {} if "workers" in name or name in SLOW else {step: single[step:] for step in range(len(single))}
+    for world, accumulate in DIVISIONS if rest else [(2, 2)]:
+        for contiguous in (True, False):
+            assert divided(name, world, accumulate, contiguous) == single
+        for step, batches in rest.items():
+            assert divided(name, world, accumulate, False, step) == batches
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_weights_are_those_of_the_mean_over_the_global_batch(name):
+    if "workers" in name or name in SLOW:
+        return
+    for world, accumulate in DIVISIONS:
+        place = {"world": world, "accumulate": accumulate, "contiguous": True}
+        ranks = [Process(LOADERS[name](), rank, **place).epoch_from() for rank in range(world)]
+        parts = world * accumulate
+        for step in range(0, len(ranks[0]), accumulate):
+            shares = [micro for found in ranks for micro in found[step : step + accumulate]]
+            samples = [len(share) for weight, share in shares if weight]
+            assert max(samples) - min(samples) <= 1
+            for weight, share in shares:
+                assert weight == (pytest.approx(len(share) * parts / sum(samples)) if weight else 0)
+                assert len(share) == 1 or weight
+            assert ranks[0][step][0] > 0  # rank 0, which logs, has a sample
+
+
+def indices(batches: list[list[tuple[float, ...]]]) -> list[int]:
+    return [int(row[0]) for batch in batches for row in batch]
+
+
+def test_orders_are_those_that_torch_and_the_sampler_give():
+    assert indices(divided("sequential", 2, 1, True)) == list(range(23))
+    assert indices(divided("batch sampler", 2, 1, True)) == list(range(18))
+    assert indices(divided("own sampler, a list", 3, 1, True)) == [3, 1, 4, 1, 5, 9, 2]
+    assert indices(divided("shuffled", 2, 2, True)) == permute(np.arange(23), 23, SEED, EPOCH).tolist()
+    torchs = DistributedSampler(range(23), 1, 0)
+    torchs.set_epoch(EPOCH)
+    assert indices(divided("distributed", 2, 1, True)) == list(torchs)
+    assert [len(batch) for batch in divided("own batch sampler", 3, 2, True)] == [5, 1, 8, 2, 7]
+    assert set(indices(divided("weighted", 2, 1, True))) > {20, 21, 22}
+
+
+@pytest.mark.parametrize("name", ["shuffled", "own sampler", "own sampler, lazy", "weighted", "workers that stay"])
+def test_each_epoch_and_seed_has_its_own_order_and_random_numbers(name):
+    process = Process(LOADERS[name](), 1, 2, 1)
+    found = [process.epoch_from()]
+    process.epoch += 1
+    found.append(process.epoch_from())
+    process.epoch -= 1
+    assert process.epoch_from() == found[0]
+    process.loader.close()
+    assert process.epoch_from() == found[0]
+    process.loader.close()
+    drawn = [{row for _, share in epoch for row in share} for epoch in found]
+    assert not drawn[0] & drawn[1]
+    assert [share[0][0] for _, share in found[0]] != [share[0][0] for _, share in found[1]]
+
+
+def test_a_sample_that_is_given_twice_draws_twice():
+    found = [row for batch in divided("weighted", 1, 1, True) for row in batch]
+    assert len({index for index, _ in found}) < len({number for _, number in found}) == len(found)
+
+
+def test_a_collate_function_draws_by_micro_batch():
+    def epoch(rank: int, workers: int, done: int = 0) -> list:
+        loader = DataLoader(Draws(), batch_size=6, shuffle=True, collate_fn=masks, num_workers=workers)
+        return Process(loader, rank, 2, 1).epoch_from(done)
+
+    whole = epoch(1, 0)
+    assert whole == epoch(1, 2)
+    assert whole[2:] == epoch(1, 0, 2)
+    drawn = [row[2] for rank in (0, 1) for _, share in epoch(rank, 0) for row in share]
+    assert len(set(drawn)) == len(drawn) == 23
+
+
+# --- Several loaders, and those without an end ---
+
+
+class Position:
+    done = 0
+
+
+def combined(mode: str, done: int) -> Iterator[list]:
+    """Two loaders of 4 and 3 batches, as the Trainer takes turns with them: lists of indices, or None."""
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+    place = Position()
+    place.done = done
+    givens = [DataLoader(Draws(23), batch_size=6, shuffle=True), DataLoader(Draws(23), batch_size=8, shuffle=True)]
+    numbers: dict[int, int] = {}
+    division = Division(seed=SEED, position=lambda: (EPOCH, place.done), number=lambda loader: numbers[id(loader)])
+    loaders = [around(given, division) for given in givens]
+    numbers |= {id(loader): number for number, loader in enumerate(loaders)}
+    together = CombinedLoader(loaders, mode)
+    for batches, _, _ in together:
+        yield [None if batch is None else rows(batch) for batch in batches]
+        place.done += 1
+
+
+@pytest.mark.parametrize(("mode", "count"), [("min_size", 3), ("max_size", 4), ("max_size_cycle", 4)])
+def test_loaders_that_train_together_continue_where_they_were(mode, count):
+    whole = [*combined(mode, 0)]
+    assert len(whole) == count
+    for done in range(count):
+        assert [*combined(mode, done)][: count - done] == whole[done:]
+    first, second = zip(*whole, strict=True)
+    assert indices(first[:3])[:18] != indices(second[:3])[:18]
+    assert (second[-1] is None) is (mode == "max_size")
+    if mode == "max_size_cycle":  # another order and other random numbers
+        assert not {*second[3]} & {row for batch in second[:3] for row in batch}
+
+
+def test_a_sampler_without_an_end():
+    loader = lambda: DataLoader(Draws(), batch_size=6, sampler=Endless())  # noqa: E731
+    ranks = [Process(loader(), rank, 2, 1) for rank in (0, 1)]
+    with pytest.raises(TypeError):
+        len(ranks[0].loader)
+    first = [[(each.loader.weights[i], rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
+    single = Process(loader(), 0, 1, 1)
+    batches = [rows(batch) for _, batch in zip(range(9), single.loader)]  # noqa: B905
+    assert joined(first, 1, True) == batches
+
+
+# --- Evaluation ---
+
+
+@pytest.mark.parametrize("name", [name for name in LOADERS if "workers" not in name and name not in SLOW])
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_an_evaluation_has_each_sample_once_and_as_many_batches_in_each_process(name, world):
+    whole = [row for _, batch in Process(LOADERS[name](), 0, 1, 1, trains=False).epoch_from() for row in batch]
+    ranks = [Process(LOADERS[name](), rank, world, 1, trains=False) for rank in range(world)]
+    found = [each.epoch_from() for each in ranks]
+    assert {len(batches) for batches in found} == {len(each.loader) for each in ranks}
+    assert all(share for batches in found for _, share in batches)
+    assert [row for batch in joined(found, 1, True) for row in batch] == whole
+    assert joined([each.epoch_from() for each in ranks], 1, True) == joined(found, 1, True)
+
+
+def test_an_evaluation_of_too_few_samples_is_refused():
+    told = r"2 samples of an evaluation cannot be divided among 3 processes\. Set trainer\.devices=2"
+    with pytest.raises(UserError, match=told):
+        len(Process(DataLoader(Plain(2)), 0, 3, 1, trains=False).loader)
+
+
+# --- What is the user's, and what is refused ---
+
+SEEN: list[Any] = []
+
+
+class Batch(list):
+    def pin_memory(self) -> "Batch":
+        return self
+
+
+def shows_worker(samples: list[Row]) -> list[tuple[int, float, float]]:
+    info = get_worker_info()
+    return [(info.id, info.dataset.told, index) for index, _ in samples]
+
+
+def tells(number: float, worker: int) -> None:
+    get_worker_info().dataset.told = number + worker
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_see_the_users_dataset_and_begin_with_the_users_function(context):
+    options = {"num_workers": 2, "worker_init_fn": partial(tells, 0.5), "multiprocessing_context": context}
+    process = Process(DataLoader(Plain(), batch_size=6, collate_fn=shows_worker, **options), 0, 1, 1)
+    found = [row for _, batch in process.epoch_from() for row in batch]
+    assert {(worker, told) for worker, told, _ in found} == {(0, 0.5), (1, 1.5)}
+    assert [index for *_, index in found] == list(range(23))
+
+
+def test_a_batch_is_what_the_collate_function_returns_and_the_loader_has_the_users_attributes():
+    batches = []
+
+    def collate(samples: list[Row]) -> Batch:
+        batches.append(Batch(np.array(sample) for sample in samples))
+        return batches[-1]
+
+    given = DataLoader(Plain(), batch_size=6, collate_fn=collate)
+    loader = Process(given, 0, 1, 1).loader
+    assert all(found is made for found, made in zip(loader, batches, strict=True))
+    assert (loader.dataset, loader.batch_size, loader.collate_fn) == (given.dataset, 6, collate)
+    with pytest.raises(AttributeError):
+        _ = loader.nothing
+
+
+def test_the_first_lines_say_how_a_batch_is_divided():
+    title = lambda name, *place: Process(LOADERS[name](), 0, *place).loader.title  # noqa: E731
+    assert title("shuffled", 2, 1) == "batch 6 = 2 x 3"
+    assert title("shuffled", 2, 2) == "batch 6 = 2 x 1 or 2 x 2 accumulated"
+    assert title("no batch size", 2, 1) == "batch 1 = 2 x 0 or 1"
+    assert title("own batch sampler", 2, 1) == "batches of Ragged, divided by 2"
+
+
+def test_a_sampler_that_depends_on_the_process_is_refused_in_all_of_them():
+    """`agree` is what the strategy asks the other processes."""
+    told: list[str] = []
+    loader = lambda rank: DataLoader(Draws(), batch_size=6, sampler=[*range(rank, 23, 2)])  # noqa: E731
+    Process(loader(0), 0, 2, 1, agree=lambda text: told.append(text) or True).epoch_from()
+    assert len(told) == 2  # the order, and its end
+    Process(loader(0), 1, 2, 1, agree=lambda text: text == told.pop(0)).epoch_from()
+    with pytest.raises(UserError, match="list gives other samples in each process"):
+        Process(loader(1), 1, 2, 1, agree=lambda text: text == str([*range(0, 23, 2)])).epoch_from()
+
+
+# --- What is left alone ---
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[float]:
+        while True:
+            yield random.random()
+
+
+class Iterates(DataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([random.random(), random.random(), torch.rand(()).item()])
+
+
+class Stateful(Iterates):
+    """Saves its position itself."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.place, 3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize(("given", "why"), [
+    (lambda: DataLoader(Stream(), batch_size=2), "Stream is a stream"),
+    (lambda: DataLoader(Stream(), batch_size=2, num_workers=1), "Stream is a stream"),
+    (lambda: Iterates(Plain(), batch_size=2), "Iterates has an __iter__ of its own"),
+    (lambda: DataLoader(Draws(), batch_size=None, shuffle=True), "DataLoader has batch_size=None"),
+    (lambda: [random.Random(3), 4, 5], "list is no DataLoader"),
+])  # fmt: skip
+def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each_process(given, why):
+    def some(rank: int, done: int, epoch: int = EPOCH) -> list[Any]:
+        division = Division(seed=SEED, rank=rank, world=2, position=lambda: (epoch, done))
+        loader = around(given(), division)
+        assert isinstance(loader, LeftAlone)
+        assert loader.why == why
+        random.seed(rank), torch.manual_seed(rank)
+        found = []
+        for _, batch in zip(range(3 - done), loader):  # noqa: B905
+            found.append(repr(batch.getstate() if isinstance(batch, random.Random) else batch))
+            random.random(), torch.rand(())  # as a step may
+        return found
+
+    whole = some(0, 0)
+    assert some(1, 0) == whole
+    assert some(1, 2) == whole[2:]
+    assert (some(0, 0, EPOCH + 1) == whole) is (why.startswith("list"))
+
+
+def test_a_loader_that_saves_its_position_continues_from_there():
+    loader = around(Stateful(Plain()), Division(seed=SEED, position=lambda: (EPOCH, 2)))
+    loader.load_state_dict(loader.state_dict())
+    assert [*loader] == [2]
+    with pytest.raises(TypeError):
+        len(around(DataLoader(Stream()), Division(seed=SEED)))
