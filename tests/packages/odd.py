@@ -183,6 +183,13 @@ class Uneven(Data):
         return DataLoader(self.images(25), batch_size=12)
 
 
+class ByRank(Data):
+    """Divides the samples itself."""
+
+    def train_dataloader(self):
+        return DataLoader(self.images(48), batch_size=12, sampler=range(self.trainer.global_rank, 48, 2))
+
+
 class Smooth(Validated):
     """Without dropout, so the result is the same on any number of processes."""
 

@@ -14,7 +14,7 @@ import lockstep
 from lockstep.checkpoints.finding import step_of
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
-from lockstep.errors import NotSaved, OutOfMemory, TrainingFailed, UserError
+from lockstep.errors import NotSaved, OutOfMemory, RunFailed, TrainingFailed, UserError
 from lockstep.extras.export import export
 from lockstep.training import dropout
 
@@ -256,6 +256,13 @@ def test_any_number_of_processes_finds_the_weights_of_one(train, forked, name, d
         assert report["valid_count"] == single["valid_count"] == 25
         found = vector(f"{data}-{name}-{number}/checkpoints/last.ckpt")
         assert float((found - weights).norm() / weights.norm()) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_sampler_that_divides_the_samples_itself_is_refused(train, forked, capfd):
+    with pytest.raises(RunFailed, match="exit code 2"):
+        train("Small", "run=by-rank", "data=odd", "data._target_=odd.ByRank", *TWO)
+    assert "error: range gives other samples in each process. Lockstep divides each batch" in capfd.readouterr().err
 
 
 # --- checkpoints ---

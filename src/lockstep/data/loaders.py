@@ -7,13 +7,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lockstep.data.dataset import Arrays, Batch, Indices, Items, flat, is_pillow, samples_of
 from lockstep.data.keyed import Generators
@@ -232,6 +232,67 @@ class FromWorkers:
                     self.loader.num_workers,
                 )
             yield pickle.loads(batch) if isinstance(batch, bytes) else batch
+
+
+# --- Micro-batches of any dataset, by any collate function: data/standard.py ---
+
+
+class Share(NamedTuple):
+    """A micro-batch: what the dataset is asked for, and what its random numbers follow from."""
+
+    keys: list[Any]
+    place: int  # of its first sample in the epoch
+    number: int  # among the micro-batches of all processes in the epoch
+    weight: float  # of its loss, so the average over micro-batches and processes is that over the global batch
+    seed: int
+    epoch: int
+
+
+class MicroBatches(Dataset[tuple[Any, float]]):
+    """Collated samples of a user's dataset.
+
+    Random numbers of a sample are a function of (seed, epoch, place of the sample in the epoch), because a sampler may give a sample
+    twice. Those of a collate function follow from (seed, epoch, micro-batch).
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+        self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
+
+    def __getitem__(self, share: Share) -> tuple[Any, float]:
+        samples = [self.samples(share)]
+        if self.collate is default_collate:
+            return default_collate(samples[0]), share.weight
+        # one that has changed its samples cannot have them again
+        batch = self.of_collate.each(
+            sample_states("collate", np.array([share.number]), seed=share.seed, epoch=share.epoch),
+            lambda _: self.collate(samples.pop() if samples else self.samples(share)),
+        )
+        return batch[0], share.weight
+
+    def samples(self, share: Share) -> list[Any]:
+        """One by one if they draw random numbers."""
+        keys, data = share.keys, self.dataset
+        state_B = sample_states("data", share.place + np.arange(len(keys)), seed=share.seed, epoch=share.epoch)
+        several = getattr(data, "__getitems__", None)
+        if several and not self.of_samples.used:
+            (found,) = self.of_samples.each(state_B[:1], lambda _: several(keys))
+            if not self.of_samples.used:
+                return found  # type: ignore[no-any-return]
+        return self.of_samples.each(state_B, lambda i: several([keys[i]])[0] if several else data[keys[i]])
+
+
+def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Shows the user's own dataset to the user's own function."""
+    info = get_worker_info()
+    assert info is not None
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # torch 2.11 forbids an assignment
+    if init is not None:
+        init(worker)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
 
 
 # --- The loader that the Trainer gets ---

@@ -5,27 +5,18 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import count, islice
+from typing import Any
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.data.keyed import Apart, Generators
-from lockstep.data.loaders import ResumableLoader
-from lockstep.data.sampler import BLOCK, key_of, permute, place_in_step, sample_states
+from lockstep.data.keyed import Apart
+from lockstep.data.loaders import MicroBatches, ResumableLoader, Share, as_it_is, begin_worker
+from lockstep.data.sampler import BLOCK, key_of, permute, place_in_step
 from lockstep.errors import UserError
 
 # The batch of a loader is the global batch of a step. It is cut into world x accumulate shares, which differ by a sample at most, and
@@ -64,17 +55,6 @@ class Division:
 # --- The global batches of an epoch, and their shares ---
 
 
-class Share(NamedTuple):
-    """A micro-batch: what the dataset is asked for, and what its random numbers follow from."""
-
-    keys: list[Any]
-    place: int  # of its first sample in the epoch
-    number: int  # among the micro-batches of all processes in the epoch
-    weight: float  # of its loss, so the average over micro-batches and processes is that over the global batch
-    seed: int
-    epoch: int
-
-
 class Order:
     """The global batches of a loader. Its sampler is iterated in a random state of its own, keyed by seed and epoch.
 
@@ -95,8 +75,10 @@ class Order:
                 self.count = samples
 
     def __len__(self) -> int:
-        count = len(self.sampler) if self.count is None else self.count
-        return count if self.size is None else count // self.size if self.drop_last else -(-count // self.size)
+        elements = len(self.sampler) if self.count is None else self.count
+        return (
+            elements if self.size is None else (elements if self.drop_last else elements + self.size - 1) // self.size
+        )
 
     def batches(self, step: int, seed: int, epoch: int) -> Batches:
         """Of an epoch from a step on."""
@@ -133,7 +115,7 @@ class Order:
     def known(self, place: int, seed: int, epoch: int) -> Iterator[int]:
         """Without drawing or storing an epoch."""
         assert self.count is not None
-        self.require_agreement(f"{self.count} samples")
+        self.require_agreement(self.count)
         for begin in range(place, self.count, BLOCK):
             places = np.arange(begin, min(begin + BLOCK, self.count))
             yield from (permute(places, self.count, seed, epoch) if self.shuffles else places).tolist()
@@ -148,13 +130,13 @@ class Order:
         while True:
             with apart:
                 several = [*islice(elements, DRAWN)]
-            self.require_agreement(repr(several))
+            self.require_agreement(several)
             if not several:
                 return
             yield from several
 
-    def require_agreement(self, order: str) -> None:
-        if not self.division.agree(order):
+    def require_agreement(self, order: Any) -> None:
+        if self.division.world > 1 and not self.division.agree(repr(order)):
             raise UserError(
                 f"{type(self.sampler).__name__} gives other samples in each process. Lockstep divides each batch among the processes: let the sampler "
                 "give the samples of all of them, by torch's, NumPy's or Python's random numbers or by set_epoch, and remove what depends on the rank."
@@ -194,54 +176,7 @@ def at_least(batches: Batches, world: int) -> Batches:
         yield begin, ready
 
 
-# --- The micro-batches of a process ---
-
-
-class MicroBatches(Dataset[tuple[Any, float]]):
-    """Collated samples of a user's dataset.
-
-    Random numbers of a sample are a function of (seed, epoch, place of the sample in the epoch), because a sampler may give a sample
-    twice. Those of a collate function follow from (seed, epoch, micro-batch).
-    """
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate = dataset, collate
-        self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
-
-    def __getitem__(self, share: Share) -> tuple[Any, float]:
-        samples = [self.samples(share)]
-        if self.collate is default_collate:
-            return default_collate(samples[0]), share.weight
-        # one that has changed its samples cannot have them again
-        batch = self.of_collate.each(
-            sample_states("collate", np.array([share.number]), seed=share.seed, epoch=share.epoch),
-            lambda _: self.collate(samples.pop() if samples else self.samples(share)),
-        )
-        return batch[0], share.weight
-
-    def samples(self, share: Share) -> list[Any]:
-        """One by one if they draw random numbers."""
-        keys, data = share.keys, self.dataset
-        state_B = sample_states("data", share.place + np.arange(len(keys)), seed=share.seed, epoch=share.epoch)
-        several = getattr(data, "__getitems__", None)
-        if several and not self.of_samples.used:
-            (found,) = self.of_samples.each(state_B[:1], lambda _: several(keys))
-            if not self.of_samples.used:
-                return found  # type: ignore[no-any-return]
-        return self.of_samples.each(state_B, lambda i: several([keys[i]])[0] if several else data[keys[i]])
-
-
-def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Shows the user's own dataset to the user's own function."""
-    info = get_worker_info()
-    assert info is not None
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # torch 2.11 forbids an assignment
-    if init is not None:
-        init(worker)
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch
+# --- What the Trainer gets in place of a user's loader ---
 
 
 class Due:
@@ -254,20 +189,32 @@ class Due:
         return self.shares
 
 
-class StandardLoader(ResumableLoader):
-    """A DataLoader whose batches are divided among processes and accumulation. It has the attributes of the user's own."""
+class Brought(ResumableLoader):
+    """A user's loader in place of which the Trainer gets this one. It has the attributes of the user's."""
 
-    def __init__(self, given: DataLoader[Any], division: Division) -> None:
-        self.given, self.division, self.order = given, division, Order(given.batch_sampler, division)
-        self.weights: dict[int, float] = {}  # of the last micro-batches, by their number in the epoch
-        self.due = Due()
-        self.reader: DataLoader[Any] | None = None
-        self.begun = -1  # the epoch that was begun last
+    def __init__(self, given: Any, division: Division) -> None:
+        self.given, self.division = given, division
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "given":
             raise AttributeError(name)
         return getattr(self.given, name)
+
+    @property
+    def accumulated(self) -> str:
+        return f" x {self.division.accumulate} accumulated" if self.division.accumulate > 1 else ""
+
+
+class StandardLoader(Brought):
+    """A DataLoader whose batches are divided among processes and accumulation."""
+
+    def __init__(self, given: DataLoader[Any], division: Division) -> None:
+        super().__init__(given, division)
+        self.order = Order(given.batch_sampler, division)
+        self.weights: dict[int, float] = {}  # of the last micro-batches, by their number in the epoch
+        self.due = Due()
+        self.reader: DataLoader[Any] | None = None
+        self.begun = -1  # the epoch that was begun last
 
     def __len__(self) -> int:
         if self.division.trains or self.division.world == 1:
@@ -313,30 +260,25 @@ class StandardLoader(ResumableLoader):
     def title(self) -> str:
         """For the first lines of a run."""
         division, size = self.division, self.order.size
-        accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
         if size is None:
-            return f"batches of {type(self.order.sampler).__name__}, divided by {division.world}{accumulated}"
+            return f"batches of {type(self.order.sampler).__name__}, divided by {division.world}{self.accumulated}"
         least, most = size // division.parts, math.ceil(size / division.parts)
         each = str(most) if least == most else f"{least} or {most}"
-        return f"batch {size} = {division.world} x {each}{accumulated}"
+        return f"batch {size} = {division.world} x {each}{self.accumulated}"
 
 
 # --- What cannot be taken apart ---
 
 
-class LeftAlone(ResumableLoader):
+class LeftAlone(Brought):
     """Batches of a user's own loader as it makes them, in a random state of their own, which is the same in each process.
 
     A run resumes within an epoch by reading what it had read, unless the loader saves its position itself.
     """
 
     def __init__(self, given: Any, division: Division, why: str) -> None:
-        self.given, self.division, self.why = given, division, why
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "given":
-            raise AttributeError(name)
-        return getattr(self.given, name)
+        super().__init__(given, division)
+        self.why = why
 
     def __len__(self) -> int:
         return len(self.given)
@@ -346,23 +288,20 @@ class LeftAlone(ResumableLoader):
         apart, ended = Apart(int(key_of("order", self.division.seed_of(self), epoch)[0])), object()
         with apart:
             batches = iter(self.given)
-        for _ in range(0 if hasattr(self.given, "load_state_dict") else done):
-            with apart:
-                next(batches, None)
-        while True:
+        for number in count():
             with apart:
                 batch = next(batches, ended)
             if batch is ended:
                 return
-            yield batch
+            if number >= done or hasattr(self.given, "load_state_dict"):
+                yield batch
 
     @property
     def title(self) -> str:
-        accumulated = f" x {self.division.accumulate} accumulated" if self.division.accumulate > 1 else ""
-        return f"each process has its own batches{accumulated}"
+        return f"each process has its own batches{self.accumulated}"
 
     def state_dict(self) -> dict[str, Any]:
-        return self.given.state_dict() if hasattr(self.given, "state_dict") else {}  # type: ignore[no-any-return]
+        return getattr(self.given, "state_dict", dict)()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if hasattr(self.given, "load_state_dict"):
