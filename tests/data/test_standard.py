@@ -25,7 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.sampler import permute
-from lockstep.data.standard import Division, LeftAlone, StandardLoader, around
+from lockstep.data.standard import Division, LeftAlone, StandardLoader, StreamLoader, around, content
 from lockstep.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
@@ -203,7 +203,7 @@ class Process:
         self.done, self.epoch = 0, EPOCH
         division = {"seed": SEED, "rank": rank, "world": world, "accumulate": accumulate, **more}
         loader = around(given, Division(**division, position=lambda: (self.epoch, self.done)))
-        assert isinstance(loader, StandardLoader)
+        assert isinstance(loader, StandardLoader | StreamLoader)
         self.loader = loader
 
     def epoch_from(self, done: int = 0) -> list[tuple[float, list[tuple[float, ...]]]]:
@@ -452,9 +452,12 @@ def test_a_sampler_that_depends_on_the_process_is_refused_in_all_of_them():
 
 
 class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[float]:
-        while True:
-            yield random.random()
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Row]:
+        for index in range(23):
+            yield index, random.random() + self.rank
 
 
 class Iterates(DataLoader):
@@ -478,8 +481,6 @@ class Stateful(Iterates):
 
 
 @pytest.mark.parametrize(("given", "why"), [
-    (lambda: DataLoader(Stream(), batch_size=2), "Stream is a stream"),
-    (lambda: DataLoader(Stream(), batch_size=2, num_workers=1), "Stream is a stream"),
     (lambda: Iterates(Plain(), batch_size=2), "Iterates has an __iter__ of its own"),
     (lambda: DataLoader(Draws(), batch_size=None, shuffle=True), "DataLoader has batch_size=None"),
     (lambda: [random.Random(3), 4, 5], "list is no DataLoader"),
@@ -509,3 +510,38 @@ def test_a_loader_that_saves_its_position_continues_from_there():
     assert [*loader] == [2]
     with pytest.raises(TypeError):
         len(around(DataLoader(Stream()), Division(seed=SEED)))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True}, {"collate_fn": pads}])
+def test_a_stream_is_divided_as_other_data_is(options):
+    def some(world: int, accumulate: int, done: int = 0, **more: Any) -> list[list[tuple[float, ...]]]:
+        given = [DataLoader(Stream(), batch_size=6, **options) for _ in range(world)]
+        place = {"world": world, "accumulate": accumulate, "contiguous": True, **more}
+        return joined(
+            [Process(each, rank, **place).epoch_from(done) for rank, each in enumerate(given)], accumulate, True
+        )
+
+    single = some(1, 1)
+    assert indices(single) == list(range(18 if "drop_last" in options else 23))
+    for world, accumulate in DIVISIONS if not options else [(2, 2)]:
+        assert some(world, accumulate) == single
+        assert some(world, accumulate, 2 * accumulate) == single[2:]
+    evaluated = some(3, 1, trains=False)
+    assert [row for batch in evaluated for row in batch] == [row for batch in some(1, 1, trains=False) for row in batch]
+
+
+def test_a_stream_that_divides_itself_is_not_divided_again():
+    told: list[str] = []
+    Process(DataLoader(Stream(0), batch_size=6), 0, 2, 1, agree=lambda text: told.append(text) or True).epoch_from()
+    other = Process(DataLoader(Stream(1), batch_size=6), 1, 2, 2, agree=lambda text: text == told[0])
+    assert [(weight, len(share)) for weight, share in other.epoch_from()] == [(1, 6), (1, 6), (1, 6), (1, 5)]
+    assert [len(share) for _, share in other.epoch_from(3)] == [5]
+    same = Process(DataLoader(Stream(0), batch_size=6), 1, 2, 2, agree=lambda text: text == told[0])
+    assert len(same.epoch_from()) == 8
+
+
+def test_what_a_stream_gives_is_told_apart_by_its_content():
+    image = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+    samples = lambda change: [{"a": torch.arange(3) + change, "b": (image, "text", None, object())}]  # noqa: E731
+    assert content(samples(0)) == content(samples(0)) != content(samples(1))
+    assert content([image]) != content([image + 1])

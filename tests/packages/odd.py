@@ -154,6 +154,19 @@ class Stream(Data):
         return DataLoader(Endless(), batch_size=12)
 
 
+class Random(IterableDataset):
+    """40 images, and nobody knows how many."""
+
+    def __iter__(self):
+        for number in range(40):
+            yield torch.rand(1, 28, 28) + random.random(), torch.tensor(number % 10)
+
+
+class RandomStream(Data):
+    def train_dataloader(self):
+        return DataLoader(Random(), batch_size=12, num_workers=self.num_workers)
+
+
 class Drawn:
     """Draws each batch from Python's generator when it is due."""
 

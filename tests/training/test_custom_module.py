@@ -157,9 +157,9 @@ def test_without_evaluation_steps_the_last_checkpoint_is_kept_and_nothing_is_tes
 def test_dataloaders_without_a_length(train, capsys):
     options = ["trainer.max_epochs=2", "trainer.accumulate_grad_batches=3", "trainer.log_every_n_steps=1"]
     report = train("Small", "run=stream", "data=odd", "data._target_=odd.Stream", *options)
-    assert (report["train/steps"], report["train/epochs"]) == (4, 2)  # steps of 3 batches and of 1
+    assert (report["train/steps"], report["train/epochs"]) == (8, 2)  # of 3 micro-batches each
     assert "no fixed number of steps" in capsys.readouterr().out
-    assert len(Path("runs/stream/metrics.csv").read_text().splitlines()) >= 1 + 4  # the last step of an epoch has a row
+    assert len(Path("runs/stream/metrics.csv").read_text().splitlines()) == 1 + 8 + 1  # and the end of training
 
 
 def test_own_dataloaders_get_20_rows_too(train):
@@ -273,16 +273,20 @@ def test_what_would_not_load_again_is_not_saved(train):
         train("Unplain", "run=unplain")
 
 
-def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly_from_an_epochs_end(train, crash_at):
-    """With workers that stay, and dataloaders that are made early; tests/test_your_own.py has two processes without either."""
-    options = ["data=odd", "data.num_workers=2", "trainer.max_epochs=3"]
-    train("Reads", "run=whole", *options)
+@pytest.mark.parametrize(
+    ("data", "more"), [("Data", ["data.num_workers=2"]), ("RandomStream", ["trainer.max_steps=12"])]
+)
+def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly(train, crash_at, data, more):
+    """Within an epoch, with workers that stay, and dataloaders that are made early."""
+    options = ["data=odd", f"data._target_=odd.{data}", "trainer.max_epochs=3", "checkpoint.every_n_steps=1", *more]
+    train("Reads", f"run=whole-{data}", *options)
     crash_at(6)
     with pytest.raises(Crash):
-        train("Reads", "run=parts", *options)
+        train("Reads", f"run=parts-{data}", *options)
     crash_at(-1)
-    train("Reads", "run=parts", "resume=auto", *options)
-    whole, parts = (state(f"{run}/checkpoints/last.ckpt") for run in ("whole", "parts"))
+    train("Reads", f"run=parts-{data}", "resume=auto", *options)
+    assert "5 of them done" in Path(f"runs/parts-{data}/train.log").read_text()
+    whole, parts = (state(f"{run}-{data}/checkpoints/last.ckpt") for run in ("whole", "parts"))
     assert parts["global_step"] == 12
     assert same(parts["state_dict"], whole["state_dict"])
 

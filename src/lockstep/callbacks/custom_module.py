@@ -1,5 +1,6 @@
 """Hooks around a user's LightningModule: its batch norms and its schedulers."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,9 +8,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.errors import UserError
 from lockstep.strategies.batch_norm import synchronise
-from lockstep.training.arithmetic import total_steps
+from lockstep.training.arithmetic import steps_done, total_steps
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,6 +41,8 @@ class CustomModule(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if steps_done(trainer) and math.isinf(trainer.num_training_batches):
+            begin_loaders_anew(trainer)
         if self.log_interval:
             trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
         for index, metric in self.due.items():

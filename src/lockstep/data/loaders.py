@@ -260,15 +260,16 @@ class MicroBatches(Dataset[tuple[Any, float]]):
         self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
 
     def __getitem__(self, share: Share) -> tuple[Any, float]:
-        samples = [self.samples(share)]
+        return self.collated(self.samples(share), share), share.weight
+
+    def collated(self, samples: list[Any], share: Share) -> Any:
         if self.collate is default_collate:
-            return default_collate(samples[0]), share.weight
-        # one that has changed its samples cannot have them again
-        batch = self.of_collate.each(
+            return default_collate(samples)
+        kept = [samples]  # one that has changed its samples cannot have them again
+        return self.of_collate.each(
             sample_states("collate", np.array([share.number]), seed=share.seed, epoch=share.epoch),
-            lambda _: self.collate(samples.pop() if samples else self.samples(share)),
-        )
-        return batch[0], share.weight
+            lambda _: self.collate(kept.pop() if kept else self.samples(share)),
+        )[0]
 
     def samples(self, share: Share) -> list[Any]:
         """One by one if they draw random numbers."""
@@ -280,6 +281,17 @@ class MicroBatches(Dataset[tuple[Any, float]]):
             if not self.of_samples.used:
                 return found  # type: ignore[no-any-return]
         return self.of_samples.each(state_B, lambda i: several([keys[i]])[0] if several else data[keys[i]])
+
+
+class OfStream(MicroBatches):
+    """Collated samples that a stream gave, which cannot be read again: a collate function is seeded from the first time on."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        super().__init__(None, collate)
+        self.of_collate.used = {*range(len(self.of_collate.all))}
+
+    def samples(self, share: Share) -> list[Any]:
+        return share.keys
 
 
 def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:

@@ -2,10 +2,10 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lockstep.data.dataset import flat
 from lockstep.data.keyed import Apart
-from lockstep.data.loaders import MicroBatches, ResumableLoader, Share, as_it_is, begin_worker
+from lockstep.data.loaders import MicroBatches, OfStream, ResumableLoader, Share, as_it_is, begin_worker
 from lockstep.data.sampler import BLOCK, key_of, permute, place_in_step
 from lockstep.errors import UserError
 
@@ -50,6 +51,17 @@ class Division:
         """Loaders that train together have different orders, and a loader that begins again within an epoch has a new one."""
         number = self.number(loader) if self.trains else 0
         return int(key_of(f"loader {number}, turn {turn}", self.seed, 0)[0]) if number or turn else self.seed
+
+    def shares(self, batches: Batches, step: int, part: int, seed: int, epoch: int) -> Iterator[Share]:
+        """This process's, of global batches from a step on, in which it begins with its micro-batch `part`. Each process has as many."""
+        batches, parts = batches if self.trains else at_least(batches, self.world), self.parts
+        for number, (place, batch) in enumerate(batches, step):
+            for mine in range(part, self.accumulate):
+                of_step = place_in_step(self.rank, self.world, mine, self.accumulate, self.contiguous)
+                begin, end = (-(-len(batch) * each // parts) for each in (of_step, of_step + 1))
+                keys, weight = batch[begin:end] or batch[:1], (end - begin) * parts / len(batch)
+                yield Share(keys, place + begin * (end > begin), number * parts + of_step, weight, seed, epoch)
+            part = 0
 
 
 # --- The global batches of an epoch, and their shares ---
@@ -98,19 +110,9 @@ class Order:
             place += self.size
 
     def shares(self, done: int, seed: int, epoch: int) -> Iterator[Share]:
-        """This process's, after those that are done. Each process has as many."""
-        division, parts = self.division, self.division.parts
-        step, part = divmod(done, division.accumulate)
-        batches = self.batches(step, seed, epoch)
-        if not division.trains:
-            batches = at_least(batches, division.world)
-        for number, (place, batch) in enumerate(batches, step):
-            for mine in range(part, division.accumulate):
-                of_step = place_in_step(division.rank, division.world, mine, division.accumulate, division.contiguous)
-                begin, end = (-(-len(batch) * each // parts) for each in (of_step, of_step + 1))
-                keys, weight = batch[begin:end] or batch[:1], (end - begin) * parts / len(batch)
-                yield Share(keys, place + begin * (end > begin), number * parts + of_step, weight, seed, epoch)
-            part = 0
+        """This process's, after those that are done."""
+        step, part = divmod(done, self.division.accumulate)
+        return self.division.shares(self.batches(step, seed, epoch), step, part, seed, epoch)
 
     def known(self, place: int, seed: int, epoch: int) -> Iterator[int]:
         """Without drawing or storing an epoch."""
@@ -194,15 +196,26 @@ class Brought(ResumableLoader):
 
     def __init__(self, given: Any, division: Division) -> None:
         self.given, self.division = given, division
+        self.weights: dict[int, float] = {}  # of the last micro-batches, by their number in the epoch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "given":
             raise AttributeError(name)
         return getattr(self.given, name)
 
-    @property
-    def accumulated(self) -> str:
-        return f" x {self.division.accumulate} accumulated" if self.division.accumulate > 1 else ""
+    def weighted(self, batches: Iterable[tuple[Any, float]], done: int) -> Iterator[Any]:
+        for number, (batch, weight) in enumerate(batches, done):
+            self.weights = {number - 1: self.weights.get(number - 1, 1.0), number: weight}
+            yield batch
+
+    def title_of(self, size: int | None, name: str) -> str:
+        """For the first lines of a run."""
+        division = self.division
+        accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
+        if size is None:
+            return f"batches of {name}, divided by {division.world}{accumulated}"
+        least, most = size // division.parts, math.ceil(size / division.parts)
+        return f"batch {size} = {division.world} x {most if least == most else f'{least} or {most}'}{accumulated}"
 
 
 class StandardLoader(Brought):
@@ -211,7 +224,6 @@ class StandardLoader(Brought):
     def __init__(self, given: DataLoader[Any], division: Division) -> None:
         super().__init__(given, division)
         self.order = Order(given.batch_sampler, division)
-        self.weights: dict[int, float] = {}  # of the last micro-batches, by their number in the epoch
         self.due = Due()
         self.reader: DataLoader[Any] | None = None
         self.begun = -1  # the epoch that was begun last
@@ -236,9 +248,7 @@ class StandardLoader(Brought):
         turn, done_of_turn = divmod(done, length)
         self.due.shares = self.order.shares(done_of_turn, self.division.seed_of(self, turn), epoch)
         self.reader = self.new_reader() if self.reader is None else self.reader
-        for number, (batch, weight) in enumerate(self.reader, done):
-            self.weights = {number - 1: self.weights.get(number - 1, 1.0), number: weight}
-            yield batch
+        yield from self.weighted(self.reader, done)
 
     def new_reader(self) -> DataLoader[Any]:
         given = self.given
@@ -258,13 +268,7 @@ class StandardLoader(Brought):
 
     @property
     def title(self) -> str:
-        """For the first lines of a run."""
-        division, size = self.division, self.order.size
-        if size is None:
-            return f"batches of {type(self.order.sampler).__name__}, divided by {division.world}{self.accumulated}"
-        least, most = size // division.parts, math.ceil(size / division.parts)
-        each = str(most) if least == most else f"{least} or {most}"
-        return f"batch {size} = {division.world} x {each}{self.accumulated}"
+        return self.title_of(self.order.size, type(self.order.sampler).__name__)
 
 
 # --- What cannot be taken apart ---
@@ -285,20 +289,23 @@ class LeftAlone(Brought):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, done = self.division.position()
+        return islice(self.apart(self.given, epoch), 0 if hasattr(self.given, "load_state_dict") else done, None)
+
+    def apart(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
         apart, ended = Apart(int(key_of("order", self.division.seed_of(self), epoch)[0])), object()
         with apart:
-            batches = iter(self.given)
-        for number in count():
+            batches = iter(loader)
+        while True:
             with apart:
                 batch = next(batches, ended)
             if batch is ended:
                 return
-            if number >= done or hasattr(self.given, "load_state_dict"):
-                yield batch
+            yield batch
 
     @property
     def title(self) -> str:
-        return f"each process has its own batches{self.accumulated}"
+        accumulated = f" x {self.division.accumulate} accumulated" if self.division.accumulate > 1 else ""
+        return f"each process has its own batches{accumulated}"
 
     def state_dict(self) -> dict[str, Any]:
         return getattr(self.given, "state_dict", dict)()  # type: ignore[no-any-return]
@@ -308,17 +315,67 @@ class LeftAlone(Brought):
             self.given.load_state_dict(state)
 
 
+class StreamLoader(LeftAlone):
+    """Batches of an IterableDataset: each process reads the whole stream, and collates its share. Or its own, if the stream divides itself."""
+
+    divides_itself = False
+
+    def __len__(self) -> int:
+        """Unknown as long as nobody knows whether the stream divides itself."""
+        if self.division.accumulate > 1:
+            raise TypeError("a stream has no length")
+        return len(self.given)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, done = self.division.position()
+        given, division, seed = self.given, self.division, self.division.seed_of(self)
+        reader: DataLoader[Any] = DataLoader(
+            given.dataset,
+            batch_size=given.batch_size,
+            drop_last=given.drop_last,
+            collate_fn=as_it_is,
+            worker_init_fn=given.worker_init_fn,
+            **{name: getattr(given, name) for name in OPTIONS if name != "pin_memory"},
+        )
+        batches = enumerate(self.apart(reader, epoch))
+        first = [*islice(batches, 1)]
+        self.divides_itself = division.world > 1 and not division.agree(content(first))
+        if self.divides_itself:
+            division = replace(division, rank=0, world=1, accumulate=1)
+        step, part = divmod(done, division.accumulate)
+        shares = division.shares(islice(chain(first, batches), step, None), step, part, seed, epoch)
+        collate = OfStream(given.collate_fn)
+        yield from self.weighted(((collate[share][0], share.weight) for share in shares), done)
+
+    @property
+    def title(self) -> str:
+        return self.title_of(self.given.batch_size, "")
+
+
+def content(samples: Any) -> str:
+    """The same in each process that has the same samples."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.double().sum().item()
+        if hasattr(value, "tobytes"):  # arrays and images
+            return value.tobytes()
+        return value if isinstance(value, str | bytes | int | float) else type(value).__name__
+
+    return repr([of(value) for value in flat(samples)])
+
+
 def around(given: Any, division: Division) -> StandardLoader | LeftAlone:
     """What the Trainer gets in place of a loader that somebody brought."""
     name = type(given).__name__
     if not isinstance(given, DataLoader):
         return LeftAlone(given, division, f"{name} is no DataLoader")
-    if isinstance(given.dataset, IterableDataset):
-        return LeftAlone(given, division, f"{type(given.dataset).__name__} is a stream")
     if type(given).__iter__ is not DataLoader.__iter__:
         return LeftAlone(given, division, f"{name} has an __iter__ of its own")
-    if given.batch_sampler is None:
+    if given.batch_size is None and given.batch_sampler is None:
         return LeftAlone(given, division, f"{name} has batch_size=None")
+    if isinstance(given.dataset, IterableDataset):
+        return StreamLoader(given, division, f"{type(given.dataset).__name__} is a stream")
     return StandardLoader(given, division)
 
 
