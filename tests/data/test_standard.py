@@ -435,6 +435,8 @@ def test_the_first_lines_say_how_a_batch_is_divided():
     assert title("shuffled", 2, 2) == "batch 6 = 2 x 1 or 2 x 2 accumulated"
     assert title("no batch size", 2, 1) == "batch 1 = 2 x 0 or 1"
     assert title("own batch sampler", 2, 1) == "batches of Ragged, divided by 2"
+    notes = {name: Process(LOADERS[name](), 0, 1, 1).loader.note for name in LOADERS}
+    assert {name for name, note in notes.items() if note} == {"padding"}
 
 
 def test_a_sampler_that_depends_on_the_process_is_refused_in_all_of_them():
@@ -490,7 +492,7 @@ def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each
         division = Division(seed=SEED, rank=rank, world=2, position=lambda: (epoch, done))
         loader = around(given(), division)
         assert isinstance(loader, LeftAlone)
-        assert loader.why == why
+        assert loader.note == f"{why}: each process reads all of it, and a resumed run reads again what it had read"
         random.seed(rank), torch.manual_seed(rank)
         found = []
         for _, batch in zip(range(3 - done), loader):  # noqa: B905

@@ -155,10 +155,13 @@ class Stream(Data):
 
 
 class Random(IterableDataset):
-    """40 images, and nobody knows how many."""
+    """Images, and nobody knows how many."""
+
+    def __init__(self, count=40):
+        self.count = count
 
     def __iter__(self):
-        for number in range(40):
+        for number in range(self.count):
             yield torch.rand(1, 28, 28) + random.random(), torch.tensor(number % 10)
 
 
@@ -201,6 +204,11 @@ class ByRank(Data):
 
     def train_dataloader(self):
         return DataLoader(self.images(48), batch_size=12, sampler=range(self.trainer.global_rank, 48, 2))
+
+
+class UnevenStream(Uneven):
+    def train_dataloader(self):
+        return DataLoader(Random(51), batch_size=12, num_workers=self.num_workers)
 
 
 class Smooth(Validated):

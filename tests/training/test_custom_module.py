@@ -235,6 +235,7 @@ ONE, TWO = ["strategy=single"], ["strategy=ddp", "trainer.devices=2"]
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize(("name", "data", "divisions"), [
     ("Smooth", "Uneven", [[], [*TWO, "trainer.accumulate_grad_batches=2"], ["trainer.accumulate_grad_batches=3"]]),
+    ("Smooth", "UnevenStream", [[], [*TWO, "trainer.accumulate_grad_batches=2"]]),
     ("Manual", "Uneven", [[]]),
     ("Both", "Pair", [[]]),
 ])  # fmt: skip

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.dataset import flat
@@ -194,6 +201,9 @@ class Due:
 class Brought(ResumableLoader):
     """A user's loader in place of which the Trainer gets this one. It has the attributes of the user's."""
 
+    is_divided = True
+    note: str | None = None  # for the first lines of a run: what limits its promises
+
     def __init__(self, given: Any, division: Division) -> None:
         self.given, self.division = given, division
         self.weights: dict[int, float] = {}  # of the last micro-batches, by their number in the epoch
@@ -207,6 +217,9 @@ class Brought(ResumableLoader):
         for number, (batch, weight) in enumerate(batches, done):
             self.weights = {number - 1: self.weights.get(number - 1, 1.0), number: weight}
             yield batch
+
+    def close(self) -> None:
+        """Ends workers that stay."""
 
     def title_of(self, size: int | None, name: str) -> str:
         """For the first lines of a run."""
@@ -224,6 +237,8 @@ class StandardLoader(Brought):
     def __init__(self, given: DataLoader[Any], division: Division) -> None:
         super().__init__(given, division)
         self.order = Order(given.batch_sampler, division)
+        if given.collate_fn is not default_collate:
+            self.note = "collate_fn gets what one process computes at once: where it pads or draws, batches differ with the number of processes"
         self.due = Due()
         self.reader: DataLoader[Any] | None = None
         self.begun = -1  # the epoch that was begun last
@@ -263,7 +278,6 @@ class StandardLoader(Brought):
         )
 
     def close(self) -> None:
-        """Ends workers that stay."""
         self.reader, self.due.shares = None, iter(())
 
     @property
@@ -280,9 +294,11 @@ class LeftAlone(Brought):
     A run resumes within an epoch by reading what it had read, unless the loader saves its position itself.
     """
 
+    is_divided = False
+
     def __init__(self, given: Any, division: Division, why: str) -> None:
         super().__init__(given, division)
-        self.why = why
+        self.note = f"{why}: each process reads all of it, and a resumed run reads again what it had read"
 
     def __len__(self) -> int:
         return len(self.given)
@@ -318,7 +334,7 @@ class LeftAlone(Brought):
 class StreamLoader(LeftAlone):
     """Batches of an IterableDataset: each process reads the whole stream, and collates its share. Or its own, if the stream divides itself."""
 
-    divides_itself = False
+    is_divided = True
 
     def __len__(self) -> int:
         """Unknown as long as nobody knows whether the stream divides itself."""
@@ -339,8 +355,8 @@ class StreamLoader(LeftAlone):
         )
         batches = enumerate(self.apart(reader, epoch))
         first = [*islice(batches, 1)]
-        self.divides_itself = division.world > 1 and not division.agree(content(first))
-        if self.divides_itself:
+        self.is_divided = division.world == 1 or division.agree(content(first))
+        if not self.is_divided:
             division = replace(division, rank=0, world=1, accumulate=1)
         step, part = divmod(done, division.accumulate)
         shares = division.shares(islice(chain(first, batches), step, None), step, part, seed, epoch)
@@ -349,7 +365,7 @@ class StreamLoader(LeftAlone):
 
     @property
     def title(self) -> str:
-        return self.title_of(self.given.batch_size, "")
+        return self.title_of(self.given.batch_size, "") if self.is_divided else super().title
 
 
 def content(samples: Any) -> str:
@@ -365,7 +381,7 @@ def content(samples: Any) -> str:
     return repr([of(value) for value in flat(samples)])
 
 
-def around(given: Any, division: Division) -> StandardLoader | LeftAlone:
+def around(given: Any, division: Division) -> Brought:
     """What the Trainer gets in place of a loader that somebody brought."""
     name = type(given).__name__
     if not isinstance(given, DataLoader):
@@ -379,8 +395,8 @@ def around(given: Any, division: Division) -> StandardLoader | LeftAlone:
     return StandardLoader(given, division)
 
 
-def standard(loaders: Any) -> list[StandardLoader | LeftAlone]:
+def standard(loaders: Any) -> list[Brought]:
     """Those among the loaders of a Trainer, in whatever collection."""
     found: list[Any] = []
-    apply_to_collection(loaders, (StandardLoader, LeftAlone), found.append)
+    apply_to_collection(loaders, Brought, found.append)
     return found

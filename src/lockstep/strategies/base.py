@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.weights import load_into, omit_hyperparameters, refused, sharded_like
 from lockstep.data.loaders import ResumableLoader
-from lockstep.data.standard import Division, StandardLoader, around, standard
+from lockstep.data.standard import Brought, Division, around, standard
 from lockstep.errors import NotLoadable, UserError
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.losses import float32
@@ -107,7 +107,7 @@ class DividedBatches(Strategy):
     seed = 0  # of the run
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     contiguous_micro_batches = False
-    training_loaders: list[StandardLoader] | None = None  # of users; None until a step asks for them
+    training_loaders: list[Brought] | None = None  # of users; None until a step asks for them
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
@@ -142,8 +142,7 @@ class DividedBatches(Strategy):
         """Of the current micro-batch. Of several loaders the mean."""
         trainer = self.lightning_module.trainer
         if self.training_loaders is None:
-            every = standard(trainer.train_dataloader)
-            self.training_loaders = [loader for loader in every if isinstance(loader, StandardLoader)]
+            self.training_loaders = standard(trainer.train_dataloader)
         number = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         found = [loader.weights[number] for loader in self.training_loaders if number in loader.weights]
         return sum(found) / len(found) if found else 1.0
@@ -151,8 +150,7 @@ class DividedBatches(Strategy):
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer
         for loader in standard([trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders]):
-            if isinstance(loader, StandardLoader):
-                loader.close()
+            loader.close()
 
     def teardown(self) -> None:
         self.close_loaders()

@@ -11,11 +11,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from lockstep.config.words import metric
 from lockstep.data.datamodule import DataModule
-from lockstep.data.standard import LeftAlone, StandardLoader, standard
+from lockstep.data.standard import Brought, standard
 from lockstep.errors import UserError
 from lockstep.run import tested
 from lockstep.tasks import Task
@@ -74,19 +73,14 @@ class Workload:
         return {"unit": "samples", "data/source": "own dataloaders", **unknown}
 
     @property
-    def loaders(self) -> list[StandardLoader | LeftAlone]:
+    def loaders(self) -> list[Brought]:
         """The training loaders of a LightningDataModule, once the Trainer has them."""
         return standard(self.module.trainer.train_dataloader)
 
-    @property
-    def left_alone(self) -> str | None:
-        """Why one of them is."""
-        return next((loader.why for loader in self.loaders if isinstance(loader, LeftAlone)), None)
-
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
-        if left := self.left_alone:
-            return DIFFERS.format(f"{left}, so each process has the batches that it makes there")
+        if not all(loader.is_divided for loader in self.loaders):
+            return UNKNOWN.format("Lockstep does not divide the batches")
         return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
 
     def promises(self, world: int, precision: str) -> list[str]:
@@ -94,16 +88,10 @@ class Workload:
         own = (
             f"the loss is averaged as the module does it; test metrics are the module's own; it computes in {precision}"
         )
-        batches = "the same batches"
         resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
-        if left := self.left_alone:
-            batches, resume = f"{left}: it is left alone", "a run resumes by reading again what it had read"
-        lines = [f"task: {self.title}'s own steps: {batches}, {resume} and one-format checkpoints hold; {own}"]
-        if any(isinstance(each, StandardLoader) and each.collate_fn is not default_collate for each in self.loaders):
-            lines.append(
-                "data: a collate function gets what one process computes at once. Where it pads or draws, batches differ with the number of processes"
-            )
-        return lines
+        batches = "the same batches, " if all(loader.is_divided for loader in self.loaders) else ""
+        promised = f"task: {self.title}'s own steps: {batches}{resume} and one-format checkpoints hold; {own}"
+        return [promised, *(f"data: {loader.note}" for loader in self.loaders if loader.note)]
 
     def evaluates(self, step: str, loader: str) -> bool:
         """Whether there is both a step and a dataloader for it."""
