@@ -357,8 +357,9 @@ def test_loaders_that_train_together_continue_where_they_were(mode, count):
 def test_a_sampler_without_an_end():
     loader = lambda: DataLoader(Draws(), batch_size=6, sampler=Endless())  # noqa: E731
     ranks = [Process(loader(), rank, 2, 1) for rank in (0, 1)]
-    with pytest.raises(TypeError):
-        len(ranks[0].loader)
+    for trains in (True, False):
+        with pytest.raises(TypeError):
+            len(Process(loader(), 0, 2, 1, trains=trains).loader)
     first = [[(each.loader.weights[i], rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
     single = Process(loader(), 0, 1, 1)
     batches = [rows(batch) for _, batch in zip(range(9), single.loader)]  # noqa: B905

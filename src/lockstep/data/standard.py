@@ -244,8 +244,9 @@ class StandardLoader(Brought):
         self.begun = -1  # the epoch that was begun last
 
     def __len__(self) -> int:
+        length = len(self.order) * self.division.accumulate
         if self.division.trains or self.division.world == 1:
-            return len(self.order) * self.division.accumulate
+            return length
         if "length" not in vars(self):
             self.length = sum(1 for _ in at_least(self.order.batches(0, self.division.seed, 0), self.division.world))
         return self.length
