@@ -48,7 +48,7 @@ def reference(image: Image.Image, resize: str) -> np.ndarray:
         square = v2.functional.center_crop(v2.functional.resize(image, [SIDE]), [SIDE, SIDE])
     else:
         small = v2.functional.resize(image, None, max_size=SIDE)
-        left, top = round((SIDE - small.width) / 2), round((SIDE - small.height) / 2)
+        left, top = (SIDE - small.width) // 2, (SIDE - small.height) // 2
         square = v2.functional.pad(small, [left, top, SIDE - small.width - left, SIDE - small.height - top])
     return np.asarray(square).astype(int)
 
@@ -239,6 +239,26 @@ def test_masks_and_boxes_of_pil_images_move_with_them(kind, resize, crop_pct):
     assert np.abs(np.clip(expected, 0, SIDE) - seen).max() <= 0.5
 
 
+@pytest.mark.parametrize(("resize", "crop_pct"), [("crop", 1.0), ("crop", 0.8), ("squash", 1.0), ("pad", 1.0)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_boxes_of_images_in_memory_move_with_them(resize, crop_pct, nested):
+    """As those of PIL images."""
+    expected = scenes(on_scene("boxes"), resize=resize, crop_pct=crop_pct).train[np.arange(2)]["mask"][0]
+    made = Images(image_size=SIDE, resize=resize, crop_pct=crop_pct)
+    targets = [{"boxes": on_scene("boxes"), "labels": torch.ones(1)}] * 2 if nested else [on_scene("boxes")] * 2
+    found = made.preprocess({"input": torch.zeros(2, 3, 24, 48, dtype=torch.uint8), "target": targets})["target"][0]
+    assert torch.equal(found["boxes"] if nested else found, expected)
+
+
+def test_pad_and_squash_keep_the_edges_though_the_network_crops():
+    """`data.crop_pct=model` is what belongs to the network's own way."""
+    for resize, crop_pct in (("model", 0.95), ("crop", 0.95), ("pad", 1.0), ("squash", 1.0)):
+        cfg = compose_config(
+            "train", ["data=folder", "model=timm", "model.name=test_vit", f"data.resize={resize}", "data.root=x"]
+        )
+        assert Settings(cfg, World("cpu", 1, 1, "single")).with_numbers().cfg.data.crop_pct == crop_pct
+
+
 def test_what_lies_on_an_image_moves_with_its_random_crop():
     """Boxes and masks of a torch Dataset, from the whole image: the mask marks the pixels that are bright."""
     left, top, right, bottom = PLACE
@@ -283,6 +303,7 @@ def test_what_lies_on_an_image_moves_with_its_random_crop():
         "dm_nfnet_f0",
         "convnext_tiny.in12k_ft_in1k_384",
         "mixer_b16_224",
+        "volo_d4_448",  # crop_pct is 1.15
     ],
 )
 def test_evaluation_has_timms_pixels(name, tmp_path):
@@ -324,7 +345,7 @@ def test_what_a_command_prepares_is_what_its_processes_read(tmp_path, monkeypatc
     settings = Settings(cfg, World("cpu", 1, 1, "single"))
     prepare_data(settings)
     monkeypatch.setattr("lockstep.data.folder.read_all", None)
-    data = create_data(settings.with_numbers().cfg.data, keeps_whole=False)
+    data = create_data(settings.with_numbers().cfg.data)
     data.prepare()
     assert data.frame == Frame(32, "crop", 0.95, "bicubic") and isinstance(data.train, Arrays)
 
