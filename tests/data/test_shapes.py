@@ -24,7 +24,8 @@ from lockstep.data.pixels import RESIZE, Frame, Preprocess, to_array
 from lockstep.errors import UserError
 from lockstep.extras import exported
 from lockstep.extras.adapters import TorchDataset
-from lockstep.launch.resuming import completed
+from lockstep.extras.export_parts import in_frame
+from lockstep.launch.resuming import completed, take_decided
 from lockstep.launch.start import prepare_data
 from lockstep.machine.world import World
 
@@ -99,6 +100,28 @@ def test_tensors_on_the_device_become_what_files_become(shape, resize):
     assert (found - torch.from_numpy(expected.astype(np.float32))).abs().max() <= 1
 
 
+@pytest.mark.parametrize("frame", [
+    Frame(SIDE, "crop", 0.875, "bicubic"), Frame(SIDE, "crop"), Frame(SIDE, "crop", 1.15), Frame(SIDE, "pad", 1.0, "bicubic"), Frame(SIDE, "pad", 0.9),
+    Frame(SIDE, "squash", 0.9),
+])  # fmt: skip
+def test_exported_graphs_have_the_same_frame_for_images_of_every_size(frame):
+    dynamic, example = torch.export.Dim.DYNAMIC, torch.zeros(2, 3, SIDE + 3, SIDE + 4)
+
+    class Framed(torch.nn.Module):
+        def forward(self, x):
+            return in_frame(x, frame)
+
+    graph = torch.export.export(
+        Framed(), (example,), dynamic_shapes={"x": {0: dynamic, 2: dynamic, 3: dynamic}}
+    ).module()
+    made = Preprocess(frame, mean=[0.0] * 3, std=[1 / 255] * 3)
+    for width, height in SHAPES:
+        if 1 in frame.fitted(height, width)[0]:  # a line: the graph ends with an error
+            continue
+        image = torch.from_numpy(np.array(smooth(width, height)).transpose(2, 0, 1)).expand(3, -1, -1, -1)
+        assert (graph(image.float()) - made(image)).abs().max() < 1e-2, (width, height)
+
+
 def batch(width: int, height: int, **more) -> dict:
     image = torch.zeros(2, 1, height, width, dtype=torch.uint8)
     image[:, :, 8:20, 16:30] = 255
@@ -170,6 +193,16 @@ def test_runs_of_older_versions_go_on_with_squashed_images(name):
             del saved.data[key]
     node = Settings(completed(saved), World("cpu", 1, 1, "single")).plain("data")
     assert not {*FRAMING} & node.keys() and Images(image_size=SIDE).frame == Frame(SIDE, "squash", 1.0, "bilinear")
+
+
+def test_an_evaluation_on_other_files_frames_them_as_its_run():
+    """`data=folder data.root=<other>` of eval.py and predict.py brings the defaults, which are of no network."""
+    cfg, saved = (compose_config("train", ["data=folder", "model=timm", "model.name=test_vit"]) for _ in range(2))
+    saved.data.update({"resize": "squash", "crop_pct": 0.9, "interpolation": "bicubic", "mean": [0.5] * 3})
+    del saved.data.std
+    take_decided(cfg, saved)
+    assert {key: cfg.data[key] for key in (*FRAMING, "mean")} == {key: saved.data[key] for key in (*FRAMING, "mean")}
+    assert "std" not in cfg.data
 
 
 class Scenes(Dataset):

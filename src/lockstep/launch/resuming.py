@@ -185,15 +185,15 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     return same_identity(result, before) if result.run == own_name else result
 
 
-def take_decided(cfg: DictConfig, saved: DictConfig) -> None:
+def take_decided(new: DictConfig, saved: DictConfig) -> None:
     """Replaces what was decided when the run first began by its values then."""
     for key, undecided in AUTO.items():
-        if OmegaConf.select(cfg, key) != undecided:
+        if OmegaConf.select(new, key) != undecided:
             continue
         if is_absent(saved, key):  # of an older version, which has the default of the class
-            del cfg.data[key.removeprefix("data.")]
+            del new.data[key.removeprefix("data.")]
         else:
-            OmegaConf.update(cfg, key, OmegaConf.select(saved, key))
+            OmegaConf.update(new, key, OmegaConf.select(saved, key))
 
 
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
