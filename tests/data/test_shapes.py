@@ -199,8 +199,9 @@ def test_an_evaluation_on_other_files_frames_them_as_its_run():
     """`data=folder data.root=<other>` of eval.py and predict.py brings the defaults, which are of no network."""
     cfg, saved = (compose_config("train", ["data=folder", "model=timm", "model.name=test_vit"]) for _ in range(2))
     saved.data.update({"resize": "squash", "crop_pct": 0.9, "interpolation": "bicubic", "mean": [0.5] * 3})
-    del saved.data.std
-    take_decided(cfg, saved)
+    with open_dict(saved), open_dict(cfg):
+        del saved.data.std
+        take_decided(cfg, saved)
     assert {key: cfg.data[key] for key in (*FRAMING, "mean")} == {key: saved.data[key] for key in (*FRAMING, "mean")}
     assert "std" not in cfg.data
 
