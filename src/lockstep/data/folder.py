@@ -349,7 +349,7 @@ class Folder(Images):
         """Crops of what decode=cache has in the cache come from there: they are faster, and not as sharp."""
         return None if self.asked == "cache" else decoded_as(self.files(part), least=least)
 
-    @cached_property
+    @property
     def evaluated(self) -> Images:
         made = super().evaluated
         if made is not self and "val" not in self.places:  # a part of the training samples is validated

@@ -294,7 +294,7 @@ class Images(DataSet):
         shape = image.size[::-1] if is_pillow(image) else image.shape[-2:]
         return whole if all(lies_on(value, shape) for value in places) else None
 
-    @cached_property
+    @property
     def evaluated(self) -> "Images":
         if self.frame == self.eval_frame:
             return self
