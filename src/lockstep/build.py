@@ -84,7 +84,7 @@ def data(settings: Settings) -> pl.LightningDataModule:
         return create(node, "data")
     augment = Augmentation(settings.operations) if cfg.get("augment") else None
     crops = augment is not None and augment.crops_from is not None
-    dataset = create_data(node, keeps_whole=crops or settings.evaluates)
+    dataset = create_data(node, keeps_whole=crops, evaluates=settings.evaluates)
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
     given = {"eval_batch_size": node["batch_size"], **given, "shards": cfg.exact.logical_ranks}

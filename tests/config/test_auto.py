@@ -15,7 +15,7 @@ from lockstep.machine import world
 from lockstep.machine.world import World, threads
 
 WORLD = World("cpu", 1, 1, "single", one_process=True)
-DATA = SimpleNamespace(bytes_in_memory=54_880_000)
+DATA = SimpleNamespace(evaluated=SimpleNamespace(bytes_in_memory=54_880_000))
 
 
 def decided(*overrides: str):

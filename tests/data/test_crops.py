@@ -115,7 +115,7 @@ def test_a_crop_that_is_always_taken_first_gets_whole_images(first, is_whole, ro
     data.prepare()
     made = module(data, {"flip on the device": Flip(), "first": first, "crop": crop()})
     assert (made.to_crop is not None) == is_whole
-    assert made.transforms == ("keyed, own boxes of whole images" if is_whole else "keyed, own boxes")
+    assert made.transforms == ("keyed, own boxes, of whole images" if is_whole else "keyed, own boxes")
     read(made)
 
 
@@ -127,7 +127,7 @@ def test_a_run_whose_crops_were_of_squares_is_not_resumed(root, tmp_path):
     with pytest.raises(UserError, match="took crops from resized squares"):
         module(data).load_state_dict(state | {"transforms": "keyed, own boxes"})
     turned = {"turn": Rotate(degrees=1.0)}
-    module(data, turned).load_state_dict(state | {"transforms": "keyed, own boxes"})
+    module(data, turned).load_state_dict(state | {"transforms": "keyed"})
 
 
 def test_a_crop_is_a_function_of_its_sample_alone(root, tmp_path):

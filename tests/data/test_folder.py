@@ -280,12 +280,10 @@ def test_files_are_stored_smaller_where_that_is_asked_for(tmp_path, crops):
     plain, data = (Folder(**options, presize=presize) for presize in (None, 4))
     for each in (plain, data):
         each.keeps_whole = crops
-        told = each.plan()
-        assert (
-            (each is data and not crops) if told is None else " images/s; " in told and str(tmp_path / "cache") in told
-        )
+        told = each.storage_plan()
+        assert (each is data and not crops) if told is None else " images/s" in told and str(tmp_path / "cache") in told
         each.prepare()
-    assert data.plan() is None and data.fingerprint == plain.fingerprint and sizes(data) == sizes(plain)
+    assert data.storage_plan() is None and data.fingerprint == plain.fingerprint and sizes(data) == sizes(plain)
     assert isinstance(data.val, Arrays) and content(data.val) == content(plain.val)
     if not crops:
         assert "data.presize=4 has no effect" in data.notice and isinstance(data.train, Arrays)

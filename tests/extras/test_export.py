@@ -180,7 +180,7 @@ def test_onnx_and_torch_export_give_the_outputs_of_the_network_for_any_batch_and
     pytest.importorskip("onnxscript")
     made = export(run(name), tmp_path / "exported", ["onnx", "pt2"])
     model = exported.load(made)
-    side = model.reader.normalise.image_size
+    side = model.reader.frame.size
     session = runtime.InferenceSession(str(made / "model.onnx"), providers=["CPUExecutionProvider"])
     (given,), (output,) = session.get_inputs(), session.get_outputs()
     assert (given.name, given.type) == ("image", "tensor(uint8)")

@@ -132,6 +132,7 @@ class Operation:
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
     at_reading: ClassVar[bool] = False  # whether it runs where samples are read; before the others
+    drawn: ClassVar[str] = ""  # what a checkpoint says of its random numbers, to be resumed with the same
     # If it crops images of any size to one: the shorter side that it needs in pixels, 0 for the original.
     crops_from: int | None = None
 
@@ -222,6 +223,7 @@ class Augmentation:
         ordered = sorted(known.items(), key=lambda item: (not item[1].at_reading, item[1].mixes))  # a stable sort
         self.operations = dict(ordered)
         self.reads = any(operation.at_reading for operation in known.values())
+        self.drawn = ["keyed", *sorted({each.drawn for each in known.values() if each.drawn})]
         self.crops_from = next((each.crops_from for each in known.values() if each.at_reading), None)  # of the first
 
     def __call__(self, batch: Batch, **of_step: Any) -> Batch:

@@ -273,6 +273,7 @@ class RandomResizedCrop(Torchvision):
     """A box of a fraction of the image (`scale`) and an aspect ratio (`ratio`), resized to `image_size` (Szegedy et al. 2015)."""
 
     name = "RandomResizedCrop"
+    drawn = "own boxes"
     image_size: Count
     scale: Annotated[Sequence[Fraction], *PAIR] = (0.08, 1.0)
     ratio: Annotated[Sequence[Positive], *PAIR] = (3 / 4, 4 / 3)

@@ -103,12 +103,12 @@ def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
     yield from problems(data_set_node(node), "data")
 
 
-def create_data(node: Mapping[str, Any], *, keeps_whole: bool = True) -> Any:
-    """Creates the data set of a `data` node, without its dataloaders. `keeps_whole`: see DataSet."""
+def create_data(node: Mapping[str, Any], *, keeps_whole: bool = False, evaluates: bool = False) -> Any:
+    """Creates the data set of a `data` node, without its dataloaders. `keeps_whole` and `evaluates`: see DataSet."""
     node = to_plain(node)
     raise_problems(data_set_problems(node))
     data = create(data_set_node(node), "data")
-    data.keeps_whole = keeps_whole
+    data.keeps_whole, data.evaluates = keeps_whole, evaluates
     return data
 
 
@@ -198,14 +198,17 @@ def operations(nodes: Mapping[str, Any], image_size: int | None) -> dict[str, An
 
 def pretraining(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """What `model` stands for as a value of the `data` node: what the network was pretrained with, else what the data has."""
-    network, own = locate(model["_target_"]) if model else None, locate(data["_target_"]).defaults(data)
-    if hasattr(network, "normalisation"):
-        raise UserError(
-            f"{model['_target_']}: `normalisation(name)` is now `preprocessing(name)`. Return a dict with mean and std."
-        )
-    values = getattr(network, "preprocessing", lambda _: None)(model.get("name")) or {}
+    network, kind = locate(model["_target_"]) if model else None, locate(data["_target_"])
+    raise_problems(
+        f"{node['_target_']}: `normalisation` is now `{now}`, which returns a dict with mean and std. Rename it."
+        for node, found, now in ((model, network, "preprocessing"), (data, kind, "defaults"))
+        if hasattr(found, "normalisation")
+    )
+    values, own = getattr(network, "preprocessing", lambda _: None)(model.get("name")) or {}, kind.defaults(data)
     if len(values.get("mean", own["mean"])) != len(own["mean"]):  # of colour images, used on grey ones
         values = {**values, "mean": own["mean"], "std": own["std"]}
+    if data.get("resize") not in ("model", values.get("resize")):  # what is padded or squashed is not cropped as well
+        values = {**values, "crop_pct": own["crop_pct"]}
     return {**own, **values}
 
 

@@ -357,7 +357,7 @@ class Settings:
                 cfg.trainer.log_every_n_steps = log_interval(self.steps.steps(samples))
             if data is not None and cfg.data.get("num_workers") == "auto":
                 on_device = cfg.data.get("on_device") is True
-                in_memory = None if self.transforms else data.bytes_in_memory
+                in_memory = None if self.transforms else data.evaluated.bytes_in_memory
                 cfg.data.num_workers = 0 if on_device else workers(in_memory, self.world)
         return self.but(cfg)
 

@@ -99,7 +99,7 @@ class DataModule(pl.LightningDataModule):
         self.to_crop = None if least is None else dataset.whole("train", least)  # training samples with whole images
         self.transforms: str | None = None  # how they draw, and what they crop
         if augment and augment.reads:
-            self.transforms = "keyed, own boxes" if self.to_crop is None else "keyed, own boxes of whole images"
+            self.transforms = ", ".join([*augment.drawn, *["of whole images"] * (self.to_crop is not None)])
             augment.check(self.raw("train", self.train_split.indices(np.arange(min(READ, self.train_split.count)))))
         if on_device is True and dataset.bytes_in_memory is None:
             raise UserError(

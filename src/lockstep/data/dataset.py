@@ -310,11 +310,10 @@ class DataSet:
         """The files of a part's samples, in their order, for tables of predictions; None if the samples are not files."""
         return None
 
-    keeps_whole = (
-        False  # set before `prepare`: training samples stay whole, for random crops, or because nothing trains
-    )
+    # Set before `prepare`: whether training samples stay whole, for random crops; whether nothing trains.
+    keeps_whole, evaluates = False, False
 
-    def plan(self) -> str | None:
+    def storage_plan(self) -> str | None:
         """What `prepare` is about to decode and where to, and how fast training samples can be read, in a sentence; None: nothing new."""
         return None
 

@@ -17,7 +17,18 @@ from numpy.typing import NDArray
 from lockstep.config.words import size
 from lockstep.data.cache import ROOM, Cached, Parts, cache_folder, decoded, intact, key_of, stamp
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import Files, Images, Packed, decoded_as, images_per_s, only_check, read_all, smaller, square
+from lockstep.data.images import (
+    Files,
+    Images,
+    Packed,
+    decoded_as,
+    only_check,
+    read_all,
+    smaller,
+    square,
+    tried,
+    unchanged,
+)
 from lockstep.data.listing import SEPARATORS, SHOWN, Listing, class_folders, from_csv, reading, target_problem
 from lockstep.data.pixels import BACKGROUND, WHITE_16, Frame
 from lockstep.data.sampler import PARTS, divided
@@ -165,13 +176,13 @@ class Folder(Images):
     def stored(self) -> dict[str, Frame | int | None]:
         """How each part is in the cache: as squares, as JPEGs with so many pixels on their shorter side, or not at all."""
         squares = {part: self.frame if part == "train" else self.eval_frame for part in self.places}
-        if self.keeps_whole and self.asked != "cache":
+        if self.evaluates or (self.keeps_whole and self.asked != "cache"):
             del squares["train"]
         pixels = sum(len(self.places[part]) * frame.size**2 for part, frame in squares.items())
         if self.asked == "workers" or (self.asked == "auto" and pixels * self.channels > CACHE_BYTES):
             squares = {}
         side = round(self.presize * max(self.frame.size, self.eval_frame.size)) if self.presize else None
-        return {**dict.fromkeys(self.places, side), **squares}
+        return {**dict.fromkeys(self.places, side), **({"train": None} if self.evaluates else {}), **squares}
 
     @cached_property
     def keys(self) -> dict[str, str]:
@@ -244,7 +255,7 @@ class Folder(Images):
             arrays |= {"part/content": content, "part/end": np.array(end_N)}
         return arrays, {"broken": broken, "brightest": brightest}
 
-    def plan(self) -> str | None:
+    def storage_plan(self) -> str | None:
         new = [part for part in self.places if not self.known(part)]
         if not new:
             return None
@@ -254,16 +265,16 @@ class Folder(Images):
             for part, form in self.stored.items()
             if isinstance(form, Frame)
         }
-        per_s = images_per_s(
-            (self.listing.base / self.listing.paths[place] for place in self.places["train"]), **self.decoding
-        )
-        told = [f"one core decodes {per_s:,.0f} images/s"]
-        if squares:
-            told.append(f"{', '.join(squares)}: decoded once, {size(sum(squares.values()))} in {self.cache}")
-        if others := [part for part in self.places if part not in squares]:
-            how = f"stored with {self.stored[others[0]]} pixels in {self.cache}, and " if self.presize else ""
+        others, side = [part for part in self.places if part not in squares], self.stored["train"]
+        keep = partial(smaller, side=side, channels=self.channels) if isinstance(side, int) else unchanged
+        files = (self.listing.base / self.listing.paths[place] for place in self.places["train"])
+        per_s, stored = tried(files, keep, **self.decoding)
+        told = [f"{', '.join(squares)}: decoded once, {size(sum(squares.values()))} in {self.cache}"] if squares else []
+        if others:
+            room = size(stored * sum(count[part] for part in others))
+            how = f"stored with {side} pixels, {room} in {self.cache}, and " if isinstance(side, int) else ""
             told.append(f"{', '.join(others)}: {how}decoded by workers in every epoch")
-        return f"{sum(count.values()):,} images. {'; '.join(told)}."
+        return f"{sum(count.values()):,} images. {'; '.join(told)}. A core decodes {per_s:,.0f} images/s."
 
     def prepare(self) -> None:
         broken, brightest = self.facts["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
@@ -338,9 +349,9 @@ class Folder(Images):
         """Crops of what decode=cache has in the cache come from there: they are faster, and not as sharp."""
         return None if self.asked == "cache" else decoded_as(self.files(part), least=least)
 
-    @cached_property
+    @property
     def evaluated(self) -> Images:
         made = super().evaluated
-        if made is not self:  # a part of the training samples may be validated
+        if made is not self and "val" not in self.places:  # a part of the training samples is validated
             made.train = decoded_as(self.files("train"), frame=self.eval_frame)
         return made

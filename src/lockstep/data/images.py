@@ -26,11 +26,10 @@ from lockstep.data.pixels import (
     check_depth,
     original_size,
     reason,
-    resize_nearest,
     to_array,
     upright,
 )
-from lockstep.data.places import STAY, lies_on, spatial
+from lockstep.data.places import all_moved, lies_on, spatial
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes
@@ -131,6 +130,10 @@ def only_check(image: "Image", _content: bytes) -> bytes:
     return b""
 
 
+def unchanged(_image: "Image", content: bytes) -> bytes:
+    return content
+
+
 def square(image: "Image", _content: bytes, **pixels: Any) -> bytes:
     """The pixels, CHW."""
     return to_array(image, **pixels).tobytes()
@@ -188,16 +191,24 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = only_chec
 TRIED_S = 0.5
 
 
-def images_per_s(files: Iterable[Path], **pixels: Any) -> float:
-    """What one core decodes, by the first of the files."""
-    began_s, count = time.perf_counter(), 0
+def tried(files: Iterable[Path], keep: Keep, **pixels: Any) -> tuple[float, float]:
+    """Of the first files, as they are kept: how many a core decodes per second, and their mean size in bytes."""
+    from PIL import Image
+
+    began_s, taken_s, sizes = time.perf_counter(), 0.0, [0]
     for file in files:
         with contextlib.suppress(Exception):  # reading all tells of broken ones
-            decoded(file, **pixels)
-            count += 1
-        if (taken_s := time.perf_counter() - began_s) > TRIED_S:
+            content = read_bytes(file, follows=True)
+            with Image.open(io.BytesIO(content)) as image:
+                kept = keep(image, content)
+            before_s = time.perf_counter()
+            decoded(io.BytesIO(kept), **pixels)
+            taken_s += time.perf_counter() - before_s
+            sizes.append(len(kept))
+        if time.perf_counter() - began_s > TRIED_S:
             break
-    return count / taken_s
+    count = max(1, len(sizes) - 1)
+    return count / max(taken_s, 1e-9), sum(sizes) / count
 
 
 # --- Data sets of images: bytes until they are on the device, then resized and normalised in batches ---
@@ -283,7 +294,7 @@ class Images(DataSet):
         shape = image.size[::-1] if is_pillow(image) else image.shape[-2:]
         return whole if all(lies_on(value, shape) for value in places) else None
 
-    @cached_property
+    @property
     def evaluated(self) -> "Images":
         if self.frame == self.eval_frame:
             return self
@@ -333,10 +344,5 @@ class Images(DataSet):
             )
         height, width = image_BCHW.shape[-2:]
         if (height, width) != (self.image_size, self.image_size):
-            masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == (height, width)}
-            _, corner = self.frame.fitted(height, width)
-            left = spatial(batch, nested=True).keys() - (masks.keys() if min(corner) >= 0 else {})
-            if any(corner) and left:
-                raise UserError(STAY.format(width, height, self.frame.resize, self.frame.crop_pct, min(left)))
-            batch = {**batch, **{name: self.frame.tensor(v, resize_nearest) for name, v in masks.items()}}
+            batch = all_moved(batch, self.frame, (height, width), 2)
         return {**batch, "input": self.preprocessing(image_BCHW)}

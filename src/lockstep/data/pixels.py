@@ -121,7 +121,7 @@ TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 RESIZE = ("crop", "pad", "squash")
 INTERPOLATION = ("bilinear", "bicubic")
 Size = tuple[int, int]  # height and width
-STRIP = 16  # sides of an image have at most this ratio before they are resized
+STRIP = 64  # sides of an image have at most this ratio before they are resized
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,18 @@ class Frame:
     crop_pct: float = 1.0
     interpolation: str = "bilinear"
 
+    def __post_init__(self) -> None:
+        for key, options in {"resize": RESIZE, "interpolation": INTERPOLATION}.items():
+            if (value := getattr(self, key)) not in options:
+                raise ValueError(f"{key}={value} is unknown; use one of {', '.join(options)}")
+
     def fitted(self, height: int, width: int) -> tuple[Size, Size]:
         """Height and width to which an image is resized, and top and left of the square in it, below 0 where the square is larger."""
         height, width = (1, 1) if self.resize == "squash" else (height, width)
         side, full = (max if self.resize == "pad" else min)(height, width), math.floor(self.size / self.crop_pct)
         resized = max(1, full * height // side), max(1, full * width // side)
-        return resized, (round((resized[0] - self.size) / 2), round((resized[1] - self.size) / 2))
+        top, left = (round(over / 2) if (over := side - self.size) > 0 else -(-over // 2) for side in resized)
+        return resized, (top, left)
 
     def image(self, image: "Image") -> "Image":
         """The square of an image."""

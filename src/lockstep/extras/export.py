@@ -257,7 +257,7 @@ def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], file
     try:
         if Settings.of(cfg).own_loaders:
             raise UserError("it has its own dataloaders.")
-        data: DataSet = create_data(cfg.data)
+        data: DataSet = create_data(cfg.data, evaluates=True)
         data.prepare()
         samples = samples_of(data.evaluated.test)
         return data.evaluated, Reader(samples, seed=0)(np.arange(min(COMPARED, len(samples))))

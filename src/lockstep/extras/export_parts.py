@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from lockstep.checkpoints.finding import leaves, mapped
 from lockstep.data.dataset import Batch
+from lockstep.data.pixels import Frame
 from lockstep.errors import UserError
 from lockstep.extras.exported import ACTIVATIONS, Model
 from lockstep.training.losses import samples_at
@@ -129,11 +130,28 @@ class Whole(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         if self.normalise:
-            size = (self.normalise.frame.size, self.normalise.frame.size)
-            # always, where `normalise` skips images of that size: a graph has no branches
-            x = F.interpolate(inputs[0].float(), size=size, mode="bilinear", antialias=True)
-            inputs = (x * self.scale + self.shift,)
+            inputs = (in_frame(inputs[0].float(), self.normalise.frame) * self.scale + self.shift,)
         return self.activation(self.call(*inputs))
+
+
+def in_frame(x: Tensor, frame: Frame) -> Tensor:
+    """`Frame.tensor` for graphs of images (..., H, W) of any size, which have no branches."""
+    size, (height, width) = frame.size, x.shape[-2:]
+    apart = (torch.sym_max(side - size, size - side) for side in (height, width))
+    full = size + (math.floor(size / frame.crop_pct) - size) * torch.sym_min(sum(apart), 1)  # one of its size stays
+    side = {"crop": torch.sym_min, "pad": torch.sym_max, "squash": lambda *_: 1}[frame.resize](height, width)
+    height, width = (full * length // side if frame.resize != "squash" else full for length in (height, width))
+    x = F.interpolate(x, size=(height, width), mode=frame.interpolation, antialias=True)
+    x = x.clamp(0, 255) if frame.interpolation == "bicubic" else x
+    for dim, length in ((-2, height), (-1, width)):
+        cut, added = torch.sym_max(length - size, 0), torch.sym_min(length - size, 0)
+        start = cut // 2 + cut % 2 * (cut // 2 % 2) + (added + 1) // 2  # as Python's round, and torchvision's padding
+        place = torch.arange(size, device=x.device) + start
+        x = x.index_select(dim, place.clamp(min=0).minimum(torch.zeros_like(place) + length - 1))
+        if frame.resize == "pad" or frame.crop_pct > 1:  # on black
+            inside = (place >= 0) & (place < length)
+            x = x * (inside[:, None] if dim == -2 else inside)
+    return x
 
 
 def missing(formats: Sequence[str]) -> Iterator[str]:

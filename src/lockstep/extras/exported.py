@@ -50,8 +50,8 @@ class Images:
     ) -> None:
         self.pixels, self.endings = pixels, pixels.ENDINGS
         self.channels, self.frame = channels, pixels.Frame(image_size, **framing)
-        # uint8 images_BCHW of any size to the input of the network, as in the graphs
-        self.normalise = pixels.Preprocess(pixels.Frame(image_size), mean=mean, std=std)
+        # uint8 images_BCHW of any size to the input of the network
+        self.normalise = pixels.Preprocess(self.frame, mean=mean, std=std)
 
     def read(self, path: Path) -> dict[str, Any]:
         from PIL import Image

@@ -67,7 +67,7 @@ AUTO = {
 }  # fmt: skip
 TRAINING = (  # keys without effect in an evaluation
     "augment", "data.repeats", "optim", "schedule", "callbacks", "logger", "checkpoint.", "resume", "init_from", "experiment", "debug",
-    "seed", "trainer.accumulate_grad_batches",
+    "seed", "trainer.accumulate_grad_batches", "trainer.limit_train_batches",
 )  # fmt: skip
 
 
@@ -174,13 +174,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     inside = place.is_relative_to(runs_dir)  # the run may have been moved there
     own_name = str(place.relative_to(runs_dir) if inside else saved.run)
     with open_dict(result):
-        for key, undecided in AUTO.items():
-            if OmegaConf.select(result, key) != undecided:
-                continue
-            if is_absent(saved, key):  # of an older version, which has the default of the class
-                del result.data[key.removeprefix("data.")]
-            else:
-                OmegaConf.update(result, key, OmegaConf.select(saved, key))
+        take_decided(result, saved)
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
     set_aside(result, own)
@@ -189,6 +183,17 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         raise UserError(f"run={result.run}: {folder_of(result).path} is another run. Remove run, or pass another name.")
     raise_problems(changes(result, saved))
     return same_identity(result, before) if result.run == own_name else result
+
+
+def take_decided(new: DictConfig, saved: DictConfig) -> None:
+    """Replaces what was decided when the run first began by its values then."""
+    for key, undecided in AUTO.items():
+        if OmegaConf.select(new, key) != undecided:
+            continue
+        if is_absent(saved, key):  # of an older version, which has the default of the class
+            del new.data[key.removeprefix("data.")]
+        else:
+            OmegaConf.update(new, key, OmegaConf.select(saved, key))
 
 
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
@@ -245,6 +250,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint.path), False
         cfg.callbacks, cfg.augment, cfg.trainer.accumulate_grad_batches = {}, {}, 1
         cfg.trainer.limit_train_batches = 0
+        take_decided(cfg, saved)
     return cfg
 
 

@@ -50,8 +50,8 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
         return None, None
     node = (settings.with_numbers() if settings.frames_by_network else settings).cfg.data
     crops = Augmentation(settings.operations).crops_from is not None
-    data: DataSet = create_data(node, keeps_whole=crops or settings.evaluates)
-    if rank_of() == 0 and (plan := data.plan()):
+    data: DataSet = create_data(node, keeps_whole=crops, evaluates=settings.evaluates)
+    if rank_of() == 0 and (plan := data.storage_plan()):
         print(plan, file=sys.stderr)
     data.prepare()
     train, *_ = splits(data, **{key: node[key] for key in SPLITTING if key in node})
