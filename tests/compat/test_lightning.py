@@ -56,6 +56,32 @@ def quiet_trainer(**options) -> pl.Trainer:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # of Lightning with torch 2.13
+def test_a_loader_without_a_length_begins_before_the_position_is_restored(tmp_path):
+    class Asking(Net):
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    class Batches:
+        """The position that it began at."""
+
+        def __init__(self, trainer: pl.Trainer) -> None:
+            self.trainer, self.began = trainer, []
+
+        def __iter__(self):
+            self.began.append(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            yield from torch.ones(4, 2, 1)
+
+    path = tmp_path / "x.ckpt"
+    for resumed, steps in ((None, 2), (path, 3)):
+        trainer = quiet_trainer(max_steps=steps, max_epochs=5, logger=False)
+        batches = Batches(trainer)
+        trainer.fit(Asking(), batches, ckpt_path=resumed)
+        trainer.save_checkpoint(path)
+    assert batches.began[0] == 0  # otherwise compat/lightning.py can go
+
+
 class Rows(Logger):
     """The step of each row."""
 

@@ -31,8 +31,8 @@ class QuickHookNames(pl.LightningModule):
 # --- A loader without a length begins at a known position ---
 #
 # Lightning 2.6.6 takes its first batch in FitLoop.setup_data(), to know whether it is the last one. A module that asks for
-# `estimated_stepping_batches` in `configure_optimizers` causes that before a checkpoint's position is restored. Remove this when
-# tests/training/test_custom_module.py::test_a_run_on_dataloaders_of_ones_own_goes_on_exactly passes without it.
+# `estimated_stepping_batches` in `configure_optimizers` causes that before a checkpoint's position is restored. Remove this when it is
+# restored first: tests/compat/test_lightning.py::test_a_loader_without_a_length_begins_before_the_position_is_restored fails then.
 
 
 def begin_loaders_anew(trainer: pl.Trainer) -> None:

@@ -21,9 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.data.dataset import flat
 from lockstep.data.keyed import Apart
-from lockstep.data.loaders import MicroBatches, OfStream, ResumableLoader, Share, as_it_is, begin_worker
+from lockstep.data.loaders import MicroBatches, OfStream, ResumableLoader, Share, as_it_is, begin_worker, content
 from lockstep.data.sampler import BLOCK, key_of, permute, place_in_step
 from lockstep.errors import UserError
 
@@ -367,19 +366,6 @@ class StreamLoader(LeftAlone):
     @property
     def title(self) -> str:
         return self.title_of(self.given.batch_size, "") if self.is_divided else super().title
-
-
-def content(samples: Any) -> str:
-    """The same in each process that has the same samples."""
-
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.double().sum().item()
-        if hasattr(value, "tobytes"):  # arrays and images
-            return value.tobytes()
-        return value if isinstance(value, str | bytes | int | float) else type(value).__name__
-
-    return repr([of(value) for value in flat(samples)])
 
 
 def around(given: Any, division: Division) -> Brought:
