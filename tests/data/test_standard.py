@@ -548,3 +548,12 @@ def test_what_a_stream_gives_is_told_apart_by_its_content():
     samples = lambda change: [{"a": torch.arange(3) + change, "b": (image, "text", None, object())}]  # noqa: E731
     assert content(samples(0)) == content(samples(0)) != content(samples(1))
     assert content([image]) != content([image + 1])
+
+
+def test_seeds_of_workers_follow_the_run_and_the_epoch():
+    def drawn(seed: int, epoch: int) -> int:
+        loader = around(DataLoader(torch.arange(4)), Division(seed=seed, position=lambda: (epoch, 0)))
+        next(iter(loader))
+        return loader.reader.generator.initial_seed()
+
+    assert drawn(1, 1) == drawn(1, 1) and len({drawn(1, 0), drawn(2, 0), drawn(1, 1)}) == 3

@@ -261,8 +261,10 @@ class StandardLoader(Brought):
         if length == 0 or (first and done >= length):
             return  # it had ended, and begins again if loaders of other lengths take turns
         turn, done_of_turn = divmod(done, length)
-        self.due.shares = self.order.shares(done_of_turn, self.division.seed_of(self, turn), epoch)
+        seed = self.division.seed_of(self, turn)
+        self.due.shares = self.order.shares(done_of_turn, seed, epoch)
         self.reader = self.new_reader() if self.reader is None else self.reader
+        self.reader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
         yield from self.weighted(self.reader, done)
 
     def new_reader(self) -> DataLoader[Any]:
