@@ -171,6 +171,20 @@ def test_cache_and_workers_give_the_same_pixels(root, channels, monkeypatch):
     assert content(pickle.loads(pickle.dumps(read.train))) == content(read.train)
 
 
+@pytest.mark.parametrize("decode", ["auto", "cache", "workers"])
+@pytest.mark.parametrize("room", [60, 59, 0], ids=["all", "all but train", "none"])
+@pytest.mark.parametrize("keeps_whole", [False, True])
+def test_an_evaluation_reads_what_training_has_stored(root, decode, room, keeps_whole, monkeypatch):
+    monkeypatch.setattr(folder, "CACHE_BYTES", room * 3 * 8 * 8)
+    trained, evaluated = (made(root, decode=decode, presize=None if decode == "cache" else 2) for _ in range(2))
+    trained.keeps_whole, evaluated.evaluates = keeps_whole, True
+    parts = {part for part, form in trained.stored.items() if isinstance(form, Frame)}
+    held = {"val", "test"} if room and decode != "workers" else set()
+    is_train = decode == "cache" or (decode == "auto" and room == 60 and not keeps_whole)
+    assert parts == ({"val", "test"} if decode == "cache" else held) | ({"train"} if is_train else set())
+    assert evaluated.stored == {**trained.stored, "train": None}
+
+
 def test_files_are_read_once_until_one_changes(root, tmp_path, monkeypatch):
     first = made(root).fingerprint
     monkeypatch.setattr(folder, "read_all", None)

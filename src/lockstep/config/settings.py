@@ -46,13 +46,8 @@ if TYPE_CHECKING:
 # --- The name of a run, a sweep or a node ---
 
 SWEEP = "LOCKSTEP_SWEEP"
-OF_NETWORK = (
-    "mean",
-    "std",
-    "resize",
-    "crop_pct",
-    "interpolation",
-)  # keys of `data` that may be `model`: as in pretraining
+# Keys of `data` that may be `model`: as in pretraining.
+OF_NETWORK = ("mean", "std", "resize", "crop_pct", "interpolation")
 
 
 def stamp() -> str:

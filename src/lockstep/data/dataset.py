@@ -72,7 +72,7 @@ def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
 class Items:
     """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target).
 
-    With `pixels`, arguments of `to_array`, PIL images become bytes.
+    With `pixels`, arguments of `places.in_frame`, PIL images become bytes.
     """
 
     def __init__(self, dataset: Any, **pixels: Any) -> None:

@@ -1,6 +1,7 @@
 """Your own image files: a folder per class, or a CSV of paths and targets. Free of torch."""
 
 import hashlib
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -175,14 +176,17 @@ class Folder(Images):
     @cached_property
     def stored(self) -> dict[str, Frame | int | None]:
         """How each part is in the cache: as squares, as JPEGs with so many pixels on their shorter side, or not at all."""
-        squares = {part: self.frame if part == "train" else self.eval_frame for part in self.places}
-        if self.evaluates or (self.keeps_whole and self.asked != "cache"):
-            del squares["train"]
-        pixels = sum(len(self.places[part]) * frame.size**2 for part, frame in squares.items())
-        if self.asked == "workers" or (self.asked == "auto" and pixels * self.channels > CACHE_BYTES):
-            squares = {}
         side = round(self.presize * max(self.frame.size, self.eval_frame.size)) if self.presize else None
-        return {**dict.fromkeys(self.places, side), **({"train": None} if self.evaluates else {}), **squares}
+        forms: dict[str, Frame | int | None] = dict.fromkeys(self.places, side)
+        room = 0 if self.asked == "workers" else CACHE_BYTES if self.asked == "auto" else math.inf
+        for part in reversed(self.places):  # train is last, so an evaluation decides alike without it
+            frame = self.frame if part == "train" else self.eval_frame
+            room -= len(self.places[part]) * self.channels * frame.size**2
+            if part == "train" and self.evaluates:
+                forms[part] = None
+            elif room >= 0 and not (part == "train" and self.keeps_whole and self.asked == "auto"):
+                forms[part] = frame
+        return forms
 
     @cached_property
     def keys(self) -> dict[str, str]:
@@ -265,7 +269,8 @@ class Folder(Images):
             for part, form in self.stored.items()
             if isinstance(form, Frame)
         }
-        others, side = [part for part in self.places if part not in squares], self.stored["train"]
+        others = [part for part in self.places if part not in squares and not (part == "train" and self.evaluates)]
+        side = self.stored["train"]
         keep = partial(smaller, side=side, channels=self.channels) if isinstance(side, int) else unchanged
         files = (self.listing.base / self.listing.paths[place] for place in self.places["train"])
         per_s, stored = tried(files, keep, **self.decoding)

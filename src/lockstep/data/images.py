@@ -62,7 +62,7 @@ def decoded_all(files: Sequence[Any], **pixels: Any) -> Any:
 
 
 def decoded_as(samples: Any, **pixels: Any) -> Any:
-    """The samples with other arguments of `to_array`; themselves, if they are not decoded as they are read."""
+    """The samples with other arguments of `decoded`; themselves, if they are not decoded as they are read."""
     if not getattr(samples, "decoding", None):
         return samples
     samples = copy.copy(samples)
@@ -306,7 +306,7 @@ class Images(DataSet):
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How images are decoded: arguments of `to_array`."""
+        """How images are decoded: arguments of `decoded`."""
         return {"channels": self.channels, "frame": self.frame}
 
     def read(self, path: Path) -> dict[str, Any]:
