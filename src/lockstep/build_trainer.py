@@ -98,7 +98,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     """
     cfg, folder, own_loaders = settings.cfg, settings.folder, work.engine_data is None
     if cfg.resume:
-        outline(Path(cfg.resume)).require_position(*work.position, *(() if own_loaders else (DATA,)))
+        outline(Path(cfg.resume)).require_position(*work.position, "divided" if own_loaders else DATA)
     config, data_info = to_plain(cfg), work.facts
     shared = {
         "is the run": cfg.run,

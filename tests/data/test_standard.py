@@ -2,13 +2,17 @@
 
 import random
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,8 +28,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.data.sampler import permute
-from lockstep.data.standard import Division, LeftAlone, StandardLoader, StreamLoader, around, content
+from lockstep.data.global_batches import Digest
+from lockstep.data.keyed import Apart
+from lockstep.data.sampler import key_of, permute
+from lockstep.data.standard import Division, StandardLoader
+from lockstep.data.streams import LeftAlone, StreamLoader, around
 from lockstep.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
@@ -210,7 +217,7 @@ class Process:
         """Weight and rows of each micro-batch, as the Trainer takes them."""
         found, self.done = [], done
         for batch in self.loader:
-            found.append((self.loader.weights[self.done], rows(batch)))
+            found.append((self.loader.told[self.done][0], rows(batch)))
             self.done += 1
         return found
 
@@ -264,8 +271,24 @@ def test_weights_are_those_of_the_mean_over_the_global_batch(name):
             assert max(samples) - min(samples) <= 1
             for weight, share in shares:
                 assert weight == (pytest.approx(len(share) * parts / sum(samples)) if weight else 0)
-                assert len(share) == 1 or weight
+                assert len(share) <= 2 or weight
             assert ranks[0][step][0] > 0  # rank 0, which logs, has a sample
+
+
+@pytest.mark.parametrize(("batch", "samples", "world", "found"), [
+    (6, 7, 2, [1, 0]),  # one sample is all there is
+    (6, 9, 3, [3, 0, 0]),  # batch norm refuses a single sample, and 6 samples are 2 for each process
+    (6, 10, 3, [2, 2, 0]),
+    (3, 5, 3, [1, 1, 0]),  # here it never has more
+])  # fmt: skip
+def test_a_smaller_last_batch_is_not_cut_into_shares_of_one_sample(batch, samples, world, found):
+    ranks = [
+        Process(DataLoader(Plain(samples), batch_size=batch), rank, world, 1).epoch_from() for rank in range(world)
+    ]
+    assert [len(share) if weight else 0 for weight, share in (each[-1] for each in ranks)] == found
+    assert {len(share) for weight, share in (each[-1] for each in ranks) if not weight} <= {
+        min(2, batch // world, samples % batch)
+    }
 
 
 def indices(batches: list[list[tuple[float, ...]]]) -> list[int]:
@@ -324,13 +347,28 @@ class Position:
     done = 0
 
 
-def combined(mode: str, done: int) -> Iterator[list]:
+class Unmeasured(Sampler):
+    """20 samples, but it does not say so."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(23)[:20].tolist())
+
+
+SECOND: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(Draws(23), batch_size=8, shuffle=True),
+    "without a length": lambda: DataLoader(Draws(23), batch_size=8, sampler=Unmeasured()),
+    "a stream": lambda: DataLoader(Stream(), batch_size=8),
+    "left alone": lambda: [[(float(i), 0.0)] for i in range(3)],
+}
+
+
+def combined(mode: str, second: str, done: int) -> Iterator[list]:
     """Two loaders of 4 and 3 batches, as the Trainer takes turns with them: lists of indices, or None."""
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
     place = Position()
     place.done = done
-    givens = [DataLoader(Draws(23), batch_size=6, shuffle=True), DataLoader(Draws(23), batch_size=8, shuffle=True)]
+    givens = [DataLoader(Draws(23), batch_size=6, shuffle=True), SECOND[second]()]
     numbers: dict[int, int] = {}
     division = Division(seed=SEED, position=lambda: (EPOCH, place.done), number=lambda loader: numbers[id(loader)])
     loaders = [around(given, division) for given in givens]
@@ -341,17 +379,29 @@ def combined(mode: str, done: int) -> Iterator[list]:
         place.done += 1
 
 
+@pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize(("mode", "count"), [("min_size", 3), ("max_size", 4), ("max_size_cycle", 4)])
-def test_loaders_that_train_together_continue_where_they_were(mode, count):
-    whole = [*combined(mode, 0)]
+def test_loaders_that_train_together_continue_where_they_were(mode, count, second):
+    whole = [*combined(mode, second, 0)]
     assert len(whole) == count
     for done in range(count):
-        assert [*combined(mode, done)][: count - done] == whole[done:]
-    first, second = zip(*whole, strict=True)
-    assert indices(first[:3])[:18] != indices(second[:3])[:18]
-    assert (second[-1] is None) is (mode == "max_size")
-    if mode == "max_size_cycle":  # another order and other random numbers
-        assert not {*second[3]} & {row for batch in second[:3] for row in batch}
+        assert [*combined(mode, second, done)][: count - done] == whole[done:]
+    first, other = zip(*whole, strict=True)
+    assert indices(first[:3])[:18] != indices(other[:3])[:18]
+    assert (other[-1] is None) is (mode == "max_size")
+    if mode == "max_size_cycle" and second != "left alone":  # another order and other random numbers
+        assert not {*other[3]} & {row for batch in other[:3] for row in batch}
+
+
+@pytest.mark.parametrize("name", ["shuffled", "own sampler, lazy", "workers"])
+def test_one_process_may_look_at_its_batches(name):
+    """Without the others, and nothing changes."""
+    whole = Process(LOADERS[name](), 0, 2, 2).epoch_from()
+    process = Process(LOADERS[name](), 0, 2, 2, agree=lambda _: pytest.fail("the others do not answer"))
+    for weight, share in whole:
+        assert rows(next(iter(process.loader))) == share
+        assert process.loader.told[process.done][0] == weight
+        process.done += 1
 
 
 def test_a_sampler_without_an_end():
@@ -360,7 +410,7 @@ def test_a_sampler_without_an_end():
     for trains in (True, False):
         with pytest.raises(TypeError):
             len(Process(loader(), 0, 2, 1, trains=trains).loader)
-    first = [[(each.loader.weights[i], rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
+    first = [[(each.loader.told[i][0], rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
     single = Process(loader(), 0, 1, 1)
     batches = [rows(batch) for _, batch in zip(range(9), single.loader)]  # noqa: B905
     assert joined(first, 1, True) == batches
@@ -385,6 +435,19 @@ def test_an_evaluation_of_too_few_samples_is_refused():
     told = r"2 samples of an evaluation cannot be divided among 3 processes\. Set trainer\.devices=2"
     with pytest.raises(UserError, match=told):
         len(Process(DataLoader(Plain(2)), 0, 3, 1, trains=False).loader)
+
+
+def test_samples_of_an_evaluation_that_cannot_be_one_batch_are_found_before_it():
+    """Shapes differ, so batches have one sample, and of three samples two processes cannot compute as many batches."""
+    sizes = lambda count: DataLoader([torch.zeros(size + 1) for size in range(count)])  # noqa: E731
+    ranks = [Process(sizes(4), rank, 2, 1, trains=False).loader for rank in (0, 1)]
+    assert [[batch.shape[1] for batch in rank] for rank in ranks] == [[1, 3], [2, 4]]
+    with pytest.raises(UserError, match=r"the last 3 samples of an evaluation must be one batch, .*Let it pad"):
+        Process(sizes(5), 0, 2, 1, trains=False)
+    padding = DataLoader(
+        [torch.zeros(size + 1) for size in range(5)], collate_fn=partial(pad_sequence, batch_first=True)
+    )
+    assert [batch.shape[1] for batch in Process(padding, 0, 2, 1, trains=False).loader] == [1, 4]
 
 
 # --- What is the user's, and what is refused ---
@@ -436,31 +499,73 @@ def test_the_first_lines_say_how_a_batch_is_divided():
     assert title("shuffled", 2, 2) == "batch 6 = 2 x 1 or 2 x 2 accumulated"
     assert title("no batch size", 2, 1) == "batch 1 = 2 x 0 or 1"
     assert title("own batch sampler", 2, 1) == "batches of Ragged, divided by 2"
-    notes = {name: Process(LOADERS[name](), 0, 1, 1).loader.note for name in LOADERS}
-    assert {name for name, note in notes.items() if note} == {"padding"}
+    notes = {name: Process(LOADERS[name](), 0, 1, 1).loader.notes for name in LOADERS}
+    assert [name for name in notes if notes[name]] == ["padding"]
+    (told,) = Process(LOADERS["no batch size"](), 0, 2, 2).loader.notes
+    assert (
+        told
+        == "batch_size=1 is the global batch, and a step has 4 micro-batches: 3 of them are empty. Set it to 4 or more"
+    )
 
 
-def test_a_sampler_that_depends_on_the_process_is_refused_in_all_of_them():
-    """`agree` is what the strategy asks the other processes."""
-    told: list[str] = []
-    loader = lambda rank: DataLoader(Draws(), batch_size=6, sampler=[*range(rank, 23, 2)])  # noqa: E731
-    Process(loader(0), 0, 2, 1, agree=lambda text: told.append(text) or True).epoch_from()
-    assert len(told) == 2  # the order, and its end
-    Process(loader(0), 1, 2, 1, agree=lambda text: text == told.pop(0)).epoch_from()
+def digests(given: DataLoader, rank: int = 0) -> list[str]:
+    """Of the micro-batches of one of two processes."""
+    process = Process(given, rank, 2, 1)
+    found = []
+    for _ in process.loader:
+        found.append(process.loader.told[process.done][1])
+        process.done += 1
+    return found
+
+
+def test_a_sampler_that_depends_on_the_process_has_another_digest_from_the_first_difference_on():
+    """What strategies compare: see tests/training/test_custom_module.py."""
+    loader = lambda sampler: DataLoader(Draws(), batch_size=2, sampler=sampler)  # noqa: E731
+    same = [digests(loader([*range(8)]), rank) for rank in (0, 1)]
+    assert same[0] == same[1] and len({*same[0]}) == 3  # asked for 1, 2, 4 and 8 samples
+    other = digests(loader([0, 1, 2, 3, 4, 7, 6, 5]))
+    assert [mine == theirs for mine, theirs in zip(same[0], other, strict=True)] == [True, False, False, False]
+    assert not {*digests(loader([*range(1, 9)]))} & {*same[0]}
+    shuffled = lambda count: DataLoader(Plain(count), batch_size=6, shuffle=True)  # noqa: E731
+    assert digests(shuffled(12)) == digests(shuffled(12), 1) != digests(shuffled(11))
+
+
+def test_an_evaluation_whose_sampler_depends_on_the_process_is_refused_before_it():
     with pytest.raises(UserError, match="list gives other samples in each process"):
-        Process(loader(1), 1, 2, 1, agree=lambda text: text == str([*range(0, 23, 2)])).epoch_from()
+        Process(DataLoader(Plain(), sampler=[1, 2, 3]), 1, 2, 1, trains=False, agree=lambda _: False)
+
+
+def test_a_sampler_is_not_asked_much_earlier_than_it_must():
+    asked: list[int] = []
+
+    class Asked(Sampler):
+        def __iter__(self) -> Iterator[int]:
+            for number in range(10_000):
+                asked.append(number)
+                yield number
+
+        def __len__(self) -> int:
+            return 10_000
+
+    batches = iter(Process(DataLoader(range(10_000), batch_size=4, sampler=Asked()), 0, 2, 1).loader)
+    for number in range(1, 2000):
+        next(batches)
+        assert 4 * number <= len(asked) <= min(8 * number, 4 * number + 1024)
 
 
 # --- What is left alone ---
 
 
 class Stream(IterableDataset):
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+    """Knows how often it was begun; another rank may read other samples from one on."""
+
+    def __init__(self, differs_from: int = 23, count: int = 23) -> None:
+        self.differs_from, self.count, self.begun = differs_from, count, 0
 
     def __iter__(self) -> Iterator[Row]:
-        for index in range(23):
-            yield index, random.random() + self.rank
+        self.begun += 1
+        for index in range(self.count):
+            yield index, random.random() + (index >= self.differs_from) + self.begun / 1000
 
 
 class Iterates(DataLoader):
@@ -486,25 +591,36 @@ class Stateful(Iterates):
 @pytest.mark.parametrize(("given", "why"), [
     (lambda: Iterates(Plain(), batch_size=2), "Iterates has an __iter__ of its own"),
     (lambda: DataLoader(Draws(), batch_size=None, shuffle=True), "DataLoader has batch_size=None"),
-    (lambda: [random.Random(3), 4, 5], "list is no DataLoader"),
+    (lambda: ["a", 4, 5], "list is no DataLoader"),
 ])  # fmt: skip
 def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each_process(given, why):
     def some(rank: int, done: int, epoch: int = EPOCH) -> list[Any]:
         division = Division(seed=SEED, rank=rank, world=2, position=lambda: (epoch, done))
         loader = around(given(), division)
         assert isinstance(loader, LeftAlone)
-        assert loader.note == f"{why}: each process reads all of it, and a resumed run reads again what it had read"
+        assert loader.notes == [f"{why}: its batches are not divided, and a resumed run reads again what it had read"]
         random.seed(rank), torch.manual_seed(rank)
         found = []
         for _, batch in zip(range(3 - done), loader):  # noqa: B905
-            found.append(repr(batch.getstate() if isinstance(batch, random.Random) else batch))
+            found.append(repr(batch))
             random.random(), torch.rand(())  # as a step may
+        assert (loader.title, loader.alike, loader.is_divided) == (
+            "each process computes the same batches",
+            True,
+            False,
+        )
         return found
 
     whole = some(0, 0)
     assert some(1, 0) == whole
     assert some(1, 2) == whole[2:]
     assert (some(0, 0, EPOCH + 1) == whole) is (why.startswith("list"))
+
+
+def test_what_cannot_be_taken_apart_and_differs_by_process():
+    loader = around([3, 4], Division(seed=SEED, world=2, accumulate=2, agree=lambda _: False))
+    assert [*loader] == [3, 4]
+    assert (loader.title, loader.alike) == ("each process has its own batches x 2 accumulated", False)
 
 
 def test_a_loader_that_saves_its_position_continues_from_there():
@@ -515,7 +631,17 @@ def test_a_loader_that_saves_its_position_continues_from_there():
         len(around(DataLoader(Stream()), Division(seed=SEED)))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True}, {"collate_fn": pads}])
+STREAMS = [
+    {},
+    {"num_workers": 1, "persistent_workers": True},
+    {"num_workers": 2},
+    {"drop_last": True},
+    {"collate_fn": pads},
+    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("options", STREAMS)
 def test_a_stream_is_divided_as_other_data_is(options):
     def some(world: int, accumulate: int, done: int = 0, **more: Any) -> list[list[tuple[float, ...]]]:
         given = [DataLoader(Stream(), batch_size=6, **options) for _ in range(world)]
@@ -533,21 +659,90 @@ def test_a_stream_is_divided_as_other_data_is(options):
     assert [row for batch in evaluated for row in batch] == [row for batch in some(1, 1, trains=False) for row in batch]
 
 
-def test_a_stream_that_divides_itself_is_not_divided_again():
-    told: list[str] = []
-    Process(DataLoader(Stream(0), batch_size=6), 0, 2, 1, agree=lambda text: told.append(text) or True).epoch_from()
-    other = Process(DataLoader(Stream(1), batch_size=6), 1, 2, 2, agree=lambda text: text == told[0])
-    assert [(weight, len(share)) for weight, share in other.epoch_from()] == [(1, 6), (1, 6), (1, 6), (1, 5)]
-    assert [len(share) for _, share in other.epoch_from(3)] == [5]
-    same = Process(DataLoader(Stream(0), batch_size=6), 1, 2, 2, agree=lambda text: text == told[0])
-    assert len(same.epoch_from()) == 8
+def test_a_worker_of_a_stream_that_stays_reads_the_next_epoch():
+    """Its dataset stays too."""
+    process = Process(DataLoader(Stream(), batch_size=6, num_workers=1, persistent_workers=True), 1, 2, 1)
+    for epoch in range(3):
+        process.epoch = epoch
+        found = [row for _, share in process.epoch_from() for row in share]
+        with Apart(int(key_of("order", SEED, epoch)[0])):
+            numbers = [random.random() for _ in range(23)]
+        assert [round(1000 * (number - numbers[int(index)])) for index, number in found] == [epoch + 1] * len(found)
+    process.loader.close()
 
 
-def test_what_a_stream_gives_is_told_apart_by_its_content():
-    image = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
-    samples = lambda change: [{"a": torch.arange(3) + change, "b": (image, "text", None, object())}]  # noqa: E731
-    assert content(samples(0)) == content(samples(0)) != content(samples(1))
-    assert content([image]) != content([image + 1])
+class Ranks:
+    """What processes that take turns agree on: the first one's texts count."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def agree(self, rank: int, text: str, asked: list[int]) -> bool:
+        asked.append(1)
+        if rank == 0:
+            self.texts.append(text)
+        return self.texts[len(asked) - 1] == text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_divides_itself_is_not_divided_again(workers):
+    ranks = Ranks()
+
+    def some(rank: int, stream: Stream, done: int = 0) -> Process:
+        agree = partial(ranks.agree, rank, asked=[])
+        process = Process(DataLoader(stream, batch_size=6, num_workers=workers), rank, 2, 2, agree=agree)
+        process.found = process.epoch_from(done)
+        return process
+
+    some(0, Stream())
+    other = some(1, Stream(differs_from=0))
+    assert [(weight, len(share)) for weight, share in other.found] == [(1, 6), (1, 6), (1, 6), (1, 5)]
+    assert not other.loader.is_divided and other.loader.title == "each process has its own batches x 2 accumulated"
+    assert other.loader.notes == [
+        "Stream is a stream of other samples in each process: its batches are not divided, and a resumed run reads again what it had read"
+    ]
+    assert [len(share) for _, share in some(1, Stream(differs_from=0), 3).found] == [5]
+    same = some(1, Stream())
+    assert len(same.found) == 8 and same.loader.is_divided
+    late = some(1, Stream(differs_from=8))  # which strategies find
+    assert late.loader.is_divided and len(late.found) == 8
+
+
+def test_a_stream_that_differs_later_has_another_digest():
+    first, same, late = (digests(DataLoader(Stream(begin), batch_size=6)) for begin in (23, 23, 8))
+    assert first == same
+    assert [mine == theirs for mine, theirs in zip(first, late, strict=True)] == [True, False, False, False]
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("form", [
+    lambda x: torch.arange(3) + x,
+    lambda x: torch.ones(2, 2).bfloat16() * x,
+    lambda x: torch.tensor(bool(x - 1)),
+    lambda x: np.arange(12, dtype=np.uint8).reshape(2, 2, 3) + x,
+    lambda x: "text" + str(x),
+    lambda x: {"a": [None, (x, 2.0)]},
+    lambda x: Holder({"tensor": torch.tensor([x, 3 - x])}),  # with the same sum
+    lambda x: Image.new("L", (2, 2), x),
+    lambda x: datetime(2020, 1, x, tzinfo=UTC),
+    lambda x: PurePath("a", str(x)),
+])  # fmt: skip
+def test_a_digest_follows_from_content(form):
+    of = lambda value: Digest().add(value, "x")  # noqa: E731
+    assert of(form(1)) == of(form(1)) != of(form(2))
+    one, two = form(1), form(1)
+    assert of([one, one]) == of([one, two]) != of([one])
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(
+        UserError, match=r"Stream gives objects that cannot be compared between processes .*strategy=single"
+    ):
+        Digest().add([lambda: 1], "Stream")
 
 
 def test_seeds_of_workers_follow_the_run_and_the_epoch():

@@ -1,6 +1,5 @@
 """Hooks around a user's LightningModule: its batch norms and its schedulers."""
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,9 +8,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.compat.lightning import begin_loaders_anew
+from lockstep.data.standard import standard
 from lockstep.errors import UserError
 from lockstep.strategies.batch_norm import synchronise
-from lockstep.training.arithmetic import steps_done, total_steps
+from lockstep.training.arithmetic import total_steps
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +41,8 @@ class CustomModule(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if steps_done(trainer) and math.isinf(trainer.num_training_batches):
+        loaders = standard(trainer.train_dataloader)
+        if any(loader.began not in (None, loader.division.position()) for loader in loaders):
             begin_loaders_anew(trainer)
         if self.log_interval:
             trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
@@ -50,6 +51,8 @@ class CustomModule(Callback):
         self.due = {}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.own_loaders:
+            checkpoint["divided"] = True  # in earlier versions `batch_size` was that of each process
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -290,7 +290,7 @@ class Throughput(Callback):
     is no other."""
 
     def __init__(self) -> None:
-        self.unit = "samples"
+        self.unit, self.processes = "samples", 1  # that compute samples of their own
         self.windows: list[tuple[int, float, float]] = []  # samples, seconds, seconds spent waiting for data
         self.waited_s = 0.0
         self.first_step_s: float | None = None  # includes compiling
@@ -299,6 +299,8 @@ class Throughput(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.unit = unit_of(trainer)
+        alike = any(loader.alike for loader in standard(trainer.train_dataloader))
+        self.processes = 1 if alike else trainer.world_size
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.began_s is None:
@@ -307,7 +309,7 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.samples += size_of(batch) * trainer.world_size
+        self.samples += size_of(batch) * self.processes
         if self.first_step_s is None and self.began_s is not None:
             finish(trainer)  # SYNC: once a run
             self.first_step_s = time.perf_counter() - self.began_s

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.weights import load_into, omit_hyperparameters, refused, sharded_like
 from lockstep.data.loaders import ResumableLoader
-from lockstep.data.standard import Brought, Division, around, standard
+from lockstep.data.standard import Brought, Division, standard
+from lockstep.data.streams import around
 from lockstep.errors import NotLoadable, UserError
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.losses import float32
@@ -100,6 +101,9 @@ def own_copy(value: Any, own: Tensor) -> Any:
     return torch.empty_like(own, dtype=value.dtype, device=value.device).copy_(value)
 
 
+COMPARED = 100  # micro-batches from one comparison of what processes read to the next; early in an epoch they are more frequent
+
+
 class DividedBatches(Strategy):
     """Gives each process its share of the batches of any loader."""
 
@@ -133,19 +137,31 @@ class DividedBatches(Strategy):
         digest = hashlib.sha256(text.encode()).hexdigest()
         return self.reduce_boolean_decision(self.broadcast(digest) == digest)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Now and then, processes compare what their loaders have given. Not in the loader, which one of them may ask alone."""
+        number = self.micro_batch
+        if number & (number - 1) == 0 or number % COMPARED == 0:
+            for loader in self.loaders_of(number):
+                loader.require_agreement(loader.told[number][1])
+        return super().training_step(*args, **kwargs)
+
+    @property
+    def micro_batch(self) -> int:
+        """The number of the current one in the epoch."""
+        return self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+
+    def loaders_of(self, number: int) -> list[Brought]:
+        """Those of users that gave a micro-batch."""
+        if self.training_loaders is None:
+            self.training_loaders = standard(self.lightning_module.trainer.train_dataloader)
+        return [loader for loader in self.training_loaders if number in loader.told]
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Gradients are averaged over processes and micro-batches, whose shares of the global batch may differ."""
-        weight = self.weight()
+        number = self.micro_batch
+        weights = [loader.told[number][0] for loader in self.loaders_of(number)]
+        weight = sum(weights) / len(weights) if weights else 1.0  # of several loaders the mean
         return super().backward(closure_loss if weight == 1 else closure_loss * weight, optimizer, *args, **kwargs)
-
-    def weight(self) -> float:
-        """Of the current micro-batch. Of several loaders the mean."""
-        trainer = self.lightning_module.trainer
-        if self.training_loaders is None:
-            self.training_loaders = standard(trainer.train_dataloader)
-        number = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
-        found = [loader.weights[number] for loader in self.training_loaders if number in loader.weights]
-        return sum(found) / len(found) if found else 1.0
 
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer

@@ -91,7 +91,7 @@ class Workload:
         resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
         batches = "the same batches, " if all(loader.is_divided for loader in self.loaders) else ""
         promised = f"task: {self.title}'s own steps: {batches}{resume} and one-format checkpoints hold; {own}"
-        return [promised, *(f"data: {loader.note}" for loader in self.loaders if loader.note)]
+        return [promised, *(f"data: {note}" for loader in self.loaders for note in loader.notes)]
 
     def evaluates(self, step: str, loader: str) -> bool:
         """Whether there is both a step and a dataloader for it."""
