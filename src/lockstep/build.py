@@ -267,7 +267,7 @@ def fit(settings: Settings, trainer: pl.Trainer, work: Workload) -> str | None:
     """
     try:
         with oom_advice(settings, trainer, work):
-            trainer.fit(work.module, work.data, ckpt_path=settings.cfg.resume, weights_only=True)
+            trainer.fit(work.module, datamodule=work.attached, ckpt_path=settings.cfg.resume, weights_only=True)
     except REFUSALS as e:
         began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if began or isinstance(e, UserError) or of_users_code(e):
@@ -301,7 +301,7 @@ def evaluate(
     def run_and_collect(work: Workload) -> dict[str, float]:
         trainer = evaluator(settings, work)
         with oom_advice(settings, trainer, work):
-            by_loader = getattr(trainer, run)(work.module, data, verbose=False, weights_only=True)
+            by_loader = getattr(trainer, run)(work.module, datamodule=work.attached, verbose=False, weights_only=True)
         metrics = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
         return {name: int(value) if name.endswith("/count") else value for name, value in metrics.items()}
 

@@ -4,6 +4,7 @@ import random
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -239,7 +240,7 @@ class Manual(Smooth):
 class Pair(Uneven):
     """Two loaders at once, of which the second is the shorter one. Their shares are equal."""
 
-    count = 50
+    count = 52
 
     def train_dataloader(self):
         return [super().train_dataloader(), DataLoader(self.images(24), batch_size=12, shuffle=True)]
@@ -248,6 +249,60 @@ class Pair(Uneven):
 class Both(Smooth):
     def training_step(self, batch, batch_idx):
         return self.loss(batch[0]) + self.loss(batch[1])
+
+
+class Whole(Smooth):
+    """With dataloaders of its own."""
+
+    def train_dataloader(self):
+        return Uneven().train_dataloader()
+
+    def val_dataloader(self):
+        return Uneven().val_dataloader()
+
+
+class Boring(BoringModel):
+    """Of Lightning's demos: loaders of its own, whose batches have one sample."""
+
+
+class LateByRank(Data):
+    """Whose rank is seen in the third batch."""
+
+    def train_dataloader(self):
+        order = [*range(24), *range(24 + self.trainer.global_rank, 48)]
+        return DataLoader(self.images(48), batch_size=12, sampler=order)
+
+
+class StreamByRank(Data):
+    """Whose samples are seen to be others in each process before the first step."""
+
+    def train_dataloader(self):
+        return DataLoader(Sharded(self.trainer), batch_size=12)
+
+
+class Sharded(Random):
+    def __init__(self, trainer):
+        super().__init__()
+        self.trainer = trainer
+
+    def __iter__(self):
+        rank = self.trainer.global_rank
+        return (each for number, each in enumerate(super().__iter__()) if number % self.trainer.world_size == rank)
+
+
+class Finished:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+class Alike(Data):
+    """Batches that cannot be taken apart."""
+
+    def train_dataloader(self):
+        return Finished(super().train_dataloader())
 
 
 class TwoTests(Data):

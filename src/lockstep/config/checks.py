@@ -12,6 +12,7 @@ from lockstep.config.instantiate import (
     ENGINE_DATA,
     SPECIAL,
     data_set_problems,
+    not_its_own,
     not_taken,
     problems,
     to_plain,
@@ -147,6 +148,10 @@ def data(settings: Settings) -> Iterator[str]:
         if not is_shipped(node):
             yield from wrong_values(settings.cfg, [f"data.{key}" for key in ENGINE_DATA])
         return
+    left = not_its_own(node)
+    if len(left) > 2:
+        yield f"data._target_={node['_target_']} is a LightningDataModule, and takes no {', '.join(left)}. Set data=none, which has no keys, and add its own ones."
+        node = {key: value for key, value in node.items() if key not in left}
     yield from problems(node, "data")
     own = f"divides Lockstep's batches, but data={settings.title('data')} makes its own"
     yield from settings.excluded({"exact.logical_ranks": (None, f"{own}. Remove it")})

@@ -94,6 +94,14 @@ def data_set_node(node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}
 
 
+def not_its_own(node: Mapping[str, Any]) -> list[str]:
+    """Keys of Lockstep's data sets that a class does not take."""
+    named = parameters(node["_target_"])
+    if named is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
+        return []
+    return [key for key in ENGINE_DATA if key in node and key not in named]
+
+
 def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
     """Problems of the node of a data set: its class, the checks of the class itself, and its keys."""
     if wrong := list(target_problems({"data": node})):

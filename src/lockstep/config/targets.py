@@ -40,7 +40,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "lockstep.data.dataset.Arrays": (),
     "lockstep.augment.operation.Operation": (),
     "lightning.pytorch.core.module.LightningModule": (),
-    "lightning.pytorch.core.datamodule.LightningDataModule": (),
+    "lightning.pytorch.core.datamodule.LightningDataModule": ("lightning.pytorch.core.datamodule.",),
     "lightning.pytorch.callbacks.callback.Callback": ("lightning.pytorch.callbacks.",),
     "lightning.pytorch.loggers.logger.Logger": ("lightning.pytorch.loggers.",),
     "lightning.pytorch.strategies.strategy.Strategy": ("lightning.pytorch.strategies.",),

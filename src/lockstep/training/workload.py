@@ -62,6 +62,8 @@ class Workload:
         self.module, self.data = module, data
         self.title = type(module).__name__  # of the class that decides what is logged
         self.engine_data = data if isinstance(data, DataModule) else None  # None: the data has its own dataloaders
+        # what Lightning gets; without, it takes the module's dataloaders (data=none)
+        self.attached = None if type(data) is pl.LightningDataModule else data
         self.arithmetic = StepArithmetic()
 
     @property
@@ -95,7 +97,10 @@ class Workload:
 
     def evaluates(self, step: str, loader: str) -> bool:
         """Whether there is both a step and a dataloader for it."""
-        return is_overridden(f"{step}_step", self.module) and is_overridden(f"{loader}_dataloader", self.data)
+        return is_overridden(f"{step}_step", self.module) and self.provides(f"{loader}_dataloader")
+
+    def provides(self, hook: str) -> bool:
+        return is_overridden(hook, self.attached or self.module)
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         """`panels` gets those of the next test, if it has any."""
@@ -127,9 +132,11 @@ class Workload:
 
     def problems(self, data_title: str, monitor: str | None) -> Iterator[str]:
         """What the module and the data define but would be ignored."""
-        hooks = ("train_dataloader", "val_dataloader", "test_dataloader")
-        if loaders := [hook for hook in hooks if is_overridden(hook, self.module)]:
-            yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Move it into a LightningDataModule and name that with data._target_."
+        hooks = [f"{part}_dataloader" for part in ("train", "val", "test")]
+        if self.attached and (loaders := [hook for hook in hooks if is_overridden(hook, self.module)]):
+            yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Remove it, or set data=none to use the module's."
+        if not any(map(self.provides, hooks)):
+            yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=none data._target_=<your LightningDataModule>."
         if monitor and not self.evaluates("validation", "val"):
             yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Set task.monitor=null."
 
