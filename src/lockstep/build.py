@@ -302,7 +302,8 @@ def evaluate(
         trainer = evaluator(settings, work)
         with oom_advice(settings, trainer, work):
             by_loader = getattr(trainer, run)(work.module, datamodule=work.attached, verbose=False, weights_only=True)
-        metrics = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
+        found = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
+        metrics = work.marked(found)
         return {name: int(value) if name.endswith("/count") else value for name, value in metrics.items()}
 
     metrics = run_and_collect(work)

@@ -78,7 +78,8 @@ def custom_module_callbacks(settings: Settings, work: Workload) -> list[pl.Callb
     trainer = settings.cfg.trainer
     return [
         CustomModule(
-            own_loaders=work.engine_data is None,
+            work=work,
+            monitor=settings.cfg.checkpoint.monitor,
             sync_batchnorm=trainer.sync_batchnorm,
             log_interval=log_interval if trainer.log_every_n_steps == "auto" else None,
         )

@@ -261,6 +261,21 @@ class Whole(Smooth):
         return Uneven().val_dataloader()
 
 
+class OfRank0(Whole):
+    """Two values of its own loss are of all processes."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("valid_loss", self.loss(batch))
+        self.log("valid_all", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+        self.log("test_all", self.loss(batch), sync_dist=True)
+
+    def test_dataloader(self):
+        return Uneven().val_dataloader()
+
+
 class Boring(BoringModel):
     """Of Lightning's demos: loaders of its own, whose batches have one sample."""
 

@@ -17,6 +17,7 @@ from lockstep.config.settings import Settings
 from lockstep.errors import NotSaved, OutOfMemory, RunFailed, TrainingFailed, UserError
 from lockstep.extras.export import export
 from lockstep.training import dropout
+from lockstep.training.workload import headline
 
 TEMPLATE = """defaults: [lightning_module]
 _target_: odd.Template
@@ -281,6 +282,23 @@ def test_the_first_lines_say_what_processes_get(train, forked, data, title, note
     log = Path(f"runs/told-{data}/train.log").read_text()
     assert report["train/steps"] == steps
     assert f" · {title} · " in log and f"data: {note}" in log
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*sync_dist=True")
+def test_values_of_one_process_are_marked_and_no_run_is_judged_by_them(train, forked, capfd):
+    options = ["data=none", "trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
+    report = train("OfRank0", "run=rank-0", *options, "task.monitor=valid_all", *TWO)
+    assert {"test_loss (rank 0 only)", "test_all", "valid_loss (rank 0 only)", "valid_all"} <= report.keys()
+    assert not {"test_loss", "valid_loss"} & report.keys()
+    assert headline({**report, "monitor": "valid_loss"})[0] == "test_all"
+    told = "".join(capfd.readouterr())
+    assert told.count("of rank 0 alone: valid_loss; ") == told.count("of rank 0 alone: test_loss; ") == 1
+    with pytest.raises(RunFailed, match="exit code 2"):
+        train("OfRank0", "run=monitors-rank-0", *options, "task.monitor=valid_loss", *TWO)
+    assert "checkpoint.monitor=valid_loss differs between the 2 processes" in capfd.readouterr().err
+    single = train("OfRank0", "run=alone", *options, "task.monitor=valid_loss", *ONE)
+    assert single["test_all"] == single["test_loss"] == pytest.approx(report["test_all"], rel=1e-5)
 
 
 def test_the_smallest_module_of_lightning_trains_on_its_own_loaders(train):

@@ -5,35 +5,40 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.data.standard import standard
 from lockstep.errors import UserError
+from lockstep.reporting.console import say
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import total_steps
+from lockstep.training.workload import Workload
 
 
 @dataclass(eq=False, kw_only=True)
 class CustomModule(Callback):
     """Used in training and in evaluation."""
 
-    own_loaders: bool
+    work: Workload
     sync_batchnorm: bool
+    monitor: str | None
     # from the optimizer steps of a run to those from one row of the log to the next; None: the config sets them
     log_interval: Callable[[float], int] | None
+    before: dict[str, Any] = field(default_factory=dict)  # what was logged before an evaluation
     due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The network is left as the module made it, except its batch norms."""
         if trainer.is_global_zero:  # here the module decides how its metrics are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
-        if not self.own_loaders:  # Lockstep's datamodule calls the module's hooks
+        if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         if self.sync_batchnorm:
             synchronise(pl_module, trainer.strategy.root_device.type)
         data = trainer.datamodule  # type: ignore[attr-defined]
-        for split in () if self.own_loaders else (data.val_split, data.test_split):
+        for split in (data.val_split, data.test_split) if self.work.engine_data else ():
             if split.count < trainer.world_size:
                 raise UserError(
                     f"{split.count} samples of an evaluation cannot be divided among {trainer.world_size} processes. Set "
@@ -50,8 +55,41 @@ class CustomModule(Callback):
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = dict(trainer.callback_metrics)
+
+    on_test_start = on_validation_start
+
+    def of_one_process(self, trainer: Trainer) -> list[str]:
+        """Names of the evaluation's values that differ between the processes, which all call it. Lightning logs rank 0's."""
+        if trainer.world_size == 1:
+            return []
+        logged = trainer.callback_metrics.items()
+        own = {name: repr(float(value)) for name, value in logged if value is not self.before.get(name)}
+        values, device = trainer.strategy.broadcast(own), trainer.strategy.root_device
+        differs = [float(own.get(name) != value) for name, value in values.items()]
+        of_all = trainer.strategy.reduce(torch.tensor(differs, device=device), reduce_op="sum") if values else []
+        return [name for name, processes in zip(values, of_all, strict=True) if processes]
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        found = self.of_one_process(trainer)
+        if self.monitor in found:
+            raise UserError(
+                f"checkpoint.monitor={self.monitor} differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
+                f"self.log({self.monitor!r}, ..., sync_dist=True), or as a metric of torchmetrics."
+            )
+        self.note(found)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.note(self.of_one_process(trainer))
+
+    def note(self, found: list[str]) -> None:
+        if new := [name for name in found if name not in self.work.of_rank_0]:
+            say(f"of rank 0 alone: {', '.join(new)}; other processes have other values. Log with sync_dist=True")
+        self.work.of_rank_0 |= {*new}
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.own_loaders:
+        if not self.work.engine_data:
             checkpoint["divided"] = True  # in earlier versions `batch_size` was that of each process
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
 

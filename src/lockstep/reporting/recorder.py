@@ -169,7 +169,9 @@ class Recorder:
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
-            **validation_of(self.folder.metrics() if self.rank == 0 else (), self.checkpoint_step, monitor),
+            **work.marked(
+                validation_of(self.folder.metrics() if self.rank == 0 else (), self.checkpoint_step, monitor)
+            ),
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
 

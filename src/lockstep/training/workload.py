@@ -29,6 +29,7 @@ Columns = dict[str, Any]
 Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% interval if there is a simple one
 Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CURVES, LINES = 24, 8  # charts of what is logged besides the task's own; lines of one chart
+OF_RANK_0 = " (rank 0 only)"
 STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
@@ -38,6 +39,7 @@ def headline(report: Mapping[str, Any]) -> tuple[str, str]:
     any, how far the run has come."""
     monitor, metrics = str(report.get("monitor")), tested(report)
     plain = {name: STAGES.sub("", name).strip("/_") for name in (*metrics, monitor)}  # without the stage
+    metrics = [name for name in metrics if not name.endswith(OF_RANK_0)]
     names = [name for name in metrics if plain[name] == plain[monitor]]
     names += [*metrics, *(name for name in report if name == monitor)]
     if names:
@@ -65,6 +67,11 @@ class Workload:
         # what Lightning gets; without, it takes the module's dataloaders (data=none)
         self.attached = None if type(data) is pl.LightningDataModule else data
         self.arithmetic = StepArithmetic()
+        self.of_rank_0: set[str] = set()  # names of what was logged and is not of all processes
+
+    def marked(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The names of what is not of all processes say so."""
+        return {f"{name}{OF_RANK_0}" if name in self.of_rank_0 else name: value for name, value in metrics.items()}
 
     @property
     def facts(self) -> dict[str, Any]:
