@@ -39,7 +39,7 @@ from lockstep.augment.mixing import beta
 from lockstep.data import Folder
 from lockstep.data.dataset import Items
 from lockstep.data.images import Files
-from lockstep.data.loaders import FromWorkers, Reader
+from lockstep.data.loaders import FromWorkers, Indexed, Places, Reader
 from lockstep.data.pixels import Frame
 
 spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # seconds of the processor
@@ -237,7 +237,7 @@ class Unkeyed(Reader):
 def rate(reader: type[Reader], items: Items, workers: int) -> float:
     """Images per second."""
     order = np.random.default_rng(0).permutation(len(items)).reshape(-1, 64)
-    loader = FromWorkers(reader(items, seed=0), list(order), num_workers=workers)
+    loader = FromWorkers(Indexed(reader(items, seed=0)), sampler=Places(list(order)), num_workers=workers)
     batches = loader.batches()
     next(batches)  # workers have started
     began_s = time.perf_counter()

@@ -19,7 +19,7 @@ from torch.utils.data import StackDataset, TensorDataset, get_worker_info
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Arrays, DataSet, Items, content_of
-from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Reader
+from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Places, Reader
 from lockstep.data.sampler import EvalSampler, Split, TrainBatches
 from lockstep.errors import LostProcess, TrainingFailed, UserError
 
@@ -54,7 +54,7 @@ def test_memory_and_workers_give_the_same_batches_of_samples_in_any_form(arrays,
     monkeypatch.setattr(loaders, "AT_ONCE", at_once)
     named = {name: torch.from_numpy(array) for name, array in arrays.arrays.items()}
     forms = (arrays, TensorDataset(*named.values()), StackDataset(**named), MapStyle(arrays))
-    of_forms = [FromWorkers(Reader(form, seed=0), sampler, num_workers=0).batches() for form in forms]
+    of_forms = [FromWorkers(Indexed(Reader(form, seed=0)), sampler=Places(sampler)).batches() for form in forms]
     batches = [InMemory(arrays, device).batches(sampler), *of_forms]
     seen = 0
     for index_B, *several in zip(sampler, *batches, strict=True):
@@ -207,7 +207,11 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
 
     def batches(count: int):
         return list(
-            FromWorkers(Reader(Boxed(), seed=0), [np.array([1, 2]), np.array([3, -1])], num_workers=count).batches()
+            FromWorkers(
+                Indexed(Reader(Boxed(), seed=0)),
+                sampler=Places([np.array([1, 2]), np.array([3, -1])]),
+                num_workers=count,
+            ).batches()
         )
 
     wanted = batches(0)
@@ -243,4 +247,4 @@ def test_workers_that_cannot_be_started_say_why(monkeypatch):
 
     monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
     with pytest.raises(TrainingFailed, match=r"2 processes that load data .* Too many open files.* data.num_workers=0"):
-        list(FromWorkers(Reader({}, seed=0), [], num_workers=2).batches())
+        list(FromWorkers(Indexed(Reader({}, seed=0)), num_workers=2).batches())

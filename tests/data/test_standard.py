@@ -749,6 +749,6 @@ def test_seeds_of_workers_follow_the_run_and_the_epoch():
     def drawn(seed: int, epoch: int) -> int:
         loader = around(DataLoader(torch.arange(4)), Division(seed=seed, position=lambda: (epoch, 0)))
         next(iter(loader))
-        return loader.reader.generator.initial_seed()
+        return loader.reader.loader.generator.initial_seed()
 
     assert drawn(1, 1) == drawn(1, 1) and len({drawn(1, 0), drawn(2, 0), drawn(1, 1)}) == 3

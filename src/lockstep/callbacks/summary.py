@@ -43,6 +43,7 @@ class RunSummary(Callback):
     config: Mapping[str, Any]  # plain values, as in the checkpoint
     changes: list[str] = field(default_factory=list)
     across_processes: str | None = None
+    batch: dict[str, int | None] = field(default_factory=dict)  # what its loader says, if it is a user's
 
     def state_dict(self) -> dict[str, Any]:
         libraries = dict(each.split(" ", 1) for each in versions().split(", "))
@@ -75,9 +76,10 @@ class RunSummary(Callback):
             say(f"changed since the checkpoint: {change}")
         for line in work.promises(world, str(trainer.precision)):
             say(line)
+        self.batch = {"batch_size": work.loaders[0].size} if len(work.loaders) == 1 else {}
 
     def report_metrics(self) -> dict[str, Any]:
-        return {"across_processes": self.across_processes}
+        return {"across_processes": self.across_processes, **self.batch}
 
     def samples(self) -> str:
         """Where they come from, if the data set says so, and how many each part has, if that is known."""
@@ -142,7 +144,7 @@ class Progress(Callback):
         shown = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
         speed = f"train/{unit_of(trainer)}_per_s"
         shown += [f"{float(metrics[speed]):,.0f} {unit_of(trainer)}/s"] if speed in metrics else []
-        shown += [] if math.isnan(fraction) else [f"{fraction:.0%} waiting for data"]
+        shown.append(f"{fraction:.0%} waiting for data")
         more = metrics.keys() - {"train/loss", speed}
         names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in more)
         return " · ".join(shown + [f"{name} {float(metrics[name]):.4f}" for name in names])
@@ -252,7 +254,7 @@ class Clock(Callback):
         if self.trainer is None:
             return {}
         waited, saved = waited_s(self.trainer), getattr(self.trainer.strategy.checkpoint_io, "stalled_s", 0.0)
-        parts = {"wait": 0.0 if math.isnan(waited) else waited, "validation": self.validated_s, "saving": saved}
+        parts = {"wait": waited, "validation": self.validated_s, "saving": saved}
         parts["steps"] = max(0.0, self.trained_s - sum(parts.values()))
         return {f"time/{name}_s": seconds for name, seconds in parts.items()}
 
@@ -261,8 +263,9 @@ class Clock(Callback):
 
 
 def waited_s(trainer: Trainer) -> float:
-    """NaN if the user's own dataloaders do not measure it."""
-    return float(getattr(trainer.datamodule, "waited_s", math.nan))  # type: ignore[attr-defined]
+    """Of Lockstep's batches and those of loaders of users."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return float(getattr(data, "waited_s", 0.0) + getattr(trainer.strategy, "waited_s", 0.0))
 
 
 def unit_of(trainer: Trainer) -> str:
@@ -341,6 +344,6 @@ class Throughput(Callback):
         samples, seconds, waited = (sum(column) for column in zip(*windows, strict=True))
         return {
             f"train/{self.unit}_per_s": samples / seconds if seconds else None,
-            "train/data_wait_share": waited / seconds if seconds and not math.isnan(waited) else None,
+            "train/data_wait_share": waited / seconds if seconds else None,
             "train/first_step_s": self.first_step_s,
         }

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
 from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, classes_of, listed, targets_of
-from lockstep.data.loaders import FromWorkers, InMemory, Reader, ResumableLoader, is_numeric
+from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Places, Reader, ResumableLoader, is_numeric, timed
 from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, splits
 from lockstep.errors import UserError, raise_problems
 
@@ -224,7 +224,8 @@ class DataModule(pl.LightningDataModule):
         else:
             stay = self.num_workers > 0 and self.persistent_workers is not False
             options: dict[str, Any] = {"prefetch_factor": self.prefetch_factor, "persistent_workers": stay}
-            loaded = FromWorkers(reader, sampler, num_workers=self.num_workers, pin_memory=on_gpu, **options)
+            options |= {"num_workers": self.num_workers, "pin_memory": on_gpu}
+            loaded = FromWorkers(Indexed(reader), sampler=Places(sampler), **options)
             self.with_workers.append(loaded)
             read = loaded.batches
         return ResumableLoader(lambda: map(partial(self.labelled, part), read()), sampler)
@@ -240,16 +241,12 @@ class DataModule(pl.LightningDataModule):
         return ResumableLoader(partial(self.resumed, loader.batches, sampler), sampler)
 
     def resumed(self, batches: Callable[[], Iterator[Batch]], sampler: TrainBatches) -> Iterator[Batch]:
-        """The batches of an epoch from the Trainer's position on; counts how long training waits for them."""
+        """The batches of an epoch from the Trainer's position on."""
         sampler.start = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        left = batches()
-        while True:
-            began_s = time.perf_counter()
-            batch = next(left, None)
-            self.waited_s += time.perf_counter() - began_s
-            if batch is None:
-                return
-            yield batch
+        return timed(batches(), self.wait)
+
+    def wait(self, seconds: float) -> None:
+        self.waited_s += seconds
 
     def eval_loader(self, part: str, split: Split) -> ResumableLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size

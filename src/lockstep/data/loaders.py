@@ -4,6 +4,7 @@ import itertools
 import logging
 import pickle
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
@@ -182,28 +182,46 @@ class Places:
             yield indices_B, getattr(self.sampler, "epoch", 0)
 
 
-class Indexed(Dataset[Batch | bytes]):
-    """A torch Dataset of batches, by the indices of their samples and the epoch.
+class Packs:
+    """Passes batches from a worker with their tensors in shared memory; or pickled, for which a pipe has room, if /dev/shm has none.
 
-    A worker returns tensors in shared memory; or pickled ones, for which a pipe has room, if /dev/shm has none. torch would
-    share them in a thread of the worker, lose the batch when that fails, and wait for it for ever.
+    torch would share them in a thread of the worker, lose the batch when that fails, and wait for it for ever.
     """
 
-    def __init__(self, read: Reader) -> None:
-        self.read = read
+    def __init__(self) -> None:
         self.shares = not SHM.is_dir() or shutil.disk_usage(SHM).free >= SHARED
 
-    def __getitem__(self, place: tuple[Indices, int]) -> Batch | bytes:
-        batch = self.read(*place)
+    def packed(self, batch: Any) -> Any:
         if get_worker_info() is None:
             return batch
         if self.shares:
             try:
-                shared: Batch = apply_to_collection(batch, Tensor, Tensor.share_memory_)
-                return shared
+                for value in flat(batch):
+                    if isinstance(value, Tensor):
+                        value.share_memory_()
+                return batch
             except RuntimeError:
                 self.shares = False  # each failure leaves a name in /dev/shm
         return pickle.dumps(batch)
+
+
+class Indexed(Packs, Dataset[Any]):
+    """A torch Dataset of batches, by the arguments of what reads them."""
+
+    def __init__(self, read: Callable[..., Any]) -> None:
+        super().__init__()
+        self.read = read
+
+    @property
+    def dataset(self) -> Any:
+        return getattr(self.read, "dataset", None)
+
+    def __getitem__(self, arguments: tuple[Any, ...]) -> Any:
+        return self.packed(self.read(*arguments))
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class FromWorkers:
@@ -211,11 +229,10 @@ class FromWorkers:
 
     warned = False
 
-    def __init__(self, read: Reader, sampler: Iterable[Indices], **options: Any) -> None:
-        # The sampler yields whole batches of indices; batch_size=None passes each to the data set at once.
-        self.loader = DataLoader(Indexed(read), sampler=Places(sampler), batch_size=None, **options)  # type: ignore[arg-type]
+    def __init__(self, data: Dataset[Any], **options: Any) -> None:
+        self.loader = DataLoader(data, batch_size=None, collate_fn=as_it_is, **options)  # `data` gives whole batches
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Any]:
         try:
             batches = iter(self.loader)
         except OSError as e:
@@ -249,7 +266,7 @@ class Share(NamedTuple):
     digest: str  # of the global batches so far, to be compared by processes
 
 
-class MicroBatches(Dataset[tuple[Any, float, str]]):
+class MicroBatches:
     """Collated samples of a user's dataset.
 
     Random numbers of a sample are a function of (seed, epoch, place of the sample in the epoch), because a sampler may give a sample
@@ -260,7 +277,8 @@ class MicroBatches(Dataset[tuple[Any, float, str]]):
         self.dataset, self.collate = dataset, collate
         self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
 
-    def __getitem__(self, share: Share) -> tuple[Any, float, str]:
+    def __call__(self, share: Share) -> tuple[Any, float, str]:
+        """The batch, its weight and its digest."""
         return self.collated(self.samples(share), share), share.weight, share.digest
 
     def collated(self, samples: list[Any], share: Share) -> Any:
@@ -304,11 +322,19 @@ def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
         init(worker)
 
 
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
 # --- The loader that the Trainer gets ---
+
+
+def timed(batches: Iterator[Any], waited: Callable[[float], None]) -> Iterator[Any]:
+    """The batches; `waited` gets the seconds that each one takes."""
+    ended = object()
+    while True:
+        began_s = time.perf_counter()
+        batch = next(batches, ended)
+        waited(time.perf_counter() - began_s)
+        if batch is ended:
+            return
+        yield batch
 
 
 class ResumableLoader:

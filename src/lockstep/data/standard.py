@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep.data.global_batches import Cut, Global, Order, at_least
-from lockstep.data.loaders import MicroBatches, ResumableLoader, Share, as_it_is, begin_worker
+from lockstep.data.loaders import FromWorkers, Indexed, MicroBatches, ResumableLoader, Share, begin_worker, timed
 from lockstep.data.sampler import key_of
 from lockstep.errors import UserError
 
@@ -26,6 +26,7 @@ class Division(Cut):
     seed: int
     position: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the epoch, and how many micro-batches of it are done
     number: Callable[[Any], int] = lambda _: 0  # of a loader among those that train together
+    waited: Callable[[float], None] = lambda _: None  # gets the seconds that training waits for each batch
     agree: Callable[[str], bool] = lambda _: True  # whether all processes pass the same text; each must call it
 
     @property
@@ -51,6 +52,7 @@ class Brought(ResumableLoader):
     def __init__(self, given: Any, division: Division) -> None:
         self.given, self.division = given, division
         self.name = type(given).__name__  # of what decides about the samples
+        self.size: int | None = None  # of a global batch, if it is known
         self.notes: list[str] = []  # for the first lines of a run: what limits its promises
         self.began: tuple[int, int] | None = None  # the position of the last iteration
         self.told: dict[
@@ -87,7 +89,7 @@ class Brought(ResumableLoader):
             return  # it had ended
         turn, done_of_turn = divmod(done, length)
         items = self.items(self.division.seed_of(self, turn), epoch, done_of_turn)
-        for number, (batch, weight, digest) in enumerate(items, done):
+        for number, (batch, weight, digest) in enumerate(timed(items, self.division.waited), done):
             self.told = {number: (weight, digest)} | {n: told for n, told in self.told.items() if n == number - 1}
             yield batch
 
@@ -102,20 +104,25 @@ class Brought(ResumableLoader):
     def close(self) -> None:
         """Ends workers that stay."""
 
-    def title_of(self, size: int | None, name: str) -> str:
+    @property
+    def title(self) -> str:
         """For the first lines of a run."""
-        division = self.division
+        division, size = self.division, self.size
         accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
+        if self.alike:
+            return f"each process computes the same batches{accumulated}"
+        if not self.is_divided:
+            return f"each process has its own batches{accumulated}"
         if size is None:
-            return f"batches of {name}, divided by {division.world}{accumulated}"
+            return f"batches of {self.name}, divided by {division.world}{accumulated}"
         least, most = size // division.parts, math.ceil(size / division.parts)
         return f"batch {size} = {division.world} x {most if least == most else f'{least} or {most}'}{accumulated}"
 
-    def limits_of(self, size: int | None, collate: Any) -> Iterator[str]:
-        parts = self.division.parts
+    def limits(self) -> Iterator[str]:
+        size, parts = self.size, self.division.parts
         if size is not None and size < parts:
             yield f"batch_size={size} is the global batch, and a step has {parts} micro-batches: {parts - size} of them are empty. Set it to {parts} or more"
-        if collate is not default_collate:
+        if self.given.collate_fn is not default_collate:
             yield "collate_fn gets what one process computes at once: where it pads or draws, batches differ with the number of processes"
 
 
@@ -125,16 +132,14 @@ class Due:
     def __init__(self) -> None:
         self.shares: Iterator[Share] = iter(())
 
-    def __iter__(self) -> Iterator[Share]:
-        return self.shares
+    def __iter__(self) -> Iterator[tuple[Share]]:
+        return ((share,) for share in self.shares)
 
 
-def reader(given: DataLoader[Any], data: Any, **options: Any) -> DataLoader[Any]:
-    """A DataLoader of finished micro-batches with the user's workers."""
-    return DataLoader(
+def from_workers(given: DataLoader[Any], data: Any, **options: Any) -> FromWorkers:
+    """Micro-batches that the user's workers read."""
+    return FromWorkers(
         data,
-        batch_size=None,
-        collate_fn=as_it_is,
         worker_init_fn=partial(begin_worker, given.worker_init_fn),
         generator=torch.Generator(),  # of the seeds of workers, which would be drawn from the process's own
         **{name: getattr(given, name) for name in OPTIONS} | options,
@@ -147,10 +152,10 @@ class StandardLoader(Brought):
     def __init__(self, given: DataLoader[Any], division: Division) -> None:
         super().__init__(given, division)
         self.order = Order(given.batch_sampler, division.world > 1)
-        self.name = self.order.name
-        self.notes = [*self.limits_of(self.order.size, given.collate_fn)]
+        self.name, self.size = self.order.name, self.order.size
+        self.notes = [*self.limits()]
         self.data, self.due = MicroBatches(given.dataset, given.collate_fn), Due()
-        self.reader: DataLoader[Any] | None = None
+        self.reader: FromWorkers | None = None
         self.length = self.evaluated() if division.world > 1 and not division.trains else None
 
     def evaluated(self) -> int | None:
@@ -168,7 +173,7 @@ class StandardLoader(Brought):
         self.require_agreement(last.digest)
         if last.joined:
             try:
-                self.data[next(division.shares(iter([last]), 0, division.seed, 0, None))]
+                self.data(next(division.shares(iter([last]), 0, division.seed, 0, None)))
             except Exception as e:
                 raise UserError(
                     f"the last {len(last.batch)} samples of an evaluation must be one batch, or {division.world} processes cannot divide them, and "
@@ -187,19 +192,15 @@ class StandardLoader(Brought):
 
     def items(self, seed: int, epoch: int, done: int) -> Iterator[Any]:
         self.due.shares = self.shares(done, seed, epoch)
-        self.reader = reader(self.given, self.data, sampler=self.due) if self.reader is None else self.reader
-        self.reader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
-        return iter(self.reader)
+        self.reader = self.reader or from_workers(self.given, Indexed(self.data), sampler=self.due)
+        self.reader.loader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
+        return self.reader.batches()
 
     def counted(self, seed: int, epoch: int) -> int:
         return sum(1 for _ in self.shares(0, seed, epoch))
 
     def close(self) -> None:
         self.reader, self.due.shares = None, iter(())
-
-    @property
-    def title(self) -> str:
-        return self.title_of(self.order.size, self.order.name)
 
 
 def standard(loaders: Any) -> list[Brought]:

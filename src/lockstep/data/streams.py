@@ -10,29 +10,30 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data.global_batches import Cut, Digest, Global, at_least
 from lockstep.data.keyed import Apart
-from lockstep.data.loaders import OfStream
+from lockstep.data.loaders import OfStream, Packs
 from lockstep.data.sampler import key_of
-from lockstep.data.standard import Brought, Division, StandardLoader, reader
+from lockstep.data.standard import Brought, Division, StandardLoader, from_workers
 
 AGAIN = "a resumed run reads again what it had read"
 
 
-class Shares(IterableDataset[tuple[Any, float, str]]):
+class Shares(Packs, IterableDataset[Any]):
     """One process's micro-batches of a stream, which it reads whole. Collated here, because this goes to a worker."""
 
     def __init__(self, given: DataLoader[Any], cut: Cut) -> None:
+        super().__init__()
         self.dataset, self.collate, self.cut = given.dataset, OfStream(given.collate_fn), cut
         self.size, self.drop_last = given.batch_size or 1, given.drop_last
         self.place = torch.zeros(
             3, dtype=torch.int64
         ).share_memory_()  # seed, epoch, micro-batches done: for a worker that stays
 
-    def __iter__(self) -> Iterator[tuple[Any, float, str]]:
+    def __iter__(self) -> Iterator[Any]:
         seed, epoch, done = self.place.tolist()
         cut, batches = self.cut, self.batches(seed, epoch)
         rest = islice(batches if cut.trains else at_least(batches, cut.world), done // cut.accumulate, None)
         for share in cut.shares(rest, done, seed, epoch, self.size):
-            yield self.collate.collated(share.keys, share), share.weight, share.digest
+            yield self.packed(self.collate(share))
 
     def batches(self, seed: int, epoch: int) -> Iterator[Global]:
         apart = Apart(int(key_of("order", seed, epoch)[0]), self.dataset)
@@ -76,20 +77,21 @@ class StreamLoader(Compared):
 
     def __init__(self, given: DataLoader[Any], division: Division) -> None:
         super().__init__(given, division)
-        self.name = type(given.dataset).__name__
+        self.name, self.size = type(given.dataset).__name__, given.batch_size
         reads = "one worker of each process reads" if given.num_workers else "each process reads"
         own = f"{self.name} is a stream: {reads} all of it, and {AGAIN}"
-        self.notes = [own, *self.limits_of(given.batch_size, given.collate_fn)]
+        self.notes = [own, *self.limits()]
         self.begin(division.cut)
 
     def begin(self, cut: Cut) -> None:
         self.data = Shares(self.given, cut)
         workers = min(1, self.given.num_workers)
-        self.reader = reader(self.given, self.data, num_workers=workers)
+        self.reader = from_workers(self.given, self.data, num_workers=workers)
 
     def decide(self, same: bool) -> bool:
         self.is_divided = same
         if not same:
+            self.size = None
             self.notes[0] = (
                 f"{self.name} is a stream of other samples in each process: its batches are not divided, and {AGAIN}"
             )
@@ -105,14 +107,10 @@ class StreamLoader(Compared):
 
     def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, float, str]]:
         self.data.place.copy_(torch.tensor([seed, epoch, done]))
-        return iter(self.reader)
+        return self.reader.batches()
 
     def close(self) -> None:
         self.begin(self.data.cut)
-
-    @property
-    def title(self) -> str:
-        return self.title_of(self.given.batch_size, "") if self.is_divided else each_its_own(self.division)
 
 
 class LeftAlone(Compared):
@@ -151,11 +149,6 @@ class LeftAlone(Compared):
                 return
             yield batch
 
-    @property
-    def title(self) -> str:
-        accumulated = f" x {self.division.accumulate} accumulated" if self.division.accumulate > 1 else ""
-        return f"each process computes the same batches{accumulated}" if self.alike else each_its_own(self.division)
-
     def state_dict(self) -> dict[str, Any]:
         return getattr(self.given, "state_dict", dict)()  # type: ignore[no-any-return]
 
@@ -163,11 +156,6 @@ class LeftAlone(Compared):
         if hasattr(self.given, "load_state_dict"):
             self.given.load_state_dict(state)
             self.restored = True
-
-
-def each_its_own(division: Division) -> str:
-    accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
-    return f"each process has its own batches{accumulated}"
 
 
 def around(given: Any, division: Division) -> Brought:

@@ -111,6 +111,7 @@ class DividedBatches(Strategy):
     seed = 0  # of the run
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     contiguous_micro_batches = False
+    waited_s = 0.0  # how long training in this process has waited for batches of loaders of users
     training_loaders: list[Brought] | None = None  # of users; None until a step asks for them
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -125,12 +126,16 @@ class DividedBatches(Strategy):
         division = Division(
             seed=self.seed,
             **place,
+            waited=self.wait,
             accumulate=trainer.accumulate_grad_batches,
             contiguous=self.contiguous_micro_batches,
             position=lambda: (epochs.processed, loop.epoch_loop.batch_progress.current.ready),
             number=lambda loader: [each is loader for each in standard(trainer.train_dataloader)].index(True),
         )
         return around(dataloader, division)
+
+    def wait(self, seconds: float) -> None:
+        self.waited_s += seconds
 
     def agree(self, text: str) -> bool:
         """Whether all processes pass the same text. Each must call it."""
