@@ -243,20 +243,22 @@ def test_generators_are_found_wherever_an_object_holds_them(form):
         random.seed(0)
         np.random.seed(0)
         np.random.randn()  # NumPy keeps the second one for later
-        first = found.each(state_B, lambda place, draw=draw: draw() if place == 1 else 0)
+        first = found.each(len(state_B), lambda: state_B, lambda place, draw=draw: draw() if place == 1 else 0)
         assert np.random.randn() == np.random.RandomState(0).randn(2)[1]
         draw()
-        assert found.each(state_B, lambda place, draw=draw: draw() if place == 1 else 0) == first
+        assert found.each(len(state_B), lambda: state_B, lambda place, draw=draw: draw() if place == 1 else 0) == first
     assert len(found.used) == len(holder.draws())
 
 
 def test_what_is_drawn_later_is_read_again_with_a_seed():
     generators = Generators(None)
     state_B = np.arange(9, dtype=np.uint64)
-    assert generators.each(state_B, lambda place: place) == [*range(9)] and generators.used == set()
-    first = generators.each(state_B, lambda place: random.random() if place > 6 else 0)
+    assert (
+        generators.each(len(state_B), lambda: state_B, lambda place: place) == [*range(9)] and generators.used == set()
+    )
+    first = generators.each(len(state_B), lambda: state_B, lambda place: random.random() if place > 6 else 0)
     assert generators.used == {2}
-    assert generators.each(state_B, lambda place: random.random() if place > 6 else 0) == first
+    assert generators.each(len(state_B), lambda: state_B, lambda place: random.random() if place > 6 else 0) == first
 
 
 # --- masks, boxes and other values ---

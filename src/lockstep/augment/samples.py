@@ -94,7 +94,7 @@ class SampleTransform(Operation):
                 raise UserError(f"{where}: {type(e).__name__}: {e}. Repair it, or remove it: ~{draws.name}.") from e
 
         if plan_B is None:
-            changed = self.generators.each(draws.state_B, change)
+            changed = self.generators.each(len(draws.state_B), lambda: draws.state_B, change)
         else:
             changed = [change(place) for place in range(len(plan_B))]
         lists = [name for name, value in own.items() if isinstance(value, list) and name != "input"]

@@ -166,28 +166,29 @@ class Order:
         """Of an epoch, from a batch on."""
         if self.size is None:
             place = 0
-            for number, (batch, digest) in enumerate(each for each in self.drawn(seed, epoch) if each[0]):
+            for number, (keys, digest) in enumerate(each for each in self.drawn(seed, epoch) if each[0]):
                 if number >= begin:
-                    yield Global(place, batch, digest)
-                place += len(batch)
+                    yield Global(place, keys, digest)
+                place += len(keys)
             return
-        count, place = self.count, begin * self.size
-        keys = (
-            self.known(count, place, seed, epoch) if count is not None else islice(self.drawn(seed, epoch), place, None)
-        )
-        while several := [*islice(keys, self.size)]:
-            if len(several) < self.size and self.drop_last:
+        for number, (keys, digest) in enumerate(self.in_batches(self.size, seed, epoch, begin), begin):
+            if len(keys) < self.size and self.drop_last:
                 return
-            yield Global(place, [key for key, _ in several], several[-1][1])
-            place += self.size
+            yield Global(number * self.size, keys, digest)
 
-    def known(self, count: int, place: int, seed: int, epoch: int) -> Iterator[tuple[int, str]]:
-        """Without drawing or storing an epoch."""
-        digest, shuffles = f"{count} samples", isinstance(self.sampler, RandomSampler)
-        for begin in range(place, count, BLOCK):
-            places = np.arange(begin, min(begin + BLOCK, count))
-            for key in (permute(places, count, seed, epoch) if shuffles else places).tolist():
-                yield key, digest
+    def in_batches(self, size: int, seed: int, epoch: int, begin: int) -> Iterator[tuple[list[Any], str]]:
+        """What the sampler gives, of a known order without drawing or storing an epoch."""
+        if (count := self.count) is None:
+            elements = islice(self.drawn(seed, epoch), begin * size, None)
+            while several := [*islice(elements, size)]:
+                yield [key for key, _ in several], several[-1][1]
+            return
+        digest, ahead = f"{count} samples", -(-BLOCK // size) * size
+        for first in range(begin * size, count, ahead):
+            places = np.arange(first, min(first + ahead, count))
+            shuffled = permute(places, count, seed, epoch) if isinstance(self.sampler, RandomSampler) else places
+            keys = shuffled.tolist()
+            yield from ((keys[place : place + size], digest) for place in range(0, len(keys), size))
 
     def drawn(self, seed: int, epoch: int) -> Iterator[tuple[Any, str]]:
         """What a user's sampler gives, a few at first: it may not want to be asked early."""

@@ -115,12 +115,13 @@ class Generators:
     def __getstate__(self) -> dict[str, Any]:
         return {"holder": self.holder, "used": set()}
 
-    def each(self, state_B: NDArray[np.uint64], make: Callable[[int], Any]) -> list[Any]:
-        """What `make` returns for each place of a batch, by the random numbers of `state_B`. The process's own are as before."""
+    def each(self, count: int, states: Callable[[], NDArray[np.uint64]], make: Callable[[int], Any]) -> list[Any]:
+        """What `make` returns for each of `count` places, by random numbers that follow from `states`, one for each. The process's own are
+        as before."""
         before, memory = [generator.state() for generator in self.all], memory_of_numpy()
         try:
             while True:
-                result = self.seeded(state_B, make)
+                result = self.seeded(states(), make) if self.used else [make(place) for place in range(count)]
                 rest = {*range(len(self.all))} - self.used
                 drawn = {place for place in rest if self.all[place].has_drawn(before[place], memory)}
                 if not drawn:
@@ -134,8 +135,6 @@ class Generators:
                 self.all[place].restore(before[place])
 
     def seeded(self, state_B: NDArray[np.uint64], make: Callable[[int], Any]) -> list[Any]:
-        if not self.used:
-            return [make(place) for place in range(len(state_B))]
         used, result = sorted(self.used), []
         seeds = mix(state_B[:, None] + np.array(used, np.uint64) * GOLDEN).tolist()
         for place, of_sample in enumerate(seeds):

@@ -7,6 +7,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,8 +87,8 @@ class Reader:
             return items[indices_B] if repeats == 1 else repeated(items[indices_B[::repeats]], repeats)  # type: ignore[no-any-return]
 
         def read(index_N: Indices, copies: int) -> list[Any]:
-            state_N = sample_states("data", index_N, seed=self.seed, epoch=epoch, repeats=copies)
-            return self.generators.each(state_N, lambda place: items.one(index_N[place]))
+            states = partial(sample_states, "data", index_N, seed=self.seed, epoch=epoch, repeats=copies)
+            return self.generators.each(len(index_N), states, lambda place: items.one(index_N[place]))
 
         samples = read(indices_B[::repeats], 1)
         draws = repeats > 1 and self.generators.used
@@ -285,21 +286,23 @@ class MicroBatches:
         if self.collate is default_collate:
             return default_collate(samples)
         kept = [samples]  # one that has changed its samples cannot have them again
+        number = np.array([share.number])
         return self.of_collate.each(
-            sample_states("collate", np.array([share.number]), seed=share.seed, epoch=share.epoch),
+            1,
+            partial(sample_states, "collate", number, seed=share.seed, epoch=share.epoch),
             lambda _: self.collate(kept.pop() if kept else self.samples(share)),
         )[0]
 
     def samples(self, share: Share) -> list[Any]:
         """One by one if they draw random numbers."""
-        keys, data = share.keys, self.dataset
-        state_B = sample_states("data", share.place + np.arange(len(keys)), seed=share.seed, epoch=share.epoch)
+        keys, data, of_epoch = share.keys, self.dataset, {"seed": share.seed, "epoch": share.epoch}
+        states = partial(sample_states, "data", share.place + np.arange(len(keys)), **of_epoch)
         several = getattr(data, "__getitems__", None)
         if several and not self.of_samples.used:
-            (found,) = self.of_samples.each(state_B[:1], lambda _: several(keys))
+            (found,) = self.of_samples.each(1, lambda: states()[:1], lambda _: several(keys))
             if not self.of_samples.used:
                 return found  # type: ignore[no-any-return]
-        return self.of_samples.each(state_B, lambda i: several([keys[i]])[0] if several else data[keys[i]])
+        return self.of_samples.each(len(keys), states, lambda i: several([keys[i]])[0] if several else data[keys[i]])
 
 
 class OfStream(MicroBatches):

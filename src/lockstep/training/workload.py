@@ -29,6 +29,7 @@ Columns = dict[str, Any]
 Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% interval if there is a simple one
 Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CURVES, LINES = 24, 8  # charts of what is logged besides the task's own; lines of one chart
+SEVERAL = "a step of several loaders has the mean of their weights: it is one process's step where their batches divide evenly"
 OF_RANK_0 = " (rank 0 only)"
 STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
@@ -100,7 +101,10 @@ class Workload:
         resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
         batches = "the same batches, " if all(loader.is_divided for loader in self.loaders) else ""
         promised = f"task: {self.title}'s own steps: {batches}{resume} and one-format checkpoints hold; {own}"
-        return [promised, *(f"data: {note}" for loader in self.loaders for note in loader.notes)]
+        notes = [note for loader in self.loaders for note in loader.notes]
+        if len(self.loaders) > 1 and self.loaders[0].division.parts > 1:
+            notes.append(SEVERAL)
+        return [promised, *(f"data: {note}" for note in dict.fromkeys(notes))]
 
     def evaluates(self, step: str, loader: str) -> bool:
         """Whether there is both a step and a dataloader for it."""
