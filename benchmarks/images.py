@@ -3,14 +3,12 @@
 python benchmarks/images.py augment [--batch 32] [--turns 5]
 python benchmarks/images.py decoding [--images 2000] [--turns 7]
 python benchmarks/images.py keyed [--images 4096] [--turns 5]
-python benchmarks/images.py loaders [--images 4096] [--turns 7]
 
 augment: the same bytes and the same parameters for both. Lockstep's time includes drawing them, and torchvision's the batch that its
 images become. One thread. Of torchvision's own transforms, Lockstep's time includes seeds and copies for each sample.
 decoding: files to batches of bytes, the best of some turns, next to torchvision's and timm's transforms of PIL images; and once into the
 cache. The images are noise over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375.
 keyed: images/s of a DataLoader over a torch Dataset, whose generators are seeded for each sample or left alone, in turns.
-loaders: images/s of a DataLoader as torch reads it, and as the Trainer gets it from Lockstep, in turns.
 """
 
 import argparse
@@ -18,7 +16,7 @@ import statistics
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,12 @@ from typing import Any
 import measuring
 import numpy as np
 import torch
-from measuring import in_turns, ratio, show, table
+from measuring import in_turns, show, table
 from numpy.typing import NDArray
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -43,8 +41,6 @@ from lockstep.data.dataset import Items
 from lockstep.data.images import Files
 from lockstep.data.loaders import FromWorkers, Indexed, Places, Reader
 from lockstep.data.pixels import Frame
-from lockstep.data.standard import Division
-from lockstep.data.streams import around
 
 spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # seconds of the processor
 
@@ -282,52 +278,9 @@ def keyed(args: argparse.Namespace) -> str:
     return table(["images", "workers", "unkeyed, images/s", "keyed", "ratio"], rows)
 
 
-def speed(loader: Iterable[Any]) -> float:
-    """Images per second, after the first batch."""
-    batches = iter(loader)
-    next(batches)
-    began_s = time.perf_counter()
-    return sum(len(images) for images, _ in batches) / (time.perf_counter() - began_s)
-
-
-class Streamed(IterableDataset[Any]):
-    def __init__(self, pictures: Pictures) -> None:
-        self.pictures = pictures
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.pictures.__getitem__, range(len(self.pictures)))
-
-
-def loaders(args: argparse.Namespace) -> str:
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
-        write_jpeg(path := Path(name) / "x.jpg", *JPEGS[0])
-        small = np.random.default_rng(0).integers(0, 256, (args.images, 32, 32, 3), dtype=np.uint8)
-        tensors = TensorDataset(torch.rand(16 * args.images, 1, 28, 28), torch.zeros(16 * args.images))
-        flips = [v2.RandomHorizontalFlip(), v2.PILToTensor()]
-        crops = Pictures(small, args.images, v2.Compose([v2.RandomCrop(32, padding=4), *flips]))
-        files = Pictures(path, args.images // 8, v2.Compose([v2.RandomResizedCrop(SIDE), *flips]))
-        cases: dict[str, tuple[Any, dict[str, Any]]] = {
-            "tensors of 28 px": (tensors, {"shuffle": True}),
-            "32 px, crop and flip": (crops, {"shuffle": True}),
-            "the same, weighted": (crops, {"sampler": WeightedRandomSampler([1.0] * args.images, args.images)}),
-            "the same, a stream": (Streamed(crops), {}),
-            "224 px, crop and flip": (files, {"shuffle": True}),
-        }
-        for case, (data, options) in cases.items():
-            for workers in (0, 1) if isinstance(data, Streamed) else (0, 2):
-                given = DataLoader(data, batch_size=64, num_workers=workers, **options)
-                ours = around(given, Division(seed=0))
-                turns = {"torch": partial(speed, given), "Lockstep": partial(speed, ours)}
-                found = in_turns(turns, args.turns, warm_up=1)
-                rates = [f"{statistics.median(each):,.0f}" for each in found.values()]
-                rows.append([case, str(workers), *rates, f"{ratio(found['Lockstep'], found['torch']):.3f}"])
-    return table(["images", "workers", "torch, images/s", "Lockstep", "ratio"], rows)
-
-
 def main() -> None:
     parser = measuring.parser(__doc__)
-    parts = parser.add_subparsers(dest="what", required=True, metavar="augment|decoding|keyed|loaders")
+    parts = parser.add_subparsers(dest="what", required=True, metavar="augment|decoding|keyed")
     part = parts.add_parser("augment")
     part.add_argument("--batch", type=int, default=32)
     part.add_argument("--turns", type=int, default=5)
@@ -337,11 +290,8 @@ def main() -> None:
     part = parts.add_parser("keyed")
     part.add_argument("--images", type=int, default=4096)
     part.add_argument("--turns", type=int, default=5)
-    part = parts.add_parser("loaders")
-    part.add_argument("--images", type=int, default=4096)
-    part.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
-    show({"augment": augmentation, "decoding": decoding, "keyed": keyed, "loaders": loaders}[args.what](args))
+    show({"augment": augmentation, "decoding": decoding, "keyed": keyed}[args.what](args))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the engine gives to a LightningModule of the user's, what it refuses, and what it leaves alone. In this process."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,6 +292,9 @@ def test_values_of_one_process_are_marked_and_no_run_is_judged_by_them(train, fo
     report = train("OfRank0", "run=rank-0", *options, "task.monitor=valid_all", *TWO)
     assert {"test_loss (rank 0 only)", "test_all", "valid_loss (rank 0 only)", "valid_all"} <= report.keys()
     assert not {"test_loss", "valid_loss"} & report.keys()
+    assert {"loss (rank 0 only)", "all"} <= {
+        *re.findall(r"<h3>(.*?)</h3>", Path("runs/rank-0/report.html").read_text())
+    }
     assert headline({**report, "monitor": "valid_loss"})[0] == "test_all"
     told = "".join(capfd.readouterr())
     assert told.count("of rank 0 alone: valid_loss; ") == told.count("of rank 0 alone: test_loss; ") == 1

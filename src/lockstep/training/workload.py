@@ -135,7 +135,10 @@ class Workload:
             if not name.endswith("/count"):
                 found = STAGE.fullmatch(name)
                 groups.setdefault((not found, found[2] if found else name), []).append(name)
-        return [(name, "", tuple(groups[_, name][:LINES])) for _, name in sorted(groups, key=itemgetter(0))[:CURVES]]
+        shown = [(name, groups[key, name][:LINES]) for key, name in sorted(groups, key=itemgetter(0))[:CURVES]]
+        return [
+            (f"{name}{OF_RANK_0}" if self.of_rank_0 & {*names} else name, "", tuple(names)) for name, names in shown
+        ]
 
     def highest(self, name: str) -> float:
         """The largest value that a logged metric can have."""
