@@ -11,21 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packages.brought import LOADERS, Draws, Endless, Plain, Row, masks, pads
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.global_batches import Digest
@@ -38,157 +27,7 @@ from lockstep.errors import UserError
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
 SEED, EPOCH = 7, 3
 DIVISIONS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)]
-Row = tuple[int, float]
 
-# --- What people bring ---
-
-
-class Plain(Dataset):
-    """23 samples of their index and nothing else."""
-
-    def __init__(self, count: int = 23) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Row:
-        return index, self.number(index)
-
-    def number(self, index: int) -> float:
-        return index / 2
-
-
-class Draws(Plain):
-    """A random number with each sample, of four generators."""
-
-    def __init__(self, count: int = 23) -> None:
-        super().__init__(count)
-        self.own = np.random.default_rng(1)
-
-    def number(self, index: int) -> float:
-        return random.random() + float(np.random.rand()) + float(torch.rand(())) + self.own.random()
-
-
-class Together(Draws):
-    """Reads several samples at once, as those of Hugging Face."""
-
-    def __getitems__(self, indices: list[int]) -> list[Row]:
-        return [self[index] for index in indices]
-
-
-class Numbers(Together):
-    def number(self, index: int) -> float:
-        return index / 2
-
-
-class OfStrings(Draws):
-    def __getitem__(self, key: str) -> Row:
-        return super().__getitem__(int(key))
-
-
-class Python(Sampler):
-    """Draws each element when it is due, from Python's generator."""
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(20):
-            yield random.randrange(23)
-
-    def __len__(self) -> int:
-        return 20
-
-
-class Own(Sampler):
-    """With a generator and an epoch of its own."""
-
-    def __init__(self) -> None:
-        self.generator, self.epoch = torch.Generator(), 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(23, generator=self.generator).tolist()
-        return iter(order[self.epoch :] + order[: self.epoch])
-
-    def __len__(self) -> int:
-        return 23
-
-
-class Named(Sampler):
-    def __iter__(self) -> Iterator[str]:
-        return map(str, torch.randperm(23).tolist())
-
-    def __len__(self) -> int:
-        return 23
-
-
-class Ragged(Sampler):
-    """A batch sampler whose batches have several sizes, one of them a single sample."""
-
-    def __init__(self, sampler: Any = range(23)) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[list[int]]:
-        left = iter([*self.sampler])
-        for size in (5, 1, 8, 2, 7):
-            yield [next(left) for _ in range(size)]
-
-    def __len__(self) -> int:
-        return 5
-
-
-class Endless(Sampler):
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield from torch.randperm(23).tolist()
-
-
-def pads(samples: list[Row]) -> torch.Tensor:
-    """As wide as the largest index of the batch."""
-    padded = torch.zeros(len(samples), 2 + max(index for index, _ in samples), dtype=torch.double)
-    padded[:, :2] = torch.tensor(samples, dtype=torch.double)
-    return padded
-
-
-def masks(samples: list[Row]) -> list[tuple[int, float, float]]:
-    """Draws, and empties the list that it was given."""
-    found = [(*sample, random.random()) for sample in samples]
-    samples.clear()
-    return found
-
-
-WEIGHTS = [1.0] * 20 + [30.0] * 3
-KEYS = {"prefetch_factor": 3, "timeout": 60}
-LOADERS: dict[str, Callable[[], DataLoader]] = {
-    "sequential": lambda: DataLoader(Plain(), batch_size=6),
-    "sequential, drawing": lambda: DataLoader(Draws(), batch_size=6),
-    "shuffled": lambda: DataLoader(Draws(), batch_size=6, shuffle=True),
-    "shuffled, dropping": lambda: DataLoader(Draws(), batch_size=6, shuffle=True, drop_last=True),
-    "no batch size": lambda: DataLoader(Draws(5)),
-    "a batch larger than the data": lambda: DataLoader(Draws(5), batch_size=64),
-    "a list": lambda: DataLoader([(i, 0.5) for i in range(23)], batch_size=6, shuffle=True),
-    "weighted": lambda: DataLoader(Draws(), batch_size=6, sampler=WeightedRandomSampler(WEIGHTS, 29)),
-    "with replacement": lambda: DataLoader(Draws(), batch_size=6, sampler=RandomSampler(range(23), True, 17)),
-    "with a generator": lambda: DataLoader(Draws(), batch_size=6, sampler=SubsetRandomSampler(range(3, 20), torch.Generator())),
-    "subset": lambda: DataLoader(Subset(Draws(), range(4, 21)), batch_size=6, shuffle=True),
-    "several at once": lambda: DataLoader(Numbers(), batch_size=6, shuffle=True),
-    "several at once, drawing": lambda: DataLoader(Together(), batch_size=6, shuffle=True),
-    "strings": lambda: DataLoader(OfStrings(), batch_size=6, sampler=Named()),
-    "own sampler": lambda: DataLoader(Draws(), batch_size=6, sampler=Own()),
-    "own sampler, lazy": lambda: DataLoader(Draws(), batch_size=6, sampler=Python()),
-    "own sampler, a list": lambda: DataLoader(Draws(), batch_size=6, sampler=[3, 1, 4, 1, 5, 9, 2]),
-    "batch sampler": lambda: DataLoader(Draws(), batch_sampler=BatchSampler(SequentialSampler(range(23)), 6, True)),
-    "batch sampler, shuffled": lambda: DataLoader(Draws(), batch_sampler=BatchSampler(RandomSampler(range(23)), 6, False)),
-    "own batch sampler": lambda: DataLoader(Draws(), batch_sampler=Ragged()),
-    "own batch sampler, shuffled": lambda: DataLoader(Draws(), batch_sampler=Ragged(RandomSampler(range(23)))),
-    "distributed": lambda: DataLoader(Draws(), batch_size=6, sampler=DistributedSampler(range(23), 4, 1)),
-    "own batch sampler, distributed": lambda: DataLoader(Draws(), batch_sampler=Ragged(DistributedSampler(range(23), 2, 1))),
-    "padding": lambda: DataLoader(Draws(), batch_size=6, shuffle=True, collate_fn=pads),
-    "workers": lambda: DataLoader(Draws(), batch_size=6, shuffle=True, num_workers=2, **KEYS),
-    "workers that stay": lambda: DataLoader(Together(), batch_size=6, sampler=Own(), num_workers=1, persistent_workers=True),
-    "spawned": lambda: DataLoader(Draws(), batch_size=6, shuffle=True, num_workers=1, multiprocessing_context="spawn"),
-}  # fmt: skip
 SLOW = {"spawned"}
 EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LOADERS]
 
