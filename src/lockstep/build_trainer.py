@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +27,7 @@ from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.reporting.page import LivePage
+from lockstep.strategies.base import DividedBatches
 from lockstep.training.workload import Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
@@ -99,7 +101,13 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     """
     cfg, folder, own_loaders = settings.cfg, settings.folder, work.engine_data is None
     if cfg.resume:
-        outline(Path(cfg.resume)).require_position(*work.position, "divided" if own_loaders else DATA)
+        saved = outline(Path(cfg.resume))
+        saved.require_position(*work.position, *(() if own_loaders else (DATA,)))
+        if own_loaders and "divided" not in saved.values:
+            raise UserError(
+                f"{cfg.resume} is of a version in which the batch_size of a DataLoader was that of each process, so its training cannot go on. Pass "
+                f"init_from={cfg.resume} run=<another name> to start a new run from its weights."
+            )
     config, data_info = to_plain(cfg), work.facts
     shared = {
         "is the run": cfg.run,
@@ -178,16 +186,20 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         "trains_task": work.task is not None,
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))
-    strategy.seed = cfg.seed
+    strategy.seed, own_loaders = cfg.seed, work.engine_data is None
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in given["callbacks"]):
+        raise UserError(
+            "callbacks: GradientAccumulationScheduler changes how many micro-batches a global batch has. Set trainer.accumulate_grad_batches=<number>."
+        )
     try:
         made = pl.Trainer(
             **given,
             strategy=strategy,
             plugins=plugins,
-            use_distributed_sampler=False,  # data/standard.py divides batches
+            use_distributed_sampler=own_loaders and not isinstance(strategy, DividedBatches),  # which divides batches
             default_root_dir=folder,
         )
     except (ValueError, TypeError, MisconfigurationException) as e:

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packages.brought import LOADERS, Draws, Endless, Plain, Row, masks, pads
+from packages import brought
+from packages.brought import LOADERS, Draws, Endless, Plain, Ragged, Row, masks, pads
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.data.global_batches import Digest
+from lockstep.data.global_batches import digested
 from lockstep.data.keyed import Apart
 from lockstep.data.sampler import key_of, permute
 from lockstep.data.standard import Division, StandardLoader
@@ -56,7 +57,7 @@ class Process:
         """Weight and rows of each micro-batch, as the Trainer takes them."""
         found, self.done = [], done
         for batch in self.loader:
-            found.append((self.loader.told[self.done][0], rows(batch)))
+            found.append((self.loader.told[self.done].weight, rows(batch)))
             self.done += 1
         return found
 
@@ -196,13 +197,14 @@ class Unmeasured(Sampler):
 SECOND: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: DataLoader(Draws(23), batch_size=8, shuffle=True),
     "without a length": lambda: DataLoader(Draws(23), batch_size=8, sampler=Unmeasured()),
-    "a stream": lambda: DataLoader(Stream(), batch_size=8),
+    "a stream": lambda: DataLoader(brought.Stream(), batch_size=8),
     "left alone": lambda: [[(float(i), 0.0)] for i in range(3)],
 }
 
 
-def combined(mode: str, second: str, done: int) -> Iterator[list]:
+def combined(mode: str, second: str, done: int, ahead: int) -> Iterator[list]:
     """Two loaders of 4 and 3 batches, as the Trainer takes turns with them: lists of indices, or None."""
+    from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
     place = Position()
@@ -213,18 +215,22 @@ def combined(mode: str, second: str, done: int) -> Iterator[list]:
     loaders = [around(given, division) for given in givens]
     numbers |= {id(loader): number for number, loader in enumerate(loaders)}
     together = CombinedLoader(loaders, mode)
-    for batches, _, _ in together:
+    fetcher = _PrefetchDataFetcher(ahead)  # Lightning fetches one where it does not know the length
+    fetcher.setup(together)
+    fetcher.length = None  # as where a loader has none
+    for batches, _, _ in fetcher:
         yield [None if batch is None else rows(batch) for batch in batches]
         place.done += 1
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize(("mode", "count"), [("min_size", 3), ("max_size", 4), ("max_size_cycle", 4)])
-def test_loaders_that_train_together_continue_where_they_were(mode, count, second):
-    whole = [*combined(mode, second, 0)]
+def test_loaders_that_train_together_continue_where_they_were(mode, count, second, ahead):
+    whole = [*combined(mode, second, 0, ahead)]
     assert len(whole) == count
     for done in range(count):
-        assert [*combined(mode, second, done)][: count - done] == whole[done:]
+        assert [*combined(mode, second, done, ahead)][: count - done] == whole[done:]
     first, other = zip(*whole, strict=True)
     assert indices(first[:3])[:18] != indices(other[:3])[:18]
     assert (other[-1] is None) is (mode == "max_size")
@@ -236,10 +242,11 @@ def test_loaders_that_train_together_continue_where_they_were(mode, count, secon
 def test_one_process_may_look_at_its_batches(name):
     """Without the others, and nothing changes."""
     whole = Process(LOADERS[name](), 0, 2, 2).epoch_from()
-    process = Process(LOADERS[name](), 0, 2, 2, agree=lambda _: pytest.fail("the others do not answer"))
+    others = [True]  # they answer when the loader is made: it compares what processes read
+    process = Process(LOADERS[name](), 0, 2, 2, agree=lambda _: others.pop())
     for weight, share in whole:
         assert rows(next(iter(process.loader))) == share
-        assert process.loader.told[process.done][0] == weight
+        assert process.loader.told[process.done].weight == weight
         process.done += 1
 
 
@@ -249,7 +256,7 @@ def test_a_sampler_without_an_end():
     for trains in (True, False):
         with pytest.raises(TypeError):
             len(Process(loader(), 0, 2, 1, trains=trains).loader)
-    first = [[(each.loader.told[i][0], rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
+    first = [[(each.loader.told[i].weight, rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
     single = Process(loader(), 0, 1, 1)
     batches = [rows(batch) for _, batch in zip(range(9), single.loader)]  # noqa: B905
     assert joined(first, 1, True) == batches
@@ -265,7 +272,7 @@ def test_an_evaluation_has_each_sample_once_and_as_many_batches_in_each_process(
     ranks = [Process(LOADERS[name](), rank, world, 1, trains=False) for rank in range(world)]
     found = [each.epoch_from() for each in ranks]
     assert {len(batches) for batches in found} == {len(each.loader) for each in ranks}
-    assert all(share for batches in found for _, share in batches)
+    assert all(share and weight for batches in found for weight, share in batches)  # nothing marks what repeats others
     assert [row for batch in joined(found, 1, True) for row in batch] == whole
     assert joined([each.epoch_from() for each in ranks], 1, True) == joined(found, 1, True)
 
@@ -337,7 +344,7 @@ def test_the_first_lines_say_how_a_batch_is_divided():
     assert title("shuffled", 2, 1) == "batch 6 = 2 x 3"
     assert title("shuffled", 2, 2) == "batch 6 = 2 x 1 or 2 x 2 accumulated"
     assert title("no batch size", 2, 1) == "batch 1 = 2 x 0 or 1"
-    assert title("own batch sampler", 2, 1) == "batches of Ragged, divided by 2"
+    assert title("own batch sampler", 2, 1) == "batches of Draws with Ragged, divided by 2"
     notes = {name: Process(LOADERS[name](), 0, 1, 1).loader.notes for name in LOADERS}
     assert [name for name in notes if notes[name]] == ["padding"]
     (told,) = Process(LOADERS["no batch size"](), 0, 2, 2).loader.notes
@@ -352,7 +359,7 @@ def digests(given: DataLoader, rank: int = 0) -> list[str]:
     process = Process(given, rank, 2, 1)
     found = []
     for _ in process.loader:
-        found.append(process.loader.told[process.done][1])
+        found.append(process.loader.told[process.done].digest)
         process.done += 1
     return found
 
@@ -412,21 +419,6 @@ class Iterates(DataLoader):
         return iter([random.random(), random.random(), torch.rand(()).item()])
 
 
-class Stateful(Iterates):
-    """Saves its position itself."""
-
-    place = 0
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.place, 3)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": 2}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
-
-
 @pytest.mark.parametrize(("given", "why"), [
     (lambda: Iterates(Plain(), batch_size=2), "Iterates has an __iter__ of its own"),
     (lambda: DataLoader(Draws(), batch_size=None, shuffle=True), "DataLoader has batch_size=None"),
@@ -443,11 +435,7 @@ def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each
         for _, batch in zip(range(3 - done), loader):  # noqa: B905
             found.append(repr(batch))
             random.random(), torch.rand(())  # as a step may
-        assert (loader.title, loader.alike, loader.is_divided) == (
-            "each process computes the same batches",
-            True,
-            False,
-        )
+        assert (loader.title, loader.gets) == ("each process computes the same batches", "all")
         return found
 
     whole = some(0, 0)
@@ -457,17 +445,24 @@ def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each
 
 
 def test_what_cannot_be_taken_apart_and_differs_by_process():
-    loader = around([3, 4], Division(seed=SEED, world=2, accumulate=2, agree=lambda _: False))
+    loader = around([3, 4], Division(seed=SEED, world=2, accumulate=2, agree=lambda text: "more" in text))
     assert [*loader] == [3, 4]
-    assert (loader.title, loader.alike) == ("each process has its own batches x 2 accumulated", False)
+    assert (loader.title, loader.gets) == ("each process has its own batches x 2 accumulated", "its own")
 
 
-def test_a_loader_that_saves_its_position_continues_from_there():
-    loader = around(Stateful(Plain()), Division(seed=SEED, position=lambda: (EPOCH, 2)))
-    loader.load_state_dict(loader.state_dict())
-    assert [*loader] == [2]
+def test_processes_with_batches_of_their_own_end_together():
+    """The others would wait for one that has no more."""
+    others = iter(
+        [False, True, True, True, False]
+    )  # its first batch differs, its length does not, it has a second one, a third, and ends
+    loader = around([3, 4, 5, 6], Division(seed=SEED, world=2, agree=lambda _: next(others)))
+    assert [*loader] == [3, 4]
+    with pytest.raises(StopIteration):
+        next(others)
+    unequal = around([3], Division(seed=SEED, world=2, agree=lambda text: text == "more"))
+    assert [*unequal] == [3]
     with pytest.raises(TypeError):
-        len(around(DataLoader(Stream()), Division(seed=SEED)))
+        len(unequal)
 
 
 STREAMS = [
@@ -510,6 +505,60 @@ def test_a_worker_of_a_stream_that_stays_reads_the_next_epoch():
     process.loader.close()
 
 
+class Told(brought.Stream):
+    def set_epoch(self, epoch: int) -> None:
+        self.begin = epoch
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for row in super().__iter__() if row[0] >= self.begin)
+
+
+def test_a_stream_is_told_the_epoch():
+    process = Process(DataLoader(Told(), batch_size=6), 0, 2, 1)
+    assert {row[0] for _, share in process.epoch_from() for row in share} <= {*range(EPOCH, 23)}
+
+
+def test_generators_of_what_cannot_be_taken_apart_follow_from_the_epoch():
+    def drawn(done: int) -> list[int]:
+        own = torch.Generator().manual_seed(done)
+        given = DataLoader([*range(9)], batch_size=None, shuffle=True, generator=own)
+        return [*around(given, Division(seed=SEED, position=lambda: (EPOCH, done)))]
+
+    assert drawn(4) == drawn(0)[4:]
+
+
+def test_a_batch_sampler_that_gives_more_than_its_length_ends_there():
+    class Short(Ragged):
+        def __len__(self) -> int:
+            return 3
+
+    loader = lambda: DataLoader(Draws(), batch_sampler=Short())  # noqa: E731
+    whole = Process(loader(), 0, 1, 1).epoch_from()
+    assert len(whole) == 3 and Process(loader(), 0, 1, 1).epoch_from(2) == whole[2:]
+
+
+def test_datasets_that_differ_by_process_are_refused():
+    told: list[str] = []
+    shard = lambda rank: DataLoader(Subset(Plain(), range(rank, 22, 2)), batch_size=4, shuffle=True)  # noqa: E731
+    Process(shard(0), 0, 2, 1, agree=lambda text: told.append(text) or True)
+    with pytest.raises(UserError, match="Subset with RandomSampler gives other samples in each process"):
+        Process(shard(1), 1, 2, 1, agree=lambda text: text in told)
+    entropy = DataLoader(Entropic(), batch_size=4)  # nobody can compare them
+    assert Process(entropy, 1, 2, 1, agree=lambda text: text == "").epoch_from()
+
+
+class Entropic(Plain):
+    def number(self, index: int) -> float:
+        return float(np.random.default_rng().random())
+
+
+def test_the_first_lines_say_what_a_batch_size_and_a_generator_do():
+    given = DataLoader(Plain(), batch_size=7, shuffle=True, generator=torch.Generator())
+    gathered, generator = Process(given, 0, 2, 1).loader.notes
+    assert gathered.startswith("batch_size=7 does not divide by 2, so tensors of several processes have several sizes")
+    assert generator.startswith("the generator of a DataLoader is not used")
+
+
 class Ranks:
     """What processes that take turns agree on: the first one's texts count."""
 
@@ -520,7 +569,7 @@ class Ranks:
         asked.append(1)
         if rank == 0:
             self.texts.append(text)
-        return self.texts[len(asked) - 1] == text
+        return len(asked) > len(self.texts) or self.texts[len(asked) - 1] == text
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -536,15 +585,15 @@ def test_a_stream_that_divides_itself_is_not_divided_again(workers):
     some(0, Stream())
     other = some(1, Stream(differs_from=0))
     assert [(weight, len(share)) for weight, share in other.found] == [(1, 6), (1, 6), (1, 6), (1, 5)]
-    assert not other.loader.is_divided and other.loader.title == "each process has its own batches x 2 accumulated"
+    assert other.loader.gets == "its own" and other.loader.title == "each process has its own batches x 2 accumulated"
     assert other.loader.notes == [
         "Stream is a stream of other samples in each process: its batches are not divided, and a resumed run reads again what it had read"
     ]
     assert [len(share) for _, share in some(1, Stream(differs_from=0), 3).found] == [5]
     same = some(1, Stream())
-    assert len(same.found) == 8 and same.loader.is_divided
+    assert len(same.found) == 8 and same.loader.gets == "a share"
     late = some(1, Stream(differs_from=8))  # which strategies find
-    assert late.loader.is_divided and len(late.found) == 8
+    assert late.loader.gets == "a share" and len(late.found) == 8
 
 
 def test_a_stream_that_differs_later_has_another_digest():
@@ -571,7 +620,7 @@ class Holder:
     lambda x: PurePath("a", str(x)),
 ])  # fmt: skip
 def test_a_digest_follows_from_content(form):
-    of = lambda value: Digest().add(value, "x")  # noqa: E731
+    of = lambda value: digested(value, "", "x")  # noqa: E731
     assert of(form(1)) == of(form(1)) != of(form(2))
     one, two = form(1), form(1)
     assert of([one, one]) == of([one, two]) != of([one])
@@ -581,7 +630,7 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(
         UserError, match=r"Stream gives objects that cannot be compared between processes .*strategy=single"
     ):
-        Digest().add([lambda: 1], "Stream")
+        digested([lambda: 1], "", "Stream")
 
 
 def test_seeds_of_workers_follow_the_run_and_the_epoch():

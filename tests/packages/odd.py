@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 SIZES: list[tuple[int, int, bool]] = []  # what Named got
 DRAWN: list[list[int]] = []  # by Lazy
@@ -259,6 +259,42 @@ class Whole(Smooth):
 
     def val_dataloader(self):
         return Uneven().val_dataloader()
+
+
+class Counts(Whole):
+    """Of 7 validation samples in batches of 4."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("valid_loss", self.loss(batch), sync_dist=True)
+        self.log("valid_count", float(len(batch[1])), sync_dist=True, reduce_fx="sum")
+
+    def val_dataloader(self):
+        return DataLoader(Data().images(7), batch_size=4)
+
+
+class Plateau(Whole):
+    """Its scheduler has the value of one process."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("valid_all", self.loss(batch), sync_dist=True)
+        self.log("valid_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "valid_loss"}}
+
+
+class Redrawn(Data):
+    """A new subset for each epoch."""
+
+    def train_dataloader(self):
+        return DataLoader(Subset(self.images(96), torch.randperm(96)[:48].tolist()), batch_size=12, shuffle=True)
+
+
+class TakesIterator(Small):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
 
 
 class OfRank0(Whole):

@@ -70,6 +70,9 @@ def train(project, mnist, cache):
      ["compile=true compiles the network of the model group", "strategy=dp changes how", "task.metrics has no effect"]),
     ("Small data=odd data.num_workers=auto trainer.accumulate_grad_batches=auto +data.val_fraction=0.2",
      ["data.num_workers=auto is for Lockstep's dataloaders", "data=data makes its own", "data.val_fraction is not an argument of odd.Data"]),
+    ("TakesIterator", ["TakesIterator.training_step takes dataloader_iter, so nobody else knows its batches"]),
+    ("Small +callbacks.steps._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler +callbacks.steps.scheduling={0:1}",
+     ["GradientAccumulationScheduler changes how many micro-batches a global batch has. Set trainer.accumulate_grad_batches="]),
     ("Small data=none", ["data=none has no batches, and Small has no train_dataloader. Add it to the module, or name the data"]),
     ("Small data=own data._target_=odd.Data", ["data._target_=odd.Data is a LightningDataModule, and takes no batch_size, eval_batch_size", "Set data=none"]),
     ("Small +task.widht=3", ["task.widht is not an argument of odd.Small (did you mean width?)"]),
@@ -264,6 +267,12 @@ def test_any_number_of_processes_finds_the_weights_of_one(train, forked, name, d
 
 
 @pytest.mark.slow
+def test_an_evaluation_counts_each_sample_once(train, forked):
+    report = train("Counts", "run=counts", "data=none", "trainer.max_epochs=1", "task.monitor=valid_loss", *TWO)
+    assert report["valid_count"] == 7
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["ByRank", "LateByRank"])
 def test_a_sampler_that_divides_the_samples_itself_is_refused(train, forked, capfd, data):
     with pytest.raises(RunFailed, match="exit code 2"):
@@ -298,9 +307,10 @@ def test_values_of_one_process_are_marked_and_no_run_is_judged_by_them(train, fo
     assert headline({**report, "monitor": "valid_loss"})[0] == "test_all"
     told = "".join(capfd.readouterr())
     assert told.count("of rank 0 alone: valid_loss; ") == told.count("of rank 0 alone: test_loss; ") == 1
-    with pytest.raises(RunFailed, match="exit code 2"):
-        train("OfRank0", "run=monitors-rank-0", *options, "task.monitor=valid_loss", *TWO)
-    assert "checkpoint.monitor=valid_loss differs between the 2 processes" in capfd.readouterr().err
+    for name, monitor in (("OfRank0", "valid_loss"), ("Plateau", "valid_all")):
+        with pytest.raises(RunFailed, match="exit code 2"):
+            train(name, f"run=of-{name}", *options, f"task.monitor={monitor}", *TWO)
+        assert "valid_loss is monitored, but differs between the 2 processes" in capfd.readouterr().err
     single = train("OfRank0", "run=alone", *options, "task.monitor=valid_loss", *ONE)
     assert single["test_all"] == single["test_loss"] == pytest.approx(report["test_all"], rel=1e-5)
 
@@ -310,13 +320,28 @@ def test_the_smallest_module_of_lightning_trains_on_its_own_loaders(train):
     assert (report["status"], report["train/steps"]) == ("done", 64)
 
 
+def test_batches_that_are_not_divided_are_not_resumed_with_another_accumulation(train, crash_at):
+    options = ["run=alike", "data=odd", "data._target_=odd.Alike", "checkpoint.every_n_steps=1", "trainer.max_epochs=2"]
+    crash_at(3)
+    with pytest.raises(Crash):
+        train("Small", *options)
+    crash_at(-1)
+    with pytest.raises(
+        UserError, match=r"trainer.accumulate_grad_batches was 1 and is 2, and Lockstep does not divide"
+    ):
+        train("Small", *options, "resume=auto", "trainer.accumulate_grad_batches=2")
+    train("Small", *options, "resume=auto")
+
+
 def test_a_run_of_a_version_that_did_not_divide_batches_is_not_resumed(train):
     train("Small", "run=old", "data=odd", "trainer.max_epochs=1")
     path = Path("runs/old/checkpoints/last.ckpt")
     saved = torch.load(path)
     del saved["divided"]
     torch.save(saved, path)
-    with pytest.raises(UserError, match=r"it has no divided\. Pass init_from="):
+    with pytest.raises(
+        UserError, match=r"a version in which the batch_size of a DataLoader was that of each process.* Pass init_from="
+    ):
         train("Small", "run=old", f"resume={path}", "data=odd", "trainer.max_epochs=2")
 
 
@@ -332,6 +357,7 @@ def test_what_would_not_load_again_is_not_saved(train):
 @pytest.mark.parametrize(("name", "data", "more"), [
     ("Reads", "Data", ["data.num_workers=2"]),
     ("Reads", "RandomStream", []),
+    ("Small", "Redrawn", ["trainer.reload_dataloaders_every_n_epochs=1"]),
     pytest.param("Both", "Pair", ["trainer.reload_dataloaders_every_n_epochs=1", "task.monitor=valid_loss"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly(train, crash_at, name, data, more):

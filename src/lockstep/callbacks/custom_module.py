@@ -3,12 +3,15 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.compat.lightning import begin_loaders_anew
+from lockstep.data.keyed import Apart
+from lockstep.data.sampler import key_of
 from lockstep.data.standard import standard
 from lockstep.errors import UserError
 from lockstep.reporting.console import say
@@ -26,6 +29,7 @@ class CustomModule(Callback):
     monitor: str | None
     # from the optimizer steps of a run to those from one row of the log to the next; None: the config sets them
     log_interval: Callable[[float], int] | None
+    told: set[str] = field(default_factory=set)  # what limits the loaders of evaluations
     before: dict[str, Any] = field(default_factory=dict)  # what was logged before an evaluation
     due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
 
@@ -35,6 +39,9 @@ class CustomModule(Callback):
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
+        if not self.work.engine_data:
+            for part in ("train", "val", "test"):
+                draw_apart(self.work.attached or pl_module, f"{part}_dataloader", trainer)
         if self.sync_batchnorm:
             synchronise(pl_module, trainer.strategy.root_device.type)
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -57,6 +64,11 @@ class CustomModule(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.before = dict(trainer.callback_metrics)
+        loaders = [trainer.test_dataloaders] if trainer.testing else [trainer.val_dataloaders]
+        undivided = [loader for loader in standard(loaders) if loader.gets != "a share"]
+        for note in {note for loader in undivided for note in loader.notes[:1]} - self.told:
+            say(f"data of the evaluation: {note}")
+            self.told.add(note)
 
     on_test_start = on_validation_start
 
@@ -73,10 +85,11 @@ class CustomModule(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = self.of_one_process(trainer)
-        if self.monitor in found:
+        judged = {self.monitor, *(each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau)}
+        if wrong := [name for name in found if name in judged]:
             raise UserError(
-                f"checkpoint.monitor={self.monitor} differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
-                f"self.log({self.monitor!r}, ..., sync_dist=True), or as a metric of torchmetrics."
+                f"{wrong[0]} is monitored, but differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
+                f"self.log({wrong[0]!r}, ..., sync_dist=True), or as a metric of torchmetrics."
             )
         self.note(found)
 
@@ -90,11 +103,33 @@ class CustomModule(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self.work.engine_data:
-            checkpoint["divided"] = True  # in earlier versions `batch_size` was that of each process
+            checkpoint["divided"] = self.work.divided  # in earlier versions `batch_size` was that of each process
+            checkpoint["of_rank_0"] = sorted(self.work.of_rank_0)
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.due = checkpoint["plateau"]
+        self.work.of_rank_0 |= {*checkpoint.get("of_rank_0", ())}
+        then, now = checkpoint["accumulate_grad_batches"], trainer.accumulate_grad_batches
+        if not checkpoint.get("divided", True) and then != now:
+            raise UserError(
+                f"trainer.accumulate_grad_batches was {then} and is {now}, and Lockstep does not divide the batches of this run, so it does not know "
+                f"which of them are done. Set trainer.accumulate_grad_batches={then}."
+            )
+
+
+def draw_apart(holder: Any, hook: str, trainer: Trainer) -> None:
+    """Lets a hook that makes a dataloader draw the same random numbers in each process and after each resume: it may draw a subset."""
+    made = getattr(holder, hook)
+
+    @wraps(made)
+    def seeded() -> Any:
+        every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        with Apart(int(key_of(hook, trainer.strategy.seed, epoch // every * every if every else 0)[0])):  # type: ignore[attr-defined]
+            return made()
+
+    if not hasattr(made, "__wrapped__"):
+        setattr(holder, hook, seeded)
 
 
 def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:

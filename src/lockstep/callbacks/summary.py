@@ -92,7 +92,8 @@ class RunSummary(Callback):
         world, accumulate = trainer.world_size, trainer.accumulate_grad_batches
         accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
         if data is None:
-            return " and ".join(loader.title for loader in standard(trainer.train_dataloader))
+            titles = dict.fromkeys(loader.title for loader in standard(trainer.train_dataloader))
+            return " and ".join(titles) or "each process has its own batches"
         batch, copies = data.batch_size, data.repeats
         repeated = f", {copies} copies of each sample" if copies > 1 else ""
         return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}{repeated}"
@@ -288,22 +289,32 @@ def size_of(batch: Any) -> int:
         return 0
 
 
+def samples_in_all(trainer: Trainer, batch: Any) -> float:
+    """Of all processes in a micro-batch: loaders of users know how many there are, unless they make batches themselves."""
+    strategy: Any = trainer.strategy
+    loaders = strategy.loaders_of(strategy.micro_batch) if hasattr(strategy, "loaders_of") else []
+    known = [samples for loader in loaders if (samples := loader.told[strategy.micro_batch].samples) is not None]
+    return (
+        sum(known)
+        if known
+        else size_of(batch) * (1 if any(each.gets == "all" for each in loaders) else trainer.world_size)
+    )
+
+
 class Throughput(Callback):
     """Measures windows of `log_every_n_steps` steps. The first window includes warm-up and compiling; it counts only if there
     is no other."""
 
     def __init__(self) -> None:
-        self.unit, self.processes = "samples", 1  # that compute samples of their own
-        self.windows: list[tuple[int, float, float]] = []  # samples, seconds, seconds spent waiting for data
+        self.unit = "samples"
+        self.windows: list[tuple[float, float, float]] = []  # samples, seconds, seconds spent waiting for data
         self.waited_s = 0.0
         self.first_step_s: float | None = None  # includes compiling
-        self.samples = 0
+        self.samples = 0.0
         self.began_s: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.unit = unit_of(trainer)
-        alike = any(loader.alike for loader in standard(trainer.train_dataloader))
-        self.processes = 1 if alike else trainer.world_size
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.began_s is None:
@@ -312,7 +323,7 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.samples += size_of(batch) * self.processes
+        self.samples += samples_in_all(trainer, batch)
         if self.first_step_s is None and self.began_s is not None:
             finish(trainer)  # SYNC: once a run
             self.first_step_s = time.perf_counter() - self.began_s

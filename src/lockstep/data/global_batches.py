@@ -1,21 +1,17 @@
 """The global batches of an epoch, as a user's sampler or stream gives them, and what each process computes of them."""
 
 import copy
-import hashlib
-import io
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.keyed import Apart
-from lockstep.data.loaders import Share
+from lockstep.data.loaders import Share, Told, digest_of
 from lockstep.data.sampler import BLOCK, key_of, permute, place_in_step
 from lockstep.errors import UserError
 
@@ -56,15 +52,15 @@ class Cut:
         shares of one sample, which batch norm refuses, if the others are not.
         """
         (step, part), parts = divmod(done, self.accumulate), self.parts
-        least = max(1, min(2, (size or 0) // parts))
+        least = max(1, min(2, (size or 0) // parts)) if self.trains else 1
         for number, (place, batch, digest, _) in enumerate(batches, step):
             cuts = min(parts, max(1, len(batch) // least))
             for mine in range(part, self.accumulate):
                 of_step = place_in_step(self.rank, self.world, mine, self.accumulate, self.contiguous)
                 begin, end = (-(-len(batch) * min(each, cuts) // cuts) for each in (of_step, of_step + 1))
                 keys, weight = batch[begin:end] or batch[:least], (end - begin) * parts / len(batch)
-                place_of = place + begin * (end > begin)
-                yield Share(keys, place_of, number * parts + of_step, weight, seed, epoch, digest)
+                told = Told(weight, digest, len(batch) / self.accumulate)
+                yield Share(keys, place + begin * (end > begin), number * parts + of_step, seed, epoch, told)
             part = 0
 
 
@@ -93,41 +89,15 @@ def joined(first: Global | None, second: Global) -> Global:
     return Global(first.place, first.batch + second.batch, second.digest, True) if first else second
 
 
-# --- What processes compare ---
-
-
-class Content(pickle.Pickler):
-    """Without what differs between equal objects: which of their parts are one object, and where tensors are stored."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            plain = value.detach().cpu().contiguous()
-            return bytes, (
-                f"{plain.dtype} {plain.shape}".encode() + plain.reshape(-1).view(torch.uint8).numpy().tobytes(),
-            )
-        return NotImplemented
-
-
-class Digest:
-    """Of all that was added: equal in processes that added equal objects."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.blake2b(digest_size=16)
-
-    def add(self, value: Any, name: str) -> str:
-        """Raises UserError for what cannot be compared, which `name` gave."""
-        stored = io.BytesIO()
-        pickler = Content(stored, protocol=5)
-        pickler.fast = True  # does not note which objects it has seen
-        try:
-            pickler.dump(value)
-        except Exception as e:
-            raise UserError(
-                f"{name} gives objects that cannot be compared between processes ({e}). Let it give tensors, arrays, numbers or text, or train with "
-                "strategy=single."
-            ) from e
-        self.hash.update(stored.getbuffer())
-        return self.hash.hexdigest()
+def digested(value: Any, before: str, name: str) -> str:
+    """Raises UserError for what cannot be compared, which `name` gave."""
+    try:
+        return digest_of(value, before)
+    except Exception as e:
+        raise UserError(
+            f"{name} gives objects that cannot be compared between processes ({e}). Let it give tensors, arrays, numbers or text, or train with "
+            "strategy=single."
+        ) from e
 
 
 # --- The global batches of an epoch ---
@@ -183,7 +153,7 @@ class Order:
             while several := [*islice(elements, size)]:
                 yield [key for key, _ in several], several[-1][1]
             return
-        digest, ahead = f"{count} samples", -(-BLOCK // size) * size
+        digest, ahead = f"{count} samples" if self.compare else "", -(-BLOCK // size) * size
         for first in range(begin * size, count, ahead):
             places = np.arange(first, min(first + ahead, count))
             shuffled = permute(places, count, seed, epoch) if isinstance(self.sampler, RandomSampler) else places
@@ -198,15 +168,15 @@ class Order:
         apart = Apart(int(key_of("order", seed, epoch)[0]), self.sampler)
         with apart:
             elements = iter(self.sampler) if self.size else map(list, self.sampler)
-        digest, ahead, found = Digest(), 1, ""
+        digest, ahead = "", 1
         while True:
             with apart:
                 several = [*islice(elements, ahead)]
             if not several:
                 return
             if self.compare:
-                found = digest.add(several, self.name)
-            yield from ((each, found) for each in several)
+                digest = digested(several, digest, self.name)
+            yield from ((each, digest) for each in several)
             ahead = min(2 * ahead, AHEAD if self.size else 1 + AHEAD // max(1, len(several[0])))
 
 

@@ -1,5 +1,7 @@
 """Loads batches in a sampler's order: from arrays in memory, or with the worker processes of torch's DataLoader."""
 
+import hashlib
+import io
 import itertools
 import logging
 import pickle
@@ -252,7 +254,39 @@ class FromWorkers:
             yield pickle.loads(batch) if isinstance(batch, bytes) else batch
 
 
+# --- What processes compare ---
+
+
+class Content(pickle.Pickler):
+    """Without what differs between equal objects: which of their parts are one object, and where tensors are stored."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            plain = value.detach().cpu().contiguous()
+            return bytes, (
+                f"{plain.dtype} {plain.shape}".encode() + plain.reshape(-1).view(torch.uint8).numpy().tobytes(),
+            )
+        return NotImplemented
+
+
+def digest_of(value: Any, before: str = "") -> str:
+    """Of what was digested before, and a value: the same in processes that have the same ones. Raises what pickle raises."""
+    stored = io.BytesIO()
+    pickler = Content(stored, protocol=5)
+    pickler.fast = True  # does not note which objects it has seen
+    pickler.dump(value)
+    return hashlib.blake2b(before.encode() + stored.getbuffer(), digest_size=16).hexdigest()
+
+
 # --- Micro-batches of any dataset, by any collate function: data/standard.py ---
+
+
+class Told(NamedTuple):
+    """What is known of a micro-batch."""
+
+    weight: float  # of its loss, so the average over micro-batches and processes is that over the global batch
+    digest: str  # of what the process has read so far, to be compared with those of the others; empty if there are none
+    samples: float | None  # of all processes in this micro-batch, on average over the step's
 
 
 class Share(NamedTuple):
@@ -261,10 +295,9 @@ class Share(NamedTuple):
     keys: list[Any]
     place: int  # of its first sample in the epoch
     number: int  # among the micro-batches of all processes in the epoch
-    weight: float  # of its loss, so the average over micro-batches and processes is that over the global batch
     seed: int
     epoch: int
-    digest: str  # of the global batches so far, to be compared by processes
+    told: Told
 
 
 class MicroBatches:
@@ -278,9 +311,8 @@ class MicroBatches:
         self.dataset, self.collate = dataset, collate
         self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
 
-    def __call__(self, share: Share) -> tuple[Any, float, str]:
-        """The batch, its weight and its digest."""
-        return self.collated(self.samples(share), share), share.weight, share.digest
+    def __call__(self, share: Share) -> tuple[Any, Told]:
+        return self.collated(self.samples(share), share), share.told
 
     def collated(self, samples: list[Any], share: Share) -> Any:
         if self.collate is default_collate:

@@ -3,19 +3,32 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, default_collate
 
 from lockstep.data.global_batches import Cut, Global, Order, at_least
-from lockstep.data.loaders import FromWorkers, Indexed, MicroBatches, ResumableLoader, Share, begin_worker, timed
+from lockstep.data.loaders import (
+    FromWorkers,
+    Indexed,
+    MicroBatches,
+    ResumableLoader,
+    Share,
+    Told,
+    begin_worker,
+    digest_of,
+    timed,
+)
 from lockstep.data.sampler import key_of
 from lockstep.errors import UserError
 
+Gets = Literal["a share", "all", "its own"]  # of the batches of a loader: a process
 OPTIONS = "num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"
 
 
@@ -40,24 +53,35 @@ class Division(Cut):
         return int(key_of(f"loader {number}, turn {turn}", self.seed, 0)[0]) >> 1 if number or turn else self.seed
 
 
+class Turn(NamedTuple):
+    """Where a loader goes on."""
+
+    epoch: int
+    number: int  # of the next micro-batch in the epoch
+    times: int  # that it has ended in this epoch
+    done: int  # micro-batches since then
+
+    def goes_on(self, epoch: int, done: int) -> bool:
+        """Whether the Trainer's position is here; or one before, where Lightning fetches ahead."""
+        return epoch == self.epoch and self.number - 1 <= done <= self.number
+
+
 # --- What the Trainer gets in place of a user's loader ---
 
 
 class Brought(ResumableLoader):
     """A user's loader in place of which the Trainer gets this one. It has the attributes of the user's."""
 
-    is_divided = True  # each process computes a share of each global batch
-    alike = False  # each process computes all of it
+    gets: Gets = "a share"
 
     def __init__(self, given: Any, division: Division) -> None:
         self.given, self.division = given, division
         self.name = type(given).__name__  # of what decides about the samples
         self.size: int | None = None  # of a global batch, if it is known
         self.notes: list[str] = []  # for the first lines of a run: what limits its promises
-        self.began: tuple[int, int] | None = None  # the position of the last iteration
-        self.told: dict[
-            int, tuple[float, str]
-        ] = {}  # weight and digest of the last micro-batches, by their number in the epoch
+        self.began: tuple[int, int] | None = None  # the Trainer's position when it was last asked to go on from there
+        self.ended: Turn | None = None  # where it begins again
+        self.told: dict[int, Told] = {}  # of the last micro-batches, by their number in the epoch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "given":
@@ -68,8 +92,15 @@ class Brought(ResumableLoader):
     def batch_sampler(self) -> Any:  # type: ignore[override]
         return getattr(self.given, "batch_sampler", None)
 
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, float, str]]:
-        """Batch, weight and digest of each micro-batch after those that are done."""
+    @property
+    def length(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:
+            return None
+
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
+        """The micro-batches of an epoch after those that are done."""
         raise NotImplementedError
 
     def counted(self, seed: int, epoch: int) -> int:
@@ -77,21 +108,27 @@ class Brought(ResumableLoader):
         return sum(1 for _ in self.items(seed, epoch, 0))
 
     def __iter__(self) -> Iterator[Any]:
-        """From the Trainer's position on. If loaders of several lengths take turns, the shorter ones begin again within an epoch."""
+        """From the Trainer's position on; or from its beginning, where loaders of several lengths take turns and this one has ended."""
         epoch, done = self.division.position()
-        first = self.began is None or self.began[0] != epoch
-        self.began = epoch, done
-        try:
-            length = len(self)
-        except TypeError:
-            length = done + 1 if first else self.counted(self.division.seed_of(self), epoch)
-        if length == 0 or (first and done >= length):
-            return  # it had ended
-        turn, done_of_turn = divmod(done, length)
-        items = self.items(self.division.seed_of(self, turn), epoch, done_of_turn)
-        for number, (batch, weight, digest) in enumerate(timed(items, self.division.waited), done):
-            self.told = {number: (weight, digest)} | {n: told for n, told in self.told.items() if n == number - 1}
+        turn = self.ended
+        if turn is None or not self.division.trains or not turn.goes_on(epoch, done):
+            self.began, turn = (epoch, done), Turn(epoch, done, *divmod(done, self.length or done + 1))
+            if turn.times:
+                self.ended = turn
+                return
+        number = turn.number
+        items = self.items(self.division.seed_of(self, turn.times), epoch, turn.done)
+        left = None if self.length is None else self.length - turn.done
+        for batch, told in timed(islice(items, left), self.division.waited):
+            self.told = {number: told} | {n: each for n, each in self.told.items() if n == number - 1}
             yield batch
+            number += 1
+        self.ended = Turn(epoch, number, turn.times + 1, 0)
+        if (
+            number == done and done and self.length is None
+        ):  # a run that was resumed: nobody knows where it had begun again
+            length = self.counted(self.division.seed_of(self), epoch)
+            self.ended = Turn(epoch, done, *divmod(done, length)) if length else None
 
     def require_agreement(self, digest: str) -> None:
         """All processes call it with what they have read."""
@@ -109,9 +146,11 @@ class Brought(ResumableLoader):
         """For the first lines of a run."""
         division, size = self.division, self.size
         accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
-        if self.alike:
+        if self.gets == "all" and division.world == 1:
+            return f"batches of {self.name}{accumulated}"
+        if self.gets == "all":
             return f"each process computes the same batches{accumulated}"
-        if not self.is_divided:
+        if self.gets == "its own":
             return f"each process has its own batches{accumulated}"
         if size is None:
             return f"batches of {self.name}, divided by {division.world}{accumulated}"
@@ -122,8 +161,12 @@ class Brought(ResumableLoader):
         size, parts = self.size, self.division.parts
         if size is not None and size < parts:
             yield f"batch_size={size} is the global batch, and a step has {parts} micro-batches: {parts - size} of them are empty. Set it to {parts} or more"
+        elif size is not None and size % parts:
+            yield f"batch_size={size} does not divide by {parts}, so tensors of several processes have several sizes: a module cannot gather them"
         if self.given.collate_fn is not default_collate:
             yield "collate_fn gets what one process computes at once: where it pads or draws, batches differ with the number of processes"
+        if self.given.generator is not None:
+            yield "the generator of a DataLoader is not used: its order and the random numbers of its workers follow from seed"
 
 
 class Due:
@@ -152,11 +195,30 @@ class StandardLoader(Brought):
     def __init__(self, given: DataLoader[Any], division: Division) -> None:
         super().__init__(given, division)
         self.order = Order(given.batch_sampler, division.world > 1)
-        self.name, self.size = self.order.name, self.order.size
+        self.name, self.size = f"{type(given.dataset).__name__} with {self.order.name}", self.order.size
         self.notes = [*self.limits()]
         self.data, self.due = MicroBatches(given.dataset, given.collate_fn), Due()
         self.reader: FromWorkers | None = None
-        self.length = self.evaluated() if division.world > 1 and not division.trains else None
+        self.count: int | None = None  # of the batches of an evaluation, if it is known
+        if division.world > 1:
+            self.require_same_data()
+        if division.world > 1 and not division.trains:
+            self.count = self.evaluated()
+
+    def read_apart(self, *keys: list[Any]) -> Iterator[Any]:
+        """Micro-batches outside of an epoch. By a worker if the user has some: a process may not have opened what its workers open."""
+        told = Told(1.0, "", None)
+        shares = [(Share(each, 0, 0, self.division.seed, 0, told),) for each in keys]
+        options = {"num_workers": min(1, self.given.num_workers), "persistent_workers": False}
+        return (batch for batch, _ in from_workers(self.given, Indexed(self.data), sampler=shares, **options).batches())
+
+    def require_same_data(self) -> None:
+        """Processes may have datasets of their own, of which each would use its share. Compares the first sample, unless it is another one
+        each time or cannot be read alone."""
+        found = ["", ""]
+        with suppress(Exception):
+            found = [digest_of(batch) for batch in self.read_apart([0], [0])]
+        self.require_agreement(found[0] if found[0] == found[1] else "")
 
     def evaluated(self) -> int | None:
         """How many batches an evaluation has, if that is known. All processes call it.
@@ -172,8 +234,9 @@ class StandardLoader(Brought):
         ((count, last),) = deque(batches, 1) or [(0, Global(0, []))]
         self.require_agreement(last.digest)
         if last.joined:
+            (share,) = division.shares(iter([last]), 0, division.seed, 0, None)
             try:
-                self.data(next(division.shares(iter([last]), 0, division.seed, 0, None)))
+                next(self.read_apart(share.keys))
             except Exception as e:
                 raise UserError(
                     f"the last {len(last.batch)} samples of an evaluation must be one batch, or {division.world} processes cannot divide them, and "
@@ -182,7 +245,7 @@ class StandardLoader(Brought):
         return count
 
     def __len__(self) -> int:
-        return len(self.order) * self.division.accumulate if self.length is None else self.length
+        return len(self.order) * self.division.accumulate if self.count is None else self.count
 
     def shares(self, done: int, seed: int, epoch: int) -> Iterator[Share]:
         division, order = self.division, self.order
@@ -190,7 +253,7 @@ class StandardLoader(Brought):
         divided = batches if division.trains else at_least(batches, division.world)
         return division.shares(divided, done, seed, epoch, order.size)
 
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[Any]:
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
         self.due.shares = self.shares(done, seed, epoch)
         self.reader = self.reader or from_workers(self.given, Indexed(self.data), sampler=self.due)
         self.reader.loader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)

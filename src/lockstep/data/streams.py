@@ -1,5 +1,6 @@
 """Loaders without places to take samples from: streams, and what makes its batches itself."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
@@ -8,12 +9,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.data.global_batches import Cut, Digest, Global, at_least
+from lockstep.data.global_batches import Cut, Global, at_least, digested
 from lockstep.data.keyed import Apart
-from lockstep.data.loaders import OfStream, Packs
+from lockstep.data.loaders import OfStream, Packs, Told
 from lockstep.data.sampler import key_of
-from lockstep.data.standard import Brought, Division, StandardLoader, from_workers
+from lockstep.data.standard import Brought, Division, Gets, StandardLoader, from_workers
 
+log = logging.getLogger("lockstep")
 AGAIN = "a resumed run reads again what it had read"
 
 
@@ -36,40 +38,54 @@ class Shares(Packs, IterableDataset[Any]):
             yield self.packed(self.collate(share))
 
     def batches(self, seed: int, epoch: int) -> Iterator[Global]:
-        apart = Apart(int(key_of("order", seed, epoch)[0]), self.dataset)
+        apart, place, digest = Apart(int(key_of("order", seed, epoch)[0]), self.dataset), 0, ""
+        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+            set_epoch(epoch)
         with apart:
             samples = iter(self.dataset)
-        digest, place, found = Digest(), 0, ""
         while True:
             with apart:
                 batch = [*islice(samples, self.size)]
             if not batch or (self.drop_last and len(batch) < self.size):
                 return
             if self.cut.world > 1:
-                found = digest.add(batch, type(self.dataset).__name__)
-            yield Global(place, batch, found)
+                digest = digested(batch, digest, type(self.dataset).__name__)
+            yield Global(place, batch, digest)
             place += len(batch)
 
 
 class Compared(Brought):
-    """The first time that its batches are requested, all processes do so, and compare the first one."""
+    """The first time that its batches are requested, all processes do so, and compare the first one. What each process gets decides:
+    processes with batches of their own end together, because the others would wait for one that has no more."""
 
     def __init__(self, given: Any, division: Division) -> None:
         super().__init__(given, division)
-        self.undecided = division.world > 1
+        self.undecided, self.equally_long = division.world > 1, True
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
-        if not self.undecided:
-            return batches
-        first = [*islice(batches, 1)]
-        self.undecided = False
-        again = self.decide(self.division.agree(self.told[max(self.told)][1] if first else ""))
-        return iter(self) if again else chain(first, batches)
+        if self.undecided:
+            first = [*islice(batches, 1)]
+            self.undecided = False
+            again = self.decide(self.division.agree(self.told[max(self.told)].digest if first else ""))
+            self.equally_long = self.gets != "its own" or self.division.agree(str(self.length))
+            if again:
+                self.began = None
+                return iter(self)
+            batches = chain(first, batches)
+        return self.together(batches) if self.gets == "its own" and self.division.world > 1 else batches
 
     def decide(self, same: bool) -> bool:
         """Whether the batches must begin again, because they are divided in another way."""
         raise NotImplementedError
+
+    def together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if not self.division.agree("more"):
+                log.warning("%s: another process has no more batches, so the epoch ends here", self.name)
+                return
+            yield batch
+        self.division.agree("no more")
 
 
 class StreamLoader(Compared):
@@ -79,33 +95,29 @@ class StreamLoader(Compared):
         super().__init__(given, division)
         self.name, self.size = type(given.dataset).__name__, given.batch_size
         reads = "one worker of each process reads" if given.num_workers else "each process reads"
-        own = f"{self.name} is a stream: {reads} all of it, and {AGAIN}"
-        self.notes = [own, *self.limits()]
+        self.notes = [f"{self.name} is a stream: {reads} all of it, and {AGAIN}", *self.limits()]
         self.begin(division.cut)
 
     def begin(self, cut: Cut) -> None:
         self.data = Shares(self.given, cut)
-        workers = min(1, self.given.num_workers)
-        self.reader = from_workers(self.given, self.data, num_workers=workers)
+        self.reader = from_workers(self.given, self.data, num_workers=min(1, self.given.num_workers))
 
     def decide(self, same: bool) -> bool:
-        self.is_divided = same
         if not same:
-            self.size = None
-            self.notes[0] = (
+            self.gets, self.size = "its own", None
+            self.notes = [
                 f"{self.name} is a stream of other samples in each process: its batches are not divided, and {AGAIN}"
-            )
-            self.began = None
+            ]
             self.begin(replace(self.division.cut, rank=0, world=1, accumulate=1))
         return not same
 
     def __len__(self) -> int:
         """Unknown as long as nobody knows whether the stream divides itself."""
-        if self.undecided and self.division.accumulate > 1:
+        if not self.equally_long or (self.undecided and self.division.accumulate > 1):
             raise TypeError("a stream has no length")
-        return len(self.given) * (self.division.accumulate if self.is_divided else 1)
+        return len(self.given) * (self.division.accumulate if self.gets == "a share" else 1)
 
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, float, str]]:
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
         self.data.place.copy_(torch.tensor([seed, epoch, done]))
         return self.reader.batches()
 
@@ -116,30 +128,30 @@ class StreamLoader(Compared):
 class LeftAlone(Compared):
     """Batches of a user's own loader as it makes them, in a random state of their own, which is the same in each process.
 
-    A run resumes within an epoch by reading what it had read, unless the loader saves its position itself.
+    A run resumes within an epoch by reading what it had read.
     """
 
-    is_divided = False
+    gets: Gets = "all"
 
     def __init__(self, given: Any, division: Division, why: str) -> None:
         super().__init__(given, division)
-        self.restored = False
         self.notes = [f"{why}: its batches are not divided, and {AGAIN}"]
 
     def __len__(self) -> int:
+        if not self.equally_long:
+            raise TypeError("processes have several lengths")
         return len(self.given)
 
     def decide(self, same: bool) -> bool:
-        self.alike = same
+        self.gets = "all" if same else "its own"
         return False
 
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, float, str]]:
-        skipped, self.restored = 0 if self.restored else done, False
-        for batch in islice(self.apart(seed, epoch), skipped, None):
-            yield batch, 1.0, Digest().add(batch, self.name) if self.undecided else ""
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
+        for batch in islice(self.apart(seed, epoch), done, None):
+            yield batch, Told(1.0, digested(batch, "", self.name) if self.undecided else "", None)
 
     def apart(self, seed: int, epoch: int) -> Iterator[Any]:
-        apart, ended = Apart(int(key_of("order", seed, epoch)[0])), object()
+        apart, ended = Apart(int(key_of("order", seed, epoch)[0]), self.given), object()
         with apart:
             batches = iter(self.given)
         while True:
@@ -148,14 +160,6 @@ class LeftAlone(Compared):
             if batch is ended:
                 return
             yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return getattr(self.given, "state_dict", dict)()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if hasattr(self.given, "load_state_dict"):
-            self.given.load_state_dict(state)
-            self.restored = True
 
 
 def around(given: Any, division: Division) -> Brought:

@@ -147,7 +147,8 @@ class DividedBatches(Strategy):
         number = self.micro_batch
         if number & (number - 1) == 0 or number % COMPARED == 0:
             for loader in self.loaders_of(number):
-                loader.require_agreement(loader.told[number][1])
+                if loader.gets == "a share":
+                    loader.require_agreement(loader.told[number].digest)
         return super().training_step(*args, **kwargs)
 
     @property
@@ -164,7 +165,7 @@ class DividedBatches(Strategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Gradients are averaged over processes and micro-batches, whose shares of the global batch may differ."""
         number = self.micro_batch
-        weights = [loader.told[number][0] for loader in self.loaders_of(number)]
+        weights = [loader.told[number].weight for loader in self.loaders_of(number)]
         weight = sum(weights) / len(weights) if weights else 1.0  # of several loaders the mean
         return super().backward(closure_loss if weight == 1 else closure_loss * weight, optimizer, *args, **kwargs)
 

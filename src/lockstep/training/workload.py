@@ -1,5 +1,6 @@
 """What a run trains: a task on Lockstep's batches, or the user's own LightningModule. Everything that depends on which is a method here."""
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -87,9 +88,14 @@ class Workload:
         """The training loaders of a LightningDataModule, once the Trainer has them."""
         return standard(self.module.trainer.train_dataloader)
 
+    @property
+    def divided(self) -> bool:
+        """Whether each process gets its share of all batches."""
+        return {loader.gets for loader in self.loaders} == {"a share"}
+
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
-        if not all(loader.is_divided for loader in self.loaders):
+        if self.engine_data is None and not self.divided:
             return UNKNOWN.format("Lockstep does not divide the batches")
         return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
 
@@ -99,8 +105,12 @@ class Workload:
             f"the loss is averaged as the module does it; test metrics are the module's own; it computes in {precision}"
         )
         resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
-        batches = "the same batches, " if all(loader.is_divided for loader in self.loaders) else ""
-        promised = f"task: {self.title}'s own steps: {batches}{resume} and one-format checkpoints hold; {own}"
+        kept = (
+            f"the same batches, {resume} and one-format checkpoints hold"
+            if self.divided
+            else "one-format checkpoints hold"
+        )
+        promised = f"task: {self.title}'s own steps: {kept}; {own}"
         notes = [note for loader in self.loaders for note in loader.notes]
         if len(self.loaders) > 1 and self.loaders[0].division.parts > 1:
             notes.append(SEVERAL)
@@ -151,6 +161,8 @@ class Workload:
             yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Remove it, or set data=none to use the module's."
         if not any(map(self.provides, hooks)):
             yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=none data._target_=<your LightningDataModule>."
+        if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
+            yield f"{self.title}.training_step takes dataloader_iter, so nobody else knows its batches. Let it take batch and batch_idx."
         if monitor and not self.evaluates("validation", "val"):
             yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Set task.monitor=null."
 
