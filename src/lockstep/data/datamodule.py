@@ -241,9 +241,9 @@ class DataModule(pl.LightningDataModule):
         return ResumableLoader(partial(self.resumed, loader.batches, sampler), sampler)
 
     def resumed(self, batches: Callable[[], Iterator[Batch]], sampler: TrainBatches) -> Iterator[Batch]:
-        """The batches of an epoch from the Trainer's position on."""
+        """The batches of an epoch from the Trainer's position on, which is known when the first one is requested."""
         sampler.start = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return timed(batches(), self.wait)
+        yield from timed(batches(), self.wait)
 
     def wait(self, seconds: float) -> None:
         self.waited_s += seconds
