@@ -91,11 +91,11 @@ class Workload:
     @property
     def divided(self) -> bool:
         """Whether each process gets its share of all batches."""
-        return {loader.gets for loader in self.loaders} == {"a share"}
+        return self.engine_data is not None or {loader.gets for loader in self.loaders} == {"a share"}
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
-        if self.engine_data is None and not self.divided:
+        if not self.divided:
             return UNKNOWN.format("Lockstep does not divide the batches")
         return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
 
@@ -105,12 +105,8 @@ class Workload:
             f"the loss is averaged as the module does it; test metrics are the module's own; it computes in {precision}"
         )
         resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
-        kept = (
-            f"the same batches, {resume} and one-format checkpoints hold"
-            if self.divided
-            else "one-format checkpoints hold"
-        )
-        promised = f"task: {self.title}'s own steps: {kept}; {own}"
+        kept = f"the same batches, {resume} and " if self.divided else ""
+        promised = f"task: {self.title}'s own steps: {kept}one-format checkpoints hold; {own}"
         notes = [note for loader in self.loaders for note in loader.notes]
         if len(self.loaders) > 1 and self.loaders[0].division.parts > 1:
             notes.append(SEVERAL)
