@@ -51,7 +51,7 @@ def cases(count: int, folder: Path) -> dict[str, Case]:
     tensors = TensorDataset(torch.rand(8 * count, 1, 28, 28), torch.zeros(8 * count, dtype=torch.long))
     finished = [v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     crops = Pictures(small, count, v2.Compose([v2.RandomCrop(32, padding=4), *finished]))
-    files = Pictures(folder / "x.jpg", count // 4, v2.Compose([v2.RandomResizedCrop(SIDE), *finished]))
+    files = Pictures(folder / "x.jpg", count // 2, v2.Compose([v2.RandomResizedCrop(SIDE), *finished]))
     weighted = WeightedRandomSampler([1.0] * count, count)
     return {
         "tensors of 28 px": (tensors, {"shuffle": True}, 28),
@@ -102,7 +102,7 @@ class Clock(pl.Callback):
             self.began_s, self.read = time.perf_counter(), 0
         self.read += len(batch[0])
 
-    def on_train_epoch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         self.seconds = time.perf_counter() - self.began_s
 
 

@@ -307,9 +307,14 @@ def test_values_of_one_process_are_marked_and_no_run_is_judged_by_them(train, fo
     assert headline({**report, "monitor": "valid_loss"})[0] == "test_all"
     told = "".join(capfd.readouterr())
     assert told.count("of rank 0 alone: valid_loss; ") == told.count("of rank 0 alone: test_loss; ") == 1
-    for name, monitor in (("OfRank0", "valid_loss"), ("Plateau", "valid_all")):
+    stops = ["callbacks=[early_stopping]", "callbacks.early_stopping.monitor=valid_loss"]
+    for name, monitor, more in (
+        ("OfRank0", "valid_loss", []),
+        ("OfRank0", "valid_all", stops),
+        ("Plateau", "valid_all", []),
+    ):
         with pytest.raises(RunFailed, match="exit code 2"):
-            train(name, f"run=of-{name}", *options, f"task.monitor={monitor}", *TWO)
+            train(name, f"run=of-{name}-{len(more)}-{monitor}", *options, f"task.monitor={monitor}", *more, *TWO)
         assert "valid_loss is monitored, but differs between the 2 processes" in capfd.readouterr().err
     single = train("OfRank0", "run=alone", *options, "task.monitor=valid_loss", *ONE)
     assert single["test_all"] == single["test_loss"] == pytest.approx(report["test_all"], rel=1e-5)

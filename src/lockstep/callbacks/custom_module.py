@@ -1,4 +1,4 @@
-"""Hooks around a user's LightningModule: its batch norms and its schedulers."""
+"""Hooks around a user's LightningModule: its batch norms, its schedulers, the hooks that make its dataloaders, and what it logs."""
 
 import warnings
 from collections.abc import Callable
@@ -64,11 +64,10 @@ class CustomModule(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.before = dict(trainer.callback_metrics)
-        loaders = [trainer.test_dataloaders] if trainer.testing else [trainer.val_dataloaders]
-        undivided = [loader for loader in standard(loaders) if loader.gets != "a share"]
-        for note in {note for loader in undivided for note in loader.notes[:1]} - self.told:
-            say(f"data of the evaluation: {note}")
-            self.told.add(note)
+        for loader in standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
+            if loader.gets != "a share" and loader.notes[0] not in self.told:
+                say(f"data of the evaluation: {loader.notes[0]}")
+                self.told.add(loader.notes[0])
 
     on_test_start = on_validation_start
 
@@ -85,7 +84,9 @@ class CustomModule(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = self.of_one_process(trainer)
-        judged = {self.monitor, *(each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau)}
+        plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+        judges = [*plateaus, *trainer.callbacks]  # type: ignore[attr-defined]
+        judged = {self.monitor, *(getattr(each, "monitor", None) for each in judges)}
         if wrong := [name for name in found if name in judged]:
             raise UserError(
                 f"{wrong[0]} is monitored, but differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
@@ -122,14 +123,17 @@ def draw_apart(holder: Any, hook: str, trainer: Trainer) -> None:
     """Lets a hook that makes a dataloader draw the same random numbers in each process and after each resume: it may draw a subset."""
     made = getattr(holder, hook)
 
+    if hasattr(made, "draws_apart"):  # by an earlier Trainer
+        return
+
     @wraps(made)
     def seeded() -> Any:
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         with Apart(int(key_of(hook, trainer.strategy.seed, epoch // every * every if every else 0)[0])):  # type: ignore[attr-defined]
             return made()
 
-    if not hasattr(made, "__wrapped__"):
-        setattr(holder, hook, seeded)
+    seeded.draws_apart = True  # type: ignore[attr-defined]
+    setattr(holder, hook, seeded)
 
 
 def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:

@@ -28,11 +28,12 @@ class QuickHookNames(pl.LightningModule):
             super().__setattr__(name, value)
 
 
-# --- A loader without a length begins at a known position ---
+# --- Loaders begin at a known position ---
 #
-# Lightning 2.6.6 takes its first batch in FitLoop.setup_data(), to know whether it is the last one. A module that asks for
-# `estimated_stepping_batches` in `configure_optimizers` causes that before a checkpoint's position is restored. Remove this when it is
-# restored first: tests/compat/test_lightning.py::test_a_loader_without_a_length_begins_before_the_position_is_restored fails then.
+# Lightning 2.6.6 begins them in FitLoop.setup_data(), and takes the first batch of one without a length, to know whether it is the last
+# one; of loaders that processes compare, Lockstep takes it. A module that asks for `estimated_stepping_batches` in `configure_optimizers`
+# causes that before a checkpoint's position is restored. Remove this when it is restored first:
+# tests/compat/test_lightning.py::test_a_loader_without_a_length_begins_before_the_position_is_restored fails then.
 
 
 def begin_loaders_anew(trainer: pl.Trainer) -> None:

@@ -226,9 +226,7 @@ class StandardLoader(Brought):
         Raises UserError if they have other ones, or if one cannot make its last batch.
         """
         division = self.division
-        try:
-            len(self.order)
-        except TypeError:
+        if self.length is None:
             return None
         batches = enumerate(at_least(self.order.batches(division.seed, 0), division.world), 1)
         ((count, last),) = deque(batches, 1) or [(0, Global(0, []))]

@@ -26,9 +26,8 @@ class Shares(Packs, IterableDataset[Any]):
         super().__init__()
         self.dataset, self.collate, self.cut = given.dataset, OfStream(given.collate_fn), cut
         self.size, self.drop_last = given.batch_size or 1, given.drop_last
-        self.place = torch.zeros(
-            3, dtype=torch.int64
-        ).share_memory_()  # seed, epoch, micro-batches done: for a worker that stays
+        # seed, epoch, micro-batches done: for a worker that stays
+        self.place = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
         seed, epoch, done = self.place.tolist()
