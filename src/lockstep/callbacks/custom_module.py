@@ -1,4 +1,4 @@
-"""Hooks around a user's LightningModule: its batch norms, its schedulers, the hooks that make its dataloaders, and what it logs."""
+"""Hooks around a user's LightningModule: its schedulers, the hooks that make its dataloaders, and what it logs."""
 
 import warnings
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 
 from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.data.keyed import Apart
@@ -15,7 +16,6 @@ from lockstep.data.sampler import key_of
 from lockstep.data.standard import standard
 from lockstep.errors import UserError
 from lockstep.reporting.console import say
-from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import total_steps
 from lockstep.training.workload import Workload
 
@@ -25,7 +25,7 @@ class CustomModule(Callback):
     """Used in training and in evaluation."""
 
     work: Workload
-    sync_batchnorm: bool
+    loggers: list[Logger]  # of the run, in its evaluations too
     monitor: str | None
     # from the optimizer steps of a run to those from one row of the log to the next; None: the config sets them
     log_interval: Callable[[float], int] | None
@@ -34,7 +34,6 @@ class CustomModule(Callback):
     due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The network is left as the module made it, except its batch norms."""
         if trainer.is_global_zero:  # here the module decides how its metrics are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
@@ -42,8 +41,6 @@ class CustomModule(Callback):
         if not self.work.engine_data:
             for part in ("train", "val", "test"):
                 draw_apart(self.work.attached or pl_module, f"{part}_dataloader", trainer)
-        if self.sync_batchnorm:
-            synchronise(pl_module, trainer.strategy.root_device.type)
         data = trainer.datamodule  # type: ignore[attr-defined]
         for split in (data.val_split, data.test_split) if self.work.engine_data else ():
             if split.count < trainer.world_size:
@@ -62,7 +59,12 @@ class CustomModule(Callback):
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
 
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before, Lightning would log the module's hyperparameters again."""
+        trainer.loggers = self.loggers
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.loggers = self.loggers
         self.before = dict(trainer.callback_metrics)
         for loader in standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
             if loader.gets != "a share" and loader.notes[0] not in self.told:

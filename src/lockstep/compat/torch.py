@@ -6,7 +6,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules import _functions
 
 # --- Whether torch is computing gradients ---
@@ -65,3 +66,23 @@ def without_masks() -> None:
 
     forward.without_masks = True  # type: ignore[attr-defined]
     function.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+
+# --- `p.data = value` on a sharded parameter ---
+#
+# torch 2.13 accepts it without effect on a DTensor, whose values are in another tensor. Averages of momentum encoders are written so. Remove
+# this when it has the effect, or raises: tests/compat/test_torch.py::test_data_assigned_to_a_sharded_tensor_is_lost fails then.
+
+
+def assignable_data() -> None:
+    """For all DTensors of this process."""
+    if "data" not in vars(DTensor):
+        get = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+        DTensor.data = property(get, write_data)  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def write_data(tensor: DTensor, value: Tensor) -> None:
+    if not isinstance(value, DTensor):
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.to_local().copy_(value.to_local())

@@ -191,10 +191,9 @@ def module(settings: Settings) -> Iterator[str]:
         yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Remove it: ~augment.{operation}."
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
-    idle = f"compiles the network of the model group, but {name} makes its own. Remove it; a module may call self.<network>.compile()"
     steps = f"is about the steps of a task, and {name} makes its own. Remove it"
-    yield from settings.excluded({"exact.logical_ranks": (None, steps), "compile": (False, idle)})
-    if settings.spec.is_sharded or settings.spec.splits_batches:
+    yield from settings.excluded({"exact.logical_ranks": (None, steps)})
+    if settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
 
 

@@ -3,7 +3,7 @@ strategies of one process."""
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lockstep.checkpoints.weights import load_into, omit_hyperparameters, refused, sharded_like
 from lockstep.data.loaders import ResumableLoader
@@ -43,8 +44,36 @@ def parallelize(
     if float32_head:
         in_float32(head_of(net), strategy.root_device.type)
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
-        compile_in_place(strategy.blocks_of(net) or [net])
+        custom = isinstance(net, pl.LightningModule)  # whose steps call its networks
+        compile_in_place(strategy.blocks_of(net) or ([*networks_of(net)] if custom else [net]))
     return strategy.parallelize(net)
+
+
+class ChangedInPlace(pl.LightningModule):
+    """The first base of the class of a user's LightningModule that a strategy changes once it has its networks."""
+
+    change: Callable[[pl.LightningModule, pl.Trainer], object] | None
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.change:
+            change, self.change = self.change, None
+            change(self, self.trainer)
+
+
+def change_in_place(module: pl.LightningModule, change: Callable[..., object]) -> None:
+    kind: Any = type(module)
+    module.__class__ = type(kind.__name__, (ChangedInPlace, kind), {"__module__": kind.__module__})
+    cast(ChangedInPlace, module).change = change
+
+
+def networks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a LightningModule that have parameters, those in containers one by one."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from networks_of(child)
+        elif not isinstance(child, Metric) and any(True for _ in child.parameters()):
+            yield child
 
 
 class Float32(nn.Module):

@@ -96,9 +96,11 @@ class StepArithmetic:
         process and two shards, always in the same direction; after 50 clipped steps the weights were 5e-5 apart.
         """
         exact = torch.float32 if grads[0].device.type == "mps" else torch.float64  # MPS has no float64
-        squared = torch.stack(torch._foreach_norm(local_parts(grads), 2, dtype=exact)).square().sum()
-        all_reduce(squared, torch.distributed.ReduceOp.SUM, grads)
-        return squared.sqrt()
+        squared = torch.stack(torch._foreach_norm(local_parts(grads), 2, dtype=exact)).square()
+        in_shards = torch.tensor([isinstance(grad, DTensor) for grad in grads], device=squared.device)
+        total = (squared * in_shards).sum()
+        all_reduce(total, torch.distributed.ReduceOp.SUM, grads)
+        return (total + (squared * ~in_shards).sum()).sqrt()
 
     def key_of(self, accumulate: int, world: int) -> str | None:
         """What to set for `accumulate` micro-batches a step in each process; None if it is not possible."""

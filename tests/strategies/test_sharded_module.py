@@ -1,0 +1,106 @@
+"""LightningModules under strategy=fsdp: the weights of one process, whichever way their steps use the parameters."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import thin_project
+import torch
+from in_process import Crash
+
+import lockstep
+from lockstep.checkpoints.weights import read
+from lockstep.errors import RunFailed
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:You passed in a `.*_dataloader` but have no", "ignore:Be aware that when using `ckpt_path`"
+    ),
+]
+OPTIONS = [
+    "task=lightning_module",
+    "task.monitor=null",
+    "data=none",
+    "trainer.accelerator=cpu",
+    "trainer.precision=32-true",
+    "trainer.max_epochs=2",
+]
+FSDP = ["strategy=fsdp", "trainer.devices=2"]
+QUICK = ["Beside", "Momentum", "GAN"]
+MORE = ["Plain", "Small", "Late", "UsesMethods", "NoGradEncoder", "Tied", "WithBuffers", "InPlace", "SmallGAN", "RawGAN", "RawSmallGAN", "TwoBackwards", "Closures", "Metered", "Generates"]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def project(tmp_path_factory) -> Iterator[Path]:
+    with thin_project.entered(tmp_path_factory.mktemp("project"), "sharded", **thin_project.package("sharded")) as root:
+        yield root
+
+
+def train(name: str, run: str, *more: str) -> dict:
+    return lockstep.train([*OPTIONS, f"task._target_=sharded.{name}", f"run={run}", *more])
+
+
+def weights(run: str) -> dict[str, torch.Tensor]:
+    return read(Path(f"runs/{run}/checkpoints/last.ckpt")).state_dict
+
+
+def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    a, b = (torch.cat([value.double().flatten() for value in each.values()]) for each in (found, expected))
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_shards_find_the_weights_of_one_process(name, forked):
+    report = train(name, f"{name}-1", "strategy=single")
+    sharded = train(name, f"{name}-2", *FSDP)
+    assert far(weights(f"{name}-2"), weights(f"{name}-1")) < 1e-5
+    for key in ("valid_loss", "fid", "mean"):
+        assert sharded.get(key) == pytest.approx(report.get(key), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), [
+    ("Plain", ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.05"]),
+    ("Beside", ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.05"]),
+    ("Beside", ["trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value"]),
+    ("WithBuffers", ["callbacks=[default,ema]", "strategy.reshard_after_forward=false"]),
+    ("Momentum", ["callbacks=[default,freeze]", "callbacks.freeze.parameters=1.*", "callbacks.freeze.unfreeze=[[1.norm.*,1]]"]),
+    ("UsesMethods", ["checkpoint.sharded=true"]),
+    ("Plain", ["strategy.blocks=[]"]),
+    ("Plain", ["strategy.blocks=[LayerNorm]", "compile=true"]),
+])  # fmt: skip
+def test_with_options(name, more, forked, request):
+    run = request.node.callspec.id
+    of_strategy = [each for each in more if each.startswith(("strategy", "checkpoint", "compile"))]
+    others = [each for each in more if each not in of_strategy]
+    train(name, f"{run}-1", *others)
+    train(name, f"{run}-2", *FSDP, *more)
+    assert far(weights(f"{run}-2"), weights(f"{run}-1")) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "told"), [
+    ("OutOfBlock", "strategy.blocks=[]"),
+    ("MadeBefore", "configure_optimizers"),
+])  # fmt: skip
+def test_what_shards_cannot_do_is_told(name, told, forked, capfd):
+    with pytest.raises(RunFailed):
+        train(name, name, *FSDP)
+    assert told in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Beside", "GAN"])
+def test_a_crash_is_not_seen(name, forked, crash_at):
+    """The run goes on as one process, and that of one process in shards."""
+    step = 30 if name == "GAN" else 15
+    train(name, f"{name}-whole", "strategy=single")
+    for before, after in ((FSDP, ["strategy=single"]), (["strategy=single"], FSDP)):
+        run = f"{name}-{len(after)}"
+        crash_at(step)
+        with pytest.raises((Crash, RunFailed)):
+            train(name, run, *before, "checkpoint.every_n_steps=3")
+        crash_at(-1)
+        train(name, run, *after, "resume=auto")
+        assert far(weights(run), weights(f"{name}-whole")) < 1e-5
