@@ -65,9 +65,8 @@ def train(project, mnist, cache):
 
 @pytest.mark.parametrize(("typed", "told"), [
     ("Small model=basic_net optim=sgd seed=true", ["model, optim would have no effect: odd.Small has its own. Set model=none optim=none"]),
-    ("Small strategy=fsdp trainer.devices=2", ["strategy=fsdp changes how a task's network is called", "Set strategy=ddp."]),
-    ("Small compile=true strategy=dp +task.metrics.a._target_=torchmetrics.MeanMetric",
-     ["compile=true compiles the network of the model group", "strategy=dp changes how", "task.metrics has no effect"]),
+    ("Small strategy=dp +task.metrics.a._target_=torchmetrics.MeanMetric",
+     ["strategy=dp changes how a task's network is called", "Set strategy=ddp.", "task.metrics has no effect"]),
     ("Small data=odd data.num_workers=auto trainer.accumulate_grad_batches=auto +data.val_fraction=0.2",
      ["data.num_workers=auto is for Lockstep's dataloaders", "data=data makes its own", "data.val_fraction is not an argument of odd.Data"]),
     ("TakesIterator", ["TakesIterator.training_step takes dataloader_iter, so nobody else knows its batches"]),
