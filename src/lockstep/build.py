@@ -137,7 +137,7 @@ def workload(settings: Settings, data: Any, weights: str | None = None) -> Workl
         given = {"sync_batchnorm": cfg.trainer.sync_batchnorm, "compile": cfg.compile}
         change = partial(strategies.parallelize, **given, channels_last=False, float32_head=False)
         strategies.change_in_place(module, change)
-    work = Workload(module, data)
+    work = Workload(module, data, arithmetic(settings))
     raise_problems(work.problems(settings.title("data"), cfg.checkpoint.monitor))
     return work
 

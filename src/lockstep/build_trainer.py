@@ -91,7 +91,7 @@ def custom_module_callbacks(settings: Settings, work: Workload, loggers: Sequenc
 
 
 def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
-    by_row = not work.arithmetic.same_bits and not settings.cfg.compile and work.engine_data is not None
+    by_row = not work.arithmetic.same_bits and not settings.cfg.compile
     return step_seed.StepSeed(settings.cfg.seed, work.arithmetic, masks_by_row=by_row)
 
 
@@ -191,7 +191,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         "trains_task": work.task is not None,
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))
-    strategy.seed, own_loaders = cfg.seed, work.engine_data is None
+    strategy.seed, strategy.arithmetic, own_loaders = cfg.seed, work.arithmetic, work.engine_data is None
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task

@@ -184,10 +184,14 @@ def test_checkpoints_of_two_optimizers_are_named_by_the_steps_of_the_run(train):
     assert train("TwoOptimizers", *options, "resume=auto", "trainer.max_epochs=2")["train/steps"] == 8
 
 
-def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_run_goes_on_with_another(train):
+def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_run_goes_on_with_another(train, capsys):
     told = r"checkpoint.monitor=val_loss is not logged by Validated, .*valid_loss \(did you mean valid_loss\?\)"
     with pytest.raises(TrainingFailed, match=told):
         train("Validated", "run=told", "task.monitor=val_loss", "trainer.max_epochs=2")
+    early = (
+        "WARNING: val_loss is monitored, but the first validation batches logged valid_loss (did you mean valid_loss?)"
+    )
+    assert early in capsys.readouterr().out
     assert json.loads(Path("runs/told/report.json").read_text())["status"] == "failed"
     assert state("told/checkpoints/last.ckpt")["global_step"] == 4
     report = train("Validated", "run=told", "resume=auto", "checkpoint.monitor=valid_loss", "trainer.max_epochs=2")

@@ -1,5 +1,6 @@
 """Hooks around a user's LightningModule: its schedulers, the hooks that make its dataloaders, and what it logs."""
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.data.keyed import Apart
 from lockstep.data.sampler import key_of
 from lockstep.data.standard import standard
-from lockstep.errors import UserError
+from lockstep.errors import UserError, did_you_mean
 from lockstep.reporting.console import say
 from lockstep.training.arithmetic import total_steps
 from lockstep.training.workload import Workload
+
+OF_VALIDATION = re.compile(r"(?:^|[\W_])val(?:id|idation)?(?=$|[\W_])")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,6 +54,10 @@ class CustomModule(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaders = standard(trainer.train_dataloader)
+        if self.work.arithmetic.same_bits and not self.work.divided:
+            raise UserError(
+                f"exact.logical_ranks divides each batch, but {loaders[0].name} gives batches that cannot be divided. Remove it."
+            )
         if any(loader.began not in (None, loader.division.position()) for loader in loaders):
             begin_loaders_anew(trainer)
         if self.log_interval:
@@ -84,12 +91,23 @@ class CustomModule(Callback):
         of_all = trainer.strategy.reduce(torch.tensor(differs, device=device), reduce_op="sum") if values else []
         return [name for name, processes in zip(values, of_all, strict=True) if processes]
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = self.of_one_process(trainer)
+    def monitored(self, trainer: Trainer) -> set[str]:
         plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
         judges = [*plateaus, *trainer.callbacks]  # type: ignore[attr-defined]
-        judged = {self.monitor, *(getattr(each, "monitor", None) for each in judges)}
-        if wrong := [name for name in found if name in judged]:
+        return {str(name) for name in (self.monitor, *(getattr(each, "monitor", None) for each in judges)) if name}
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A typo costs an epoch otherwise. No error: a module may log less in Lightning's sanity check."""
+        logged = sorted(trainer.callback_metrics)
+        for name in sorted(self.monitored(trainer) - {*logged}) if logged else ():
+            if OF_VALIDATION.search(name):
+                say(
+                    f"WARNING: {name} is monitored, but the first validation batches logged {', '.join(logged)}{did_you_mean(name, logged)}"
+                )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        found = self.of_one_process(trainer)
+        if wrong := [name for name in found if name in self.monitored(trainer)]:
             raise UserError(
                 f"{wrong[0]} is monitored, but differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
                 f"self.log({wrong[0]!r}, ..., sync_dist=True), or as a metric of torchmetrics."

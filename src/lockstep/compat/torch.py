@@ -1,6 +1,6 @@
 """Private names of torch, each with the reason, and when it can go."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +33,24 @@ def copy_hooks(net: nn.Module, copied: nn.Module) -> nn.Module:
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             setattr(other, hooks, getattr(parameter, hooks))
     return copied
+
+
+# --- The first call of a compiled module ---
+#
+# `Module.compile` has an effect where the module is called, and none where its methods are (torch 2.13). Hooks would be compiled as well.
+# Remove this when torch tells which modules it has compiled:
+# tests/compat/test_torch.py::test_only_a_private_name_tells_whether_a_compiled_module_is_called fails then.
+
+
+def tell_first_call(module: nn.Module, tell: Callable[[], object]) -> None:
+    compiled: Any = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module._compiled_call_impl = compiled
+        tell()
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 # --- torch.nn.SyncBatchNorm without waiting for the GPU ---

@@ -4,6 +4,7 @@ strategies of one process."""
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +18,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lockstep.checkpoints.weights import load_into, omit_hyperparameters, refused, sharded_like
+from lockstep.compat.torch import tell_first_call
 from lockstep.data.loaders import ResumableLoader
 from lockstep.data.standard import Brought, Division, standard
 from lockstep.data.streams import around
 from lockstep.errors import NotLoadable, UserError
 from lockstep.strategies.batch_norm import synchronise
+from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.losses import float32
 from lockstep.training.optim import head_of
 
@@ -45,7 +48,12 @@ def parallelize(
         in_float32(head_of(net), strategy.root_device.type)
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
         custom = isinstance(net, pl.LightningModule)  # whose steps call its networks
-        compile_in_place(strategy.blocks_of(net) or ([*networks_of(net)] if custom else [net]))
+        parts = strategy.blocks_of(net) or ([*networks_of(net)] if custom else [net])
+        compile_in_place(parts)
+        if custom:
+            strategy.compiled, strategy.without_call = frozenset(parts), set(parts)
+            for part in parts:
+                tell_first_call(part, partial(strategy.without_call.discard, part))
     return strategy.parallelize(net)
 
 
@@ -138,6 +146,9 @@ class DividedBatches(Strategy):
 
     lightning_module: pl.LightningModule  # set before anything here is called
     seed = 0  # of the run
+    arithmetic = StepArithmetic()
+    compiled: frozenset[nn.Module] = frozenset()  # networks of a user's module, until its first step
+    without_call: set[nn.Module]  # those that were not called
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     contiguous_micro_batches = False
     waited_s = 0.0  # how long training in this process has waited for batches of loaders of users
@@ -178,7 +189,13 @@ class DividedBatches(Strategy):
             for loader in self.loaders_of(number):
                 if loader.gets == "a share":
                     loader.require_agreement(loader.told[number].digest)
-        return super().training_step(*args, **kwargs)
+        result = super().training_step(*args, **kwargs)
+        if self.compiled and self.compiled == self.without_call:
+            raise UserError(
+                f"compile=true has no effect: a step of {type(self.lightning_module).__name__} calls none of its networks, but their methods. Call the networks, or remove compile=true."
+            )
+        self.compiled = frozenset()
+        return result
 
     @property
     def micro_batch(self) -> int:
@@ -196,7 +213,8 @@ class DividedBatches(Strategy):
         number = self.micro_batch
         weights = [loader.told[number].weight for loader in self.loaders_of(number)]
         weight = sum(weights) / len(weights) if weights else 1.0  # of several loaders the mean
-        return super().backward(closure_loss if weight == 1 else closure_loss * weight, optimizer, *args, **kwargs)
+        loss = closure_loss if weight == 1 else closure_loss * weight
+        return super().backward(self.arithmetic.to_backward(self.lightning_module, loss), optimizer, *args, **kwargs)
 
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer

@@ -153,12 +153,12 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.custom:
-            self.custom.gather()
-            self.custom.keep_writes()
-        loss = super().backward(closure_loss, *args, **kwargs)
-        if self.custom:
-            self.custom.reduce_gradients(of_all=self.reduces)
+        if self.custom is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        self.custom.gather()
+        self.custom.keep_writes()
+        loss = super().backward(self.custom.module.through_hooks(lambda: closure_loss * 1), *args, **kwargs)
+        self.custom.reduce_gradients(of_all=self.reduces)
         return loss
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

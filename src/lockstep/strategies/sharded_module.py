@@ -35,7 +35,7 @@ class ShardedModule(pl.LightningModule):
     root: "Root"
 
     def through_hooks(self, value: Callable[[], Tensor]) -> Tensor:
-        """A forward method to FSDP2: a backward of the tensor that it returns ends with the reduction of the root's gradients."""
+        """A forward method to FSDP2: a backward of the tensor that it returns reduces the root's gradients."""
         return value()
 
     def toggle_optimizer(self, optimizer: Optimizer | LightningOptimizer) -> None:
@@ -145,7 +145,7 @@ class Root:
             self.gather()
 
     def reduce_gradients(self, *, of_all: bool) -> None:
-        """What is left after a backward in which no block took part. `of_all`: not one of several accumulated micro-batches."""
+        """What a backward of the user's has left, without Lightning. `of_all`: not of one of several accumulated micro-batches."""
         pending = [p for p in self.parameters if p.grad is not None] if self.is_gathered else []
         if pending:
             none = pending[0].new_zeros((), requires_grad=True)

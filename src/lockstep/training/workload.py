@@ -22,7 +22,7 @@ from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
 from lockstep.tasks.task import validated_columns
 from lockstep.training.arithmetic import StepArithmetic
-from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, UNKNOWN
+from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, SAME_BITS, UNKNOWN
 from lockstep.training.metrics import TestPanels
 from lockstep.training.module import TaskModule
 
@@ -62,13 +62,14 @@ class Workload:
     flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
     network_arguments: Mapping[str, Any] = {}
 
-    def __init__(self, module: pl.LightningModule, data: pl.LightningDataModule) -> None:
-        self.module, self.data = module, data
+    def __init__(
+        self, module: pl.LightningModule, data: pl.LightningDataModule, arithmetic: StepArithmetic | None = None
+    ) -> None:
+        self.module, self.data, self.arithmetic = module, data, arithmetic or StepArithmetic()
         self.title = type(module).__name__  # of the class that decides what is logged
         self.engine_data = data if isinstance(data, DataModule) else None  # None: the data has its own dataloaders
         # what Lightning gets; without, it takes the module's dataloaders (data=none)
         self.attached = None if type(data) is pl.LightningDataModule else data
-        self.arithmetic = StepArithmetic()
         self.of_rank_0: set[str] = set()  # names of what was logged and is not of all processes
 
     def marked(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -97,6 +98,8 @@ class Workload:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
         if not self.divided:
             return UNKNOWN.format("Lockstep does not divide the batches")
+        if self.arithmetic.same_bits:
+            return f"{SAME_BITS}, where a step of {self.title} depends on its batch, parameters, buffers and torch's random numbers alone; what it counts itself counts each logical rank"
         return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
 
     def promises(self, world: int, precision: str) -> list[str]:
@@ -157,6 +160,8 @@ class Workload:
             yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Remove it, or set data=none to use the module's."
         if not any(map(self.provides, hooks)):
             yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=none data._target_=<your LightningDataModule>."
+        if self.arithmetic.same_bits and not self.module.automatic_optimization:
+            yield f"exact.logical_ranks computes each step several times, but {self.title} has manual optimization, whose steps change the weights. Remove it."
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             yield f"{self.title}.training_step takes dataloader_iter, so nobody else knows its batches. Let it take batch and batch_idx."
         if monitor and not self.evaluates("validation", "val"):
@@ -170,9 +175,9 @@ class TaskWorkload(Workload):
     task: Task
 
     def __init__(self, module: TaskModule, data: DataModule) -> None:
-        super().__init__(module, data)
+        super().__init__(module, data, module.arithmetic)
         self.task, self.title = module.task, type(module.task).__name__
-        self.arithmetic, self.network_arguments = module.arithmetic, module.network_arguments
+        self.network_arguments = module.network_arguments
         self.trial = UNKNOWN.format("it was not tried")  # how processes change the result, found out by dry_run.py
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:

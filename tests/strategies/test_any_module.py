@@ -1,4 +1,4 @@
-"""LightningModules under strategy=fsdp: the weights of one process, whichever way their steps use the parameters."""
+"""LightningModules under every strategy: the weights of one process, whichever way their steps use the parameters."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +9,13 @@ import torch
 
 import lockstep
 from lockstep.checkpoints.weights import read
-from lockstep.errors import RunFailed
+from lockstep.errors import RunFailed, UserError
 
 pytestmark = [
     pytest.mark.filterwarnings(
-        "ignore:You passed in a `.*_dataloader` but have no", "ignore:Be aware that when using `ckpt_path`"
+        "ignore:You passed in a `.*_dataloader` but have no",
+        "ignore:Be aware that when using `ckpt_path`",
+        "ignore:`torch.jit.script_method` is deprecated",  # torch's own use, when it compiles
     ),
 ]
 OPTIONS = [
@@ -24,6 +26,7 @@ OPTIONS = [
     "trainer.precision=32-true",
     "trainer.max_epochs=2",
 ]
+DDP = ["strategy=ddp"]
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
 QUICK = ["Beside", "Momentum", "GAN"]
 MORE = ["Plain", "Small", "Late", "UsesMethods", "NoGradEncoder", "Tied", "WithBuffers", "InPlace", "SmallGAN", "RawGAN", "RawSmallGAN", "TwoBackwards", "Closures", "Metered", "Generates"]  # fmt: skip
@@ -31,12 +34,12 @@ MORE = ["Plain", "Small", "Late", "UsesMethods", "NoGradEncoder", "Tied", "WithB
 
 @pytest.fixture(scope="module", autouse=True)
 def project(tmp_path_factory) -> Iterator[Path]:
-    with thin_project.entered(tmp_path_factory.mktemp("project"), "sharded", **thin_project.package("sharded")) as root:
+    with thin_project.entered(tmp_path_factory.mktemp("project"), "uses", **thin_project.package("uses")) as root:
         yield root
 
 
 def train(name: str, run: str, *more: str) -> dict:
-    return lockstep.train([*OPTIONS, f"task._target_=sharded.{name}", f"run={run}", *more])
+    return lockstep.train([*OPTIONS, f"task._target_=uses.{name}", f"run={run}", *more])
 
 
 def weights(run: str) -> dict[str, torch.Tensor]:
@@ -94,8 +97,42 @@ def test_what_shards_cannot_do_is_told(name, told, forked, capfd):
 @pytest.mark.parametrize(("before", "after"), [(FSDP, ["strategy=single"]), (["strategy=single"], FSDP)])
 def test_a_run_goes_on_under_another_strategy(name, before, after, forked):
     """From within its second epoch."""
-    run = f"{name}-{len(after)}"
+    run = f"{name}-then-{len(after)}"
     train(name, f"{run}-whole", "strategy=single")
     train(name, run, *before, f"trainer.max_steps={30 if name == 'GAN' else 15}")
     train(name, run, *after, "trainer.max_steps=-1", "resume=auto")
     assert far(weights(run), weights(f"{run}-whole")) < 1e-5
+
+
+@pytest.mark.slow
+def test_logical_ranks_give_the_same_bits(forked):
+    exact = "exact.logical_ranks=4", "trainer.gradient_clip_val=0.5"
+    for number, more in enumerate((["strategy=single"], [*DDP, "trainer.devices=2"], [*DDP, "trainer.devices=4"])):
+        train("Normed", f"exact-{number}", *exact, *more)
+    found = [weights(f"exact-{number}") for number in range(3)]
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+    train("Normed", "ordinary", "strategy=single")
+    assert far(weights("ordinary"), found[0]) > 1e-3  # statistics of 2 samples, not of 8
+
+
+@pytest.mark.parametrize(("typed", "told"), [
+    ("UsesMethods compile=true", "compile=true has no effect: a step of UsesMethods calls none of its networks"),
+    ("Normed exact.logical_ranks=4 +task.manual=true", "exact.logical_ranks computes each step several times, but Normed has manual optimization"),
+    ("Normed exact.logical_ranks=2 strategy=fsdp", "exact.logical_ranks=2 needs an optimizer of the group optim with strategy=fsdp"),
+])  # fmt: skip
+def test_what_has_no_effect_is_refused(typed, told):
+    name, *more = typed.split()
+    with pytest.raises(UserError, match=told):
+        train(name, "refused", *more)
+    assert not Path("runs/refused").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [["strategy=single"], ["strategy=ddp", "trainer.devices=2", "trainer.sync_batchnorm=true"]]
+)
+def test_networks_are_compiled_in_place(more, forked):
+    train("Normed", f"eager-{len(more)}", *more)
+    train("Normed", f"compiled-{len(more)}", *more, "compile=true")
+    found = weights(f"compiled-{len(more)}")
+    assert found.keys() == weights(f"eager-{len(more)}").keys()

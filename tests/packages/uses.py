@@ -1,4 +1,4 @@
-"""LightningModules that use their parameters in every way, for tests/strategies/test_sharded_module.py."""
+"""LightningModules that use their parameters in every way, for tests/strategies/test_any_module.py."""
 
 import copy
 from typing import Any
@@ -340,3 +340,17 @@ class MadeBefore(Plain):
 
     def configure_optimizers(self):
         return self.optimizer
+
+
+class Normed(Base):
+    """Statistics and masks of a batch."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)
+        )
+
+    def forward(self, x):
+        return self.net(x)
