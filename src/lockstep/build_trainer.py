@@ -169,6 +169,8 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     given |= work.arithmetic.trainer_arguments(given, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/custom_module.py decides once the loaders are there
+    if given["num_sanity_val_steps"] == "auto":
+        given["num_sanity_val_steps"] = 2 if work.task is None else 0  # dry_run.py tries a task
     node = cfg.strategy
     if "timeout_s" in node and process.debug_rank is not None:
         node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})

@@ -161,7 +161,7 @@ class Evaluated(Net):
         return DataLoader(torch.ones(2, 1))
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers")
 @pytest.mark.parametrize("nothing", [False, True])
 def test_a_test_is_logged_at_step_0(tmp_path, nothing):
     logged = Rows()

@@ -78,7 +78,8 @@ def mesh(tmp_path, monkeypatch):
 
 
 def test_data_assigned_to_a_sharded_tensor_is_lost(mesh, monkeypatch):
-    monkeypatch.delattr(DTensor, "data", raising=False)  # of an earlier test
+    if "data" in vars(DTensor):  # of an earlier test
+        monkeypatch.delattr(DTensor, "data")
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     weight.data = weight.data * 3
     assert weight.full_tensor().sum() == 8  # when this fails, remove assignable_data

@@ -62,6 +62,9 @@ class Plain(Base):
     def forward(self, x):
         return self.net(x)
 
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])[:, 0]
+
 
 class Small(Base):
     """Without a block."""

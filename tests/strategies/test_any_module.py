@@ -1,5 +1,6 @@
 """LightningModules under every strategy: the weights of one process, whichever way their steps use the parameters."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,3 +137,24 @@ def test_networks_are_compiled_in_place(more, forked):
     train("Normed", f"compiled-{len(more)}", *more, "compile=true")
     found = weights(f"compiled-{len(more)}")
     assert found.keys() == weights(f"eager-{len(more)}").keys()
+
+
+@pytest.mark.filterwarnings("ignore:Your `predict_dataloader`'s sampler has shuffling enabled")
+def test_own_dataloaders_are_predicted_once_a_sample(tmp_path, forked):
+    train("Plain", "predicted", "strategy=single")
+    module = lockstep.load_model("predicted")
+    x = module.val_dataloader().dataset.tensors[0]
+    for number, more in enumerate((["strategy=single"], [*FSDP, "trainer.devices=3"])):
+        given = ["run=predicted", "input=val", f"output={tmp_path}/{number}.jsonl", "trainer.accelerator=cpu"]
+        assert lockstep.predict([*given, *more])["count"] == 80
+        rows = [json.loads(line) for line in (tmp_path / f"{number}.jsonl").read_text().splitlines()]
+        assert [row["index"] for row in rows] == list(range(80))
+        found = torch.tensor([row["output"] for row in rows])
+        torch.testing.assert_close(found, module(x)[:, 0].detach(), rtol=1e-5, atol=1e-6)
+    assert lockstep.predict([*given[:1], "input=train", f"output={tmp_path}/train.csv", given[3]])["count"] == 80
+    for typed, told in (
+        ("input=test", "Plain has no test_dataloader"),
+        ("input=val gallery=true", "gallery=true needs a data set"),
+    ):
+        with pytest.raises(UserError, match=told):
+            lockstep.predict(["run=predicted", f"output={tmp_path}/no.csv", given[3], *typed.split()])

@@ -206,7 +206,7 @@ def test_figures_of_several_test_dataloaders_are_all_reported(train):
     assert report["train/samples_per_s"] > 0
     assert 0 < report["train/data_wait_share"] < 1
     assert "own dataloaders" in Path("runs/several/report.html").read_text()
-    with pytest.raises(UserError, match=r"is a LightningDataModule with its own dataloaders"):
+    with pytest.raises(UserError, match=r"Reads has no predict_step"):
         lockstep.predict(["run=several", "input=test", CPU])
 
 

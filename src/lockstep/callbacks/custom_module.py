@@ -42,7 +42,7 @@ class CustomModule(Callback):
         if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         if not self.work.engine_data:
-            for part in ("train", "val", "test"):
+            for part in ("train", "val", "test", "predict"):
                 draw_apart(self.work.attached or pl_module, f"{part}_dataloader", trainer)
         data = trainer.datamodule  # type: ignore[attr-defined]
         for split in (data.val_split, data.test_split) if self.work.engine_data else ():
@@ -96,8 +96,8 @@ class CustomModule(Callback):
         judges = [*plateaus, *trainer.callbacks]  # type: ignore[attr-defined]
         return {str(name) for name in (self.monitor, *(getattr(each, "monitor", None) for each in judges)) if name}
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A typo costs an epoch otherwise. No error: a module may log less in Lightning's sanity check."""
+    def warn_of_typos(self, trainer: Trainer) -> None:
+        """One costs an epoch otherwise. No error: a module may log less in Lightning's sanity check."""
         logged = sorted(trainer.callback_metrics)
         for name in sorted(self.monitored(trainer) - {*logged}) if logged else ():
             if OF_VALIDATION.search(name):
@@ -106,6 +106,8 @@ class CustomModule(Callback):
                 )
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            self.warn_of_typos(trainer)
         found = self.of_one_process(trainer)
         if wrong := [name for name in found if name in self.monitored(trainer)]:
             raise UserError(

@@ -156,7 +156,7 @@ class DividedBatches(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
-        if trainer.predicting or isinstance(dataloader, ResumableLoader):
+        if isinstance(dataloader, ResumableLoader):
             return dataloader
         place: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
         if not trainer.training:

@@ -32,6 +32,7 @@ Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CURVES, LINES = 24, 8  # charts of what is logged besides the task's own; lines of one chart
 SEVERAL = "a step of several loaders has the mean of their weights: it is one process's step where their batches divide evenly"
 OF_RANK_0 = " (rank 0 only)"
+STAGE_OF = {"train": "fit", "val": "fit"}  # of Lightning, in which a module makes the data of a part
 STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
@@ -121,6 +122,15 @@ class Workload:
 
     def provides(self, hook: str) -> bool:
         return is_overridden(hook, self.attached or self.module)
+
+    def predict_on(self, part: str) -> None:
+        """Predictions get the dataloader of a part of the data, which `setup` makes as it does for that part."""
+        holder, hook, stage = self.attached or self.module, f"{part}_dataloader", STAGE_OF.get(part, part)
+        if not self.provides(hook):
+            raise UserError(f"input={part}: {type(holder).__name__} has no {hook}. Add it, or set input=test.")
+        set_up = holder.setup
+        holder.setup = lambda *_, **__: set_up(stage)  # type: ignore[method-assign]
+        holder.predict_dataloader = getattr(holder, hook)  # type: ignore[method-assign]
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         """`panels` gets those of the next test, if it has any."""
