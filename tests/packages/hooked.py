@@ -80,7 +80,11 @@ class Plain(pl.LightningModule):
         note("outputs", *sorted(outputs), dataloader_idx)
 
     def on_validation_epoch_end(self):
-        note("logger", isinstance(self.logger, TensorBoardLogger), *sorted(name for name in self.trainer.logged_metrics if "loss" in name))
+        note(
+            "logger",
+            isinstance(self.logger, TensorBoardLogger),
+            *sorted(name for name in self.trainer.logged_metrics if "loss" in name),
+        )
         self.logger.experiment.add_scalar("own", 1.0, self.global_step)
 
     def test_step(self, batch, batch_idx):

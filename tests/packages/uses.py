@@ -272,6 +272,22 @@ class TwoBackwards(SmallGAN):
             optimizer.step()
 
 
+class Penalty(Plain):
+    """The gradient of an output by its input is part of the loss."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).tanh().sum(), x, create_graph=True)
+        return super().training_step(batch, batch_idx) + (slope.norm(2, 1) - 1).square().mean()
+
+
+class SmallPenalty(Penalty, Small):
+    def __init__(self) -> None:
+        Small.__init__(self)
+
+    forward = Small.forward
+
+
 class Closures(Plain):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)

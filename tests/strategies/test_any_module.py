@@ -30,7 +30,7 @@ OPTIONS = [
 DDP = ["strategy=ddp"]
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
 QUICK = ["Beside", "Momentum", "GAN"]
-MORE = ["Plain", "Small", "Late", "UsesMethods", "NoGradEncoder", "Tied", "WithBuffers", "InPlace", "SmallGAN", "RawGAN", "RawSmallGAN", "TwoBackwards", "Closures", "Metered", "Generates"]  # fmt: skip
+MORE = ["Plain", "Small", "Late", "UsesMethods", "NoGradEncoder", "Tied", "WithBuffers", "InPlace", "SmallGAN", "RawGAN", "RawSmallGAN", "TwoBackwards", "SmallPenalty", "Closures", "Metered", "Generates"]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,6 +71,7 @@ def test_shards_find_the_weights_of_one_process(name, forked):
     ("Momentum", ["callbacks=[default,freeze]", "callbacks.freeze.parameters=1.*", "callbacks.freeze.unfreeze=[[1.norm.*,1]]"]),
     ("UsesMethods", ["checkpoint.sharded=true"]),
     ("Plain", ["strategy.blocks=[]"]),
+    ("Penalty", ["strategy.blocks=[]"]),
     ("Plain", ["strategy.blocks=[LayerNorm]", "compile=true"]),
 ])  # fmt: skip
 def test_with_options(name, more, forked, request):
@@ -84,7 +85,8 @@ def test_with_options(name, more, forked, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "told"), [
-    ("OutOfBlock", "strategy.blocks=[]"),
+    ("OutOfBlock", "without calling the block"),
+    ("Penalty", "gradients of gradients through the block Block"),
     ("MadeBefore", "configure_optimizers"),
 ])  # fmt: skip
 def test_what_shards_cannot_do_is_told(name, told, forked, capfd):

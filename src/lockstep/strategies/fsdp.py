@@ -23,13 +23,10 @@ from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.strategies.base import Float32, PortableCheckpoint
 from lockstep.strategies.rendezvous import meet
-from lockstep.strategies.sharded_module import Root, shard_module
+from lockstep.strategies.sharded_module import WHOLE, Root, shard_module
 from lockstep.training.arithmetic import StepArithmetic
 
-OUT_OF_BLOCK = (
-    "A step uses parameters of a block without calling the block, whose forward gathers them. Set strategy.blocks=[] to gather all parameters "
-    "for the whole step, or strategy=ddp."
-)
+OUT_OF_BLOCK = f"A step uses parameters of a block without calling the block, whose forward gathers them. {WHOLE}"
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
 
@@ -94,7 +91,6 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         self.reduce_each_micro_batch = reduce_each_micro_batch or self.arithmetic.same_bits
         self.root: FSDPModule | None = None
         self.custom: Root | None = None  # of a user's LightningModule
-        self.reduces = True  # not within the first of several accumulated micro-batches
         self.writers: Any = None  # the process group of the threads that write shards
 
     def setup_environment(self) -> None:
@@ -139,27 +135,20 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         if self.reduce_each_micro_batch or self.root is None:
             yield
             return
-        self.reduces = False
         self.root.set_requires_gradient_sync(False)
+        if self.custom:
+            self.custom.accumulates = True
         try:
             yield
         finally:
-            self.reduces = True
             self.root.set_requires_gradient_sync(True)
+            if self.custom:
+                self.custom.accumulates = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.custom:
             self.share_buffers()  # as DDP does
         return super().training_step(*args, **kwargs)
-
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.custom is None:
-            return super().backward(closure_loss, *args, **kwargs)
-        self.custom.gather()
-        self.custom.keep_writes()
-        loss = super().backward(self.custom.module.through_hooks(lambda: closure_loss * 1), *args, **kwargs)
-        self.custom.reduce_gradients(of_all=self.reduces)
-        return loss
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.custom is None:

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -23,8 +24,10 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lockstep.compat.torch import assignable_data
+from lockstep.errors import UserError
 from lockstep.training.arithmetic import StepArithmetic, clip_by_norm
 
+WHOLE = "Set strategy.blocks=[] to gather all parameters for the whole step, or strategy=ddp."
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 dist: Any = torch.distributed
 
@@ -37,6 +40,13 @@ class ShardedModule(pl.LightningModule):
     def through_hooks(self, value: Callable[[], Tensor]) -> Tensor:
         """A forward method to FSDP2: a backward of the tensor that it returns reduces the root's gradients."""
         return value()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.root.gather()
+        self.root.keep_writes()
+        super().backward(loss, *args, **kwargs)
+        self.root.reduce_gradients(of_all=not self.root.accumulates)
+        self.root.reshard()  # code that reads gradients or clips them finds shards
 
     def toggle_optimizer(self, optimizer: Optimizer | LightningOptimizer) -> None:
         with self.root.sharded():  # gathered parameters take over what the shards say of their gradients
@@ -100,6 +110,7 @@ class Root:
     whole: list[nn.Parameter]  # that FSDP2 cannot shard: each process has all of them, with the mean of the gradients
     gathered: list[Gathered] = field(default_factory=list)
     in_step: bool = False
+    accumulates: bool = False  # within the first of several accumulated micro-batches
 
     @property
     def parameters(self) -> list[Any]:
@@ -145,7 +156,7 @@ class Root:
             self.gather()
 
     def reduce_gradients(self, *, of_all: bool) -> None:
-        """What a backward of the user's has left, without Lightning. `of_all`: not of one of several accumulated micro-batches."""
+        """Of the last backward. FSDP2 reduces those that are there when a block's backward ends. `of_all`: those of whole parameters too."""
         pending = [p for p in self.parameters if p.grad is not None] if self.is_gathered else []
         if pending:
             none = pending[0].new_zeros((), requires_grad=True)
@@ -174,6 +185,7 @@ def shard_module(
     for block in reversed([each for each in blocks if not isinstance(each, Metric)]):
         if not is_shared(block, module) and {id(p) for p in block.parameters()} <= own:
             fully_shard(block, reshard_after_forward=reshard, **given)
+            block.register_forward_hook(refuse_gradients_of_gradients)
             own -= {id(p) for p in block.parameters()}
     holders = [(each, name, id(p)) for each in module.modules() for name, p in each.named_parameters(recurse=False)]
     owners = [(each, name) for each, name, number in holders if number in own]
@@ -183,6 +195,7 @@ def shard_module(
     sharded = cast(ShardedModule, module)
     sharded.root = root = Root(sharded, owners, [p for p in whole if p.requires_grad])
     fully_shard(module, reshard_after_forward=False, **given)
+    root.root.set_reshard_after_backward(False, recurse=False)  # a step may compute gradients of gradients
     for each in dict.fromkeys([module, *(each for each, _ in owners)]):
         each.register_forward_pre_hook(root.gather, prepend=True)
     register_fsdp_forward_method(module, "through_hooks")
@@ -216,6 +229,19 @@ def register_step(root: Root, name: str) -> None:
             root.in_step = False
 
     setattr(module, name, whole)
+
+
+def refuse_gradients_of_gradients(block: nn.Module, _: Any, output: Any) -> None:
+    """A block is gathered for one backward; a second one would read memory that is free."""
+
+    def refuse(_: Tensor) -> None:
+        if torch.is_grad_enabled():  # in a backward: create_graph=True
+            name = type(block).__name__.removeprefix("FSDP")
+            raise UserError(
+                f"a step computes gradients of gradients through the block {name}, which shards do not allow. {WHOLE}"
+            )
+
+    apply_to_collection(output, Tensor, lambda tensor: tensor.requires_grad and tensor.register_hook(refuse))
 
 
 def is_shared(block: nn.Module, module: nn.Module) -> bool:
