@@ -21,6 +21,7 @@ from torchmetrics import Metric, MetricCollection
 from lockstep import strategies
 from lockstep.augment import Augmentation
 from lockstep.build_trainer import evaluator, trainer
+from lockstep.callbacks.custom_module import draw_apart
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
@@ -82,6 +83,7 @@ def recorder(settings: Settings) -> Recorder:
 def data(settings: Settings) -> pl.LightningDataModule:
     cfg, node = settings.cfg, settings.plain("data")
     if settings.own_loaders:
+        seed(settings)  # an evaluation gets the data that training had
         return create(node, "data")
     augment = Augmentation(settings.operations) if cfg.get("augment") else None
     crops = augment is not None and augment.crops_from is not None
@@ -133,12 +135,15 @@ def workload(settings: Settings, data: Any, weights: str | None = None) -> Workl
             console.say(f"WARNING: {e}")
     cfg = settings.cfg
     module = load_module(cfg.task, Path(weights) if weights else None)
-    if settings.spec.is_sharded or cfg.trainer.sync_batchnorm or cfg.compile:
-        given = {"sync_batchnorm": cfg.trainer.sync_batchnorm, "compile": cfg.compile}
-        change = partial(strategies.parallelize, **given, channels_last=False, float32_head=False)
-        strategies.change_in_place(module, change)
+    given = {"sync_batchnorm": cfg.trainer.sync_batchnorm, "compile": cfg.compile}
+    change = partial(strategies.parallelize, **given, channels_last=False, float32_head=False)
+    strategies.change_in_place(module, change, configured=weights is not None)
     work = Workload(module, data, arithmetic(settings))
-    raise_problems(work.problems(settings.title("data"), cfg.checkpoint.monitor))
+    if settings.own_loaders:  # a split that `setup` draws is the same in training and in each evaluation
+        draw_apart(work.attached or module, "setup", lambda: ("setup", cfg.seed, 0))
+    raise_problems(work.problems(settings))
+    for told in work.unused(settings.title("data")):
+        console.say(told)
     return work
 
 

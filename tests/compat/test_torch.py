@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.modules import _functions
 
-from lockstep.compat.torch import assignable_data, copy_hooks, in_backward, tell_first_call
+from lockstep.compat.torch import copy_hooks, gather_after_writes, in_backward, tell_first_call, whole_values
 from lockstep.strategies.batch_norm import synchronise
 
 
@@ -77,17 +78,37 @@ def mesh(tmp_path, monkeypatch):
     torch.distributed.destroy_process_group()
 
 
-def test_data_assigned_to_a_sharded_tensor_is_lost(mesh, monkeypatch):
-    if "data" in vars(DTensor):  # of an earlier test
-        monkeypatch.delattr(DTensor, "data")
+def test_values_of_a_sharded_tensor_are_those_of_a_shard(mesh, monkeypatch):
+    for name in {"data", "item", "__float__", "__int__", "__bool__", "tolist", "numpy"} & {*vars(DTensor)}:
+        monkeypatch.delattr(DTensor, name)  # of an earlier test
     weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     weight.data = weight.data * 3
-    assert weight.full_tensor().sum() == 8  # when this fails, remove assignable_data
-    assignable_data()
+    part = DTensor.from_local(torch.tensor(5.0), mesh, [Partial("sum")])
+    monkeypatch.setattr(part, "full_tensor", lambda: torch.tensor(7.0), raising=False)  # as of several processes
+    assert (weight.full_tensor().sum(), float(part)) == (8, 5)  # when this fails, remove whole_values
+    whole_values()
     weight.data = weight.data * 3
     assert weight.full_tensor().sum() == 24
     weight.data = torch.full((4, 2), 2.0)
     assert weight.full_tensor().sum() == 16 and weight.requires_grad
+    assert (float(part), part.item(), int(part), bool(part)) == (7, 7, 7, True)
+    assert weight.tolist() == [[2, 2]] * 4
+
+
+def test_fsdp_has_no_public_name_for_waiting_for_writes(mesh, monkeypatch):
+    public = [name for name in dir(FSDPModule) if not name.startswith("_")]
+    assert not [name for name in public if "stream" in name or "wait" in name]
+    net = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    net(torch.ones(1, 4))
+    gather_after_writes(net)  # nothing on a CPU
+    waited = []
+    stream = type("Stream", (), {"wait_stream": lambda _, other: waited.append(other)})
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "current")
+    context = net._get_fsdp_state()._comm_ctx
+    context.all_gather_copy_in_stream = context.all_gather_stream = stream()
+    gather_after_writes(net)
+    assert waited == ["current"] * 2
 
 
 def test_only_a_private_name_tells_whether_a_compiled_module_is_called():

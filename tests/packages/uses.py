@@ -14,7 +14,7 @@ WIDTH = 8
 
 
 class Base(pl.LightningModule):
-    """40 rows of its own: two epochs of 10 steps."""
+    """80 rows: two epochs of 10 steps."""
 
     def train_dataloader(self):
         rows = torch.Generator().manual_seed(1)
@@ -190,6 +190,84 @@ class Momentum(Plain):
         self.follow(self.slow, 0.5)
 
 
+class InPlaceData(Plain):
+    """A teacher that follows by writing into data, and a student that others look at in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        for mean, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(0.1 * own.detach().data)
+        self.net[0].weight.data[0] *= 0.9
+        self.net.state_dict()
+        self.teacher[0].load_state_dict({name: value * 0.5 for name, value in self.teacher[0].state_dict().items()})
+        x, _ = batch
+        return super().training_step(batch, batch_idx) + 0.1 * F.mse_loss(self.net(x), self.teacher(x))
+
+
+class Frozen(Plain):
+    """Freezes a layer in a step, and one before the first."""
+
+    def on_train_start(self):
+        self.net[3].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.net[0].requires_grad_(self.current_epoch == 0)
+        x, y = batch
+        return F.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class Looks(Plain):
+    """Hooks that read weights and gradients, and act on what they read."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.net.parameters():
+            parameter.grad.mul_(min(1.0, 0.1 / (float(parameter.grad.norm()) + 0.01)))
+        self.log("norm", self.net[0].weight.grad.norm())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.net[1].layer.weight.abs().max().item() > 0.3:
+            with torch.no_grad():
+                self.net[1].layer.weight.mul_(0.99)
+        self.log("weight", self.net[0].weight.norm().item())
+
+
+class OfSome(Small):
+    """Scalars that each process has a gradient of in its own steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.tensor(1.0)) for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        losses = [
+            F.mse_loss(self(row) * self.scales[int(row.sum() > 0)], target) for row, target in zip(x, y, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+
+class Unguarded(Plain):
+    """Makes its network anew whenever it is asked to."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+
+    def configure_model(self):
+        self.net = network()
+
+    def test_dataloader(self):
+        return self.val_dataloader()
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+
 class InPlace(Plain):
     """Clips its weights where they are."""
 
@@ -249,15 +327,32 @@ class SmallGAN(GAN):
     generator_of = staticmethod(lambda: nn.Linear(WIDTH, WIDTH))
 
 
-class RawGAN(GAN):
+class RawGAN(SmallGAN):
     """Without Lightning's backward."""
 
     def backward_of(self, loss):
         loss.backward()
 
 
-class RawSmallGAN(SmallGAN):
-    backward_of = RawGAN.backward_of
+class Fails(Plain):
+    def forward(self, x):
+        raise ValueError("in forward")
+
+
+class RawOptimizers(SmallGAN):
+    """torch's own optimizers, and a network's zero_grad."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        of_d, of_g = self.optimizers(use_pl_optimizer=False)
+        for optimizer in (of_d, of_g, of_g):
+            self.generator.zero_grad()
+            self.discriminator.zero_grad()
+            self.backward_of(
+                F.softplus(-self.discriminator(self.generator(x))).mean() + self.generator(x).square().mean()
+            )
+            self.discriminator(self.generator(x))
+            optimizer.step()
 
 
 class TwoBackwards(SmallGAN):
@@ -343,6 +438,24 @@ class Generates(Base):
         self.log("valid_loss", F.mse_loss(self.generate(batch[0]), batch[1]), sync_dist=True)
 
 
+class OfEarlier(Plain):
+    """An optimizer that gets more parameters in a step."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            self.optimizers().add_param_group({"params": [self.net[3].bias]})
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[0].parameters(), 0.1)
+
+
+class Replaces(Plain):
+    def training_step(self, batch, batch_idx):
+        self.net[0].bias = nn.Parameter(self.net[0].bias * 0.9)
+        return super().training_step(batch, batch_idx)
+
+
 class OutOfBlock(Plain):
     """Uses the layer of a block without the block."""
 
@@ -351,7 +464,7 @@ class OutOfBlock(Plain):
 
 
 class MadeBefore(Plain):
-    """An optimizer that holds parameters of before they were sharded."""
+    """An optimizer with parameters from before they were sharded."""
 
     def __init__(self) -> None:
         super().__init__()

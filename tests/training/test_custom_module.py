@@ -77,7 +77,7 @@ def train(project, mnist, cache):
     ("Small +task.widht=3", ["task.widht is not an argument of odd.Small (did you mean width?)"]),
     ("Small task.monitor=valid_loss", ["checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Set task.monitor=null."]),
     ("Small trainer.sync_batchnorm=true", ["trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"]),
-    ("WithLoader", ["WithLoader.val_dataloader would be ignored: data=mnist provides the batches. Remove it, or set data=none to use the module's."]),
+    ("Manual data=none trainer.accumulate_grad_batches=2", ["trainer.accumulate_grad_batches=2 has no effect: Manual has manual optimization"]),
     ("Data", ["task._target_=odd.Data may not be named here: task takes a subclass of lockstep's Task or lightning's LightningModule"]),
     ("Small task._target_=???", ["task._target_ is missing; it names the class"]),
 ])  # fmt: skip

@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class CustomModule(Callback):
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         if not self.work.engine_data:
             for part in ("train", "val", "test", "predict"):
-                draw_apart(self.work.attached or pl_module, f"{part}_dataloader", trainer)
+                hook = f"{part}_dataloader"
+                draw_apart(self.work.attached or pl_module, hook, partial(key_of_loader, trainer, hook))
         data = trainer.datamodule  # type: ignore[attr-defined]
         for split in (data.val_split, data.test_split) if self.work.engine_data else ():
             if split.count < trainer.world_size:
@@ -141,21 +142,27 @@ class CustomModule(Callback):
             )
 
 
-def draw_apart(holder: Any, hook: str, trainer: Trainer) -> None:
-    """Lets a hook that makes a dataloader draw the same random numbers in each process and after each resume: it may draw a subset."""
+def draw_apart(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) -> None:
+    """Lets a hook draw the same random numbers in each process and after each resume: one that makes a dataloader may draw a subset, and
+    `setup` a split."""
     made = getattr(holder, hook)
 
     if hasattr(made, "draws_apart"):  # by an earlier Trainer
         return
 
     @wraps(made)
-    def seeded() -> Any:
-        every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-        with Apart(int(key_of(hook, trainer.strategy.seed, epoch // every * every if every else 0)[0])):  # type: ignore[attr-defined]
-            return made()
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        with Apart(int(key_of(*key())[0])):
+            return made(*args, **kwargs)
 
     seeded.draws_apart = True  # type: ignore[attr-defined]
     setattr(holder, hook, seeded)
+
+
+def key_of_loader(trainer: Trainer, hook: str) -> tuple[str, int, int]:
+    """With the epoch in which it is made, if it is made several times."""
+    every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+    return hook, trainer.strategy.seed, epoch // every * every if every else 0  # type: ignore[attr-defined]
 
 
 def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:

@@ -160,7 +160,7 @@ class Brought(ResumableLoader):
     def limits(self) -> Iterator[str]:
         size, parts = self.size, self.division.parts
         if size is not None and size < parts:
-            yield f"batch_size={size} is the global batch, and a step has {parts} micro-batches: {parts - size} of them are empty. Set it to {parts} or more"
+            yield f"batch_size={size} is the global batch, and a step has {parts} micro-batches, of which {parts - size} stay empty. Set it to {parts} or more"
         elif size is not None and size % parts:
             yield f"batch_size={size} does not divide by {parts}, so tensors of several processes have several sizes: a module cannot gather them"
         if self.given.collate_fn is not default_collate:

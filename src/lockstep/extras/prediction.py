@@ -236,8 +236,8 @@ class Writer(pl.Callback):
             )
         for number in count():
             told = loaders[0].told[number]
-            numbered = all(isinstance(key, int) for key in told.keys or [None])
-            yield [*(told.keys if numbered else told.places)]  # type: ignore[misc]
+            numbered = all(hasattr(key, "__index__") for key in told.keys or [None])
+            yield [*map(int, (told.keys if numbered else told.places) or [])]
 
     def on_predict_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.compat.lightning import without_anonymous
@@ -214,15 +215,15 @@ class MetricsCsv(Logger):
     log_dir = save_dir
 
     @property
-    def experiment(self) -> "MetricsCsv":
-        """It has the methods of that of Lightning's CSVLogger."""
-        return self
+    def experiment(self) -> Any:
+        """It writes metrics, as that of Lightning's CSVLogger, and ignores images and the like, which a module may give to all loggers."""
+        made: Any = DummyLogger().experiment
+        made.log_metrics = self.log_metrics
+        return made
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the config is in config.yaml."""
-
-    log_hparams = log_hyperparams
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -60,19 +60,23 @@ def parallelize(
 class ChangedInPlace(pl.LightningModule):
     """The first base of the class of a user's LightningModule that a strategy changes once it has its networks."""
 
+    configured: bool  # whether it has made its networks, and perhaps loaded their weights
     change: Callable[[pl.LightningModule, pl.Trainer], object] | None
 
     def configure_model(self) -> None:
-        super().configure_model()
+        if not self.configured:
+            self.configured = True
+            super().configure_model()
         if self.change:
             change, self.change = self.change, None
             change(self, self.trainer)
 
 
-def change_in_place(module: pl.LightningModule, change: Callable[..., object]) -> None:
+def change_in_place(module: pl.LightningModule, change: Callable[..., object], *, configured: bool) -> None:
     kind: Any = type(module)
     module.__class__ = type(kind.__name__, (ChangedInPlace, kind), {"__module__": kind.__module__})
-    cast(ChangedInPlace, module).change = change
+    changed = cast(ChangedInPlace, module)
+    changed.change, changed.configured = change, configured
 
 
 def networks_of(module: nn.Module) -> Iterator[nn.Module]:
@@ -278,7 +282,9 @@ class PortableCheckpoint(DividedBatches):
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        state, names = optimizer.state_dict(), [list(named) for named in self.named_groups(optimizer)]
+        if not (state := optimizer.state_dict()):  # what Lightning has where configure_optimizers returns None
+            return {"state": {}, "param_groups": []}
+        names = [list(named) for named in self.named_groups(optimizer)]
         flat = [name for own in names for name in own]
         return {
             "state": {flat[i]: values for i, values in state["state"].items()},
@@ -287,6 +293,8 @@ class PortableCheckpoint(DividedBatches):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if not optimizer.state_dict():
+                continue
             groups = self.named_groups(optimizer)
             if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(named) for named in groups]:
                 raise UserError(

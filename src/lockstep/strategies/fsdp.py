@@ -1,7 +1,7 @@
 """One process per device with a shard of everything: torch's fully_shard (FSDP2), on GPUs and on CPUs."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,10 @@ from lockstep.strategies.rendezvous import meet
 from lockstep.strategies.sharded_module import WHOLE, Root, shard_module
 from lockstep.training.arithmetic import StepArithmetic
 
-OUT_OF_BLOCK = f"A step uses parameters of a block without calling the block, whose forward gathers them. {WHOLE}"
+OUT_OF_BLOCK = (
+    "A step uses parameters of a block without calling the block, whose forward gathers them, or parameters that are no block's outside of a "
+    f"step or after a backward. {WHOLE}"
+)
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
 
@@ -112,7 +115,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             self.custom = shard_module(
                 net, self.blocks_of(net), self.device_mesh, self.root_device, self.reshard_after_forward
             )
-            self.root = self.custom.root
+            self.root = self.custom.fsdp
             return net
         blocks, mesh = [block for block in self.blocks_of(net) if not isinstance(block, Float32)], self.device_mesh
         policy = MixedPrecisionPolicy()
@@ -146,30 +149,23 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
                 self.custom.accumulates = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.custom:
+        if self.custom and not self.custom.accumulates:
             self.share_buffers()  # as DDP does
         return super().training_step(*args, **kwargs)
 
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if self.custom is None:
-            return super().optimizer_step(optimizer, *args, **kwargs)
-        with self.custom.sharded():
-            result = super().optimizer_step(optimizer, *args, **kwargs)
-            self.custom.reshard()  # gathered values are of before the step
-        return result
-
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        known = {*self.lightning_module.parameters()}
-        held = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
-        if not known.issuperset(held):
-            raise UserError(
-                f"an optimizer has parameters of before they were sharded. Let {type(self.lightning_module).__name__[4:]}.configure_optimizers make it from self.parameters(), or set strategy=ddp."
-            )
+        if self.custom:
+            for optimizer in self.optimizers:
+                if optimizer.state_dict():  # unless configure_optimizers returned None
+                    self.custom.watch(optimizer)
 
     def on_exception(self, exception: BaseException) -> None:
         mixed = "mixed torch.Tensor and DTensor"
         exception.args = tuple(f"{arg}\n{OUT_OF_BLOCK}" if mixed in str(arg) else arg for arg in exception.args)
+        if self.custom:  # torch cannot move parameters in the middle of a forward, and Lightning does
+            with suppress(RuntimeError):  # nothing was computed yet
+                self.custom.fsdp.reset_iter_state()
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
         """Sharded; or with whole tensors on the CPU of rank 0, and None for each on the others. Every process must call it."""
@@ -187,10 +183,20 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
         Under FSDP2 each process keeps its own, and a checkpoint would hold rank 0's only. DDP shares them before each forward.
         """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self.lightning_module.buffers():
-            torch.distributed.broadcast(buffer, 0)
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            together = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            torch.distributed.broadcast(together, 0)
+            for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(values.view(buffer.shape))
 
     on_validation_start = share_buffers
+
+    def on_validation_end(self) -> None:
+        if self.custom:
+            self.custom.reshard()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.share_buffers()

@@ -2,13 +2,14 @@
 
 A step may use the root's parameters in any way: by methods of a network other than `forward`, next to its children, after a step of an
 optimizer. So they are gathered for the whole step. What is written to them, such as the average of a momentum encoder, is written to
-the shards.
+the shards. Whoever steps optimizers, clips or reads gradients sees shards.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lockstep.compat.torch import assignable_data
+from lockstep.compat.torch import gather_after_writes, whole_values
 from lockstep.errors import UserError
 from lockstep.training.arithmetic import StepArithmetic, clip_by_norm
 
@@ -42,11 +43,8 @@ class ShardedModule(pl.LightningModule):
         return value()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.root.gather()
-        self.root.keep_writes()
-        super().backward(loss, *args, **kwargs)
-        self.root.reduce_gradients(of_all=not self.root.accumulates)
-        self.root.reshard()  # code that reads gradients or clips them finds shards
+        with self.root.backward():
+            super().backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | LightningOptimizer) -> None:
         with self.root.sharded():  # gathered parameters take over what the shards say of their gradients
@@ -55,10 +53,6 @@ class ShardedModule(pl.LightningModule):
     def untoggle_optimizer(self, optimizer: Optimizer | LightningOptimizer) -> None:
         with self.root.sharded():
             super().untoggle_optimizer(optimizer)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        with self.root.sharded():
-            super().zero_grad(set_to_none)
 
     def clip_gradients(
         self,
@@ -78,27 +72,27 @@ class ShardedModule(pl.LightningModule):
 
 @dataclass
 class Gathered:
-    """A parameter while it is gathered: the memory that FSDP2 gave it, and how often it had been written to."""
+    """A parameter while it is gathered, and the memory that FSDP2 gave it."""
 
+    owner: nn.Module
+    name: str
     parameter: nn.Parameter
     data: Tensor
-    version: int
     shard: DTensor
-
-    @property
-    def is_written(self) -> bool:
-        return self.parameter.data_ptr() != self.data.data_ptr() or self.parameter._version != self.version
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Writes to the shard what was written to the parameter."""
-        value = self.parameter.data
-        if value.data_ptr() != self.data.data_ptr():  # another tensor was assigned
-            self.data.copy_(value)
+        """Writes its values to the shard. `p.data.mul_(2)` leaves no trace, so always."""
+        if getattr(self.owner, self.name) is not self.parameter:
+            raise UserError(
+                f"a step replaces the parameter {self.name} of {type(self.owner).__name__}, which shards do not allow. Write into it, or set strategy=ddp."
+            )
+        if self.parameter.data_ptr() != self.data.data_ptr():  # a different tensor was assigned
+            self.data.copy_(self.parameter.data)
             self.parameter.data = self.data
         own = distribute_tensor(self.data, self.shard.device_mesh, self.shard.placements, src_data_rank=None)
         self.shard.to_local().copy_(own.to_local())
-        self.version = self.parameter._version
+        self.shard.requires_grad_(self.parameter.requires_grad)
 
 
 @dataclass(eq=False)
@@ -107,10 +101,31 @@ class Root:
 
     module: ShardedModule
     owners: list[tuple[nn.Module, str]]  # of the sharded ones
-    whole: list[nn.Parameter]  # that FSDP2 cannot shard: each process has all of them, with the mean of the gradients
+    whole: list[
+        nn.Parameter
+    ]  # trained ones that FSDP2 cannot shard: each process has all of them, with the mean of the gradients
+    blocks: list[FSDPModule] = field(default_factory=list)
+    shards: set[int] = field(default_factory=set)  # ids of all parameters that optimizers may have
     gathered: list[Gathered] = field(default_factory=list)
+    watched: set[int] = field(default_factory=set)  # ids of gathered parameters with a hook
     in_step: bool = False
+    in_backward: bool = False
+    in_optimizer: bool = False
+    is_first: bool = False  # no block was called yet in this step
     accumulates: bool = False  # within the first of several accumulated micro-batches
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Root":
+        """A network that is copied keeps its hooks."""
+        return self
+
+    @property
+    def fsdp(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    @property
+    def title(self) -> str:
+        return type(self.module).__name__.removeprefix("FSDP")
 
     @property
     def parameters(self) -> list[Any]:
@@ -124,85 +139,160 @@ class Root:
         if self.is_gathered:
             return
         shards = self.parameters
-        self.root.unshard()
-        pairs = zip(self.parameters, shards, strict=True)
-        self.gathered = [Gathered(p, p.data, p._version, shard) for p, shard in pairs]
+        gather_after_writes(self.fsdp)
+        self.fsdp.unshard()
+        found = zip(self.owners, self.parameters, shards, strict=True)
+        self.gathered = [Gathered(module, name, p, p.data, shard) for (module, name), p, shard in found]
+        for parameter in self.parameters:
+            if parameter.requires_grad and id(parameter) not in self.watched:
+                parameter.register_post_accumulate_grad_hook(self.require_backward)
+                self.watched.add(id(parameter))
 
-    @property
-    def root(self) -> FSDPModule:
-        assert isinstance(self.module, FSDPModule)
-        return self.module
+    def first_block(self, *_: Any) -> None:
+        """What a step has written to blocks by then, it has written to shards."""
+        if self.is_first:
+            self.is_first = False
+            gather_after_writes(self.fsdp)
 
     def keep_writes(self, *_: Any) -> None:
         if self.is_gathered:
             for each in self.gathered:
-                if each.is_written:
-                    each.keep()
+                each.keep()
+
+    def drop(self) -> None:
+        """Shards again, without what was written; of blocks too, which may stay gathered after their forward."""
+        for block in self.blocks:
+            block.reshard()
+        self.fsdp.set_reshard_after_forward(True, recurse=False)  # within a forward, torch ignores it otherwise
+        self.fsdp.reshard()
+        self.fsdp.set_reshard_after_forward(False, recurse=False)
+        self.gathered = []
 
     def reshard(self) -> None:
         self.keep_writes()
-        self.root.set_reshard_after_forward(True, recurse=False)  # within a forward, torch ignores it otherwise
-        self.root.reshard()
-        self.root.set_reshard_after_forward(False, recurse=False)
-        self.gathered = []
+        self.drop()
 
     @contextmanager
     def sharded(self) -> Iterator[None]:
-        """With all gradients. Gathers them again afterwards, within a step."""
-        self.reduce_gradients(of_all=True)
+        """Gathers them again afterwards, within a step."""
         self.reshard()
         yield
         if self.in_step:
             self.gather()
 
-    def reduce_gradients(self, *, of_all: bool) -> None:
-        """Of the last backward. FSDP2 reduces those that are there when a block's backward ends. `of_all`: those of whole parameters too."""
-        pending = [p for p in self.parameters if p.grad is not None] if self.is_gathered else []
-        if pending:
+    # --- Gradients ---
+
+    def require_backward(self, _: Tensor) -> None:
+        if not self.in_backward:
+            raise UserError(
+                f"a step of {self.title} calls backward() of a tensor, which reduces no gradients of shards. Call self.manual_backward(loss) instead."
+            )
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Afterwards, gradients are those of all processes."""
+        self.gather()
+        self.keep_writes()
+        self.in_backward = True
+        yield
+        # FSDP2 has reduced what was there when the backward of a block ended
+        if pending := [p for p in self.parameters if p.grad is not None] if self.is_gathered else []:
             none = pending[0].new_zeros((), requires_grad=True)
             self.module.through_hooks(lambda: none * 1).backward()
-        for parameter in self.whole if of_all else ():
-            if parameter.grad is not None:
+        self.in_backward = False
+        if not self.accumulates:
+            self.reduce_whole()
+        self.reshard()
+
+    def reduce_whole(self) -> None:
+        """A parameter may have a gradient in some processes only."""
+        if not self.whole:
+            return
+        have = torch.tensor([float(p.grad is not None) for p in self.whole], device=self.whole[0].device)
+        dist.all_reduce(have)
+        for parameter, processes in zip(self.whole, have.tolist(), strict=True):
+            if processes:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
+
+    # --- Optimizers ---
+
+    def watch(self, optimizer: Optimizer) -> None:
+        self.reshard()
+        self.shards = {id(p) for p in self.module.parameters()}
+        self.require_shards(optimizer)
+        optimizer.register_step_pre_hook(self.before_step)
+        optimizer.register_step_post_hook(self.after_step)
+
+    def require_shards(self, optimizer: Optimizer) -> None:
+        """Raises UserError: it would change parameters that nobody reads."""
+        if not all(id(p) in self.shards for group in optimizer.param_groups for p in group["params"]):
+            raise UserError(
+                f"an optimizer of {self.title} has parameters from before they were sharded, or from within a step. Give it those of the module in "
+                "configure_optimizers, or set strategy=ddp."
+            )
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.reshard()
+        self.require_shards(optimizer)
+        self.in_optimizer = True
+
+    def after_step(self, *_: Any) -> None:
+        self.in_optimizer = False
+        self.drop()  # gathered values are those before the step
+        if self.in_step:
+            self.gather()
 
 
 def shard_module(
     module: pl.LightningModule, blocks: list[nn.Module], mesh: DeviceMesh, device: torch.device, reshard: bool
 ) -> Root:
     """Shards a LightningModule in place."""
-    assignable_data()
+    whole_values()
     equal_to_rank_0(module, device)
     metrics = {p for each in module.modules() if isinstance(each, Metric) for p in each.parameters()}
     every = [p for p in module.parameters() if p not in metrics]
     dtypes = [p.dtype for p in every if p.requires_grad]
     common = max(dtypes, key=dtypes.count, default=torch.float32)
-    whole = [p for p in every if p.dim() == 0 or p.dtype != common]
+    whole = [p for p in every if p.dim() == 0 or (p.requires_grad and p.dtype != common)]
     ignored = metrics | {*whole}
     own = {id(p) for p in every} - {id(p) for p in ignored}
-    module.register_state_dict_pre_hook(lambda found, *_: found.root.keep_writes())  # before FSDP2's, which shards them
+    holders = [(each, name, p) for each in module.modules() for name, p in each.named_parameters(recurse=False)]
+    root = Root(cast(ShardedModule, module), [], [p for p in whole if p.requires_grad])
+    for each in dict.fromkeys(each for each, _, _ in holders):  # before FSDP2's hooks, which shard them
+        each.register_state_dict_pre_hook(root.keep_writes)
+        each.register_load_state_dict_pre_hook(root.keep_writes)
     given: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(), "ignored_params": ignored}
     for block in reversed([each for each in blocks if not isinstance(each, Metric)]):
-        if not is_shared(block, module) and {id(p) for p in block.parameters()} <= own:
-            fully_shard(block, reshard_after_forward=reshard, **given)
+        of_block = {id(p) for p in block.parameters()}
+        if not is_shared(block, module) and of_block <= own:
+            own -= of_block
+            root.blocks.append(fully_shard(block, reshard_after_forward=reshard, **given))
+            block.register_forward_pre_hook(root.first_block, prepend=True)
             block.register_forward_hook(refuse_gradients_of_gradients)
-            own -= {id(p) for p in block.parameters()}
-    holders = [(each, name, id(p)) for each in module.modules() for name, p in each.named_parameters(recurse=False)]
-    owners = [(each, name) for each, name, number in holders if number in own]
-    module.__class__ = type(
-        type(module).__name__, (ShardedModule, type(module)), {"__module__": type(module).__module__}
-    )
-    sharded = cast(ShardedModule, module)
-    sharded.root = root = Root(sharded, owners, [p for p in whole if p.requires_grad])
+    root.owners = [(each, name) for each, name, p in holders if id(p) in own]
+    for each in module.modules():  # a partial, so a copy of a network has one of its own
+        each.zero_grad = partial(zero_grad, weakref.ref(root), each)  # type: ignore[method-assign]
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (ShardedModule, kind), {"__module__": kind.__module__})
+    root.module.root = root
     fully_shard(module, reshard_after_forward=False, **given)
-    root.root.set_reshard_after_backward(False, recurse=False)  # a step may compute gradients of gradients
-    for each in dict.fromkeys([module, *(each for each, _ in owners)]):
+    root.fsdp.set_reshard_after_backward(False, recurse=False)  # a step may compute gradients of gradients
+    for each in dict.fromkeys([module, *(each for each, _ in root.owners)]):
         each.register_forward_pre_hook(root.gather, prepend=True)
     register_fsdp_forward_method(module, "through_hooks")
     for name in STEPS:
         if is_overridden(name, module):
             register_step(root, name)
     return root
+
+
+def zero_grad(root: Callable[[], Root | None], module: nn.Module, set_to_none: bool = True) -> None:
+    """Of shards, which have the gradients."""
+    if found := root():
+        with found.sharded():
+            type(module).zero_grad(module, set_to_none)
 
 
 def register_step(root: Root, name: str) -> None:
@@ -221,7 +311,9 @@ def register_step(root: Root, name: str) -> None:
 
     @wraps(step)
     def whole(*args: Any, **kwargs: Any) -> Any:
-        root.in_step = True
+        if root.in_optimizer:  # of an optimizer that evaluates its closure several times
+            root.drop()
+        root.in_step = root.is_first = True
         root.gather()
         try:
             return registered(*args, **kwargs)

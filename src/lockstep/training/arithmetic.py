@@ -96,11 +96,15 @@ class StepArithmetic:
         process and two shards, always in the same direction; after 50 clipped steps the weights were 5e-5 apart.
         """
         exact = torch.float32 if grads[0].device.type == "mps" else torch.float64  # MPS has no float64
-        squared = torch.stack(torch._foreach_norm(local_parts(grads), 2, dtype=exact)).square()
-        in_shards = torch.tensor([isinstance(grad, DTensor) for grad in grads], device=squared.device)
-        total = (squared * in_shards).sum()
+        shards: list[Tensor] = [grad for grad in grads if isinstance(grad, DTensor)]
+        whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+
+        def squared(parts: list[Tensor]) -> Tensor:
+            return torch.stack(torch._foreach_norm(local_parts(parts), 2, dtype=exact)).square().sum()
+
+        total = squared(shards or whole)
         all_reduce(total, torch.distributed.ReduceOp.SUM, grads)
-        return (total + (squared * ~in_shards).sum()).sqrt()
+        return (total + squared(whole) if shards and whole else total).sqrt()
 
     def key_of(self, accumulate: int, world: int) -> str | None:
         """What to set for `accumulate` micro-batches a step in each process; None if it is not possible."""

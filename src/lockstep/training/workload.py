@@ -10,9 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from lockstep.config.settings import Settings
 from lockstep.config.words import metric
 from lockstep.data.datamodule import DataModule
 from lockstep.data.standard import Brought, standard
@@ -32,7 +34,14 @@ Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CURVES, LINES = 24, 8  # charts of what is logged besides the task's own; lines of one chart
 SEVERAL = "a step of several loaders has the mean of their weights: it is one process's step where their batches divide evenly"
 OF_RANK_0 = " (rank 0 only)"
-STAGE_OF = {"train": "fit", "val": "fit"}  # of Lightning, in which a module makes the data of a part
+HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader")
+# of Lightning, in which a module makes the data of a part
+STAGE_OF = {
+    "train": TrainerFn.FITTING,
+    "val": TrainerFn.FITTING,
+    "test": TrainerFn.TESTING,
+    "predict": TrainerFn.PREDICTING,
+}
 STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
@@ -125,9 +134,12 @@ class Workload:
 
     def predict_on(self, part: str) -> None:
         """Predictions get the dataloader of a part of the data, which `setup` makes as it does for that part."""
-        holder, hook, stage = self.attached or self.module, f"{part}_dataloader", STAGE_OF.get(part, part)
+        holder, hook, stage = self.attached or self.module, f"{part}_dataloader", STAGE_OF[part]
         if not self.provides(hook):
-            raise UserError(f"input={part}: {type(holder).__name__} has no {hook}. Add it, or set input=test.")
+            there = [name for name in STAGE_OF if self.provides(f"{name}_dataloader")]
+            raise UserError(
+                f"input={part}: {type(holder).__name__} has no {hook}. Add it, or set input to one of {', '.join(there)}."
+            )
         set_up = holder.setup
         holder.setup = lambda *_, **__: set_up(stage)  # type: ignore[method-assign]
         holder.predict_dataloader = getattr(holder, hook)  # type: ignore[method-assign]
@@ -137,9 +149,9 @@ class Workload:
 
     def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
         """From what `predict_step` returns to the columns of a table; and the names of the values of wide columns."""
-        if not is_overridden("predict_step", self.module):
+        if not any(is_overridden(name, self.module) for name in ("predict_step", "forward")):
             raise UserError(
-                f"{self.title} has no predict_step. Add one: it gets a batch and returns a tensor with a row per sample, or a dict of columns."
+                f"{self.title} has no predict_step and no forward. Add one: it gets a batch and returns a tensor with a row per sample, or a dict of columns."
             )
         return columns_of_module, ()
 
@@ -163,19 +175,25 @@ class Workload:
         """The largest value that a logged metric can have."""
         return math.inf
 
-    def problems(self, data_title: str, monitor: str | None) -> Iterator[str]:
-        """What the module and the data define but would be ignored."""
-        hooks = [f"{part}_dataloader" for part in ("train", "val", "test")]
-        if self.attached and (loaders := [hook for hook in hooks if is_overridden(hook, self.module)]):
-            yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Remove it, or set data=none to use the module's."
-        if not any(map(self.provides, hooks)):
+    def problems(self, settings: Settings) -> Iterator[str]:
+        """What the module and the data define but would be ignored, or cannot do."""
+        cfg, manual = settings.cfg, not self.module.automatic_optimization
+        if not any(map(self.provides, HOOKS)):
             yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=none data._target_=<your LightningDataModule>."
-        if self.arithmetic.same_bits and not self.module.automatic_optimization:
+        if self.arithmetic.same_bits and manual:
             yield f"exact.logical_ranks computes each step several times, but {self.title} has manual optimization, whose steps change the weights. Remove it."
+        for key in ("accumulate_grad_batches", "gradient_clip_val") if manual else ():
+            if cfg.trainer[key] not in (None, 1 if key == "accumulate_grad_batches" else None):
+                yield f"trainer.{key}={cfg.trainer[key]} has no effect: {self.title} has manual optimization, and does this itself. Remove it."
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             yield f"{self.title}.training_step takes dataloader_iter, so nobody else knows its batches. Let it take batch and batch_idx."
-        if monitor and not self.evaluates("validation", "val"):
+        if (monitor := cfg.checkpoint.monitor) and not self.evaluates("validation", "val"):
             yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Set task.monitor=null."
+
+    def unused(self, data_title: str) -> Iterator[str]:
+        """Dataloaders of the module that the data replaces, as under Lightning."""
+        if self.attached and (loaders := [hook for hook in HOOKS if is_overridden(hook, self.module)]):
+            yield f"data: {self.title}'s {loaders[0]} is not used: data={data_title} provides the batches"
 
 
 class TaskWorkload(Workload):
