@@ -36,13 +36,15 @@ HOOK = str(Path(__file__).with_name("theirs_hook.py").resolve())
 LIMIT_S = 300
 PACKAGES = ("torchgeo", "torch_uncertainty", "lightning_uq_box", "lightly")
 DEMOS = "lightning.pytorch.demos"
+EPOCHS = 2
 BASE = (
-    *measuring.CPU, "task=lightning_module", "trainer.precision=32-true", "trainer.max_epochs=2", "trainer.limit_train_batches=10",
+    *measuring.CPU, "task=lightning_module", "trainer.precision=32-true", f"trainer.max_epochs={EPOCHS}", "trainer.limit_train_batches=10",
     "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=4",
 )  # fmt: skip
 KILL = "15"  # batches are done: the sixth of the second epoch comes next, and the last checkpoint has 12 steps
 TWO = ("strategy=ddp", "trainer.devices=2")
 ACCUMULATED = ("trainer.accumulate_grad_batches=2", "trainer.limit_train_batches=20")  # which counts micro-batches
+SYNCED = ("trainer.sync_batchnorm=true",)
 SHARDED = ("strategy=fsdp", "trainer.devices=2")
 
 
@@ -90,17 +92,17 @@ CASES = [
     Case("generative_adversarial_net", "domain_templates.generative_adversarial_net.GAN", MNIST, (*OURS, "logger=tensorboard"), ("strategy.find_unused_parameters=true",), TEMPLATES, "random input"),
     Case("reinforce_learn_ppo", "domain_templates.reinforce_learn_ppo.PPOLightning", args=("+task.env=CartPole-v0", "+task.batch_size=32", "+task.steps_per_epoch=320"), needs=TEMPLATES),
     Case("semantic_segmentation", "domain_templates.semantic_segmentation.SegModel", args=("+task.data_path=data/kitti", "+task.features_start=4"), needs=TEMPLATES),
-    Case("imagenet", "domain_templates.imagenet.ImageNetLightningModel", args=("+task.data_path=data/imagenet", "+task.batch_size=8", "+task.workers=0"), needs=TEMPLATES, draws="batch norm"),
+    Case("imagenet", "domain_templates.imagenet.ImageNetLightningModel", args=("+task.data_path=data/imagenet", "+task.batch_size=8", "+task.workers=0"), (*SYNCED, "+task.batch_size=16"), needs=TEMPLATES),
     Case(
         "MNISTLitModule + MNISTDataModule", "src.models.mnist_module.MNISTLitModule", "src.data.mnist_datamodule.MNISTDataModule",
         (*nested("net", "src.models.components.simple_dense_net.SimpleDenseNet"), "+task.scheduler=null", "+task.compile=false", *SGD("optimizer"),
-         "+data.data_dir=data", "+data.batch_size=32", "+data.train_val_test_split=[59000,1000,1000]"),
-        needs=TEMPLATE, draws="batch norm",
+         "+data.data_dir=data", "+data.batch_size=32", "+data.num_workers=0", "+data.train_val_test_split=[59000,1000,1000]"),
+        (*SYNCED, "+data.batch_size=64"), needs=TEMPLATE,
     ),
     Case(
         "torch-uncertainty", "torch_uncertainty.routines.ClassificationRoutine", "torch_uncertainty.datamodules.MNISTDataModule",
         (*nested("model", "torch_uncertainty.models.mlp.mlp", in_features=784, num_outputs=10, hidden_dims="[32]", flatten_start_dim=1), "+task.num_classes=10",
-         *nested("loss", "torch.nn.CrossEntropyLoss"), "+data.root=data", *OURS, "+data.persistent_workers=false"),
+         *nested("loss", "torch.nn.CrossEntropyLoss"), *nested("optim_recipe", "torch_uncertainty.optim_recipes.optim_cifar10_resnet18", _partial_="true"), "+data.root=data", *OURS, "+data.persistent_workers=false"),
         needs="torch_uncertainty",
     ),
     Case(
@@ -110,7 +112,7 @@ CASES = [
     ),
     Case(
         "torchgeo", "torchgeo.trainers.ClassificationTask", "torchgeo.datamodules.UCMercedDataModule",
-        ("+task.model=test_resnet", "+task.num_classes=2", "+data.root=data/ucmerced", "+data.batch_size=8"), needs="torchgeo", draws="batch norm",
+        ("+task.model=test_resnet", "+task.num_classes=2", "+data.batch_size=8"), SYNCED, needs="torchgeo",
     ),
     Case(
         "lightly", "lightly.utils.benchmarking.LinearClassifier", MNIST,
@@ -154,11 +156,11 @@ def write_images(root: Path) -> None:
     """Folders of UC Merced, ImageNet and KITTI, of noise."""
     random, names = np.random.default_rng(0), {"train": 80, "val": 21, "test": 21}
     for part, count in names.items():
-        listed = [f"{kind}{part}{i}.tif" for i in range(count) for kind in ("river",)]
-        (root / f"ucmerced/uc_merced-{part}.txt").parent.mkdir(exist_ok=True)
-        (root / f"ucmerced/uc_merced-{part}.txt").write_text("\n".join(listed))
+        listed = [f"{part}{i}.tif" for i in range(count)]
+        (root / f"uc_merced-{part}.txt").parent.mkdir(exist_ok=True)
+        (root / f"uc_merced-{part}.txt").write_text("\n".join(listed))
         for i, name in enumerate(listed):
-            for path in (root / "ucmerced/UCMerced_LandUse/Images" / ("beach", "river")[i % 2] / name, root / f"imagenet/{part}/{i % 2}/{i}.png"):
+            for path in (root / "UCMerced_LandUse/Images" / ("beach", "river")[i % 2] / name, root / f"imagenet/{part}/{i % 2}/{i}.png"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
     for kind, mode in (("image_2", "RGB"), ("semantic", "L")):
@@ -197,8 +199,8 @@ class Runs:
     def train(self, run: str, *more: str, **env: str) -> str:
         data = ["data=none", *([f"data._target_={self.case.data}"] if self.case.data != "none" else [])]
         more += self.case.two if TWO[0] in more else ()
-        base = [option for option in BASE if option.partition("=")[0] not in " ".join(more)]
-        return self.command("train", run, *base, f"task._target_={self.case.module}", *data, *self.case.args, *more, **env)
+        options = {each.partition("=")[0]: each for each in (*BASE, f"task._target_={self.case.module}", *data, *self.case.args, *more)}
+        return self.command("train", run, *options.values(), **env)
 
     def named(self, kind: str) -> str:
         return f"{CASES.index(self.case)}-{kind}"
@@ -221,10 +223,10 @@ class Runs:
     def evaluated(self, run: str, other: str, script: str = "train") -> str:
         """How many samples two runs evaluated, if they are the same ones."""
         texts = []
-        for stage in ("val", "test", "predict"):
-            ours, theirs = (self.samples(name, script, stage) for name in (run, other))
-            texts += [f"{ours.total()} {stage}"] if ours == theirs and ours else []
-            texts += [f"{stage}: {ours.total()}, not {theirs.total()}"] if ours != theirs else []
+        for name, stage in {"val": f"val {EPOCHS - 1}", "test": "test"}.items():
+            ours, theirs = (self.samples(each, script, stage) for each in (run, other))
+            texts += [f"{ours.total():,} {name}"] if ours == theirs and ours else []
+            texts += [f"{name}: {ours.total():,}, not {theirs.total():,}"] if ours != theirs else []
         return ", ".join(texts) or "none"
 
     def fill(self) -> "Runs":

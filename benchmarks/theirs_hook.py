@@ -26,7 +26,7 @@ class Witness(pl.Callback):
     def note(self, trainer: pl.Trainer, _: Any, batch: Any, index: int, loader: int = 0) -> None:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
         values = tensors[0].flatten(1) if tensors[0].ndim > 1 else tensors[0][:, None]
-        stage = "val" if trainer.state.fn == "fit" else trainer.state.fn.value
+        stage = f"val {trainer.current_epoch}" if trainer.state.fn == "fit" else trainer.state.fn.value
         with Path(os.environ["THEIRS_NOTES"], f"{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps([stage, loader, values.double().square().sum(1).tolist()]) + "\n")
 
