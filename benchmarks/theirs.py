@@ -92,7 +92,7 @@ CASES = [
     Case("generative_adversarial_net", "domain_templates.generative_adversarial_net.GAN", MNIST, (*OURS, "logger=tensorboard"), ("strategy.find_unused_parameters=true",), TEMPLATES, "random input"),
     Case("reinforce_learn_ppo", "domain_templates.reinforce_learn_ppo.PPOLightning", args=("+task.env=CartPole-v0", "+task.batch_size=32", "+task.steps_per_epoch=320"), needs=TEMPLATES),
     Case("semantic_segmentation", "domain_templates.semantic_segmentation.SegModel", args=("+task.data_path=data/kitti", "+task.features_start=4"), needs=TEMPLATES),
-    Case("imagenet", "domain_templates.imagenet.ImageNetLightningModel", args=("+task.data_path=data/imagenet", "+task.batch_size=8", "+task.workers=0"), (*SYNCED, "+task.batch_size=16"), needs=TEMPLATES),
+    Case("imagenet", "domain_templates.imagenet.ImageNetLightningModel", args=("+task.data_path=data/imagenet", "+task.batch_size=8", "+task.workers=0"), two=(*SYNCED, "+task.batch_size=16"), needs=TEMPLATES),
     Case(
         "MNISTLitModule + MNISTDataModule", "src.models.mnist_module.MNISTLitModule", "src.data.mnist_datamodule.MNISTDataModule",
         (*nested("net", "src.models.components.simple_dense_net.SimpleDenseNet"), "+task.scheduler=null", "+task.compile=false", *SGD("optimizer"),
