@@ -26,8 +26,8 @@ def train(settings: launch.Settings) -> None:
         best = build.fit(settings, trainer, work)
         run.trained(best)
         if not run.was_validated:
-            run.add(**build.evaluate(settings, data, best or work, "val"))
-        run.add(**build.evaluate(settings, data, best or work, panels=run.panels))
+            run.add(**build.evaluate(settings, data, best or work, "val", loggers=trainer.loggers))
+        run.add(**build.evaluate(settings, data, best or work, panels=run.panels, loggers=trainer.loggers))
 
 
 JOB = train

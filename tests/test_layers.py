@@ -50,6 +50,7 @@ PRIVATE = {
     "_foreach_add_": "the same",
     "_foreach_lerp_": "the same",
     "_python_dispatch": "torch's documented module of modes that see every operation",
+    "_version": "torch's documentation of in-place operations names it: how often a tensor was written to",
     "_fields": "documented: the fields of a named tuple, by which it is told from other tuples",
     "_per_s": "how names of rates end",
     "_memory_gib": "how the name of a measured figure ends",

@@ -70,7 +70,7 @@ def load_model(what: str | Path) -> "nn.Module":
         UserError: there is no such checkpoint, or it is damaged.
     """
     from lockstep.checkpoints.finding import tested_checkpoint
-    from lockstep.checkpoints.weights import load_network
+    from lockstep.checkpoints.weights import load_network, read
     from lockstep.machine import process
 
     with process.restored():
@@ -79,7 +79,7 @@ def load_model(what: str | Path) -> "nn.Module":
             return net
         from lockstep import build
 
-        return build.load_module(path)
+        return build.load_module(read(path).config["task"], path).eval()
 
 
 def load_report(run: str | Path) -> "Report":

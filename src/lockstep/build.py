@@ -5,7 +5,7 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric, MetricCollection
 
 from lockstep import strategies
@@ -130,10 +131,14 @@ def workload(settings: Settings, data: Any, weights: str | None = None) -> Workl
             match_names(settings, data, weights, NAMES)
         except UserError as e:  # it may read no names, or have a new head for them
             console.say(f"WARNING: {e}")
-    work = Workload(create_custom_module(settings.cfg.task), data)
-    raise_problems(work.problems(settings.title("data"), settings.cfg.checkpoint.monitor))
-    if weights:
-        load_module_weights(work.module, Path(weights))
+    cfg = settings.cfg
+    module = load_module(cfg.task, Path(weights) if weights else None)
+    if settings.spec.is_sharded or cfg.trainer.sync_batchnorm or cfg.compile:
+        given = {"sync_batchnorm": cfg.trainer.sync_batchnorm, "compile": cfg.compile}
+        change = partial(strategies.parallelize, **given, channels_last=False, float32_head=False)
+        strategies.change_in_place(module, change)
+    work = Workload(module, data, arithmetic(settings))
+    raise_problems(work.problems(settings.title("data"), cfg.checkpoint.monitor))
     return work
 
 
@@ -187,11 +192,13 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
     return TaskWorkload(made, data)
 
 
-def load_module(path: Path) -> pl.LightningModule:
-    """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError if they do not fit."""
-    made = create_custom_module(read(path).config["task"])
-    load_module_weights(made, path)
-    return made.eval()
+def load_module(node: Mapping[str, Any], path: Path | None) -> pl.LightningModule:
+    """A user's LightningModule, with the weights of a checkpoint. Raises UserError if they do not fit."""
+    made = create_custom_module(node)
+    if path:
+        made.configure_model()  # may make its layers
+        load_module_weights(made, path)
+    return made
 
 
 def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
@@ -282,8 +289,10 @@ def evaluate(
     tested: str | Workload,
     stage: str = "test",
     panels: list[Any] | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> dict[str, float]:
-    """The test (or `val`) metrics of a checkpoint or of a workload as it is, for training and eval.py. `panels` gets the task's panels.
+    """The test (or `val`) metrics of a checkpoint or of a workload as it is, for training and eval.py. `panels` gets the task's panels,
+    and `loggers` are those of a LightningModule.
 
     Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves; of a
     LightningModule's `test_acc`, `raw/test_acc`.
@@ -299,7 +308,7 @@ def evaluate(
         work.collect_panels(panels, compiled=bool(settings.cfg.compile))
 
     def run_and_collect(work: Workload) -> dict[str, float]:
-        trainer = evaluator(settings, work)
+        trainer = evaluator(settings, work, loggers=loggers)
         with oom_advice(settings, trainer, work):
             by_loader = getattr(trainer, run)(work.module, datamodule=work.attached, verbose=False, weights_only=True)
         found = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}

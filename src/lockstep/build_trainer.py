@@ -1,5 +1,6 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,7 +21,7 @@ from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
-from lockstep.compat.lightning import log_steps_from_one, without_sigterm_handler
+from lockstep.compat.lightning import log_nothing, log_steps_from_one, without_sigterm_handler
 from lockstep.config.instantiate import create, to_plain
 from lockstep.config.settings import SPARSEST, Settings, log_interval
 from lockstep.config.targets import accepted
@@ -50,15 +52,15 @@ class NoProfiler(PassThroughProfiler):
 
 
 def loggers(settings: Settings) -> list[Logger]:
-    """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
+    """All loggers, metrics.csv last: `self.logger` is the first that is chosen. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
     cfg, folder = settings.cfg, settings.folder.path
     offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
-    made: list[Logger] = [MetricsCsv(folder)]
+    made: list[Logger] = []
     for name, node in cfg.logger.items():
         if name != "csv":
             given = accepted(node["_target_"], offered) | labels(settings, node)
             made.append(create(node, f"logger.{name}", **given))
-    return made
+    return [*made, MetricsCsv(folder)]
 
 
 def labels(settings: Settings, node: DictConfig) -> dict[str, Any]:
@@ -73,23 +75,23 @@ def labels(settings: Settings, node: DictConfig) -> dict[str, Any]:
     return values
 
 
-def custom_module_callbacks(settings: Settings, work: Workload) -> list[pl.Callback]:
-    """First in the list, to report first what is wrong."""
+def custom_module_callbacks(settings: Settings, work: Workload, loggers: Sequence[Logger]) -> list[pl.Callback]:
+    """First in the list, to report first what is wrong. `loggers`: what `self.logger` is in an evaluation."""
     if work.task is not None:
         return []
     trainer = settings.cfg.trainer
     return [
         CustomModule(
             work=work,
+            loggers=list(loggers) or [DummyLogger()],
             monitor=settings.cfg.checkpoint.monitor,
-            sync_batchnorm=trainer.sync_batchnorm,
             log_interval=log_interval if trainer.log_every_n_steps == "auto" else None,
         )
     ]
 
 
 def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
-    by_row = not work.arithmetic.same_bits and not settings.cfg.compile and work.engine_data is not None
+    by_row = not work.arithmetic.same_bits and not settings.cfg.compile
     return step_seed.StepSeed(settings.cfg.seed, work.arithmetic, masks_by_row=by_row)
 
 
@@ -142,17 +144,20 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
         own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(config)  # before those that log when a batch begins
-    every = [*custom_module_callbacks(settings, work), position, *chosen, *own]
-    return lightning_trainer(settings, work, callbacks=every, logger=loggers(settings))
+    logs = loggers(settings)
+    every = [*custom_module_callbacks(settings, work, logs), position, *chosen, *own]
+    return lightning_trainer(settings, work, callbacks=every, logger=logs)
 
 
-def evaluator(settings: Settings, work: Workload, *more: pl.Callback) -> pl.Trainer:
-    """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
+def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: Sequence[Logger] = ()) -> pl.Trainer:
+    """A Trainer that tests or predicts only, with the strategy and precision of the config. It logs nothing itself."""
     shown = [summary.Progress()] if settings.cfg.trainer.enable_progress_bar else []
     # Preemption comes last: it may raise another error when all clean up after one.
     own = [random_numbers(settings, work), *shown, *more, stopping.Preemption(None)]
-    every = [*custom_module_callbacks(settings, work), *own]
-    return lightning_trainer(settings, work, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
+    every = [*custom_module_callbacks(settings, work, loggers), *own]
+    made = lightning_trainer(settings, work, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
+    log_nothing(made)
+    return made
 
 
 def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Trainer:
@@ -164,6 +169,8 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     given |= work.arithmetic.trainer_arguments(given, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/custom_module.py decides once the loaders are there
+    if given["num_sanity_val_steps"] == "auto":
+        given["num_sanity_val_steps"] = 2 if work.task is None else 0  # dry_run.py tries a task
     node = cfg.strategy
     if "timeout_s" in node and process.debug_rank is not None:
         node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})
@@ -186,7 +193,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         "trains_task": work.task is not None,
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))
-    strategy.seed, own_loaders = cfg.seed, work.engine_data is None
+    strategy.seed, strategy.arithmetic, own_loaders = cfg.seed, work.arithmetic, work.engine_data is None
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task

@@ -6,7 +6,7 @@ import re
 import time
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from torch.distributed import HashStore
 from lockstep.callbacks import EMA, Throughput, stopping
 from lockstep.callbacks.step_seed import StepSeed, seed_generators, seed_host, step_seed
 from lockstep.callbacks.stopping import EarlyStopping, RankAgreement, Timer
+from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, TrainBatches
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
@@ -135,13 +136,13 @@ def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process
     batches = partial(TrainBatches, split, batch=batch, seed=5)
     whole = list(batches())
     callback = StepSeed(5, StepArithmetic(), masks_by_row=True)
-    strategy = SimpleNamespace(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
+    strategy = MagicMock(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
     for rank in range(world):
         own = batches(rank=rank, world=world, accumulate=accumulate, in_blocks=contiguous)
         for batch_idx, samples in enumerate(own):
             step = batch_idx // accumulate
             trainer = trainer_at(step, world_size=world, global_rank=rank, strategy=strategy)
-            trainer.accumulate_grad_batches, trainer.datamodule = accumulate, SimpleNamespace(batch_size=batch)
+            trainer.accumulate_grad_batches, trainer.datamodule = accumulate, Mock(spec=DataModule, batch_size=batch)
             rows = callback.rows(trainer, batch_idx).rows["cpu"]
             assert whole[step][rows.start : rows.stop].tolist() == samples.tolist()
 

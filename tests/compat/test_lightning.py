@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import build
-from lockstep.compat.lightning import QuickHookNames, without_anonymous
+from lockstep.compat.lightning import QuickHookNames, log_nothing, without_anonymous
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
@@ -151,3 +151,22 @@ def test_lightnings_mesh_of_two_nodes_with_three_processes(monkeypatch):
     with pytest.raises(RuntimeError):
         strategy.setup_environment()
     assert mesh.call_args.args[:2] == (2, 1)
+
+
+class Evaluated(Net):
+    def test_step(self, batch, _):
+        self.log("test_loss", self.layer(batch).sum())
+
+    def test_dataloader(self):
+        return DataLoader(torch.ones(2, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers")
+@pytest.mark.parametrize("nothing", [False, True])
+def test_a_test_is_logged_at_step_0(tmp_path, nothing):
+    logged = Rows()
+    trainer = quiet_trainer(logger=logged, default_root_dir=tmp_path)
+    if nothing:
+        log_nothing(trainer)
+    trainer.test(Evaluated(), verbose=False)
+    assert logged.steps == ([] if nothing else [0])  # when this fails, remove log_nothing

@@ -3,11 +3,14 @@
 import copy
 import inspect
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.modules import _functions
 
-from lockstep.compat.torch import copy_hooks, in_backward
+from lockstep.compat.torch import assignable_data, copy_hooks, in_backward, tell_first_call
 from lockstep.strategies.batch_norm import synchronise
 
 
@@ -64,3 +67,34 @@ def test_a_copied_parameter_has_no_hooks():
         copied(torch.ones(1, 1)).backward()
         assert (copied.weight.grad.item(), copied.bias.grad.item()) == (of_weight, of_bias)
         copied = copy_hooks(net, copy.deepcopy(net)).double().float()
+
+
+@pytest.fixture
+def mesh(tmp_path, monkeypatch):
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_data_assigned_to_a_sharded_tensor_is_lost(mesh, monkeypatch):
+    if "data" in vars(DTensor):  # of an earlier test
+        monkeypatch.delattr(DTensor, "data")
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    weight.data = weight.data * 3
+    assert weight.full_tensor().sum() == 8  # when this fails, remove assignable_data
+    assignable_data()
+    weight.data = weight.data * 3
+    assert weight.full_tensor().sum() == 24
+    weight.data = torch.full((4, 2), 2.0)
+    assert weight.full_tensor().sum() == 16 and weight.requires_grad
+
+
+def test_only_a_private_name_tells_whether_a_compiled_module_is_called():
+    net, calls = nn.Linear(1, 1), []
+    net.compile(backend="eager")
+    assert not [name for name in dir(net) if "compiled" in name and not name.startswith("_")]
+    tell_first_call(net, lambda: calls.append(1))
+    net.forward(torch.ones(1, 1))
+    assert not calls
+    assert torch.equal(net(torch.ones(1, 1)), net(torch.ones(1, 1))) and calls == [1]

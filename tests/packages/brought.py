@@ -249,7 +249,7 @@ class Sees(pl.LightningModule):
 
     def __init__(self, notes: str) -> None:
         super().__init__()
-        self.notes, self.layer = notes, nn.Linear(3, 1)
+        self.notes, self.layer, self.drop = notes, nn.Linear(3, 1), nn.Dropout(0.3)
 
     @staticmethod
     def rows(batch: Any) -> torch.Tensor:
@@ -270,7 +270,7 @@ class Sees(pl.LightningModule):
                     file.write(f"{self.current_epoch} {self.global_step} {index:g} {number:.6f}\n")
         rows = torch.cat(parts)
         x = torch.cat([rows, rows[:, :1] * rows[:, 1:]], 1) / 10
-        return nn.functional.mse_loss(self.layer(x)[:, 0], rows[:, 1])
+        return nn.functional.mse_loss(self.layer(self.drop(x))[:, 0], rows[:, 1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.05)

@@ -5,7 +5,6 @@ import platform
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import forked
@@ -93,15 +92,14 @@ def test_a_step_leaves_the_mean_of_gradients_and_statistics():
     net.register_buffer("large", torch.full((3,), torch.finfo(torch.float32).max))
     net.register_parameter("unused", nn.Parameter(torch.ones(2)))
     trainer = Mock(accumulate_grad_batches=PARTS, global_rank=0, world_size=1)
-    ranks, module = LogicalRanks(PARTS), SimpleNamespace(net=net, trainer=trainer)
+    net.trainer, ranks = trainer, LogicalRanks(PARTS)
     for _ in range(2):  # the second step begins with what the first one left
-        written = [copy.deepcopy(net) for _ in range(PARTS)]
+        written = [copy.deepcopy(net, {id(trainer): trainer}) for _ in range(PARTS)]
         for i, alone in enumerate(written):
             x = torch.randn(6, 3, 6, 6) * (1 + i) + i
-            ranks.before_forward(module, i)
-            loss = ranks.to_backward(module, loss_of(net, x))
-            (loss / PARTS).backward()  # as Lightning divides it
-            ranks.after_backward(module)
+            ranks.before_forward(net, i)
+            ranks.to_backward(net, loss_of(net, x) / PARTS).backward()  # as Lightning divides it
+            ranks.after_backward(net)
             loss_of(alone, x).backward()
         for name, p in net.named_parameters():
             others = [alone.get_parameter(name).grad for alone in written]

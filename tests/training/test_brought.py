@@ -63,17 +63,18 @@ def weights(path: str) -> torch.Tensor:
     return torch.cat([value.flatten() for value in state(path)["state_dict"].values()])
 
 
-def ddp(devices: int, accumulate: int = 1) -> list[str]:
-    return ["strategy=ddp", f"trainer.devices={devices}", f"trainer.accumulate_grad_batches={accumulate}"]
+def ddp(devices: int, accumulate: int = 1, strategy: str = "ddp") -> list[str]:
+    return [f"strategy={strategy}", f"trainer.devices={devices}", f"trainer.accumulate_grad_batches={accumulate}"]
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ALONE])
 def test_other_processes_learn_from_the_same_samples_at_each_step(name, forked, request):
     run = f"{[*EVERY].index(name)}"
     single = weights(train(name, run, "strategy=single"))
-    for devices, accumulate in ((2, 4), (3, 2)) if name == "five samples" else ((2, 1), (3, 2)):
-        other = f"{run}x{devices}"
-        found = weights(train(name, other, *ddp(devices, accumulate)))
+    five = (2, 4), (3, 2), (2, 4, "fsdp")
+    for number, processes in enumerate(five if name == "five samples" else ((2, 1), (3, 2))):
+        other = f"{run}x{number}"
+        found = weights(train(name, other, *ddp(*processes)))
         assert noted(other) == noted(run)
         if name not in TOGETHER:  # whose last batches do not divide evenly
             assert float((found - single).norm() / single.norm()) < 1e-5

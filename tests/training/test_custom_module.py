@@ -65,9 +65,8 @@ def train(project, mnist, cache):
 
 @pytest.mark.parametrize(("typed", "told"), [
     ("Small model=basic_net optim=sgd seed=true", ["model, optim would have no effect: odd.Small has its own. Set model=none optim=none"]),
-    ("Small strategy=fsdp trainer.devices=2", ["strategy=fsdp changes how a task's network is called", "Set strategy=ddp."]),
-    ("Small compile=true strategy=dp +task.metrics.a._target_=torchmetrics.MeanMetric",
-     ["compile=true compiles the network of the model group", "strategy=dp changes how", "task.metrics has no effect"]),
+    ("Small strategy=dp +task.metrics.a._target_=torchmetrics.MeanMetric",
+     ["strategy=dp changes how a task's network is called", "Set strategy=ddp.", "task.metrics has no effect"]),
     ("Small data=odd data.num_workers=auto trainer.accumulate_grad_batches=auto +data.val_fraction=0.2",
      ["data.num_workers=auto is for Lockstep's dataloaders", "data=data makes its own", "data.val_fraction is not an argument of odd.Data"]),
     ("TakesIterator", ["TakesIterator.training_step takes dataloader_iter, so nobody else knows its batches"]),
@@ -185,10 +184,14 @@ def test_checkpoints_of_two_optimizers_are_named_by_the_steps_of_the_run(train):
     assert train("TwoOptimizers", *options, "resume=auto", "trainer.max_epochs=2")["train/steps"] == 8
 
 
-def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_run_goes_on_with_another(train):
+def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_run_goes_on_with_another(train, capsys):
     told = r"checkpoint.monitor=val_loss is not logged by Validated, .*valid_loss \(did you mean valid_loss\?\)"
     with pytest.raises(TrainingFailed, match=told):
         train("Validated", "run=told", "task.monitor=val_loss", "trainer.max_epochs=2")
+    early = (
+        "WARNING: val_loss is monitored, but the first validation batches logged valid_loss (did you mean valid_loss?)"
+    )
+    assert early in capsys.readouterr().out
     assert json.loads(Path("runs/told/report.json").read_text())["status"] == "failed"
     assert state("told/checkpoints/last.ckpt")["global_step"] == 4
     report = train("Validated", "run=told", "resume=auto", "checkpoint.monitor=valid_loss", "trainer.max_epochs=2")
@@ -203,7 +206,7 @@ def test_figures_of_several_test_dataloaders_are_all_reported(train):
     assert report["train/samples_per_s"] > 0
     assert 0 < report["train/data_wait_share"] < 1
     assert "own dataloaders" in Path("runs/several/report.html").read_text()
-    with pytest.raises(UserError, match=r"is a LightningDataModule with its own dataloaders"):
+    with pytest.raises(UserError, match=r"Reads has no predict_step"):
         lockstep.predict(["run=several", "input=test", CPU])
 
 

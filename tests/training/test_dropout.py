@@ -168,6 +168,10 @@ def test_several_rows_of_a_sample_and_rows_of_none():
     assert torch.equal(torch.cat([run(net, x[:12], 0, 4), run(net, x[12:], 4, 4)]), whole)
     positions = torch.rand(5, 10)
     assert torch.equal(run(net, positions, 0, 4), run(net, positions, 4, 4))
+    sequences = torch.rand(5, 8, 10)  # tokens come before samples
+    halves = run(net, sequences[:, :4], 0, 4), run(net, sequences[:, 4:], 4, 4)
+    assert torch.equal(torch.cat(halves, 1), run(net, sequences, samples=8))
+    assert not torch.equal(*halves)
 
 
 @pytest.mark.parametrize(("reentrant", "compute"), [

@@ -1,5 +1,6 @@
-"""Hooks around a user's LightningModule: its batch norms, its schedulers, the hooks that make its dataloaders, and what it logs."""
+"""Hooks around a user's LightningModule: its schedulers, the hooks that make its dataloaders, and what it logs."""
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,16 +9,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 
 from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.data.keyed import Apart
 from lockstep.data.sampler import key_of
 from lockstep.data.standard import standard
-from lockstep.errors import UserError
+from lockstep.errors import UserError, did_you_mean
 from lockstep.reporting.console import say
-from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import total_steps
 from lockstep.training.workload import Workload
+
+OF_VALIDATION = re.compile(r"(?:^|[\W_])val(?:id|idation)?(?=$|[\W_])")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -25,7 +28,7 @@ class CustomModule(Callback):
     """Used in training and in evaluation."""
 
     work: Workload
-    sync_batchnorm: bool
+    loggers: list[Logger]  # of the run, in its evaluations too
     monitor: str | None
     # from the optimizer steps of a run to those from one row of the log to the next; None: the config sets them
     log_interval: Callable[[float], int] | None
@@ -34,16 +37,13 @@ class CustomModule(Callback):
     due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The network is left as the module made it, except its batch norms."""
         if trainer.is_global_zero:  # here the module decides how its metrics are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         if not self.work.engine_data:
-            for part in ("train", "val", "test"):
+            for part in ("train", "val", "test", "predict"):
                 draw_apart(self.work.attached or pl_module, f"{part}_dataloader", trainer)
-        if self.sync_batchnorm:
-            synchronise(pl_module, trainer.strategy.root_device.type)
         data = trainer.datamodule  # type: ignore[attr-defined]
         for split in (data.val_split, data.test_split) if self.work.engine_data else ():
             if split.count < trainer.world_size:
@@ -54,6 +54,10 @@ class CustomModule(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaders = standard(trainer.train_dataloader)
+        if self.work.arithmetic.same_bits and not self.work.divided:
+            raise UserError(
+                f"exact.logical_ranks divides each batch, but {loaders[0].name} gives batches that cannot be divided. Remove it."
+            )
         if any(loader.began not in (None, loader.division.position()) for loader in loaders):
             begin_loaders_anew(trainer)
         if self.log_interval:
@@ -62,7 +66,12 @@ class CustomModule(Callback):
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
 
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before, Lightning would log the module's hyperparameters again."""
+        trainer.loggers = self.loggers
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.loggers = self.loggers
         self.before = dict(trainer.callback_metrics)
         for loader in standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
             if loader.gets != "a share" and loader.notes[0] not in self.told:
@@ -82,12 +91,25 @@ class CustomModule(Callback):
         of_all = trainer.strategy.reduce(torch.tensor(differs, device=device), reduce_op="sum") if values else []
         return [name for name, processes in zip(values, of_all, strict=True) if processes]
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = self.of_one_process(trainer)
+    def monitored(self, trainer: Trainer) -> set[str]:
         plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
         judges = [*plateaus, *trainer.callbacks]  # type: ignore[attr-defined]
-        judged = {self.monitor, *(getattr(each, "monitor", None) for each in judges)}
-        if wrong := [name for name in found if name in judged]:
+        return {str(name) for name in (self.monitor, *(getattr(each, "monitor", None) for each in judges)) if name}
+
+    def warn_of_typos(self, trainer: Trainer) -> None:
+        """One costs an epoch otherwise. No error: a module may log less in Lightning's sanity check."""
+        logged = sorted(trainer.callback_metrics)
+        for name in sorted(self.monitored(trainer) - {*logged}) if logged else ():
+            if OF_VALIDATION.search(name):
+                say(
+                    f"WARNING: {name} is monitored, but the first validation batches logged {', '.join(logged)}{did_you_mean(name, logged)}"
+                )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            self.warn_of_typos(trainer)
+        found = self.of_one_process(trainer)
+        if wrong := [name for name in found if name in self.monitored(trainer)]:
             raise UserError(
                 f"{wrong[0]} is monitored, but differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
                 f"self.log({wrong[0]!r}, ..., sync_dist=True), or as a metric of torchmetrics."

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lockstep.data.datamodule import DataModule
+from lockstep.strategies.base import PortableCheckpoint
 from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic, micro_batch_index, steps_done
 from lockstep.training.invariance import same_random_numbers
@@ -56,13 +58,22 @@ class StepSeed(Callback):
         seed = step_seed(self.seed, *self.arithmetic.seed_parts(trainer, batch_idx))
         seed_generators(seed, trainer.strategy.root_device.type)
         seed_host(seed)
+        self.arithmetic.before_forward(pl_module, batch_idx)
 
-    def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        count = data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
-        first = micro_batch_index(trainer, batch_idx) * count
-        rows = trainer.strategy.device_rows(range(first, first + count))  # type: ignore[attr-defined]
-        return dropout.MicroBatch(self.seed, steps_done(trainer), rows)
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.arithmetic.after_backward(pl_module)
+
+    def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
+        """None if nothing is known of them: each process then draws masks of its own."""
+        data, strategy = trainer.datamodule, cast(PortableCheckpoint, trainer.strategy)  # type: ignore[attr-defined]
+        number = strategy.micro_batch
+        every = {loader.told[number].places for loader in strategy.loaders_of(number)}
+        rows = every.pop() if len(every) == 1 else None
+        if isinstance(data, DataModule):
+            count = data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
+            first = micro_batch_index(trainer, batch_idx) * count
+            rows = range(first, first + count)
+        return dropout.MicroBatch(self.seed, steps_done(trainer), strategy.device_rows(rows)) if rows else None
 
     def on_train_batch_end(self, *_: Any) -> None:
         dropout.begin(None)

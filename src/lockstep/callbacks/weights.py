@@ -193,8 +193,8 @@ class Digests(Callback):
     ) -> None:
         if not completes_step(trainer, batch_idx):
             return
-        arithmetic: Any = pl_module.arithmetic  # of logical ranks: the option needs them
-        own = {rank: digest(loss.reshape(1)) for rank, loss in arithmetic.losses.items()}
+        strategy: Any = trainer.strategy  # of logical ranks: the option needs them
+        own = {rank: digest(loss.reshape(1)) for rank, loss in strategy.arithmetic.losses.items()}
         losses = sorted(pair for found in objects_of_all(own) for pair in found.items())
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:

@@ -1,12 +1,13 @@
 """Private names of torch, each with the reason, and when it can go."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules import _functions
 
 # --- Whether torch is computing gradients ---
@@ -32,6 +33,24 @@ def copy_hooks(net: nn.Module, copied: nn.Module) -> nn.Module:
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             setattr(other, hooks, getattr(parameter, hooks))
     return copied
+
+
+# --- The first call of a compiled module ---
+#
+# `Module.compile` has an effect where the module is called, and none where its methods are (torch 2.13). Hooks would be compiled as well.
+# Remove this when torch tells which modules it has compiled:
+# tests/compat/test_torch.py::test_only_a_private_name_tells_whether_a_compiled_module_is_called fails then.
+
+
+def tell_first_call(module: nn.Module, tell: Callable[[], object]) -> None:
+    compiled: Any = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module._compiled_call_impl = compiled
+        tell()
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 # --- torch.nn.SyncBatchNorm without waiting for the GPU ---
@@ -65,3 +84,23 @@ def without_masks() -> None:
 
     forward.without_masks = True  # type: ignore[attr-defined]
     function.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+
+# --- `p.data = value` on a sharded parameter ---
+#
+# torch 2.13 accepts it without effect on a DTensor, whose values are in another tensor. Averages of momentum encoders are written so. Remove
+# this when it has the effect, or raises: tests/compat/test_torch.py::test_data_assigned_to_a_sharded_tensor_is_lost fails then.
+
+
+def assignable_data() -> None:
+    """For all DTensors of this process."""
+    if "data" not in vars(DTensor):
+        get = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+        DTensor.data = property(get, write_data)  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def write_data(tensor: DTensor, value: Tensor) -> None:
+    if not isinstance(value, DTensor):
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.to_local().copy_(value.to_local())

@@ -153,10 +153,8 @@ def data(settings: Settings) -> Iterator[str]:
         yield f"data._target_={node['_target_']} is a LightningDataModule, and takes no {', '.join(left)}. Set data=none, which has no keys, and add its own ones."
         node = {key: value for key, value in node.items() if key not in left}
     yield from problems(node, "data")
-    own = f"divides Lockstep's batches, but data={settings.title('data')} makes its own"
-    yield from settings.excluded({"exact.logical_ranks": (None, f"{own}. Remove it")})
     if settings.cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto {own}. Set a number."
+        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={settings.title('data')} makes its own. Set a number."
     if node.get("num_workers") == "auto":
         yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={settings.title('data')} has its own. Set a number."
 
@@ -191,10 +189,10 @@ def module(settings: Settings) -> Iterator[str]:
         yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Remove it: ~augment.{operation}."
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
-    idle = f"compiles the network of the model group, but {name} makes its own. Remove it; a module may call self.<network>.compile()"
-    steps = f"is about the steps of a task, and {name} makes its own. Remove it"
-    yield from settings.excluded({"exact.logical_ranks": (None, steps), "compile": (False, idle)})
-    if settings.spec.is_sharded or settings.spec.splits_batches:
+    if settings.spec.is_sharded:
+        own = f"needs an optimizer of the group optim with strategy={cfg.strategy.name}, and {name} makes its own. Set strategy=ddp"
+        yield from settings.excluded({"exact.logical_ranks": (None, own)})
+    if settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
 
 

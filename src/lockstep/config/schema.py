@@ -213,7 +213,7 @@ KEYS: dict[str, Kind] = {
         "0.5",
     ).or_null(),
     "trainer.check_val_every_n_epoch": whole(1, 1).or_null(),
-    "trainer.num_sanity_val_steps": whole(-1, 2).or_null(),
+    "trainer.num_sanity_val_steps": whole(-1, 2).or_word("auto").or_null(),
     "trainer.log_every_n_steps": whole(1, 50).or_word("auto"),
     "trainer.accumulate_grad_batches": whole(1, 2).or_word("auto"),
     "trainer.gradient_clip_val": number(0, 1.0, above=True).or_null(),

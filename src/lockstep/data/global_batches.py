@@ -59,8 +59,10 @@ class Cut:
                 of_step = place_in_step(self.rank, self.world, mine, self.accumulate, self.contiguous)
                 begin, end = (-(-len(batch) * min(each, cuts) // cuts) for each in (of_step, of_step + 1))
                 keys, weight = batch[begin:end] or batch[:least], (end - begin) * parts / len(batch)
-                told = Told(weight, digest, len(batch) / self.accumulate)
-                yield Share(keys, place + begin * (end > begin), number * parts + of_step, seed, epoch, told)
+                first = place + begin * (end > begin)
+                places = range(first, first + len(keys))
+                told = Told(weight, digest, len(batch) / self.accumulate, places, None if self.trains else keys)
+                yield Share(keys, first, number * parts + of_step, seed, epoch, told)
             part = 0
 
 

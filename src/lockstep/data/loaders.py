@@ -287,6 +287,8 @@ class Told(NamedTuple):
     weight: float  # of its loss, so the average over micro-batches and processes is that over the global batch
     digest: str  # of what the process has read so far, to be compared with those of the others; empty if there are none
     samples: float | None  # of all processes in this micro-batch, on average over the step's
+    places: range | None = None  # of its samples in the epoch
+    keys: list[Any] | None = None  # of an evaluation: what its dataset was asked for, or what a stream gave
 
 
 class Share(NamedTuple):

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -27,6 +27,7 @@ from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import Frame
 from lockstep.data.sampler import FILLER
+from lockstep.data.standard import standard
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
@@ -187,14 +188,22 @@ class Writer(pl.Callback):
     of files are enlarged or shrunk to the size of the file.
     """
 
-    def __init__(self, data: DataModule, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]) -> None:
+    def __init__(
+        self, data: DataModule | None, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]
+    ) -> None:
+        """`data` is None for dataloaders of the user's."""
         self.data, self.asked, self.made, self.names = data, asked, made, names
         self.output = self.folder = Path(asked.output)
         self.own = ExitStack()  # of rank 0: the folder of the parts
-        self.files = data.dataset.test if isinstance(data.dataset, Inputs) else None
-        self.paths = None if self.files else data.dataset.paths(data.predicted_split[0])
+        self.files = data.dataset.test if data and isinstance(data.dataset, Inputs) else None
+        self.paths = data.dataset.paths(data.predicted_split[0]) if data and not self.files else None
         self.file: IO[str] | None = None
-        self.order: Iterator[Any] = iter(())
+        self.order: Iterator[Any] = iter(())  # the indices of each batch
+
+    @property
+    def problems(self) -> Sequence[str | None] | None:
+        """Why files of the batch could not be read; None if the data is no files."""
+        return self.data.problems if self.data else None
 
     def first(self, index: int) -> Row:
         """What the data knows of a sample: its file, or the index in its part."""
@@ -212,20 +221,35 @@ class Writer(pl.Callback):
             raise TrainingFailed("input: processes found different files: the folder changes. Pass a CSV of the files.")
         trainer.strategy.barrier("the folder of the parts")
         self.file = part(self.folder, trainer.global_rank).open("w", encoding="utf-8")
-        self.order = iter(trainer.predict_dataloaders.sampler)  # type: ignore[union-attr]  # the loader's own order again
+        self.order = self.indices(trainer)
+
+    def indices(self, trainer: pl.Trainer) -> Iterator[list[int]]:
+        if self.data:
+            for index_B in trainer.predict_dataloaders.sampler:  # type: ignore[union-attr]  # the loader's own order again
+                yield index_B[index_B != FILLER].tolist()
+            return
+        loaders = standard(trainer.predict_dataloaders)
+        if len(loaders) != 1 or loaders[0].gets != "a share":
+            name, why = loaders[0].name, "several dataloaders" if len(loaders) > 1 else "batches that cannot be divided"
+            raise UserError(
+                f"input={self.asked.input}: {name} gives {why}. Let the hook return one DataLoader, or call lockstep.load_model and predict in your own loop."
+            )
+        for number in count():
+            told = loaders[0].told[number]
+            numbered = all(isinstance(key, int) for key in told.keys or [None])
+            yield [*(told.keys if numbered else told.places)]  # type: ignore[misc]
 
     def on_predict_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
     ) -> None:
         assert self.file is not None
         indices = next(self.order)
-        indices = indices[indices != FILLER].tolist()
         if not indices:
             return
         columns = {n: self.saved(n, v, indices) if are_masks(v) else v for n, v in self.made(outputs).items()}
         rows = table_rows(columns, self.names, len(indices), wide=self.asked.probabilities)
         for place, (index, row) in enumerate(zip(indices, rows, strict=True)):
-            why = self.data.problems and self.data.problems[place]  # None: the data is no files
+            why = self.problems and self.problems[place]  # None: the data is no files
             row = self.first(index) | ({} if why else row) | ({} if why is None else {ERROR: why})
             self.file.write(f"{json.dumps([batch_idx, index, row])}\n")
 
@@ -237,7 +261,7 @@ class Writer(pl.Callback):
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         for place, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
-            if self.data.problems and self.data.problems[place]:
+            if self.problems and self.problems[place]:
                 continue
             size = self.files.reader.mask_size(self.files.path(index)) if self.files else None
             frame = getattr(self.files.reader, "frame", None) if self.files else None
@@ -256,14 +280,17 @@ class Writer(pl.Callback):
 # --- The data to predict, and the table of their predictions ---
 
 
-def data(settings: Settings) -> DataModule:
+def data(settings: Settings) -> pl.LightningDataModule:
     """The part of the run's data that is asked for, or the files."""
     cfg = settings.cfg
     if settings.own_loaders:
-        raise UserError(
-            f"data={settings.title('data')} is a LightningDataModule with its own dataloaders, which may repeat samples or leave some out. "
-            "Write a lockstep.data.DataSet to predict, or call lockstep.load_model and predict in your own loop."
-        )
+        wrong = f"input={cfg.predict.input}" if cfg.predict.part is None else "gallery=true"
+        if cfg.predict.part is None or cfg.predict.gallery:
+            raise UserError(
+                f"{wrong} needs a data set that describes itself, and data={settings.title('data')} has its own dataloaders. Pass input=test, val, "
+                "train or predict, without a gallery."
+            )
+        return build.data(settings)
     if cfg.predict.part:
         made: Any = build.data(settings)
         made.predicted = cfg.predict.part
@@ -289,22 +316,26 @@ def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
         yield
 
 
-def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | None:
+def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
     """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
     cfg, world = settings.cfg, settings.world
     asked, output = cfg.predict, Path(cfg.predict.output)
-    writer = Writer(data, asked, *work.columns(asked.top_k))
+    if not work.engine_data:
+        work.predict_on(asked.part)
+    writer = Writer(data if work.engine_data else None, asked, *work.columns(asked.top_k))
     trainer = evaluator(settings, work, writer)
     claim = nullcontext() if world.rank else claimed(output, overwrite=asked.overwrite)
     with claim, writer.own, closing(writer):
         with build.oom_advice(settings, trainer, work):
-            trainer.predict(work.module, data, return_predictions=False)
+            trainer.predict(work.module, datamodule=work.attached, return_predictions=False)
         if world.rank:
             return None
         parts = Parts(output, writer.folder, world.size)
         parts.write()
-        if asked.gallery:
-            parts.gallery(gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name})
+        if asked.gallery and work.engine_data:
+            parts.gallery(
+                gallery_of(output), work.engine_data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name}
+            )
         if parts.broken:
             what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
             warn(f"{what}:{listed(parts.reasons, parts.broken)}")

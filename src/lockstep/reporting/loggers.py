@@ -204,11 +204,25 @@ class MetricsCsv(Logger):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
-        self.log = RunFolder(run_dir).metrics_log
+        self.folder, self.log = run_dir, RunFolder(run_dir).metrics_log
+
+    @property
+    def save_dir(self) -> str:
+        """Where a module may write files of its own."""
+        return str(self.folder)
+
+    log_dir = save_dir
+
+    @property
+    def experiment(self) -> "MetricsCsv":
+        """It has the methods of that of Lightning's CSVLogger."""
+        return self
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: the config is in config.yaml."""
+
+    log_hparams = log_hyperparams
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

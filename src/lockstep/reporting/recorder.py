@@ -102,7 +102,7 @@ class Recorder:
 
             config: Any = OmegaConf.to_container(self.config, resolve=True)
             names = [name for name in config["logger"] if name != "csv"]
-            for name, logger in zip(names, trainer.loggers[1:], strict=True):  # the first is metrics.csv
+            for name, logger in zip(names, trainer.loggers[:-1], strict=True):  # the last is metrics.csv
                 self.loggers.append(begin_run(name, logger, config, self.report))
 
     def open(self) -> None:

@@ -3,7 +3,8 @@ strategies of one process."""
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +15,16 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lockstep.checkpoints.weights import load_into, omit_hyperparameters, refused, sharded_like
+from lockstep.compat.torch import tell_first_call
 from lockstep.data.loaders import ResumableLoader
 from lockstep.data.standard import Brought, Division, standard
 from lockstep.data.streams import around
 from lockstep.errors import NotLoadable, UserError
 from lockstep.strategies.batch_norm import synchronise
+from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.losses import float32
 from lockstep.training.optim import head_of
 
@@ -43,8 +47,41 @@ def parallelize(
     if float32_head:
         in_float32(head_of(net), strategy.root_device.type)
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
-        compile_in_place(strategy.blocks_of(net) or [net])
+        custom = isinstance(net, pl.LightningModule)  # whose steps call its networks
+        parts = strategy.blocks_of(net) or ([*networks_of(net)] if custom else [net])
+        compile_in_place(parts)
+        if custom:
+            strategy.compiled, strategy.without_call = frozenset(parts), set(parts)
+            for part in parts:
+                tell_first_call(part, partial(strategy.without_call.discard, part))
     return strategy.parallelize(net)
+
+
+class ChangedInPlace(pl.LightningModule):
+    """The first base of the class of a user's LightningModule that a strategy changes once it has its networks."""
+
+    change: Callable[[pl.LightningModule, pl.Trainer], object] | None
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.change:
+            change, self.change = self.change, None
+            change(self, self.trainer)
+
+
+def change_in_place(module: pl.LightningModule, change: Callable[..., object]) -> None:
+    kind: Any = type(module)
+    module.__class__ = type(kind.__name__, (ChangedInPlace, kind), {"__module__": kind.__module__})
+    cast(ChangedInPlace, module).change = change
+
+
+def networks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a LightningModule that have parameters, those in containers one by one."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from networks_of(child)
+        elif not isinstance(child, Metric) and any(True for _ in child.parameters()):
+            yield child
 
 
 class Float32(nn.Module):
@@ -109,6 +146,9 @@ class DividedBatches(Strategy):
 
     lightning_module: pl.LightningModule  # set before anything here is called
     seed = 0  # of the run
+    arithmetic = StepArithmetic()
+    compiled: frozenset[nn.Module] = frozenset()  # networks of a user's module, until its first step
+    without_call: set[nn.Module]  # those that were not called
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     contiguous_micro_batches = False
     waited_s = 0.0  # how long training in this process has waited for batches of loaders of users
@@ -116,7 +156,7 @@ class DividedBatches(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
-        if trainer.predicting or isinstance(dataloader, ResumableLoader):
+        if isinstance(dataloader, ResumableLoader):
             return dataloader
         place: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
         if not trainer.training:
@@ -149,7 +189,13 @@ class DividedBatches(Strategy):
             for loader in self.loaders_of(number):
                 if loader.gets == "a share":
                     loader.require_agreement(loader.told[number].digest)
-        return super().training_step(*args, **kwargs)
+        result = super().training_step(*args, **kwargs)
+        if self.compiled and self.compiled == self.without_call:
+            raise UserError(
+                f"compile=true has no effect: a step of {type(self.lightning_module).__name__} calls none of its networks, but their methods. Call the networks, or remove compile=true."
+            )
+        self.compiled = frozenset()
+        return result
 
     @property
     def micro_batch(self) -> int:
@@ -167,7 +213,8 @@ class DividedBatches(Strategy):
         number = self.micro_batch
         weights = [loader.told[number].weight for loader in self.loaders_of(number)]
         weight = sum(weights) / len(weights) if weights else 1.0  # of several loaders the mean
-        return super().backward(closure_loss if weight == 1 else closure_loss * weight, optimizer, *args, **kwargs)
+        loss = closure_loss if weight == 1 else closure_loss * weight
+        return super().backward(self.arithmetic.to_backward(self.lightning_module, loss), optimizer, *args, **kwargs)
 
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer

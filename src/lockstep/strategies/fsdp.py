@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -22,8 +23,13 @@ from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.strategies.base import Float32, PortableCheckpoint
 from lockstep.strategies.rendezvous import meet
+from lockstep.strategies.sharded_module import Root, shard_module
 from lockstep.training.arithmetic import StepArithmetic
 
+OUT_OF_BLOCK = (
+    "A step uses parameters of a block without calling the block, whose forward gathers them. Set strategy.blocks=[] to gather all parameters "
+    "for the whole step, or strategy=ddp."
+)
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
 
@@ -87,6 +93,8 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         self.arithmetic = arithmetic or StepArithmetic()
         self.reduce_each_micro_batch = reduce_each_micro_batch or self.arithmetic.same_bits
         self.root: FSDPModule | None = None
+        self.custom: Root | None = None  # of a user's LightningModule
+        self.reduces = True  # not within the first of several accumulated micro-batches
         self.writers: Any = None  # the process group of the threads that write shards
 
     def setup_environment(self) -> None:
@@ -104,6 +112,12 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
         """
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        if isinstance(net, pl.LightningModule):
+            self.custom = shard_module(
+                net, self.blocks_of(net), self.device_mesh, self.root_device, self.reshard_after_forward
+            )
+            self.root = self.custom.root
+            return net
         blocks, mesh = [block for block in self.blocks_of(net) if not isinstance(block, Float32)], self.device_mesh
         policy = MixedPrecisionPolicy()
         if self.precision_plugin.precision == "bf16-mixed" and not self.arithmetic.same_bits:
@@ -125,11 +139,48 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         if self.reduce_each_micro_batch or self.root is None:
             yield
             return
+        self.reduces = False
         self.root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
+            self.reduces = True
             self.root.set_requires_gradient_sync(True)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.custom:
+            self.share_buffers()  # as DDP does
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.custom is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        self.custom.gather()
+        self.custom.keep_writes()
+        loss = super().backward(self.custom.module.through_hooks(lambda: closure_loss * 1), *args, **kwargs)
+        self.custom.reduce_gradients(of_all=self.reduces)
+        return loss
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.custom is None:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        with self.custom.sharded():
+            result = super().optimizer_step(optimizer, *args, **kwargs)
+            self.custom.reshard()  # gathered values are of before the step
+        return result
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        known = {*self.lightning_module.parameters()}
+        held = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        if not known.issuperset(held):
+            raise UserError(
+                f"an optimizer has parameters of before they were sharded. Let {type(self.lightning_module).__name__[4:]}.configure_optimizers make it from self.parameters(), or set strategy=ddp."
+            )
+
+    def on_exception(self, exception: BaseException) -> None:
+        mixed = "mixed torch.Tensor and DTensor"
+        exception.args = tuple(f"{arg}\n{OUT_OF_BLOCK}" if mixed in str(arg) else arg for arg in exception.args)
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
         """Sharded; or with whole tensors on the CPU of rank 0, and None for each on the others. Every process must call it."""
@@ -157,6 +208,8 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         return self.checkpoint_form(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.custom:
+            self.custom.reshard()
         return self.checkpoint_form(super().optimizer_state(optimizer))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

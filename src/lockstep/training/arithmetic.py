@@ -96,22 +96,24 @@ class StepArithmetic:
         process and two shards, always in the same direction; after 50 clipped steps the weights were 5e-5 apart.
         """
         exact = torch.float32 if grads[0].device.type == "mps" else torch.float64  # MPS has no float64
-        squared = torch.stack(torch._foreach_norm(local_parts(grads), 2, dtype=exact)).square().sum()
-        all_reduce(squared, torch.distributed.ReduceOp.SUM, grads)
-        return squared.sqrt()
+        squared = torch.stack(torch._foreach_norm(local_parts(grads), 2, dtype=exact)).square()
+        in_shards = torch.tensor([isinstance(grad, DTensor) for grad in grads], device=squared.device)
+        total = (squared * in_shards).sum()
+        all_reduce(total, torch.distributed.ReduceOp.SUM, grads)
+        return (total + (squared * ~in_shards).sum()).sqrt()
 
     def key_of(self, accumulate: int, world: int) -> str | None:
         """What to set for `accumulate` micro-batches a step in each process; None if it is not possible."""
         return f"trainer.accumulate_grad_batches={accumulate}"
 
-    def before_forward(self, module: "TaskModule", batch_idx: int) -> None:
+    def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:
         """Of each micro-batch, like the next two."""
 
-    def to_backward(self, module: "TaskModule", loss: Tensor) -> Tensor:
-        """The loss that Lightning divides by the number of micro-batches and calls backward on."""
+    def to_backward(self, module: pl.LightningModule, loss: Tensor) -> Tensor:
+        """What backward gets for a loss that Lightning has divided by the number of micro-batches."""
         return loss
 
-    def after_backward(self, module: "TaskModule") -> None:
+    def after_backward(self, module: pl.LightningModule) -> None:
         """After the last micro-batch of a step, gradients and buffers are those of the global batch."""
 
     def evaluation_sum(self, module: "TaskModule", batch_idx: int) -> int:
@@ -160,9 +162,9 @@ class LogicalRanks(StepArithmetic):
     def evaluation_sum(self, module: "TaskModule", batch_idx: int) -> int:
         return self.evaluation_parts(module.trainer, batch_idx)[0] % self.count
 
-    def before_forward(self, module: "TaskModule", batch_idx: int) -> None:
+    def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:
         """The buffers are as they were before the step."""
-        trainer, buffers = module.trainer, list(module.net.buffers())
+        trainer, buffers = module.trainer, list(module.buffers())
         self.rank, self.part = micro_batch_index(trainer, batch_idx), batch_idx % trainer.accumulate_grad_batches
         if self.part == 0:
             assert not self.first, "the micro-batches before this one are no whole step"
@@ -171,17 +173,18 @@ class LogicalRanks(StepArithmetic):
         for buffer, before in zip(buffers, self.before, strict=True):
             buffer.copy_(before)
 
-    def to_backward(self, module: "TaskModule", loss: Tensor) -> Tensor:
+    def to_backward(self, module: pl.LightningModule, loss: Tensor) -> Tensor:
         """Undoes Lightning's division, which could round the smallest numbers of each gradient. `after_backward` divides their sum."""
-        self.losses[self.rank] = loss.detach()
-        return loss * module.trainer.accumulate_grad_batches
+        whole = loss * module.trainer.accumulate_grad_batches
+        self.losses[self.rank] = whole.detach()
+        return whole
 
     @torch.no_grad()
-    def after_backward(self, module: "TaskModule") -> None:
-        net, trainer = module.net, module.trainer
-        trained = [p for p in net.parameters() if p.requires_grad]
+    def after_backward(self, module: pl.LightningModule) -> None:
+        trainer = module.trainer
+        trained = [p for p in module.parameters() if p.requires_grad]
         # running means and their like, not counters, which each logical rank leaves the same
-        buffers = [buffer for buffer in net.buffers() if buffer.is_floating_point()]
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         # A parameter without a gradient has zeros: it may have one in another logical rank.
         taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         for parameter in trained:

@@ -55,13 +55,14 @@ class MicroBatch:
             )
         return self.calls.get(place, 0)
 
-    def rows_of(self, device: torch.device, count: int) -> tuple[range, int]:
-        """The rows of the global batch that the first dimension of a tensor of size `count` has, and how many neighbours it has of each.
-
-        From 0 on if that dimension has neither the samples, nor k of each.
+    def rows_of(self, device: torch.device, shape: Sequence[int]) -> tuple[range, int, int]:
+        """The rows of the global batch that a tensor has, how many neighbours of each, and in which dimension: the second one in a sequence
+        that comes first. From 0 on if the tensor has neither the samples, nor k of each, such as a table of positions.
         """
         rows = self.rows[device] if device in self.rows else next(iter(self.rows.values()))
-        return (rows, count // len(rows)) if count % len(rows) == 0 else (range(count), 1)
+        if shape[0] % len(rows) == 0:
+            return rows, shape[0] // len(rows), 0
+        return (rows, 1, 1) if len(shape) > 2 and shape[1] == len(rows) else (range(shape[0]), 1, 0)
 
 
 @dataclass(frozen=True)
@@ -149,12 +150,13 @@ class ByRow:
             return result
         bits = 8 if (p * 256).is_integer() else 16  # that express `p`, or round it
         dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
-        rows, neighbours = (range(1), 1) if self.whole_batch else current.rows_of(x.device, shape[0])
+        rows, neighbours, dim = (range(1), 1, 0) if self.whole_batch else current.rows_of(x.device, shape)
         place = Place(current.key, key_of(self.layer, current.call(self.layer, x.device)), rows, neighbours)
-        *outer, elements = shape[1:] or (1,)
+        *outer, elements = (*shape[:dim], *shape[dim + 1 :]) or (1,)
         words_NW = words(place, (*outer, -(-elements * bits // 64)), x.device, on_host=x.is_cpu)
         kept = kept_rows(words_NW, elements, bits, dropped - 2 ** (bits - 1))  # numbers are signed
-        return self.masked(x, kept.reshape(*shape, *[1] * (x.dim() - len(shape))), dropped / 2**bits)
+        kept = kept.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :], *[1] * (x.dim() - len(shape)))
+        return self.masked(x, kept.transpose(0, dim), dropped / 2**bits)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved whole, or copied, it is the layer that it was made of: classes made here cannot be imported by name."""

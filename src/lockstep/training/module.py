@@ -110,7 +110,6 @@ class TaskModule(QuickHookNames):
         return self.task.outputs(self.call_net or self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.arithmetic.before_forward(self, batch_idx)
         output = self(batch)
         if not self.began:
             self.began = True
@@ -131,7 +130,7 @@ class TaskModule(QuickHookNames):
             self.log("train/loss", (loss_sum / weight_sum).float().cpu(), prog_bar=True)
             self.window_loss = self.window_weight = 0.0
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-        return self.arithmetic.to_backward(self, loss)
+        return loss
 
     def warn_of_rounding(self, output: Any) -> None:
         """A network may compute its outputs elsewhere than in what is taken for its last layer."""
@@ -142,9 +141,6 @@ class TaskModule(QuickHookNames):
                 "trainer.precision=32-true, or add `get_classifier`, which returns the layer that does.",
                 self.trainer.precision, type(self.net).__name__, type(head_of(self.net)).__name__,
             )  # fmt: skip
-
-    def on_after_backward(self) -> None:
-        self.arithmetic.after_backward(self)
 
     def window(self) -> Tensor:
         """Loss and weight since the last log row, over all processes."""

@@ -22,7 +22,7 @@ from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
 from lockstep.tasks.task import validated_columns
 from lockstep.training.arithmetic import StepArithmetic
-from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, UNKNOWN
+from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, SAME_BITS, UNKNOWN
 from lockstep.training.metrics import TestPanels
 from lockstep.training.module import TaskModule
 
@@ -32,6 +32,7 @@ Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CURVES, LINES = 24, 8  # charts of what is logged besides the task's own; lines of one chart
 SEVERAL = "a step of several loaders has the mean of their weights: it is one process's step where their batches divide evenly"
 OF_RANK_0 = " (rank 0 only)"
+STAGE_OF = {"train": "fit", "val": "fit"}  # of Lightning, in which a module makes the data of a part
 STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
@@ -62,13 +63,14 @@ class Workload:
     flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
     network_arguments: Mapping[str, Any] = {}
 
-    def __init__(self, module: pl.LightningModule, data: pl.LightningDataModule) -> None:
-        self.module, self.data = module, data
+    def __init__(
+        self, module: pl.LightningModule, data: pl.LightningDataModule, arithmetic: StepArithmetic | None = None
+    ) -> None:
+        self.module, self.data, self.arithmetic = module, data, arithmetic or StepArithmetic()
         self.title = type(module).__name__  # of the class that decides what is logged
         self.engine_data = data if isinstance(data, DataModule) else None  # None: the data has its own dataloaders
         # what Lightning gets; without, it takes the module's dataloaders (data=none)
         self.attached = None if type(data) is pl.LightningDataModule else data
-        self.arithmetic = StepArithmetic()
         self.of_rank_0: set[str] = set()  # names of what was logged and is not of all processes
 
     def marked(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -97,6 +99,8 @@ class Workload:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
         if not self.divided:
             return UNKNOWN.format("Lockstep does not divide the batches")
+        if self.arithmetic.same_bits:
+            return f"{SAME_BITS}, where a step of {self.title} depends on its batch, parameters, buffers and torch's random numbers alone; what it counts itself counts each logical rank"
         return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
 
     def promises(self, world: int, precision: str) -> list[str]:
@@ -118,6 +122,15 @@ class Workload:
 
     def provides(self, hook: str) -> bool:
         return is_overridden(hook, self.attached or self.module)
+
+    def predict_on(self, part: str) -> None:
+        """Predictions get the dataloader of a part of the data, which `setup` makes as it does for that part."""
+        holder, hook, stage = self.attached or self.module, f"{part}_dataloader", STAGE_OF.get(part, part)
+        if not self.provides(hook):
+            raise UserError(f"input={part}: {type(holder).__name__} has no {hook}. Add it, or set input=test.")
+        set_up = holder.setup
+        holder.setup = lambda *_, **__: set_up(stage)  # type: ignore[method-assign]
+        holder.predict_dataloader = getattr(holder, hook)  # type: ignore[method-assign]
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         """`panels` gets those of the next test, if it has any."""
@@ -157,6 +170,8 @@ class Workload:
             yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Remove it, or set data=none to use the module's."
         if not any(map(self.provides, hooks)):
             yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=none data._target_=<your LightningDataModule>."
+        if self.arithmetic.same_bits and not self.module.automatic_optimization:
+            yield f"exact.logical_ranks computes each step several times, but {self.title} has manual optimization, whose steps change the weights. Remove it."
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             yield f"{self.title}.training_step takes dataloader_iter, so nobody else knows its batches. Let it take batch and batch_idx."
         if monitor and not self.evaluates("validation", "val"):
@@ -170,9 +185,9 @@ class TaskWorkload(Workload):
     task: Task
 
     def __init__(self, module: TaskModule, data: DataModule) -> None:
-        super().__init__(module, data)
+        super().__init__(module, data, module.arithmetic)
         self.task, self.title = module.task, type(module.task).__name__
-        self.arithmetic, self.network_arguments = module.arithmetic, module.network_arguments
+        self.network_arguments = module.network_arguments
         self.trial = UNKNOWN.format("it was not tried")  # how processes change the result, found out by dry_run.py
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
