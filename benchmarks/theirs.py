@@ -57,8 +57,18 @@ class Case:
     data: str = "none"
     args: tuple[str, ...] = ()
     two: tuple[str, ...] = ()  # with several processes
-    needs: str = ""  # a package, or a file of the folder
+    needs: str = ""  # a package, or a folder in that of the command line
     draws: str = ""  # what makes two processes differ from one
+
+    def options(self, *more: str) -> list[str]:
+        """Of train.py; later ones win."""
+        named = [
+            f"task._target_={self.module}",
+            "data=none",
+            *([f"data._target_={self.data}"] if self.data != "none" else []),
+        ]
+        more += self.two if TWO[0] in more else ()
+        return [*{each.partition("=")[0]: each for each in (*BASE, *named, *self.args, *more)}.values()]
 
 
 def nested(key: str, target: str, **arguments: object) -> tuple[str, ...]:
@@ -90,7 +100,7 @@ CASES = [
     Case("autoencoder", "basics.autoencoder.LitAutoEncoder", "basics.autoencoder.MyDataModule", ("+data.batch_size=32",), needs=BASICS),
     Case("backbone_image_classifier", "basics.backbone_image_classifier.LitClassifier", "basics.backbone_image_classifier.MyDataModule", ("+data.batch_size=32",), needs=BASICS),
     Case("generative_adversarial_net", "domain_templates.generative_adversarial_net.GAN", MNIST, (*OURS, "logger=tensorboard"), ("strategy.find_unused_parameters=true",), TEMPLATES, "random input"),
-    Case("reinforce_learn_ppo", "domain_templates.reinforce_learn_ppo.PPOLightning", args=("+task.env=CartPole-v0", "+task.batch_size=32", "+task.steps_per_epoch=320"), needs=TEMPLATES),
+    Case("reinforce_learn_ppo", "domain_templates.reinforce_learn_ppo.PPOLightning", two=("strategy.find_unused_parameters=true",), draws="its trajectories", args=("+task.env=CartPole-v0", "+task.batch_size=32", "+task.steps_per_epoch=320"), needs=TEMPLATES),
     Case("semantic_segmentation", "domain_templates.semantic_segmentation.SegModel", args=("+task.data_path=data/kitti", "+task.features_start=4"), needs=TEMPLATES),
     Case("imagenet", "domain_templates.imagenet.ImageNetLightningModel", args=("+task.data_path=data/imagenet", "+task.batch_size=8", "+task.workers=0"), two=(*SYNCED, "+task.batch_size=16"), needs=TEMPLATES),
     Case(
@@ -129,16 +139,25 @@ def write_project(root: Path, folder: Path, data: Path | None) -> None:
     (root / "pyproject.toml").write_text(f"[project]\nname = 'theirs'\n\n[tool.lockstep]\npackages = [{packages}]\n")
     for name in ("train", "eval", "predict"):
         shutil.copy(ROOT / f"{name}.py", root)
-    for place, package in ((BASICS, "basics"), (TEMPLATES, "domain_templates"), (REPORT, "bug_report"), (TEMPLATE, "src")):
+    for place, package in (
+        (BASICS, "basics"),
+        (TEMPLATES, "domain_templates"),
+        (REPORT, "bug_report"),
+        (TEMPLATE, "src"),
+    ):
         if (folder / place).is_dir():
             shutil.copytree(folder / place, root / "src" / package)
     if data:
         unpack(data / "MNIST/raw", root / "data/MNIST/raw")
         (root / "Datasets").symlink_to(root / "data")  # of their autoencoder
-    words = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
     (root / "data").mkdir(exist_ok=True)
-    (root / "data/wikitext-2.txt").write_text(" ".join(" ".join(words).split()[:7700]))
+    (root / "data/wikitext-2.txt").write_text(words())
     write_images(root / "data")
+
+
+def words() -> str:
+    """In place of WikiText2: 11 batches of Lightning's LSTM."""
+    return " ".join(" ".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))).split()[:7700])
 
 
 def unpack(source: Path, target: Path) -> None:
@@ -160,7 +179,10 @@ def write_images(root: Path) -> None:
         (root / f"uc_merced-{part}.txt").parent.mkdir(exist_ok=True)
         (root / f"uc_merced-{part}.txt").write_text("\n".join(listed))
         for i, name in enumerate(listed):
-            for path in (root / "UCMerced_LandUse/Images" / ("beach", "river")[i % 2] / name, root / f"imagenet/{part}/{i % 2}/{i}.png"):
+            for path in (
+                root / "UCMerced_LandUse/Images" / ("beach", "river")[i % 2] / name,
+                root / f"imagenet/{part}/{i % 2}/{i}.png",
+            ):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
     for kind, mode in (("image_2", "RGB"), ("semantic", "L")):
@@ -197,10 +219,7 @@ class Runs:
         return reason(log.read_text(errors="replace")) or f"exit code {code}" if code else ""
 
     def train(self, run: str, *more: str, **env: str) -> str:
-        data = ["data=none", *([f"data._target_={self.case.data}"] if self.case.data != "none" else [])]
-        more += self.case.two if TWO[0] in more else ()
-        options = {each.partition("=")[0]: each for each in (*BASE, f"task._target_={self.case.module}", *data, *self.case.args, *more)}
-        return self.command("train", run, *options.values(), **env)
+        return self.command("train", run, *self.case.options(*more), **env)
 
     def named(self, kind: str) -> str:
         return f"{CASES.index(self.case)}-{kind}"
@@ -210,7 +229,10 @@ class Runs:
 
     def difference(self, run: str, other: str) -> str:
         """Of the weights, relative to their norm."""
-        a, b = (torch.cat([each.double().flatten() for each in self.state(name).values() if each.is_floating_point()]) for name in (run, other))
+        a, b = (
+            torch.cat([each.double().flatten() for each in self.state(name).values() if each.is_floating_point()])
+            for name in (run, other)
+        )
         return "same bits" if torch.equal(a, b) else f"{float((a - b).norm() / b.norm()):.0e}"
 
     def samples(self, run: str, script: str, stage: str) -> Counter[tuple[int, str]]:
@@ -233,7 +255,11 @@ class Runs:
         single, whole = self.named("single"), self.named("ddp")
         if not self.cell("single", self.train(single, "strategy=single"), lambda: f"{self.steps(single)} steps"):
             return self
-        for column, more in {"ddp x2": TWO, "fsdp x2": SHARDED, "accumulation 2": ("strategy=single", *ACCUMULATED)}.items():
+        for column, more in {
+            "ddp x2": TWO,
+            "fsdp x2": SHARDED,
+            "accumulation 2": ("strategy=single", *ACCUMULATED),
+        }.items():
             run = self.named(column.split()[0])
             self.cell(column, self.train(run, *more), lambda run=run: self.difference(run, single))
         for column, more, reference in (("killed", ("strategy=single",), single), ("killed, ddp x2", TWO, whole)):
@@ -241,7 +267,11 @@ class Runs:
             if self.row.get("ddp x2", "-") == "-" and more == TWO:
                 continue
             self.train(run, *more, THEIRS_KILL=KILL)
-            self.cell(column, self.train(run, *more, "resume=auto"), lambda run=run, reference=reference: self.difference(run, reference))
+            self.cell(
+                column,
+                self.train(run, *more, "resume=auto"),
+                lambda run=run, reference=reference: self.difference(run, reference),
+            )
         if self.row["ddp x2"] != "-":
             self.row["evaluated once"] = self.evaluated(whole, single)
         self.cell("eval.py", self.command("eval", single, *measuring.CPU), lambda: self.metrics(single))
@@ -261,7 +291,9 @@ class Runs:
         """Whether the evaluation repeats what training reported."""
         report = json.loads((self.root / f"runs/{run}/report.json").read_text())
         path = next((self.root / f"runs/{run}").glob("eval*.json"))
-        found = {name: value for name, value in json.loads(path.read_text()).items() if name in report and "test" in name}
+        found = {
+            name: value for name, value in json.loads(path.read_text()).items() if name in report and "test" in name
+        }
         differ = [name for name, value in found.items() if report[name] != value]
         return f"differs: {', '.join(differ)}" if differ else f"{len(found)} metrics equal"
 
@@ -273,7 +305,17 @@ def reason(log: str) -> str:
     return (errors or lines[-1:] or [""])[-1]
 
 
-COLUMNS = ["single", "ddp x2", "fsdp x2", "accumulation 2", "killed", "killed, ddp x2", "evaluated once", "eval.py", "predict.py"]
+COLUMNS = [
+    "single",
+    "ddp x2",
+    "fsdp x2",
+    "accumulation 2",
+    "killed",
+    "killed, ddp x2",
+    "evaluated once",
+    "eval.py",
+    "predict.py",
+]
 
 
 def absent(case: Case, folder: Path) -> str:
@@ -295,7 +337,9 @@ def main() -> None:
     parser = measuring.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--only", default="", help="cases whose names have one of these texts, with commas between them")
+    parser.add_argument(
+        "--only", default="", help="cases whose names have one of these texts, with commas between them"
+    )
     parser.add_argument("--keep", type=Path, help="the project's folder, which stays")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
