@@ -7,6 +7,7 @@ MNIST/raw, in its .gz files. What is absent is skipped. Each command is a proces
 """
 
 import argparse
+import csv
 import gzip
 import json
 import os
@@ -17,7 +18,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +44,6 @@ BASE = (
 KILL = "15"  # batches are done: the sixth of the second epoch comes next, and the last checkpoint has 12 steps
 TWO = ("strategy=ddp", "trainer.devices=2")
 ACCUMULATED = ("trainer.accumulate_grad_batches=2", "trainer.limit_train_batches=20")  # which counts micro-batches
-SYNCED = ("trainer.sync_batchnorm=true",)
 SHARDED = ("strategy=fsdp", "trainer.devices=2")
 
 
@@ -58,7 +57,7 @@ class Case:
     args: tuple[str, ...] = ()
     two: tuple[str, ...] = ()  # with several processes
     needs: str = ""  # a package, or a folder in that of the command line
-    draws: str = ""  # what makes two processes differ from one
+    differs: str = ""  # why, if the bits of a result do
 
     def options(self, *more: str) -> list[str]:
         """Of train.py; later ones win."""
@@ -72,61 +71,64 @@ class Case:
 
 
 def nested(key: str, target: str, **arguments: object) -> tuple[str, ...]:
-    """An argument of the module that is an object."""
+    """An argument of the module that is an object, or with _partial_="true" a function."""
     return (f"+task.{key}._target_={target}", *(f"+task.{key}.{name}={value}" for name, value in arguments.items()))
 
 
-def partially(key: str, target: str, **arguments: object) -> tuple[str, ...]:
-    return nested(key, target, _partial_="true", **arguments)
-
-
-SGD = partial(partially, target="torch.optim.SGD", lr=0.01)
-MNIST, BORING = f"{DEMOS}.mnist_datamodule.MNISTDataModule", f"{DEMOS}.boring_classes"
-OURS = ("+data.batch_size=32", "+data.num_workers=0")
-BASICS, TEMPLATES = "pytorch-lightning/examples/pytorch/basics", "pytorch-lightning/examples/pytorch/domain_templates"
-REPORT = "pytorch-lightning/examples/pytorch/bug_report"
-TEMPLATE = "lightning-hydra-template/src"
+SGD = nested("optimizer", "torch.optim.SGD", _partial_="true", lr=0.01)
+BORING, MNIST = f"{DEMOS}.boring_classes", f"{DEMOS}.mnist_datamodule.MNISTDataModule"
+RANDOM, STREAM = f"{BORING}.BoringDataModule", f"{BORING}.BoringDataModuleNoLen"
+EXAMPLES, TEMPLATE = "pytorch-lightning/examples/pytorch", "lightning-hydra-template/src"
+BASICS, DOMAINS, REPORT = (
+    "examples.basics",
+    "examples.domain_templates",
+    "examples.bug_report.bug_report_model.BoringModel",
+)
+SMALL, VOCABULARY = ("+data.batch_size=32", "+data.num_workers=0"), ("+task.vocab_size=3000",)
+UNUSED, SYNCED = ("strategy.find_unused_parameters=true",), ("trainer.sync_batchnorm=true",)
 CASES = [
     Case("BoringModel", f"{BORING}.BoringModel"),
-    Case("BoringModel + BoringDataModule", f"{BORING}.BoringModel", f"{BORING}.BoringDataModule"),
-    Case("BoringModel + BoringDataModuleNoLen", f"{BORING}.BoringModel", f"{BORING}.BoringDataModuleNoLen"),
+    Case("BoringModel, BoringDataModule", f"{BORING}.BoringModel", RANDOM),
     Case("ManualOptimBoringModel", f"{BORING}.ManualOptimBoringModel"),
-    Case("ManualOptimBoringModel + BoringDataModule", f"{BORING}.ManualOptimBoringModel", f"{BORING}.BoringDataModule"),
-    Case("DemoModel + BoringDataModule", f"{BORING}.DemoModel", f"{BORING}.BoringDataModule"),
-    Case("LightningTransformer", f"{DEMOS}.transformer.LightningTransformer", args=("+task.vocab_size=3000",), draws="dropout"),
-    Case("LightningLSTM", f"{DEMOS}.lstm.LightningLSTM", args=("+task.vocab_size=3000",)),
-    Case("bug_report_model + BoringDataModule", "bug_report.bug_report_model.BoringModel", f"{BORING}.BoringDataModule", needs=REPORT),
-    Case("bug_report_model + BoringDataModuleNoLen", "bug_report.bug_report_model.BoringModel", f"{BORING}.BoringDataModuleNoLen", needs=REPORT),
-    Case("autoencoder", "basics.autoencoder.LitAutoEncoder", "basics.autoencoder.MyDataModule", ("+data.batch_size=32",), needs=BASICS),
-    Case("backbone_image_classifier", "basics.backbone_image_classifier.LitClassifier", "basics.backbone_image_classifier.MyDataModule", ("+data.batch_size=32",), needs=BASICS),
-    Case("generative_adversarial_net", "domain_templates.generative_adversarial_net.GAN", MNIST, (*OURS, "logger=tensorboard"), ("strategy.find_unused_parameters=true",), TEMPLATES, "random input"),
-    Case("reinforce_learn_ppo", "domain_templates.reinforce_learn_ppo.PPOLightning", two=("strategy.find_unused_parameters=true",), draws="its trajectories", args=("+task.env=CartPole-v0", "+task.batch_size=32", "+task.steps_per_epoch=320"), needs=TEMPLATES),
-    Case("semantic_segmentation", "domain_templates.semantic_segmentation.SegModel", args=("+task.data_path=data/kitti", "+task.features_start=4"), needs=TEMPLATES),
-    Case("imagenet", "domain_templates.imagenet.ImageNetLightningModel", args=("+task.data_path=data/imagenet", "+task.batch_size=8", "+task.workers=0"), two=(*SYNCED, "+task.batch_size=16"), needs=TEMPLATES),
+    Case("DemoModel, BoringDataModule", f"{BORING}.DemoModel", RANDOM),
+    Case("DemoModel, BoringDataModuleNoLen", f"{BORING}.DemoModel", STREAM),
+    Case("LightningTransformer", f"{DEMOS}.transformer.LightningTransformer", args=VOCABULARY, differs="dropout within attention"),
+    Case("LightningLSTM", f"{DEMOS}.lstm.LightningLSTM", args=VOCABULARY, differs="it carries its hidden state from step to step, outside of state_dict, and diverges at its learning rate of 20"),
+    Case("bug_report_model, BoringDataModule", REPORT, RANDOM, needs=EXAMPLES),
+    Case("bug_report_model, BoringDataModuleNoLen", REPORT, STREAM, needs=EXAMPLES),
+    Case("autoencoder", f"{BASICS}.autoencoder.LitAutoEncoder", f"{BASICS}.autoencoder.MyDataModule", SMALL[:1], needs=EXAMPLES),
+    Case("backbone_image_classifier", f"{BASICS}.backbone_image_classifier.LitClassifier", f"{BASICS}.backbone_image_classifier.MyDataModule", SMALL[:1], needs=EXAMPLES),
+    Case("generative_adversarial_net", f"{DOMAINS}.generative_adversarial_net.GAN", MNIST, (*SMALL, "logger=tensorboard"), UNUSED, EXAMPLES, "random input"),
+    Case("reinforce_learn_ppo", f"{DOMAINS}.reinforce_learn_ppo.PPOLightning", "none", ("+task.env=CartPole-v0", "+task.batch_size=32", "+task.steps_per_epoch=320"), UNUSED, EXAMPLES, "it plays with its own weights"),
+    Case("semantic_segmentation", f"{DOMAINS}.semantic_segmentation.SegModel", args=("+task.data_path=data/kitti",), needs=EXAMPLES),
     Case(
-        "MNISTLitModule + MNISTDataModule", "src.models.mnist_module.MNISTLitModule", "src.data.mnist_datamodule.MNISTDataModule",
-        (*nested("net", "src.models.components.simple_dense_net.SimpleDenseNet"), "+task.scheduler=null", "+task.compile=false", *SGD("optimizer"),
-         "+data.data_dir=data", "+data.batch_size=32", "+data.num_workers=0", "+data.train_val_test_split=[59000,1000,1000]"),
-        (*SYNCED, "+data.batch_size=64"), needs=TEMPLATE,
+        "imagenet", f"{DOMAINS}.imagenet.ImageNetLightningModel", "none",
+        ("+task.data_path=data/imagenet", "+task.batch_size=8", "+task.workers=0", "+task.lr=1e-3"), (*SYNCED, "+task.batch_size=16"), EXAMPLES,
+        "batch norm, which accumulation does not synchronise; it divides its batch_size by the processes",
+    ),
+    Case(
+        "lightning-hydra-template", "src.models.mnist_module.MNISTLitModule", "src.data.mnist_datamodule.MNISTDataModule",
+        (*nested("net", "src.models.components.simple_dense_net.SimpleDenseNet"), "+task.scheduler=null", "+task.compile=false", *SGD,
+         "+data.data_dir=data", *SMALL, "+data.train_val_test_split=[59000,1000,1000]"),
+        (*SYNCED, "+data.batch_size=64"), TEMPLATE, "batch norm, which accumulation does not synchronise; it divides its batch_size by the processes",
     ),
     Case(
         "torch-uncertainty", "torch_uncertainty.routines.ClassificationRoutine", "torch_uncertainty.datamodules.MNISTDataModule",
-        (*nested("model", "torch_uncertainty.models.mlp.mlp", in_features=784, num_outputs=10, hidden_dims="[32]", flatten_start_dim=1), "+task.num_classes=10",
-         *nested("loss", "torch.nn.CrossEntropyLoss"), *nested("optim_recipe", "torch_uncertainty.optim_recipes.optim_cifar10_resnet18", _partial_="true"), "+data.root=data", *OURS, "+data.persistent_workers=false"),
-        needs="torch_uncertainty",
+        ("+task.num_classes=10", *nested("model", "torch_uncertainty.models.mlp.mlp", in_features=784, num_outputs=10, hidden_dims="[32]", flatten_start_dim=1),
+         *nested("loss", "torch.nn.CrossEntropyLoss"), *nested("optim_recipe", "torch_uncertainty.optim_recipes.optim_cifar10_resnet18", _partial_="true"),
+         "+data.root=data", *SMALL, "+data.persistent_workers=false"), needs="torch_uncertainty",
     ),
     Case(
         "lightning-uq-box", "lightning_uq_box.uq_methods.MVERegression", "lightning_uq_box.datamodules.ToyHeteroscedasticDatamodule",
-        (*nested("model", "lightning_uq_box.models.MLP", n_inputs=1, n_outputs=2), "+task.burnin_epochs=1", *SGD("optimizer"), "+data.batch_size=16"),
-        needs="lightning_uq_box",
+        (*nested("model", "lightning_uq_box.models.MLP", n_inputs=1, n_outputs=2), "+task.burnin_epochs=1", *SGD, "+data.batch_size=16"), needs="lightning_uq_box",
     ),
     Case(
         "torchgeo", "torchgeo.trainers.ClassificationTask", "torchgeo.datamodules.UCMercedDataModule",
-        ("+task.model=test_resnet", "+task.num_classes=2", "+data.batch_size=8"), SYNCED, needs="torchgeo",
+        ("+task.model=test_resnet", "+task.num_classes=2", "+data.batch_size=8"), SYNCED, "torchgeo", "batch norm, which accumulation does not synchronise",
     ),
     Case(
         "lightly", "lightly.utils.benchmarking.LinearClassifier", MNIST,
-        (*nested("model", "torch.nn.Flatten"), "+task.batch_size_per_device=32", "+task.feature_dim=784", "+task.num_classes=10", *OURS), needs="lightly",
+        (*nested("model", "torch.nn.Flatten"), "+task.batch_size_per_device=32", "+task.feature_dim=784", "+task.num_classes=10", *SMALL), needs="lightly",
     ),
 ]  # fmt: skip
 
@@ -139,17 +141,12 @@ def write_project(root: Path, folder: Path, data: Path | None) -> None:
     (root / "pyproject.toml").write_text(f"[project]\nname = 'theirs'\n\n[tool.lockstep]\npackages = [{packages}]\n")
     for name in ("train", "eval", "predict"):
         shutil.copy(ROOT / f"{name}.py", root)
-    for place, package in (
-        (BASICS, "basics"),
-        (TEMPLATES, "domain_templates"),
-        (REPORT, "bug_report"),
-        (TEMPLATE, "src"),
-    ):
+    for place, package in ((EXAMPLES, "examples"), (TEMPLATE, "src")):
         if (folder / place).is_dir():
             shutil.copytree(folder / place, root / "src" / package)
     if data:
         unpack(data / "MNIST/raw", root / "data/MNIST/raw")
-        (root / "Datasets").symlink_to(root / "data")  # of their autoencoder
+        (root / "src/Datasets").symlink_to(root / "data")  # where the examples look
     (root / "data").mkdir(exist_ok=True)
     (root / "data/wikitext-2.txt").write_text(words())
     write_images(root / "data")
@@ -173,22 +170,21 @@ def unpack(source: Path, target: Path) -> None:
 
 def write_images(root: Path) -> None:
     """Folders of UC Merced, ImageNet and KITTI, of noise."""
-    random, names = np.random.default_rng(0), {"train": 80, "val": 21, "test": 21}
-    for part, count in names.items():
-        listed = [f"{part}{i}.tif" for i in range(count)]
-        (root / f"uc_merced-{part}.txt").parent.mkdir(exist_ok=True)
-        (root / f"uc_merced-{part}.txt").write_text("\n".join(listed))
-        for i, name in enumerate(listed):
-            for path in (
-                root / "UCMerced_LandUse/Images" / ("beach", "river")[i % 2] / name,
-                root / f"imagenet/{part}/{i % 2}/{i}.png",
-            ):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
-    for kind, mode in (("image_2", "RGB"), ("semantic", "L")):
-        (root / "kitti/training" / kind).mkdir(parents=True)
-        for i in range(10):
-            Image.new(mode, (64, 32)).save(root / f"kitti/training/{kind}/{i}.png")
+    random = np.random.default_rng(0)
+    for part, count in (("train", 80), ("val", 21), ("test", 21)):
+        names = [f"{part}{i}.tif" for i in range(count)]
+        (root / f"uc_merced-{part}.txt").write_text("\n".join(names))
+        for i, name in enumerate(names):
+            write_noise(random, root / "UCMerced_LandUse/Images" / ("beach", "river")[i % 2] / name)
+            write_noise(random, root / f"imagenet/{part}/{i % 2}/{i}.png")
+    for i in range(10):
+        write_noise(random, root / f"kitti/training/image_2/{i}.png")
+        write_noise(random, root / f"kitti/training/semantic/{i}.png")
+
+
+def write_noise(random: np.random.Generator, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
 
 
 # --- a case ---
@@ -275,7 +271,9 @@ class Runs:
         if self.row["ddp x2"] != "-":
             self.row["evaluated once"] = self.evaluated(whole, single)
         self.cell("eval.py", self.command("eval", single, *measuring.CPU), lambda: self.metrics(single))
-        self.cell("predict.py", self.command("predict", single, "input=test", *measuring.CPU), lambda: "done")
+        self.cell(
+            "predict.py", self.command("predict", single, "input=test", *measuring.CPU), lambda: self.predicted(single)
+        )
         return self
 
     def cell(self, column: str, failed: str, value: Callable[[], str]) -> bool:
@@ -295,7 +293,11 @@ class Runs:
             name: value for name, value in json.loads(path.read_text()).items() if name in report and "test" in name
         }
         differ = [name for name, value in found.items() if report[name] != value]
-        return f"differs: {', '.join(differ)}" if differ else f"{len(found)} metrics equal"
+        return f"differs: {', '.join(differ)}" if differ else f"{len(found)} equal" if found else "no metric"
+
+    def predicted(self, run: str) -> str:
+        with (self.root / f"runs/{run}/predictions.csv").open() as file:
+            return f"{sum(1 for _ in csv.reader(file)) - 1:,} rows"
 
 
 def reason(log: str) -> str:
@@ -347,6 +349,7 @@ def main() -> None:
         found = [*rows(args, args.keep or Path(name, "project"))]
     table = [[each.case.name, *(each.row.get(column, "") for column in COLUMNS)] for each in found]
     said = [f"- {each.case.name}, {column}: {text}" for each in found for column, text in each.said.items()]
+    said += [f"- {each.case.name}: {each.case.differs}" for each in found if each.case.differs]
     installed = [f"{name} {version(name)}" for name in PACKAGES if find_spec(name)]
     measuring.show("\n".join([measuring.table(["module", *COLUMNS], table), "", *said]), *installed)
 

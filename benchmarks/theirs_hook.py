@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils._pytree import tree_leaves
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from lockstep import build_trainer
 
@@ -24,7 +24,8 @@ class Witness(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def note(self, trainer: pl.Trainer, _: Any, batch: Any, index: int, loader: int = 0) -> None:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        tensors: list[torch.Tensor] = []
+        apply_to_collection(batch, torch.Tensor, tensors.append)
         values = tensors[0].flatten(1) if tensors[0].ndim > 1 else tensors[0][:, None]
         stage = f"val {trainer.current_epoch}" if trainer.state.fn == "fit" else trainer.state.fn.value
         with Path(os.environ["THEIRS_NOTES"], f"{trainer.global_rank}.jsonl").open("a") as file:

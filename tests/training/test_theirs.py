@@ -51,7 +51,7 @@ def run(request) -> str:
     return "".join(letter for letter in request.node.name if letter.isalnum())
 
 
-@pytest.mark.parametrize("case", [each for each in DEMOS if not each.values[0].draws])
+@pytest.mark.parametrize("case", [each for each in DEMOS if not each.values[0].differs])
 def test_two_processes_and_accumulated_steps_find_the_weights_of_one(case, run, forked):
     single = train(case, run, "strategy=single")
     ways = {"ddp": TWO, "fsdp": SHARDED, "accumulated": ("strategy=single", *ACCUMULATED)}
