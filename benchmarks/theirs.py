@@ -66,7 +66,8 @@ class Case:
             "data=none",
             *([f"data._target_={self.data}"] if self.data != "none" else []),
         ]
-        more += self.two if TWO[0] in more else ()
+        if TWO[1] in more:
+            more += tuple(each for each in self.two if TWO[0] in more or not each.startswith("strategy."))
         return [*{each.partition("=")[0]: each for each in (*BASE, *named, *self.args, *more)}.values()]
 
 

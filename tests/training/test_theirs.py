@@ -24,7 +24,14 @@ pytestmark = [
 ]
 CRASH = 15  # of 20 steps, in the second epoch; the last checkpoint has 12
 WITHOUT_ACCUMULATION = "Manual"  # optimization, in the name of a case
-DEMOS = [pytest.param(case, id=case.name) for case in CASES if not case.needs]
+REFUSED = pytest.mark.xfail(
+    strict=True, reason="a module that has a train_dataloader is rejected next to a LightningDataModule"
+)
+DEMOS = [
+    pytest.param(case, id=case.name, marks=[REFUSED] if case.name == "BoringModel, BoringDataModule" else [])
+    for case in CASES
+    if not case.needs
+]
 PROJECT = "[project]\nname = 'bouquet'\n\n[tool.lockstep]\npackages = ['lightning']\n"
 
 
@@ -60,7 +67,7 @@ def test_two_processes_and_accumulated_steps_find_the_weights_of_one(case, run, 
             assert difference(train(case, f"{run}-{name}", *more), single) < 1e-5, name
 
 
-@pytest.mark.parametrize("case", DEMOS)
+@pytest.mark.parametrize("case", [each for each in DEMOS if "state_dict" not in each.values[0].differs])
 def test_a_crash_is_not_seen(case, run, crash_at):
     whole = train(case, run, "strategy=single")
     crash_at(CRASH)
