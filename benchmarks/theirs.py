@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -258,7 +259,7 @@ class Runs:
             "accumulation 2": ("strategy=single", *ACCUMULATED),
         }.items():
             run = self.named(column.split()[0])
-            self.cell(column, self.train(run, *more), lambda run=run: self.difference(run, single))
+            self.cell(column, self.train(run, *more), partial(self.difference, run, single))
         for column, more, reference in (("killed", ("strategy=single",), single), ("killed, ddp x2", TWO, whole)):
             run = self.named(column.replace(", ", "-").replace(" ", "-"))
             if self.row.get("ddp x2", "-") == "-" and more == TWO:
@@ -267,7 +268,7 @@ class Runs:
             self.cell(
                 column,
                 self.train(run, *more, "resume=auto"),
-                lambda run=run, reference=reference: self.difference(run, reference),
+                partial(self.difference, run, reference),
             )
         if self.row["ddp x2"] != "-":
             self.row["evaluated once"] = self.evaluated(whole, single)
