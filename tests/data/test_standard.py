@@ -304,7 +304,7 @@ def test_the_first_lines_say_how_a_batch_is_divided():
     (told,) = Process(LOADERS["no batch size"](), 0, 2, 2).loader.notes
     assert (
         told
-        == "batch_size=1 is the global batch, and a step has 4 micro-batches: 3 of them are empty. Set it to 4 or more"
+        == "batch_size=1 is the global batch, and a step has 4 micro-batches, of which 3 stay empty. Set it to 4 or more"
     )
 
 

@@ -156,7 +156,7 @@ def test_without_evaluation_steps_the_last_checkpoint_is_kept_and_nothing_is_tes
     assert (report["status"], report["checkpoint"], report["train/steps"]) == ("done", "checkpoints/last.ckpt", 4)
     assert not [name for name in report if name.startswith(("test", "val"))]
     assert "no test: Small has no test_step" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"Small has no predict_step\. Add one"):
+    with pytest.raises(UserError, match=r"Small has no predict_step and no forward"):
         lockstep.predict(["run=bare", "input=test", CPU])
 
 

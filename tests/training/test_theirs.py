@@ -24,14 +24,7 @@ pytestmark = [
 ]
 CRASH = 15  # of 20 steps, in the second epoch; the last checkpoint has 12
 WITHOUT_ACCUMULATION = "Manual"  # optimization, in the name of a case
-REFUSED = pytest.mark.xfail(
-    strict=True, reason="a module that has a train_dataloader is rejected next to a LightningDataModule"
-)
-DEMOS = [
-    pytest.param(case, id=case.name, marks=[REFUSED] if case.name == "BoringModel, BoringDataModule" else [])
-    for case in CASES
-    if not case.needs
-]
+DEMOS = [pytest.param(case, id=case.name) for case in CASES if not case.needs]
 PROJECT = "[project]\nname = 'bouquet'\n\n[tool.lockstep]\npackages = ['lightning']\n"
 
 
