@@ -101,9 +101,7 @@ class Root:
 
     module: ShardedModule
     owners: list[tuple[nn.Module, str]]  # of the sharded ones
-    whole: list[
-        nn.Parameter
-    ]  # trained ones that FSDP2 cannot shard: each process has all of them, with the mean of the gradients
+    whole: list[nn.Parameter]  # trained ones that FSDP2 cannot shard: in each process, with the mean of the gradients
     blocks: list[FSDPModule] = field(default_factory=list)
     shards: set[int] = field(default_factory=set)  # ids of all parameters that optimizers may have
     gathered: list[Gathered] = field(default_factory=list)
