@@ -23,9 +23,7 @@ def noting(kind: type, names: list[str]) -> Any:
     def method(name: str) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             kinds = [type(each).__name__ for each in (*args, *kwargs.values())]
-            note(
-                type(self).__bases__[-1].__name__, name, *(each for each in kinds if each not in ("Trainer", "Noting"))
-            )
+            note(kind.__name__, name, *(each for each in kinds if each not in ("Trainer", "Noting")))
             return getattr(super(made, self), name)(*args, **kwargs)
 
         return call
