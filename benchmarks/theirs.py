@@ -3,7 +3,7 @@
 python benchmarks/theirs.py <folder> [--data <folder>] [--only <text>]
 
 <folder> has checkouts of github.com/Lightning-AI/pytorch-lightning and github.com/ashleve/lightning-hydra-template, under these names; --data
-MNIST/raw, in its .gz files. What is absent is skipped. Each command is a process forked from one that has imported torch.
+the folder of MNIST/raw with its .gz files. What is absent is skipped. Each command is a process forked from one that has imported torch.
 """
 
 import argparse

@@ -165,6 +165,7 @@ def test_own_dataloaders_are_predicted_once_a_sample(tmp_path, forked):
         found = torch.tensor([row["output"] for row in rows])
         torch.testing.assert_close(found, module(x)[:, 0].detach(), rtol=1e-5, atol=1e-6)
     assert lockstep.predict([*given[:1], "input=train", f"output={tmp_path}/train.csv", given[3]])["count"] == 80
+    assert lockstep.predict([*given[:1], "input=predict", f"output={tmp_path}/stream.csv", given[3]])["count"] == 11
     for typed, told in (
         ("input=test", "Plain has no test_dataloader"),
         ("input=val gallery=true", "gallery=true needs a data set"),
