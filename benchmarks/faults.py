@@ -213,7 +213,9 @@ def flip(place: str, pattern: str, run: Run) -> None:
     """Changes one bit of one of the files, as soon as there are any; kills the run afterwards, or not."""
 
     def there() -> list[Path]:
-        return [path for path in (run.folder / place).rglob(pattern) if path.is_file() and path.stat().st_size]
+        with suppress(FileNotFoundError):  # a checkpoint took its name meanwhile
+            return [path for path in (run.folder / place).rglob(pattern) if path.is_file() and path.stat().st_size]
+        return []
 
     wait_until(lambda: bool(there()) or not run.processes(), FILES_S, 0.0)
     if not (found := there()):
