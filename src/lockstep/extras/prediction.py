@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count, islice
-from numbers import Integral
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -237,7 +236,7 @@ class Writer(pl.Callback):
             )
         for number in count():
             told = loaders[0].told[number]
-            numbered = all(isinstance(key, Integral) for key in told.keys or [None])  # a stream's are samples
+            numbered = all(isinstance(key, int | np.integer) for key in told.keys or [None])  # a stream's are samples
             yield [*map(int, (told.keys if numbered else told.places) or [])]
 
     def on_predict_batch_end(
