@@ -142,8 +142,6 @@ def workload(settings: Settings, data: Any, weights: str | None = None) -> Workl
     if settings.own_loaders:  # a split that `setup` draws is the same in training and in each evaluation
         draw_apart(work.attached or module, "setup", lambda: ("setup", cfg.seed, 0))
     raise_problems(work.problems(settings))
-    for told in work.unused(settings.title("data")):
-        console.say(told)
     return work
 
 

@@ -87,7 +87,8 @@ class Plain(pl.LightningModule):
 
     def test_step(self, batch, batch_idx):
         note("test", len(batch[0]), self.logger is not None)
-        self.logger.experiment.add_scalar("of_test", 1.0, batch_idx)
+        for logger in self.loggers:
+            logger.experiment.add_scalar("of_test", 1.0, batch_idx)
         self.log("test_loss", self(batch[0]).mean(), sync_dist=True)
 
     def configure_callbacks(self):

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
 
 SIZES: list[tuple[int, int, bool]] = []  # what Named got
 DRAWN: list[list[int]] = []  # by Lazy
@@ -359,3 +359,33 @@ class Alike(Data):
 class TwoTests(Data):
     def test_dataloader(self):
         return [DataLoader(self.images(12)), DataLoader(self.images(24))]
+
+
+class Halves(pl.LightningDataModule):
+    """Draws its samples when it is made, and a split in setup."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = torch.rand(20, 784)
+
+    def setup(self, stage):
+        self.train, self.test = random_split(TensorDataset(self.x, torch.arange(20) % 10), [12, 8])
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=4)
+
+    def test_dataloader(self):
+        return DataLoader(self.test, batch_size=4)
+
+
+class WithoutOptimizer(Small):
+    """Trains nothing, and notes the sum of what it sees."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("train_sum", batch[0].sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_sum", batch[0].sum(), reduce_fx="sum")
+
+    def configure_optimizers(self):
+        return None

@@ -328,6 +328,27 @@ def test_the_smallest_module_of_lightning_trains_on_its_own_loaders(train):
     assert (report["status"], report["train/steps"]) == ("done", 64)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`LightningModule.configure_optimizers` returned `None`", "ignore:`training_step` returned `None`"
+)
+def test_data_that_draws_itself_is_the_same_in_every_evaluation(train):
+    """Without an optimizer, too. The training and the test set are a split that `setup` draws, in training and in the test."""
+    report = train("WithoutOptimizer", "run=drawn", "data=none", "data._target_=odd.Halves")
+    logged = Path("runs/drawn/metrics.csv").read_text().splitlines()
+    train_sum = next(
+        float(row) for row in [line.split(",")[logged[0].split(",").index("train_sum")] for line in logged[1:]] if row
+    )
+    torch.manual_seed(0)
+    assert report["test_sum"] + train_sum == pytest.approx(float(torch.rand(20, 784).sum()), rel=1e-5)
+    assert lockstep.evaluate(["run=drawn", CPU])["test_sum"] == report["test_sum"]
+
+
+def test_dataloaders_that_the_data_replaces_are_told_once(train, capsys):
+    train("WithLoader", "run=replaced")
+    told = "data: WithLoader's val_dataloader is not used: DataModule provides the batches"
+    assert capsys.readouterr().out.count(told) == 1
+
+
 def test_batches_that_are_not_divided_are_not_resumed_with_another_accumulation(train, crash_at):
     options = ["run=alike", "data=odd", "data._target_=odd.Alike", "checkpoint.every_n_steps=1", "trainer.max_epochs=2"]
     crash_at(3)

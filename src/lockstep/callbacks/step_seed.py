@@ -66,13 +66,14 @@ class StepSeed(Callback):
     def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
         """None if nothing is known of them: each process then draws masks of its own."""
         data, strategy = trainer.datamodule, cast(PortableCheckpoint, trainer.strategy)  # type: ignore[attr-defined]
-        number = strategy.micro_batch
-        every = {loader.told[number].places for loader in strategy.loaders_of(number)}
-        rows = every.pop() if len(every) == 1 else None
         if isinstance(data, DataModule):
             count = data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
             first = micro_batch_index(trainer, batch_idx) * count
-            rows = range(first, first + count)
+            rows: range | None = range(first, first + count)
+        else:
+            number = strategy.micro_batch
+            every = {loader.told[number].places for loader in strategy.loaders_of(number)}
+            rows = every.pop() if len(every) == 1 else None
         return dropout.MicroBatch(self.seed, steps_done(trainer), strategy.device_rows(rows)) if rows else None
 
     def on_train_batch_end(self, *_: Any) -> None:

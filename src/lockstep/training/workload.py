@@ -121,6 +121,10 @@ class Workload:
         kept = f"the same batches, {resume} and " if self.divided else ""
         promised = f"task: {self.title}'s own steps: {kept}one-format checkpoints hold; {own}"
         notes = [note for loader in self.loaders for note in loader.notes]
+        if self.attached and (
+            idle := [hook for hook in HOOKS if is_overridden(hook, self.module)]
+        ):  # as under Lightning
+            notes.append(f"{self.title}'s {idle[0]} is not used: {type(self.data).__name__} provides the batches")
         if len(self.loaders) > 1 and self.loaders[0].division.parts > 1:
             notes.append(SEVERAL)
         return [promised, *(f"data: {note}" for note in dict.fromkeys(notes))]
@@ -189,11 +193,6 @@ class Workload:
             yield f"{self.title}.training_step takes dataloader_iter, so nobody else knows its batches. Let it take batch and batch_idx."
         if (monitor := cfg.checkpoint.monitor) and not self.evaluates("validation", "val"):
             yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Set task.monitor=null."
-
-    def unused(self, data_title: str) -> Iterator[str]:
-        """Dataloaders of the module that the data replaces, as under Lightning."""
-        if self.attached and (loaders := [hook for hook in HOOKS if is_overridden(hook, self.module)]):
-            yield f"data: {self.title}'s {loaders[0]} is not used: data={data_title} provides the batches"
 
 
 class TaskWorkload(Workload):
