@@ -75,7 +75,7 @@ class Case:
 MODULES = Page("lightning-module", generated=True)
 OF_MODULES = (*EVERY, "trainer.max_epochs=2")
 IMAGES = (*MNIST, "data.batch_size=16", "data.limit_train=96", "data.eval_batch_size=51", "checkpoint.every_n_steps=4")
-SAME_BATCHES = ("the same batches, exact resume and one-format checkpoints hold",)
+SAME_BATCHES = ("the same batches, exact resume of what state_dict holds and one-format checkpoints hold",)
 CASES = [
     *(Case(page.name, page, page.quick) for page in PAGES),
     Case(

@@ -1,7 +1,6 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.callbacks import step_seed, stopping, summary
@@ -21,7 +20,7 @@ from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
-from lockstep.compat.lightning import log_nothing, log_steps_from_one, without_sigterm_handler
+from lockstep.compat.lightning import LogsNothing, StepsFromOne, log_by, without_sigterm_handler
 from lockstep.config.instantiate import create, to_plain
 from lockstep.config.settings import SPARSEST, Settings, log_interval
 from lockstep.config.targets import accepted
@@ -37,18 +36,6 @@ PROFILERS: dict[str, type[Profiler]] = {
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-
-
-class NoProfiler(PassThroughProfiler):
-    """Lightning asks its profiler for a context 97 times a step; its PassThroughProfiler creates a generator each time.
-
-    970 of the 6,150 Python calls of BasicNet's step, counted with cProfile.
-    """
-
-    context: Any = nullcontext()
-
-    def profile(self, action_name: str) -> Any:
-        return self.context
 
 
 def loggers(settings: Settings) -> list[Logger]:
@@ -156,7 +143,7 @@ def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: S
     own = [random_numbers(settings, work), *shown, *more, stopping.Preemption(None)]
     every = [*custom_module_callbacks(settings, work, loggers), *own]
     made = lightning_trainer(settings, work, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
-    log_nothing(made)
+    log_by(made, LogsNothing)
     return made
 
 
@@ -179,7 +166,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     if settings.spec.is_sharded:  # torch 2.11 to 2.13 cannot gather the shards of one process in inference mode
         given["inference_mode"] = False
     profiler = PROFILERS.get(given["profiler"])
-    given["profiler"] = profiler(dirpath=folder, filename="profile") if profiler else NoProfiler()
+    given["profiler"] = profiler(dirpath=folder, filename="profile") if profiler else None
     # strategies/base.py, callbacks/summary.py, callbacks/stopping.py
     given |= {"sync_batchnorm": False, "enable_progress_bar": False, "max_time": None}
     # For processes that Lockstep started, LOCAL_RANK and its like count, not the rest of the environment.
@@ -212,5 +199,5 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
     without_sigterm_handler(made)
-    log_steps_from_one(made)
+    log_by(made, StepsFromOne)
     return made

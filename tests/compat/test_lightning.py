@@ -11,29 +11,16 @@ import wandb
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy, model_parallel
-from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import build
-from lockstep.compat.lightning import QuickHookNames, log_nothing, without_anonymous
+from lockstep.compat.lightning import LogsNothing, MeansOfAllProcesses, is_open_mean, log_by, without_anonymous
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
 from lockstep.training.workload import Workload
-
-
-def test_lightning_sets_the_name_on_the_module(monkeypatch):
-    """When the first lines fail, see whether compat/lightning.py can go."""
-    assert "pl_module._current_fx_name = hook_name" in inspect.getsource(call)
-    assert "_current_fx_name" in vars(pl.LightningModule())
-    assert pl.LightningModule.__setattr__ is nn.Module.__setattr__
-    module = QuickHookNames()
-    module.net = nn.Linear(2, 2)
-    assert dict(module.named_children()) == {"net": module.net}
-    monkeypatch.setattr(nn.Module, "__setattr__", None)
-    module._current_fx_name = "on_fit_start"
-    assert module._current_fx_name == "on_fit_start"
 
 
 class Net(pl.LightningModule):
@@ -153,6 +140,33 @@ def test_lightnings_mesh_of_two_nodes_with_three_processes(monkeypatch):
     assert mesh.call_args.args[:2] == (2, 1)
 
 
+def test_lightning_logs_the_mean_of_one_process(monkeypatch):
+    """When the first value is 2, compat/lightning.py:MeansOfAllProcesses can go."""
+    results = _ResultCollection(training=False)
+    for value, samples in ((1.0, 2), (4.0, 1)):
+        for name, options in {
+            "mean": {},
+            "largest": {"reduce_fx": "max"},
+            "own": {},
+            "sum": {"reduce_fx": "sum"},
+        }.items():
+            results.log("validation_step", name, torch.tensor(value), batch_size=samples, **options)
+    results.log("validation_step", "main", torch.tensor(5.0), batch_size=1, rank_zero_only=True)
+    assert results["validation_step.mean"].compute() == 2
+
+    def of_all(own):
+        assert own == {"validation_step.mean": (6, 3), "validation_step.own": (6, 3)}
+        return [own, {"validation_step.mean": (30.0, 5.0)}]
+
+    monkeypatch.setattr("lockstep.compat.lightning.objects_of_all", of_all)
+    for item in results.values():
+        item._computed = None
+    MeansOfAllProcesses(Mock(_results=results)).epoch_end_reached()
+    values = {item.meta.name: float(item.compute()) for item in results.values()}
+    assert values == {"mean": 4.5, "largest": 4, "own": 2, "sum": 5, "main": 5}
+    assert not [key for key, item in results.items() if is_open_mean(item)]  # so the next call leaves them as they are
+
+
 class Evaluated(Net):
     def test_step(self, batch, _):
         self.log("test_loss", self.layer(batch).sum())
@@ -167,6 +181,6 @@ def test_a_test_is_logged_at_step_0(tmp_path, nothing):
     logged = Rows()
     trainer = quiet_trainer(logger=logged, default_root_dir=tmp_path)
     if nothing:
-        log_nothing(trainer)
+        log_by(trainer, LogsNothing)
     trainer.test(Evaluated(), verbose=False)
-    assert logged.steps == ([] if nothing else [0])  # when this fails, remove log_nothing
+    assert logged.steps == ([] if nothing else [0])  # when this fails, remove LogsNothing

@@ -75,6 +75,15 @@ class Open(nn.Module):
         super().__init__()
         self.rest = rest
 
+class Keeps(LightningDataModule):
+    def __init__(self, **rest: object) -> None:
+        super().__init__()
+        self.rest = rest
+
+class HandsOn(LightningDataModule):
+    def __init__(self, **rest: object) -> None:
+        super().__init__(**rest)
+
 class Cells(DataSet):
     train = Arrays(input=np.zeros((40, 3), np.float32), target=np.zeros(40, np.int64))
     test = Arrays(input=np.zeros((9, 3), np.float32), target=np.zeros(9, np.int64))
@@ -274,6 +283,9 @@ def test_a_class_that_hands_arguments_on_takes_those_of_its_base_classes_too():
     assert (made.width, made.depth, made.gamma) == (3, 2, 1.0)
     assert create({"_target_": "mine.Narrow", "depth": 2}, "model").width == 1  # which it gives itself
     assert create({"_target_": "mine.Open", "width": 1, "other": 2}, "model").rest == {"other": 2}
+    assert create({"_target_": "mine.Keeps", "root": "photos"}, "data").rest == {"root": "photos"}
+    with pytest.raises(UserError, match=r"data\.root is not an argument of mine\.HandsOn"):
+        create({"_target_": "mine.HandsOn", "root": "photos"}, "data")
     misspelt, wrong = told("mine.Own", width=1, depht=2, depth="two")
     assert misspelt.startswith("model.depht is not an argument of mine.Own (did you mean depth?)")
     assert wrong.startswith("model.depth=two is invalid; expected int")

@@ -276,8 +276,11 @@ class Plateau(Whole):
     """Its scheduler has the value of one process."""
 
     def validation_step(self, batch, batch_idx):
-        self.log("valid_all", self.loss(batch), sync_dist=True)
-        self.log("valid_loss", self.loss(batch))
+        self.last = self.loss(batch)
+        self.log("valid_all", self.last)
+
+    def on_validation_epoch_end(self):
+        self.log("valid_loss", self.last)
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -298,15 +301,31 @@ class TakesIterator(Small):
 
 
 class OfRank0(Whole):
-    """Two values of its own loss are of all processes."""
+    """Two values of its own loss are those of the last batch of each process."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+        return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("valid_loss", self.loss(batch))
-        self.log("valid_all", self.loss(batch), sync_dist=True)
+        self.last = self.loss(batch)
+        self.log("valid_all", self.last)
+        if self.global_rank == self.trainer.world_size - 1:
+            self.log("valid_some", self.last)
+        if self.global_rank == 0:
+            self.log("valid_main", self.last, rank_zero_only=True)
+
+    def on_validation_epoch_end(self):
+        self.log("valid_loss", self.last)
 
     def test_step(self, batch, batch_idx):
-        self.log("test_loss", self.loss(batch))
-        self.log("test_all", self.loss(batch), sync_dist=True)
+        self.last = self.loss(batch)
+        self.log("test_all", self.last)
+        self.log("test_synced", self.last, sync_dist=True)
+
+    def on_test_epoch_end(self):
+        self.log("test_loss", self.last)
 
     def test_dataloader(self):
         return Uneven().val_dataloader()
@@ -389,3 +408,7 @@ class WithoutOptimizer(Small):
 
     def configure_optimizers(self):
         return None
+
+
+class Elsewhere(type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})):
+    """As if `pytorch_lightning` were installed."""

@@ -79,6 +79,7 @@ def train(project, mnist, cache):
     ("Small trainer.sync_batchnorm=true", ["trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"]),
     ("Manual data=none trainer.accumulate_grad_batches=2", ["trainer.accumulate_grad_batches=2 has no effect: Manual has manual optimization"]),
     ("Data", ["task._target_=odd.Data may not be named here: task takes a subclass of lockstep's Task or lightning's LightningModule"]),
+    ("Elsewhere", ["task._target_=odd.Elsewhere is a class of the package pytorch_lightning. Lockstep runs those of the package lightning"]),
     ("Small task._target_=???", ["task._target_ is missing; it names the class"]),
 ])  # fmt: skip
 def test_what_would_be_ignored_is_refused_and_nothing_is_left(train, typed, told):
@@ -298,18 +299,23 @@ def test_the_first_lines_say_what_processes_get(train, forked, data, title, note
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*sync_dist=True")
-def test_values_of_one_process_are_marked_and_no_run_is_judged_by_them(train, forked, capfd):
+def test_values_of_steps_are_of_all_processes_and_others_are_marked(train, forked, capfd):
     options = ["data=none", "trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
     report = train("OfRank0", "run=rank-0", *options, "task.monitor=valid_all", *TWO)
-    assert {"test_loss (rank 0 only)", "test_all", "valid_loss (rank 0 only)", "valid_all"} <= report.keys()
+    assert {
+        "test_loss (rank 0 only)",
+        "valid_loss (rank 0 only)",
+        "valid_all",
+        "valid_main (rank 0 only)",
+    } <= report.keys()
     assert not {"test_loss", "valid_loss"} & report.keys()
     assert {"loss (rank 0 only)", "all"} <= {
         *re.findall(r"<h3>(.*?)</h3>", Path("runs/rank-0/report.html").read_text())
     }
     assert headline({**report, "monitor": "valid_loss"})[0] == "test_all"
     told = "".join(capfd.readouterr())
-    assert told.count("of rank 0 alone: valid_loss; ") == told.count("of rank 0 alone: test_loss; ") == 1
+    assert told.count("of rank 0 alone: valid_main, valid_loss;") == told.count("of rank 0 alone: test_loss;") == 1
+    assert "It is recommended to use" not in told
     stops = ["callbacks=[early_stopping]", "callbacks.early_stopping.monitor=valid_loss"]
     for name, monitor, more in (
         ("OfRank0", "valid_loss", []),
@@ -320,7 +326,9 @@ def test_values_of_one_process_are_marked_and_no_run_is_judged_by_them(train, fo
             train(name, f"run=of-{name}-{len(more)}-{monitor}", *options, f"task.monitor={monitor}", *more, *TWO)
         assert "valid_loss is monitored, but differs between the 2 processes" in capfd.readouterr().err
     single = train("OfRank0", "run=alone", *options, "task.monitor=valid_loss", *ONE)
-    assert single["test_all"] == single["test_loss"] == pytest.approx(report["test_all"], rel=1e-5)
+    assert report["test_synced"] == pytest.approx(report["test_all"], rel=1e-6)
+    for name in ("valid_all", "test_all"):
+        assert report[name] == pytest.approx(single[name], rel=1e-5), name
 
 
 def test_the_smallest_module_of_lightning_trains_on_its_own_loaders(train):

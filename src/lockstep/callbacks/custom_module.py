@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
 from lockstep.compat.lightning import begin_loaders_anew
+from lockstep.data.global_batches import require_one_each
 from lockstep.data.keyed import Apart
 from lockstep.data.sampler import key_of
 from lockstep.data.standard import standard
 from lockstep.errors import UserError, did_you_mean
+from lockstep.machine.world import objects_of_all
 from lockstep.reporting.console import say
 from lockstep.training.arithmetic import total_steps
 from lockstep.training.workload import Workload
@@ -37,21 +38,15 @@ class CustomModule(Callback):
     due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:  # here the module decides how its metrics are reduced, so show this warning
-            warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
-        if not self.work.engine_data:
-            for part in ("train", "val", "test", "predict"):
-                hook = f"{part}_dataloader"
-                draw_apart(self.work.attached or pl_module, hook, partial(key_of_loader, trainer, hook))
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        for split in (data.val_split, data.test_split) if self.work.engine_data else ():
-            if split.count < trainer.world_size:
-                raise UserError(
-                    f"{split.count} samples of an evaluation cannot be divided among {trainer.world_size} processes. Set "
-                    f"trainer.devices={split.count}, or evaluate more samples."
-                )
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            for split in (data.val_split, data.test_split):
+                require_one_each(split.count, trainer.world_size)
+            return
+        for part in ("train", "val", "test", "predict"):
+            hook = f"{part}_dataloader"
+            draw_apart(self.work.attached or pl_module, hook, partial(key_of_loader, trainer, hook))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaders = standard(trainer.train_dataloader)
@@ -83,18 +78,12 @@ class CustomModule(Callback):
 
     def of_one_process(self, trainer: Trainer) -> list[str]:
         """Names of the evaluation's values that differ between the processes, which all call it. Lightning logs rank 0's."""
-        if trainer.world_size == 1:
-            return []
         logged = trainer.callback_metrics.items()
-        own = {name: repr(float(value)) for name, value in logged if value is not self.before.get(name)}
-        values, device = trainer.strategy.broadcast(own), trainer.strategy.root_device
-        differs = [float(own.get(name) != value) for name, value in values.items()]
-        of_all = trainer.strategy.reduce(torch.tensor(differs, device=device), reduce_op="sum") if values else []
-        return [name for name, processes in zip(values, of_all, strict=True) if processes]
+        of_each = objects_of_all({name: repr(float(v)) for name, v in logged if v is not self.before.get(name)})
+        return [name for name in of_each[0] if any(each.get(name) != of_each[0][name] for each in of_each)]
 
     def monitored(self, trainer: Trainer) -> set[str]:
-        plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
-        judges = [*plateaus, *trainer.callbacks]  # type: ignore[attr-defined]
+        judges = [*trainer.callbacks, *(each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau)]  # type: ignore[attr-defined]
         return {str(name) for name in (self.monitor, *(getattr(each, "monitor", None) for each in judges)) if name}
 
     def warn_of_typos(self, trainer: Trainer) -> None:
@@ -122,7 +111,7 @@ class CustomModule(Callback):
 
     def note(self, found: list[str]) -> None:
         if new := [name for name in found if name not in self.work.of_rank_0]:
-            say(f"of rank 0 alone: {', '.join(new)}; other processes have other values. Log with sync_dist=True")
+            say(f"of rank 0 alone: {', '.join(new)}; the values of other processes differ. Log with sync_dist=True")
         self.work.of_rank_0 |= {*new}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -4,10 +4,12 @@ import ast
 import importlib
 import inspect
 import os
+import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec, resolve_name
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,11 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (kinds_of(key) or ())]
         transforms = "a transform of torchvision, timm or albumentations"
         kinds = " or ".join(transforms if name == "object" else f"{library}'s {name}" for library, *_, name in bases)
+        if any(home(base).startswith("pytorch_lightning.") for base in getattr(target, "__mro__", ())):
+            raise UserError(
+                f"{key}._target_={path} is a class of the package pytorch_lightning. Lockstep runs those of the package lightning, which has the "
+                "same modules: replace `import pytorch_lightning` by `import lightning.pytorch`."
+            )
         raise UserError(
             f"{key}._target_={path} may not be named here: {key} takes a subclass of "
             f"{kinds or 'Module, Optimizer, Dataset, Metric or the like'}, or a function annotated to return one, "
@@ -210,8 +217,8 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
     try:
         target = locate(path)
         found = signature(target)
-        for base in constructors(target)[1:]:
-            if not (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]):
+        for made, base in pairwise(constructors(target)):
+            if not (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) or keeps(made, rest[0]):
                 break
             inherited = list(signature(base).values())[1:]  # without `self`
             own = {k: p for k, p in found.items() if k not in rest}
@@ -282,6 +289,17 @@ def constructors(target: Any) -> list[Callable[..., Any]]:
     """The `__init__` of a class and of its base classes, in the order in which `super()` finds them."""
     classes = getattr(target, "__mro__", (object,))[:-1]
     return [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
+
+
+def keeps(constructor: Callable[..., Any], rest: str) -> bool:
+    """Whether it uses its `**rest` itself, and not only for its base class."""
+    try:
+        parts = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(constructor)))))
+    except (OSError, SyntaxError):  # without source
+        return False
+    calls = [each for each in parts if isinstance(each, ast.Call) and ast.unparse(each.func).endswith(".__init__")]
+    handed_on = [word.value for call in calls for word in call.keywords]
+    return any(isinstance(each, ast.Name) and each.id == rest and each not in handed_on for each in parts)
 
 
 def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:

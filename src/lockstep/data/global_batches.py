@@ -78,13 +78,16 @@ def at_least(batches: Iterator[Global], world: int) -> Iterator[Global]:
             ready, small = small, None
     if small:
         ready = joined(ready, small)
-    if ready and len(ready.batch) < world:
-        count = len(ready.batch)
-        raise UserError(
-            f"{count} samples of an evaluation cannot be divided among {world} processes. Set trainer.devices={count}, or evaluate more samples."
-        )
     if ready:
+        require_one_each(len(ready.batch), world)
         yield ready
+
+
+def require_one_each(samples: int, world: int) -> None:
+    if samples < world:
+        raise UserError(
+            f"{samples} samples of an evaluation cannot be divided among {world} processes. Set trainer.devices={samples}, or evaluate more samples."
+        )
 
 
 def joined(first: Global | None, second: Global) -> Global:

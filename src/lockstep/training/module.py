@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lockstep.compat.lightning import QuickHookNames
 from lockstep.compat.metric_states import exact_on, of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
@@ -51,7 +50,7 @@ def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
             module.train(training)
 
 
-class TaskModule(QuickHookNames):
+class TaskModule(pl.LightningModule):
     """Trains `net` on a task.
 
     `parallelize` gets the network once, before the optimizer is created, and returns what to call instead of it.

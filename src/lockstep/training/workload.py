@@ -117,7 +117,7 @@ class Workload:
         own = (
             f"the loss is averaged as the module does it; test metrics are the module's own; it computes in {precision}"
         )
-        resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
+        resume = f"{'exact resume' if world < 3 else 'resume to float rounding'} of what state_dict holds"  # see DDP.rebuild_buckets
         kept = f"the same batches, {resume} and " if self.divided else ""
         promised = f"task: {self.title}'s own steps: {kept}one-format checkpoints hold; {own}"
         notes = [note for loader in self.loaders for note in loader.notes]
