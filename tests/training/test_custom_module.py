@@ -1,5 +1,6 @@
 """What the engine gives to a LightningModule of the user's, what it refuses, and what it leaves alone. In this process."""
 
+import importlib
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ import pytest
 import thin_project
 import torch
 from in_process import Crash, same, state
+from lightning.pytorch import Trainer
 
 import lockstep
 from lockstep.checkpoints.finding import step_of
@@ -334,6 +336,19 @@ def test_values_of_steps_are_of_all_processes_and_others_are_marked(train, forke
 def test_the_smallest_module_of_lightning_trains_on_its_own_loaders(train):
     report = train("Boring", "run=boring", "data=none", "trainer.max_epochs=1")
     assert (report["status"], report["train/steps"]) == ("done", 64)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:You.re resuming from a checkpoint that ended"
+)
+def test_lightnings_trainer_goes_on_from_a_checkpoint(train):
+    train("Small", "run=left", "data=odd", "trainer.max_steps=6", "checkpoint.every_n_steps=6")
+    odd = importlib.import_module("odd")
+    trainer = Trainer(
+        max_steps=8, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(odd.Small(), odd.Data(), ckpt_path="runs/left/checkpoints/last.ckpt")
+    assert trainer.global_step == 8
 
 
 @pytest.mark.filterwarnings(

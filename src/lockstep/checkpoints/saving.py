@@ -272,6 +272,7 @@ class Position(Callback):
         batches["current"] = dict.fromkeys(batches["current"], 0 if ended else done)
         batches["is_last_batch"] = False
         save_logged_step(loop, steps_done(trainer))
+        loop["state_dict"].pop("combined_loader", None)  # empty; with it a plain Trainer rejects the checkpoint
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Converts micro-batch counters: this run may accumulate more or fewer micro-batches to the same global batch."""

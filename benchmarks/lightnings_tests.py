@@ -1,0 +1,36 @@
+"""Lightning's own tests with Lockstep's strategy `single`, wherever a test leaves the strategy open.
+
+Check out Lightning's repository and, in its folder tests, with pytest and Lightning's requirements for tests:
+
+    PYTHONPATH=<lockstep>/benchmarks:. python -m pytest -p lightnings_tests tests_pytorch/loops tests_pytorch/core
+
+With LIGHTNINGS_OWN=1 the strategies are Lightning's, to compare. docs/measurements/theirs.md has the results.
+"""
+
+import os
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lockstep.strategies.base import SingleDevice
+
+made = pl.Trainer.__init__
+OPEN = {
+    "strategy": ("auto",),
+    "accelerator": ("auto", "cpu"),
+    "devices": ("auto", 1, "1"),
+    "num_nodes": (1,),
+    "plugins": (None,),
+}
+
+
+@wraps(made)
+def with_ours(self: pl.Trainer, **given: Any) -> None:
+    if all(given.get(name, values[0]) in values for name, values in OPEN.items()):
+        given |= {"strategy": SingleDevice(), "accelerator": "cpu"}
+    made(self, **given)
+
+
+if not os.environ.get("LIGHTNINGS_OWN"):
+    pl.Trainer.__init__ = with_ours  # type: ignore[method-assign]
