@@ -164,7 +164,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         mixed = "mixed torch.Tensor and DTensor"
         exception.args = tuple(f"{arg}\n{OUT_OF_BLOCK}" if mixed in str(arg) else arg for arg in exception.args)
         if self.custom:  # torch cannot move parameters in the middle of a forward, and Lightning does
-            with suppress(RuntimeError):  # nothing was computed yet
+            with suppress(RuntimeError, AttributeError):  # nothing was computed yet
                 self.custom.fsdp.reset_iter_state()
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
