@@ -40,8 +40,7 @@ class CustomModule(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            for split in (data.val_split, data.test_split):
+            for split in (self.work.engine_data.val_split, self.work.engine_data.test_split):
                 require_one_each(split.count, trainer.world_size)
             return
         for part in ("train", "val", "test", "predict"):
