@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import wandb
+from lightning.fabric.utilities.distributed import _sync_ddp
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy, model_parallel
@@ -141,8 +142,9 @@ def test_lightnings_mesh_of_two_nodes_with_three_processes(monkeypatch):
 
 
 def test_lightning_logs_the_mean_of_one_process(monkeypatch):
-    """When the first value is 2, compat/lightning.py:MeansOfAllProcesses can go."""
-    results = _ResultCollection(training=False)
+    """When the first lines fail, see whether compat/lightning.py:MeansOfAllProcesses and `DividedBatches.reduce` can go."""
+    assert "result.copy_(result / world_size)" in inspect.getsource(_sync_ddp)
+    results, reduce = _ResultCollection(training=False), Mock()
     for value, samples in ((1.0, 2), (4.0, 1)):
         for name, options in {
             "mean": {},
@@ -150,9 +152,12 @@ def test_lightning_logs_the_mean_of_one_process(monkeypatch):
             "own": {},
             "sum": {"reduce_fx": "sum"},
         }.items():
-            results.log("validation_step", name, torch.tensor(value), batch_size=samples, **options)
+            results.log(
+                "validation_step", name, torch.tensor(value), batch_size=samples, sync_dist_fn=reduce, **options
+            )
     results.log("validation_step", "main", torch.tensor(5.0), batch_size=1, rank_zero_only=True)
     assert results["validation_step.mean"].compute() == 2
+    assert not reduce.called
 
     def of_all(own):
         assert own == {"validation_step.mean": (6, 3), "validation_step.own": (6, 3)}
@@ -161,7 +166,7 @@ def test_lightning_logs_the_mean_of_one_process(monkeypatch):
     monkeypatch.setattr("lockstep.compat.lightning.objects_of_all", of_all)
     for item in results.values():
         item._computed = None
-    MeansOfAllProcesses(Mock(_results=results)).epoch_end_reached()
+    MeansOfAllProcesses(Mock(_results=results, world_size=2)).epoch_end_reached()
     values = {item.meta.name: float(item.compute()) for item in results.values()}
     assert values == {"mean": 4.5, "largest": 4, "own": 2, "sum": 5, "main": 5}
     assert not [key for key, item in results.items() if is_open_mean(item)]  # so the next call leaves them as they are

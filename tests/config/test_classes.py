@@ -80,6 +80,16 @@ class Keeps(LightningDataModule):
         super().__init__()
         self.rest = rest
 
+class Saves(LightningModule):
+    def __init__(self, width: int = 1, **rest: object) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+class Pops(Own):
+    def __init__(self, **rest: object) -> None:
+        self.other = rest.pop("other", 1)
+        super().__init__(**{"depth": 4, **rest})
+
 class HandsOn(LightningDataModule):
     def __init__(self, **rest: object) -> None:
         super().__init__(**rest)
@@ -286,6 +296,10 @@ def test_a_class_that_hands_arguments_on_takes_those_of_its_base_classes_too():
     assert create({"_target_": "mine.Keeps", "root": "photos"}, "data").rest == {"root": "photos"}
     with pytest.raises(UserError, match=r"data\.root is not an argument of mine\.HandsOn"):
         create({"_target_": "mine.HandsOn", "root": "photos"}, "data")
+    assert create({"_target_": "mine.Saves", "width": 2, "anything": 3}, "task").hparams == {"width": 2, "anything": 3}
+    assert list(parameters("mine.Pops")) == ["width", "depth", "gamma"]
+    assert accepted("mine.Pops", {"width": 3, "classes": 10}) == {"width": 3}
+    assert "num_classes" in parameters("timm.models.VisionTransformerDistilled")
     misspelt, wrong = told("mine.Own", width=1, depht=2, depth="two")
     assert misspelt.startswith("model.depht is not an argument of mine.Own (did you mean depth?)")
     assert wrong.startswith("model.depth=two is invalid; expected int")

@@ -331,6 +331,43 @@ class OfRank0(Whole):
         return Uneven().val_dataloader()
 
 
+class Values(pl.LightningModule):
+    """Logs means of the values that its samples have."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        values_B = batch[0]
+        self.log("epoch_mean", values_B.mean(), on_step=False, on_epoch=True)
+        self.log("epoch_synced", values_B.mean(), on_step=False, on_epoch=True, sync_dist=True)
+        return self.layer(values_B[:, None] / 16).square().mean()
+
+    def on_validation_epoch_start(self):
+        self.total, self.count = 0.0, 0
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("valid_mean", batch[0].mean())
+        if dataloader_idx == 0:
+            self.total, self.count = self.total + batch[0].sum(), self.count + len(batch[0])
+
+    def on_validation_epoch_end(self):
+        self.log("valid_hook", self.total / self.count, batch_size=self.count, sync_dist=True)
+
+    def loader(self, count):
+        return DataLoader(TensorDataset(torch.arange(float(count))), batch_size=5)
+
+    def train_dataloader(self):
+        return self.loader(16)
+
+    def val_dataloader(self):
+        return [self.loader(16), self.loader(8)]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
 class Boring(BoringModel):
     """Of Lightning's demos: loaders of its own, whose batches have one sample."""
 

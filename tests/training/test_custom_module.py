@@ -317,7 +317,7 @@ def test_values_of_steps_are_of_all_processes_and_others_are_marked(train, forke
     assert headline({**report, "monitor": "valid_loss"})[0] == "test_all"
     told = "".join(capfd.readouterr())
     assert told.count("of rank 0 alone: valid_main, valid_loss;") == told.count("of rank 0 alone: test_loss;") == 1
-    assert "It is recommended to use" not in told
+    assert not re.search("It is recommended to use `self.log.'(valid_all|test_all)'", told)
     stops = ["callbacks=[early_stopping]", "callbacks.early_stopping.monitor=valid_loss"]
     for name, monitor, more in (
         ("OfRank0", "valid_loss", []),
@@ -331,6 +331,39 @@ def test_values_of_steps_are_of_all_processes_and_others_are_marked(train, forke
     assert report["test_synced"] == pytest.approx(report["test_all"], rel=1e-6)
     for name in ("valid_all", "test_all"):
         assert report[name] == pytest.approx(single[name], rel=1e-5), name
+    means = {run: lockstep.load_report(run).curves["epoch_loss"].values for run in ("rank-0", "alone")}
+    assert means["rank-0"] == pytest.approx(means["alone"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["strategy=ddp", "trainer.devices=3"],
+        ["strategy=fsdp", "trainer.devices=2"],
+        ["trainer.accumulate_grad_batches=2"],
+    ],
+)
+def test_means_are_over_all_samples_wherever_they_are_logged(train, forked, more):
+    """Of values 0 to 15 in batches of 5: the last batch has one sample, so processes and micro-batches have none of it."""
+    report = train(
+        "Values",
+        f"run=values-{more[0].partition('=')[2]}",
+        "data=none",
+        "trainer.max_epochs=1",
+        "task.monitor=valid_hook",
+        *more,
+    )
+    curves = lockstep.load_report(report["run"]).curves
+    for name in (
+        "epoch_mean",
+        "epoch_synced",
+        "valid_hook",
+        "valid_mean/dataloader_idx_0",
+        "valid_mean/dataloader_idx_1",
+    ):
+        expected = 3.5 if name.endswith("1") else 7.5
+        assert (name, curves[name].values[-1]) == (name, pytest.approx(expected, rel=1e-6))
 
 
 def test_the_smallest_module_of_lightning_trains_on_its_own_loaders(train):

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import UserError
-from lockstep.models import basic_net
 from lockstep.training import dropout
 
 CPU = torch.device("cpu")
@@ -22,7 +21,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dropout": (lambda: nn.Dropout(0.25), (8, 5, 7)),
     "16 bits": (lambda: nn.Dropout(0.1), (8, 33)),
     "vectors": (lambda: nn.Dropout(0.5), (8,)),
-    "basic": (lambda: basic_net.Dropout(0.25), (8, 100)),
     "1d": (lambda: nn.Dropout1d(0.5), (8, 6, 4)),
     "2d": (lambda: nn.Dropout2d(0.5), (8, 6, 4, 4)),
     "3d": (lambda: nn.Dropout3d(0.5), (8, 6, 2, 2, 2)),

@@ -38,6 +38,8 @@ class CustomModule(Callback):
     due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.is_global_zero:  # of values that are no mean over all processes
+            warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
             for split in (self.work.engine_data.val_split, self.work.engine_data.test_split):

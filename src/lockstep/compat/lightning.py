@@ -34,22 +34,31 @@ def begin_loaders_anew(trainer: pl.Trainer) -> None:
 
 
 class MeansOfAllProcesses(_LoggerConnector):
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """A process without a sample of a batch computes others in their place, which do not count."""
+        super().on_batch_start(batch, dataloader_idx)
+        if self.trainer.training and not getattr(self.trainer.strategy, "share", lambda: 1)():
+            self.trainer._results.batch_size = 0  # type: ignore[union-attr]
+
     def epoch_end_reached(self) -> None:
         """Each process calls it after the last batch of a loader, before Lightning computes the values."""
         super().epoch_end_reached()
         means = {key: item for key, item in (self.trainer._results or {}).items() if is_open_mean(item)}
         own = {key: (float(item.value), float(item.cumulated_batch_size)) for key, item in means.items()}
-        of_each = objects_of_all(own)
+        of_each = objects_of_all(own) if self.trainer.world_size > 1 else [own]
         for key, item in means.items():
-            logged = [values[key] for values in of_each if key in values]
-            if {*logged} != {own[key]}:  # otherwise it keeps its bits
-                item.value, item.cumulated_batch_size = torch.tensor(logged, dtype=torch.float64).sum(0).to(item.value)
+            logged = torch.tensor([values[key] for values in of_each if key in values], dtype=torch.float64)
+            total, samples = logged.sum(0)
+            equal = (
+                len({mean for mean in (logged[:, 0] / logged[:, 1]).tolist() if mean == mean}) < 2
+            )  # it keeps its bits
+            item._computed = (item.value / item.cumulated_batch_size) if equal else (total / samples).to(item.value)
 
 
 def is_open_mean(item: _ResultMetric) -> bool:
     """Whether it was logged in batches, and is not computed yet."""
     logged = item.is_tensor and item.meta.on_epoch and item._computed is None and not item.has_reset
-    return logged and item.meta.is_mean_reduction and not item.meta.sync.rank_zero_only
+    return logged and item.meta.is_mean_reduction and not (item.meta.sync.rank_zero_only or item.meta.sync.group)
 
 
 # --- The step that logs are written under ---

@@ -4,7 +4,6 @@ import ast
 import importlib
 import inspect
 import os
-import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -150,7 +149,9 @@ def foreign_names(value: Any, key: str) -> Iterator[str]:
     allowed = trusted()
     for place, node in nodes(value, key):
         path = node["_target_"]
-        if isinstance(path, str) and "." in path and not path.startswith(allowed):
+        if str(path).startswith("pytorch_lightning."):
+            yield f"{place}._target_={path} is of the package pytorch_lightning. Lockstep has those of lightning: lightning.pytorch{path.removeprefix('pytorch_lightning')}."
+        elif isinstance(path, str) and "." in path and not path.startswith(allowed):
             yield (
                 f"{place}._target_={path} may not be named by a config; packages that may: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
                 "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
@@ -292,14 +293,14 @@ def constructors(target: Any) -> list[Callable[..., Any]]:
 
 
 def keeps(constructor: Callable[..., Any], rest: str) -> bool:
-    """Whether it uses its `**rest` itself, and not only for its base class."""
+    """Whether it gives its `**rest` to no other constructor, so any name may be meant for itself."""
     try:
-        parts = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(constructor)))))
-    except (OSError, SyntaxError):  # without source
+        parts = ast.walk(ast.parse(f"if True:\n{inspect.getsource(constructor)}"))  # a method is indented
+    except (OSError, TypeError, SyntaxError):  # without source
         return False
-    calls = [each for each in parts if isinstance(each, ast.Call) and ast.unparse(each.func).endswith(".__init__")]
-    handed_on = [word.value for call in calls for word in call.keywords]
-    return any(isinstance(each, ast.Name) and each.id == rest and each not in handed_on for each in parts)
+    calls = [each for each in parts if isinstance(each, ast.Call) and ast.unparse(each.func).endswith("__init__")]
+    given = [each for call in calls for each in ast.walk(call) if isinstance(each, ast.Name) and each.id == rest]
+    return not (given or constructor.__module__.startswith("lightning."))  # whose data module drops them
 
 
 def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""What strategies share: the changes to a network before training, and one form for the state of networks and optimizers. And the
-strategies of one process."""
+"""What strategies share: changes to a network, division of batches, one form for states; and the strategies of one process."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,6 +21,7 @@ from lockstep.data.loaders import ResumableLoader
 from lockstep.data.standard import Brought, Division, standard
 from lockstep.data.streams import around
 from lockstep.errors import NotLoadable, UserError
+from lockstep.machine.world import objects_of_all
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.losses import float32
@@ -183,8 +182,8 @@ class DividedBatches(Strategy):
 
     def agree(self, text: str) -> bool:
         """Whether all processes pass the same text. Each must call it."""
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return self.reduce_boolean_decision(self.broadcast(digest) == digest)
+        texts = objects_of_all(text)
+        return texts.count(text) == len(texts)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Now and then, processes compare what their loaders have given. Not in the loader, which one of them may ask alone."""
@@ -212,12 +211,20 @@ class DividedBatches(Strategy):
             self.training_loaders = standard(self.lightning_module.trainer.train_dataloader)
         return [loader for loader in self.training_loaders if number in loader.told]
 
+    def share(self) -> float:
+        """How much the current micro-batch counts in the mean of a step: 1, unless loaders of users divide unevenly."""
+        weights = [loader.told[self.micro_batch].weight for loader in self.loaders_of(self.micro_batch)]
+        return sum(weights) / len(weights) if weights else 1.0  # of several loaders the mean
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Does not round a mean of integers. Lightning 2.6 does, and divides by it in `self.log(..., sync_dist=True)`."""
+        integers = isinstance(tensor, Tensor) and not tensor.is_floating_point()
+        return super().reduce(tensor.float() if integers else tensor, group, reduce_op)  # type: ignore[safe-super]
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Gradients are averaged over processes and micro-batches, whose shares of the global batch may differ."""
-        number = self.micro_batch
-        weights = [loader.told[number].weight for loader in self.loaders_of(number)]
-        weight = sum(weights) / len(weights) if weights else 1.0  # of several loaders the mean
-        loss = closure_loss if weight == 1 else closure_loss * weight
+        share = self.share()
+        loss = closure_loss if share == 1 else closure_loss * share
         return super().backward(self.arithmetic.to_backward(self.lightning_module, loss), optimizer, *args, **kwargs)
 
     def close_loaders(self) -> None:

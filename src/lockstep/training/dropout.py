@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lockstep.compat.torch import in_backward
 from lockstep.data import sampler
 from lockstep.errors import UserError
-from lockstep.models import basic_net
 
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step
 SELU = -1.7580993408473766  # minus SELU's scale times its alpha: what alpha dropout sets elements to
@@ -200,7 +199,6 @@ class BySample(ByRow):
 WITH_SAMPLES = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}  # dimensions of an input of several samples
 LAYERS: dict[type[nn.Module], type[ByRow]] = {
     nn.Dropout: ByRow,
-    basic_net.Dropout: ByRow,
     **dict.fromkeys(WITH_SAMPLES, ByChannel),
     nn.AlphaDropout: Alpha,
     nn.FeatureAlphaDropout: AlphaByChannel,
