@@ -1,6 +1,7 @@
 """Lightning still does what compat/lightning.py corrects; when a test fails, see whether its section can go."""
 
 import inspect
+import math
 import signal
 from unittest.mock import Mock
 
@@ -150,6 +151,7 @@ def test_lightning_logs_the_mean_of_one_process(monkeypatch):
             "mean": {},
             "largest": {"reduce_fx": "max"},
             "own": {},
+            "nan": {},
             "sum": {"reduce_fx": "sum"},
         }.items():
             results.log(
@@ -160,14 +162,15 @@ def test_lightning_logs_the_mean_of_one_process(monkeypatch):
     assert not reduce.called
 
     def of_all(own):
-        assert own == {"validation_step.mean": (6, 3), "validation_step.own": (6, 3)}
-        return [own, {"validation_step.mean": (30.0, 5.0)}]
+        assert own == dict.fromkeys(("validation_step.mean", "validation_step.own", "validation_step.nan"), (6, 3))
+        return [own, {"validation_step.mean": (30.0, 5.0), "validation_step.nan": (math.nan, 1.0)}]
 
     monkeypatch.setattr("lockstep.compat.lightning.objects_of_all", of_all)
     for item in results.values():
         item._computed = None
     MeansOfAllProcesses(Mock(_results=results, world_size=2)).epoch_end_reached()
     values = {item.meta.name: float(item.compute()) for item in results.values()}
+    assert math.isnan(values.pop("nan"))
     assert values == {"mean": 4.5, "largest": 4, "own": 2, "sum": 5, "main": 5}
     assert not [key for key, item in results.items() if is_open_mean(item)]  # so the next call leaves them as they are
 

@@ -48,11 +48,9 @@ class MeansOfAllProcesses(_LoggerConnector):
         of_each = objects_of_all(own) if self.trainer.world_size > 1 else [own]
         for key, item in means.items():
             logged = torch.tensor([values[key] for values in of_each if key in values], dtype=torch.float64)
-            total, samples = logged.sum(0)
-            equal = (
-                len({mean for mean in (logged[:, 0] / logged[:, 1]).tolist() if mean == mean}) < 2
-            )  # it keeps its bits
-            item._computed = (item.value / item.cumulated_batch_size) if equal else (total / samples).to(item.value)
+            means_of_each, (total, samples) = logged[:, 0] / logged[:, 1], logged.sum(0)
+            alike = bool((means_of_each == means_of_each[0]).all())  # it keeps its bits; NaN is like nothing
+            item._computed = item.value / item.cumulated_batch_size if alike else (total / samples).to(item.value)
 
 
 def is_open_mean(item: _ResultMetric) -> bool:
