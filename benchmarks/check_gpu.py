@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,7 @@ class Checks:
         self.mnist = [f"data.root={data.resolve()}"] if data else ["data.source=embedded"]
         self.photos = ["data=folder", f"data.root={folder / 'photos'}"]
         self.reports: dict[str, dict[str, Any]] = {}
+        self.cwd = ROOT
 
     def limit_s(self) -> float:
         """How long a command may take now."""
@@ -68,7 +70,7 @@ class Checks:
 
     def run(self, name: str, command: Sequence[str], kill_at_step: int = 0) -> int:
         """The exit code. The command and what it started are killed when the run is at this step, and when its time is over."""
-        child = measuring.start_command([sys.executable, *command], self.out / f"{name}.txt", cwd=ROOT)
+        child = measuring.start_command([sys.executable, *command], self.out / f"{name}.txt", cwd=self.cwd)
         metrics, limit_s = self.folder / name / "metrics.csv", self.limit_s()
         try:
             wait_until(lambda: child.poll() is not None or 0 < kill_at_step <= last_step(metrics), limit_s)
@@ -78,8 +80,8 @@ class Checks:
         return int(child.wait())
 
     def options(self, name: str, *more: str) -> list[str]:
-        where = [f"runs_dir={self.folder}", f"run={name}", f"data.cache_dir={self.folder / 'cache'}"]
-        return [f"trainer.accelerator={self.device}", *where, *more]
+        cache = [] if "data=none" in more else [f"data.cache_dir={self.folder / 'cache'}"]
+        return [f"trainer.accelerator={self.device}", f"runs_dir={self.folder}", f"run={name}", *cache, *more]
 
     def train(self, name: str, *options: str, script: Sequence[str] = ("train.py",), kill_at_step: int = 0) -> Any:
         """The report, with the exit code."""
@@ -102,10 +104,16 @@ class Checks:
         weights = [torch.cat([each[key].double().flatten() for key in sorted(each)]) for each in tensors]
         return f"weights {tensor_difference(*weights):.1e} apart; {lines[0]}"
 
-    def compared(self, base: str, options: list[str], ways: dict[str, list[str]]) -> Iterator[str]:
-        self.train(base, *options)
+    def rate_of(self, name: str) -> str:
+        found = re.findall(r"^RATE (\S+)", self.output(name), re.MULTILINE)
+        return f"{found[-1]} images/s" if found else " ".join(self.output(name).split())[-200:]
+
+    def compared(
+        self, base: str, options: list[str], ways: dict[str, list[str]], script: Sequence[str] = ("train.py",)
+    ) -> Iterator[str]:
+        self.train(base, *options, script=script)
         for name, more in ways.items():
-            self.train(name, *options, *more)
+            self.train(name, *options, *more, script=script)
             yield f"{name} against {base}: {self.apart(base, name)}"
 
     def speeds(self, options: list[str], ways: dict[str, list[str]]) -> Iterator[str]:
@@ -239,6 +247,54 @@ def vit(checks: Checks) -> Iterator[str]:
     yield from checks.speeds(options, {"vit": [], "vit-fsdp": FSDP})
 
 
+def modules(checks: Checks) -> Iterator[str]:
+    """A LightningModule that others wrote, with its own DataLoaders."""
+    project = checks.folder / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "pyproject.toml").write_text("[project]\nname = 'brought'\n\n[tool.lockstep]\n")
+    shutil.copy(Path(__file__).with_name("gpu_module.py"), project / "src/brought.py")
+    target = ["task=lightning_module", "task._target_=brought.Brought", "data=none"]
+
+    def arguments(**values: object) -> list[str]:
+        return [f"+task.{key}={value}" for key, value in values.items()]
+
+    script = ["-m", "lockstep", "train"]
+    checks.cwd = project
+    try:
+        small = arguments(name="test_resnet", pixels=32, batch=64, count=1280, first=1, last=15)
+        often = ["trainer.log_every_n_steps=5", "checkpoint.every_n_steps=10", "trainer.deterministic=true"]
+        options = [*target, *small, "trainer.precision=32-true", "trainer.max_steps=30", *often]
+        ways = {"module-ddp": DDP, "module-fsdp": FSDP, "module-again": []}
+        yield from checks.compared("module", options, ways, script)
+        report = checks.train("module-killed", *options, script=script, kill_at_step=20)
+        checks.train("module-killed", *options, "resume=auto", script=script)
+        yield f"{'killed' if report['exit'] < 0 else 'NOT KILLED'} and resumed: {checks.apart('module', 'module-killed')}"
+        name, numbers = (
+            ("resnet50d", (160, 128, 2560, 20, 100, 8))
+            if checks.device == "cuda"
+            else ("test_resnet", (32, 64, 640, 2, 8, 1))
+        )
+        pixels, batch, count, first, last, workers = numbers
+        large = arguments(
+            name=name, pixels=pixels, batch=batch, count=count, first=first, last=last, workers=workers, drop=0.1
+        )
+        options = [
+            *target,
+            *large,
+            "trainer.precision=bf16-mixed",
+            f"trainer.max_steps={last + 1}",
+            *TEST_ONE,
+            NO_CHECKPOINTS,
+        ]
+        for way, more in {"module-speed": [], "module-speed-ddp": DDP, "module-speed-fsdp": FSDP}.items():
+            checks.train(way, *options, *more, script=script)
+            yield f"{way}: {checks.rate_of(way)}"
+        checks.run("module-plain", ["src/brought.py", name, *map(str, numbers)])
+        yield f"a plain Trainer: {checks.rate_of('module-plain')}"
+    finally:
+        checks.cwd = ROOT  # fmt: skip
+
+
 TESTS = (
     "training/test_oom.py", "strategies/test_batch_norm.py", "data/test_loaders.py", "augment/test_references.py", "compat/test_torch.py",
 )  # fmt: skip
@@ -251,7 +307,7 @@ def tests(checks: Checks) -> Iterator[str]:
 
 
 STAGES: dict[str, Callable[[Checks], Iterator[str]]] = {
-    "default": default, "waits": waits, "transforms": transforms, "parity": parity, "bits": bits, "speed": speed, "exact": exact,
+    "default": default, "modules": modules, "waits": waits, "transforms": transforms, "parity": parity, "bits": bits, "speed": speed, "exact": exact,
     "precisions": precisions, "basic_net": basic_net, "memory": memory, "vit": vit, "tests": tests,
 }  # fmt: skip
 

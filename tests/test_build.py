@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import write_cifar10
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from pictures import write_classes
 
 import lockstep
@@ -118,12 +119,15 @@ def test_a_rate_of_0_for_the_head_is_a_rate():
     assert "parameters" not in build.optimizer(settings_of(CPU))
 
 
-def test_exact_threads_are_of_one_job_of_a_sweep():
+def test_exact_threads_are_of_one_job_of_a_sweep_and_stay_when_lightning_launches(monkeypatch):
+    """Its launcher of processes sets a number of threads, unless the environment names one."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         for ranks, threads in (("2", 1), ("4", 1), ("null", 3)):
             build.process(settings_of(f"exact.logical_ranks={ranks}", CPU))
+            _set_num_threads_if_needed(num_processes=1)
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

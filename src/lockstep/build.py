@@ -59,11 +59,12 @@ def process(settings: Settings) -> None:
     if world.accelerator == "cpu":
         if not settings.spec.is_sharded:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
-        if number := threads(world) or before_exact.pop("threads", None):
-            torch.set_num_threads(number)
+        number = threads(world) or before_exact.pop("threads", None)
         if cfg.exact.logical_ranks:
-            before_exact["threads"] = torch.get_num_threads()
-            torch.set_num_threads(cfg.exact.threads)
+            before_exact["threads"], number = number or torch.get_num_threads(), cfg.exact.threads
+        if number:
+            torch.set_num_threads(number)
+            os.environ["OMP_NUM_THREADS"] = str(number)  # without it, Lightning's launcher sets another number later
     if not gpu_count():
         # Optimizers ask at each step whether there are GPUs. Lightning makes torch ask the driver, which takes 0.1 ms if
         # there is none.

@@ -37,8 +37,10 @@ def test_the_nearest_table_above_a_folder_is_the_project_with_the_packages_in_sr
     assert project.find(ROOT / "tests") == project.Project(ROOT)
     for name in ("petals", "bouquet.egg-info", "__pycache__"):
         (bouquet / "src" / name).mkdir()
+    for name in ("rose.py", "__init__.py", "README", "py.typed"):
+        (bouquet / "src" / name).touch()
     (bouquet / "pyproject.toml").write_text("[tool.lockstep]\npackages = ['monai', 'sklearn.linear_model']\n")
-    assert project.current().packages == ("bouquet", "petals", "monai", "sklearn.linear_model")
+    assert project.current().packages == ("bouquet", "petals", "rose", "monai", "sklearn.linear_model")
 
 
 def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):

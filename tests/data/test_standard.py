@@ -15,7 +15,7 @@ from packages import brought
 from packages.brought import LOADERS, Draws, Endless, Plain, Ragged, Row, masks
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Sampler, Subset, get_worker_info
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.global_batches import digested
@@ -267,6 +267,16 @@ def shows_worker(samples: list[Row]) -> list[tuple[int, float, float]]:
 
 def tells(number: float, worker: int) -> None:
     get_worker_info().dataset.told = number + worker
+
+
+def test_pinning_rebuilds_tuples_and_leaves_what_is_known_of_a_micro_batch(monkeypatch):
+    """As where there is a GPU: torch pins what the loader gives, and tuples become lists."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
+    data = TensorDataset(torch.arange(4), torch.arange(4))
+    loader = Process(DataLoader(data, batch_size=2, pin_memory=True), 0, 1, 1).loader
+    assert [type(batch) for batch in loader] == [list, list]
+    assert {each.places for each in loader.told.values()} == {range(2), range(2, 4)}
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

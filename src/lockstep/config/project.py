@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import tomllib
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -35,14 +34,13 @@ class Project:
     @property
     def packages(self) -> tuple[str, ...]:
         """Packages that configs may name, besides Lockstep's own list."""
-        return (*(path.name for path in self.sources()), *self.installed)
+        return (*self.own(), *self.installed)
 
-    def sources(self) -> Iterator[Path]:
-        """The packages in src/, with or without an __init__.py."""
-        folder = self.root / "src" if self.root else None
-        for path in sorted(folder.iterdir()) if folder and folder.is_dir() else ():
-            if path.is_dir() and path.name.isidentifier() and not path.name.startswith("__"):
-                yield path
+    def own(self) -> list[str]:
+        """The packages in src/, with or without an __init__.py, and the modules."""
+        paths = sorted((self.root / "src").glob("*")) if self.root else []
+        names = [path.name.removesuffix(".py") for path in paths if path.is_dir() or path.suffix == ".py"]
+        return [name for name in names if name.isidentifier() and not name.startswith("__")]
 
 
 def read(root: Path) -> Project | None:
@@ -109,10 +107,10 @@ def environment() -> dict[str, str]:
 
 
 def make_importable() -> None:
-    """Puts src/ on sys.path if one of its packages is not installed."""
-    missing = [path for path in current().sources() if importlib.util.find_spec(path.name) is None]
-    if missing and str(missing[0].parent) not in sys.path:
-        sys.path.append(str(missing[0].parent))
+    """Puts src/ on sys.path if something in it is not installed."""
+    source = str(Path(current().root or "", "src"))
+    if source not in sys.path and any(importlib.util.find_spec(name) is None for name in current().own()):
+        sys.path.append(source)
 
 
 def of_users_code(error: BaseException) -> bool:

@@ -154,7 +154,7 @@ def foreign_names(value: Any, key: str) -> Iterator[str]:
         elif isinstance(path, str) and "." in path and not path.startswith(allowed):
             yield (
                 f"{place}._target_={path} may not be named by a config; packages that may: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
-                "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
+                "They include the packages and modules in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
             )
 
 

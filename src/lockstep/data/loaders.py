@@ -9,6 +9,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -281,8 +282,9 @@ def digest_of(value: Any, before: str = "") -> str:
 # --- Micro-batches of any dataset, by any collate function: data/standard.py ---
 
 
-class Told(NamedTuple):
-    """What is known of a micro-batch."""
+@dataclass(frozen=True)
+class Told:
+    """What is known of a micro-batch. No tuple: where batches are pinned, torch rebuilds tuples, with lists in place of ranges."""
 
     weight: float  # of its loss, so the average over micro-batches and processes is that over the global batch
     digest: str  # of what the process has read so far, to be compared with those of the others; empty if there are none
@@ -320,12 +322,8 @@ class MicroBatches:
         if self.collate is default_collate:
             return default_collate(samples)
         kept = [samples]  # one that has changed its samples cannot have them again
-        number = np.array([share.number])
-        return self.of_collate.each(
-            1,
-            partial(sample_states, "collate", number, seed=share.seed, epoch=share.epoch),
-            lambda _: self.collate(kept.pop() if kept else self.samples(share)),
-        )[0]
+        states = partial(sample_states, "collate", np.array([share.number]), seed=share.seed, epoch=share.epoch)
+        return self.of_collate.each(1, states, lambda _: self.collate(kept.pop() if kept else self.samples(share)))[0]
 
     def samples(self, share: Share) -> list[Any]:
         """One by one if they draw random numbers."""
