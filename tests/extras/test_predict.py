@@ -94,7 +94,8 @@ def test_a_folder_a_glob_and_a_csv_of_its_files_say_what_its_test_part_says(pred
         assert (alone["class"], alone["probability"]) == (row["class"], pytest.approx(row["probability"], rel=1e-5))
         assert row["target"] == path.split("/")[0]
     globbed = predict("run=photos", "input=photos/r*/*.png")
-    assert globbed == [row for row in of_folder if re.match(r"photos/r.*png", row["path"])]
+    # batches differ in size
+    assert close(globbed, [row for row in of_folder if re.match(r"photos/r.*png", row["path"])])
     for ending, between in (("csv", ","), ("tsv", "\t")):
         lines = [("target", "path"), *(("x", path) for path in reversed(of_part))]
         (place / f"photos/list.{ending}").write_text("".join(f"{between.join(line)}\n" for line in lines))
