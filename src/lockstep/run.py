@@ -228,7 +228,7 @@ class RunFolder:
     def restorer(self) -> Callable[[], None]:
         """A function that puts the folder back to what it is now, if the run cannot start."""
         if self.is_empty():
-            return partial(shutil.rmtree, self.path)
+            return partial(files.remove, self.path)
         replaced = (self.config_file, self.report_file, self.page_file)
         earlier = {file: files.read_text(file) if file.is_file() else None for file in replaced}
 

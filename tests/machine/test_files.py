@@ -103,3 +103,17 @@ def test_a_file_never_replaces_a_folder(tmp_path):
 def test_tables_are_utf_8_and_take_any_name(tmp_path):
     files.write_csv(tmp_path / "a.csv", ["name"], [{"name": "é\udcff"}])
     assert (tmp_path / "a.csv").read_bytes() == "name\r\né\\udcff\r\n".encode()
+
+
+def test_a_folder_goes_although_another_process_writes_into_it_meanwhile(tmp_path, monkeypatch):
+    folder, rmdir = tmp_path / "run", os.rmdir
+    folder.mkdir()
+
+    def written_into(path, **options):
+        monkeypatch.undo()
+        (folder / "new").touch()
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", written_into)
+    files.remove(folder)
+    assert names(tmp_path) == []

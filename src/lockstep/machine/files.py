@@ -203,7 +203,12 @@ def take_place(part: Path, path: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file or a folder, if it is there; of a link, itself."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as e:
+            if e.errno != errno.ENOTEMPTY:
+                raise
+            shutil.rmtree(path)  # another process has written into it meanwhile
     else:
         path.unlink(missing_ok=True)
 
