@@ -33,7 +33,7 @@ from lockstep import ROOT
 from lockstep.checkpoints.finding import leaves
 from lockstep.checkpoints.weights import read
 from lockstep.extras import comparison
-from lockstep.reporting.runs_page import Report
+from lockstep.reporting.report import Report
 
 SHORT = [*SMALL, "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.max_epochs=100"]
 

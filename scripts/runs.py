@@ -43,10 +43,11 @@ from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.settings import title
 from lockstep.config.words import inline, number, shell_line, shown, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.extras.runs_page import runs_page
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import print_wide
-from lockstep.reporting.runs_page import Report, runs_page
+from lockstep.reporting.report import Report
 from lockstep.run import run_folders
 
 COLUMNS = {

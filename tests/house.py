@@ -20,7 +20,7 @@ ENGINE = [path for path in FILES if path not in EXTRAS]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Questions of the kind "is it ours or the user's", which an object should answer.
 SWITCHES = re.compile(
-    r"\bis_shipped\(|\bis_a\(|\bsettings\.(?:own_loaders|custom_module)\b|\bisinstance\([^()]*\b(?:TaskModule|DataModule)\b"
+    r"\bis_shipped\(|\bis_a\(|\bsettings\.(?:own_loaders|custom_module)\b|\bisinstance\([^()]*\b(?:Task|DataModule)\b"
 )
 IGNORED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

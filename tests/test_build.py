@@ -57,7 +57,7 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
         assert len(trainer.loggers) == (2 if group == "logger" and option != "csv" else 1)
         assert type(trainer.strategy).__name__ == cfg.strategy._target_.split(".")[-1]
         optimizer = module.new_optimizer()
-        schedule = scheduler(module.make_schedule, optimizer, 100)
+        schedule = scheduler(module.parts.schedule, optimizer, 100)
         for _ in range(100):
             optimizer.step()
             schedule.step()

@@ -12,7 +12,7 @@ import lockstep
 from lockstep.checkpoints.finding import leaves
 from lockstep.checkpoints.weights import read
 from lockstep.extras import comparison
-from lockstep.reporting.runs_page import Report
+from lockstep.reporting.report import Report
 
 SETUPS = {
     "single": ["strategy=single"],

@@ -16,7 +16,7 @@ LOCKSTEP = SRC / "lockstep"
 # `strategies`, which save and load them. `reporting` comes before the callbacks, which print. `build` joins all of these, and `launch`
 # runs the scripts that call `build`. `extras` are not needed to train: scripts use them, and configs name them.
 ORDER = (
-    "errors", "machine", "compat", "run", "config", "models", "data", "augment", "tasks", "training", "checkpoints", "strategies",
+    "errors", "machine", "compat", "run", "config", "models", "data", "augment", "panel", "training", "tasks", "checkpoints", "strategies",
     "reporting", "callbacks", "build_trainer", "build", "launch", "extras", "__init__", "testing", "__main__", "hydra_plugins",
 )  # fmt: skip
 EVERYWHERE = {"ROOT", "PACKAGE", "WHEEL", "CONFIGS", "__version__"}  # constants of the package itself

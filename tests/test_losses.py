@@ -78,7 +78,7 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     data = build.data(settings)
     module = build.workload(settings, data).module
     net, split, found = module.net, data.train_split, []
-    optimizer = module.make_optimizer(net.parameters())
+    optimizer = module.parts.optimizer(net.parameters())
     batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))
     for _ in range(STEPS):
         loss = weighted_mean(net, data.finished(Reader(data.dataset.train, seed=0)(next(batches)), training=True))
@@ -150,8 +150,8 @@ def whole_of_two(monkeypatch):
     replaced = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "all_gather_object": exchange}
     for name, value in {**replaced, "all_gather": gather}.items():
         monkeypatch.setattr(torch.distributed, name, value)
-    task, trainer = SimpleNamespace(between_samples=True), SimpleNamespace(global_rank=0, world_size=2)
-    return lambda output, batch: whole_batch(task, output, batch, trainer)
+    task = SimpleNamespace(between_samples=True, trainer=SimpleNamespace(global_rank=0, world_size=2))
+    return lambda output, batch: whole_batch(task, output, batch)
 
 
 def test_what_a_batch_holds_of_each_sample_is_gathered_wherever_it_is(whole_of_two):

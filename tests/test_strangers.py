@@ -36,13 +36,14 @@ from lockstep.data import cache as cache_module
 from lockstep.data.pixels import Frame
 from lockstep.errors import OutOfMemory, UserError
 from lockstep.extras.export import export
+from lockstep.extras.runs_page import runs_page
 from lockstep.extras.study import write_plots
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
 from lockstep.machine.files import write_json
 from lockstep.reporting import console
-from lockstep.reporting.runs_page import Report, runs_page
+from lockstep.reporting.report import Report
 from lockstep.run import RunFolder, run_folders
 from lockstep.strategies.base import by_index
 

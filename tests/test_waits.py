@@ -15,7 +15,6 @@ from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
 from lockstep.machine.world import World
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Task
-from lockstep.training.module import TaskModule
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # fake tensors warn of many things
 
@@ -117,7 +116,7 @@ def test_figures_do_not_wait(name, monkeypatch):
     task, shape, target = EVALUATED[name]
     task.bind(ABOUT)
     never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
-    made = TaskModule(nn.Identity(), task, metrics=task.metrics(), network_arguments={}, **never)
+    made = task.attach(nn.Identity(), metrics=task.metrics(), network_arguments={}, **never)
     with fake_gpu(monkeypatch) as waits:
         made = made.to(DEVICE)
         made.on_validation_start()

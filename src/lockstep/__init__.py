@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from lockstep.reporting.runs_page import Report
+    from lockstep.reporting.report import Report
 
 __version__ = "0.1.0"
 
@@ -90,7 +90,7 @@ def load_report(run: str | Path) -> "Report":
     Raises:
         UserError: there is no such run, or a file of it is damaged.
     """
-    from lockstep.reporting.runs_page import Report
+    from lockstep.reporting.report import Report
     from lockstep.run import find_run
 
     return Report(find_run(run, "runs", needs="report.json"))

@@ -37,11 +37,10 @@ from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Recorder
-from lockstep.tasks import Task
 from lockstep.training import oom, optim
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.dry_run import DryRun
-from lockstep.training.module import TaskModule
+from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload, Workload
 
 __all__ = ["data", "dry_run", "evaluate", "fit", "process", "recorder", "seed", "trainer", "workload"]
@@ -176,9 +175,8 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
     net = network(settings.plain("model"), offered, with_weights=weights is None)
     if weights:
         load_into(net.state_dict(), read(Path(weights)).weights, weights)
-    made = TaskModule(
+    goal.attach(
         net,
-        goal,
         **optimizer(settings),
         schedule=create(cfg.schedule, "schedule"),
         parallelize=partial(
@@ -193,7 +191,7 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
         network_arguments=offered,
         arithmetic=arithmetic(settings),
     )
-    return TaskWorkload(made, data)
+    return TaskWorkload(goal, data)
 
 
 def load_module(node: Mapping[str, Any], path: Path | None) -> pl.LightningModule:
@@ -225,7 +223,7 @@ def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
     """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
     if not isinstance(work, TaskWorkload):
         return
-    logged = [each for name in work.module.metrics for each in (name, f"{name}/*")]
+    logged = [each for name in work.module.parts.metrics for each in (name, f"{name}/*")]
     if this_process.debug_rank is None:  # a breakpoint would stop here first, in a step without numbers
         logged = tried(settings, trainer, work) or logged
     raise_problems(monitor_problems(settings, logged))

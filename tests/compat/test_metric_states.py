@@ -20,7 +20,6 @@ from lockstep.compat.metric_states import in_order
 from lockstep.data.sampler import EvalSampler, Split
 from lockstep.launch import local
 from lockstep.tasks import Task
-from lockstep.training.module import TaskModule
 
 BATCH, COUNTS, WORLDS = 4, (5, 6, 1), (2, 3)
 
@@ -117,7 +116,7 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     never = pytest.fail
     task = Given()
     task.bind({})
-    made = TaskModule(nn.Identity(), task, optimizer=never, schedule=never, parallelize=never, metrics={"m": metric()}, network_arguments={})  # fmt: skip
+    made = task.attach(nn.Identity(), optimizer=never, schedule=never, parallelize=never, metrics={"m": metric()}, network_arguments={})  # fmt: skip
     found: dict[str, float] = {}
     for turn, total in enumerate((count, max(1, count - 1))):
         made.log_dict = lambda logged, turn=turn, **_: found.update(

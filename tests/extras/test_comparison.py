@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lockstep.extras.comparison import compare, grown_rounding
-from lockstep.reporting.runs_page import Report
+from lockstep.reporting.report import Report
 from lockstep.run import RunFolder
 
 

@@ -29,8 +29,8 @@ from lockstep.config.targets import written_arguments
 from lockstep.data.published import Mnist
 from lockstep.errors import NotSaved, UserError, outcome_of
 from lockstep.launch import cli, exits, local, resuming, start
+from lockstep.panel import Calibration
 from lockstep.reporting import page
-from lockstep.tasks.panel import Calibration
 
 
 @pytest.mark.parametrize("call", ["raise UserError('wrong')", "1 / 0", "pass"])

@@ -13,8 +13,8 @@ from in_process import rows
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.panel import Bars, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Table, Tokens
 from lockstep.reporting.panels import encoded, read_panels, write_panels
-from lockstep.tasks.panel import Bars, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Table, Tokens
 
 
 def test_a_report_is_what_the_files_say(run_a):

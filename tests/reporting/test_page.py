@@ -17,11 +17,11 @@ from lockstep import build
 from lockstep.callbacks import FiniteLoss
 from lockstep.callbacks.summary import Clock, samples_of
 from lockstep.config.settings import Settings
+from lockstep.panel import Bars, Gallery, Matrix, Panel, Sample
 from lockstep.reporting import page as pages
 from lockstep.reporting.panels import classes_of, is_right
 from lockstep.run import RunFolder
 from lockstep.tasks import Classification
-from lockstep.tasks.panel import Bars, Gallery, Matrix, Panel, Sample
 from lockstep.training.workload import TaskWorkload, Workload
 
 pytestmark = pytest.mark.xdist_group("page")
@@ -163,9 +163,9 @@ def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):
 
 def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[dict]:
     """The charts of these columns of metrics.csv, for a task with these metrics."""
-    task = SimpleNamespace(curves=lambda: [(name, "", (f"val/{name}",)) for name in columns])
     series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
-    module = SimpleNamespace(task=task, metrics=metrics, arithmetic=None, network_arguments={})
+    parts = SimpleNamespace(metrics=metrics, arithmetic=None, network_arguments={})
+    module = SimpleNamespace(curves=lambda: [(name, "", (f"val/{name}",)) for name in columns], parts=parts)
     return list(pages.drawn_curves(TaskWorkload(module, None), series, {}))
 
 

@@ -21,7 +21,7 @@ from lockstep.extras import comparison
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files
-from lockstep.reporting.runs_page import Report
+from lockstep.reporting.report import Report
 from lockstep.run import NUMBERS, TEXTS, RunFolder, validation_of
 
 ledger = importlib.import_module("runs")

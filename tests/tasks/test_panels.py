@@ -14,8 +14,8 @@ from torchmetrics.classification import (
     MultilabelAveragePrecision,
 )
 
+from lockstep.panel import Kept, PrecisionRecall, Share, Table, largest, wilson
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
-from lockstep.tasks.panel import Kept, PrecisionRecall, Share, Table, largest, wilson
 
 random = torch.Generator().manual_seed(0)
 

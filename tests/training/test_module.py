@@ -18,18 +18,17 @@ from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
 from lockstep.training.losses import first_rows, sample_at, samples_at
 from lockstep.training.metrics import named
-from lockstep.training.module import TaskModule
 
 
-def untrained(task: Task, net: nn.Module) -> TaskModule:
+def untrained(task: Task, net: nn.Module) -> Task:
     """The module of a task, for evaluation."""
     classes = ["land", "sea"] if isinstance(task, Segmentation) else list("0123456789")
     task.bind({"targets": ["height"], "classes": classes})
     never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
-    return TaskModule(net, task, **never, metrics=build.metrics(task, {}), network_arguments={})
+    return task.attach(net, **never, metrics=build.metrics(task, {}), network_arguments={})
 
 
-def module(task: type[Task] = Classification) -> TaskModule:
+def module(task: type[Task] = Classification) -> Task:
     """Its network hands logits on."""
     return untrained(task(), nn.Identity())
 
@@ -41,7 +40,7 @@ def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.tensor(logits_BK, dtype=torch.float32), torch.tensor(label_B)
 
 
-def seen(module: TaskModule, *batches: tuple[Tensor, Tensor], fillers: int = 0) -> TaskModule:
+def seen(module: Task, *batches: tuple[Tensor, Tensor], fillers: int = 0) -> Task:
     """After an evaluation of these batches, each with so many fillers at its end."""
     for logits_BK, label_B in batches:
         odd_BK = torch.cat([logits_BK, 1e4 * torch.rand(fillers, logits_BK.shape[1])])
@@ -53,7 +52,7 @@ def seen(module: TaskModule, *batches: tuple[Tensor, Tensor], fillers: int = 0) 
     return module
 
 
-def logged(module: TaskModule) -> dict[str, float]:
+def logged(module: Task) -> dict[str, float]:
     """What the end of the evaluation logs; the sums begin anew then."""
     found: dict[str, Tensor] = {}
     module.log_dict = lambda figures, **_: found.update(figures)
@@ -87,14 +86,14 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     made.on_validation_start()
     logits_BK, label_B = samples(3000)
     seen(made, *((logits_BK[i : i + 100].to(dtype), label_B[i : i + 100]) for i in range(0, 3000, 100)))
-    assert made.mean_loss.loss_sum.dtype == torch.float64
+    assert made.parts.mean_loss.loss_sum.dtype == torch.float64
     assert logged(made) == pytest.approx(plainly(logits_BK.to(dtype).float(), label_B), rel=1e-5)
     errors = untrained(Regression(), nn.Flatten()).to(dtype)
     errors.on_test_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
         errors.evaluation_step(batch, 0)
-    assert errors.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
+    assert errors.parts.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
 
 
 class Seen(Regression):
@@ -175,9 +174,9 @@ class Judged(Classification):
 
 def test_a_metric_may_have_a_network_which_is_not_the_modules():
     made, (logits_BK, label_B) = module(Judged).to(torch.bfloat16), samples(12)
-    network = made.metrics["items"].features
+    network = made.parts.metrics["items"].features
     made.on_validation_start()
-    assert (network[1].weight.dtype, made.metrics["items"].total.dtype) == (torch.float32, torch.float64)
+    assert (network[1].weight.dtype, made.parts.metrics["items"].total.dtype) == (torch.float32, torch.float64)
     seen(made, (logits_BK[:1], label_B[:1]), (logits_BK[1:], label_B[1:]))
     assert logged(made)["items"] == pytest.approx(network(logits_BK).sum().item(), rel=1e-5)
     assert not made.state_dict() and not list(made.parameters())
@@ -190,9 +189,9 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
     made.trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=strategy, precision_plugin=None)
     made.log = pytest.fail
     batch = {"input": torch.ones(2, 1, 3, 3), "target": torch.full((2, 3, 3), 255)}
-    loss_B, weight_B = made.task.loss(net(batch["input"]), batch), made.task.weight(batch)
+    loss_B, weight_B = made.loss(net(batch["input"]), batch), made.weight(batch)
     (loss_B * weight_B).mean().backward()
-    made.step_weight = weight_B.mean()
+    made.parts.step_weight = weight_B.mean()
     made.configure_gradient_clipping(None, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
     assert [parameter.grad.abs().sum().item() for parameter in net.parameters()] == [0.0, 0.0]
 
@@ -228,7 +227,7 @@ def test_a_process_in_which_nothing_counts_takes_part_in_a_checkpoint():
     """The other processes would wait for it."""
     made, asked = module(Segmentation), []
     made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: asked.append(value) or value + 1))
-    made.window_loss = made.window_weight = torch.tensor(0.0)
+    made.parts.window_loss = made.parts.window_weight = torch.tensor(0.0)
     checkpoint = {}
     made.on_save_checkpoint(checkpoint)
     assert len(asked) == 1
@@ -237,11 +236,11 @@ def test_a_process_in_which_nothing_counts_takes_part_in_a_checkpoint():
 
 def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch):
     """It adds up the processes' sums, which is another order of additions: in float32 the last digit differed."""
-    monkeypatch.setattr("lockstep.training.module.completes_step", lambda *_: False)
+    monkeypatch.setattr("lockstep.training.task.completes_step", lambda *_: False)
     losses = iter([2.0**24, 1.0, 1.0])
     made = module(Segmentation)
-    monkeypatch.setattr(made.task, "loss", lambda *_: torch.tensor([next(losses)]))
-    monkeypatch.setattr(made.task, "weight", lambda _: None)
+    monkeypatch.setattr(made, "loss", lambda *_: torch.tensor([next(losses)]))
+    monkeypatch.setattr(made, "weight", lambda _: None)
     made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: value))
     for index in range(3):
         made.training_step({"input": torch.zeros(1, 2, 1, 1), "index": torch.zeros(1)}, index)
@@ -249,7 +248,7 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():
-    names = module(Segmentation).task.value_names
+    names = module(Segmentation).value_names
     assert set(named("iou", torch.tensor([0.5, 0.25]), names)) == {"iou/land", "iou/sea"}
     assert set(named("matrix", torch.eye(2), names)) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
     nested = named("map", {"all": 1.0, "each": torch.ones(2), "none": torch.ones(0)}, names)

@@ -20,12 +20,12 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import picture
 from lockstep.data.standard import standard
 from lockstep.machine.world import peak_bytes
+from lockstep.panel import Content, Gallery, Sample
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.panels import restored
 from lockstep.run import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import SYNCHRONISED
-from lockstep.tasks.panel import Content, Gallery, Sample
 from lockstep.training.arithmetic import completes_step, has_row, steps_done, total_steps
 from lockstep.training.workload import Workload
 

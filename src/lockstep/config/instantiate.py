@@ -81,11 +81,13 @@ ENGINE_DATA = (
 )  # fmt: skip
 
 
-def is_a(node: DictConfig, key: str, base: str) -> bool:
-    """Whether a node names a subclass of `base`, which is known by its name: only the class is imported. Lockstep ships none."""
+def is_a(node: DictConfig, key: str, base: str, *nearer: str) -> bool:
+    """Whether a node names a subclass of `base`, which is known by its name: only the class is imported. Lockstep ships none. A subclass
+    of one of `nearer` is no such class."""
     path = node.get("_target_")
     target = target_of(path, key) if isinstance(path, str) and not is_shipped(node) else None
-    return base in map(targets.home, getattr(target, "__mro__", ()))
+    found = [home for home in map(targets.home, getattr(target, "__mro__", ())) if home in (base, *nearer)]
+    return found[:1] == [base]
 
 
 def data_set_node(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -237,7 +237,8 @@ class Settings:
         """Whether the task is the user's LightningModule: task=lightning_module says so; of another task, its class."""
         if "replaces" in self.cfg.task:
             return True
-        return self.imported and is_a(self.cfg.task, "task", "lightning.pytorch.core.module.LightningModule")
+        module, ours = "lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"
+        return self.imported and is_a(self.cfg.task, "task", module, ours)
 
     @cached_property
     def operations(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ TRUSTED = (
 )
 # Each base, and the libraries' modules that may define its subclasses. Those of Lockstep and of the project always may.
 BASES: dict[str, tuple[str, ...]] = {
-    "lockstep.tasks.task.Task": (),
+    "lockstep.training.task.Task": (),
     "lockstep.data.dataset.DataSet": (),
     "lockstep.data.dataset.Arrays": (),
     "lockstep.augment.operation.Operation": (),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints.finding import leaves
-from lockstep.reporting.runs_page import Curve, Report
+from lockstep.reporting.report import Curve, Report
 from lockstep.run import find_run
 
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs

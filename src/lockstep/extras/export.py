@@ -37,9 +37,9 @@ from lockstep.extras.tables import input_files
 from lockstep.machine.files import remove, replacing
 from lockstep.reporting.render import MARKDOWN
 from lockstep.run import RunFolder, tested, versions
-from lockstep.tasks import Task
 from lockstep.training.invariance import same_random_numbers
 from lockstep.training.losses import samples_at
+from lockstep.training.task import Task
 
 # B batch · C channel · H W pixel
 
@@ -202,8 +202,8 @@ class Exportable(pl.Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with same_random_numbers(torch.device("cpu")), TemporaryDirectory() as folder:
-            net, task = (copied(each).cpu().eval() for each in (pl_module.net, pl_module.task))
-            what = Exported(config, pl_module.network_arguments, task, net, data.evaluated, batch)
+            net, task = (each.cpu().eval() for each in (copied(pl_module.net), pl_module.copied()))
+            what = Exported(config, pl_module.parts.network_arguments, task, net, data.evaluated, batch)
             what.write(Path(folder), self.formats)
 
 

@@ -1,6 +1,5 @@
 """What a training step needs: operations and memory, counted on the meta device, and the time on devices of a stated kind, by strategy."""
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.checkpoints.finding import leaves
 from lockstep.data.datamodule import DataModule
 from lockstep.strategies.fsdp import repeated_blocks
-from lockstep.training.module import TaskModule
+from lockstep.training.task import Task
 
 # --- What a training step needs, counted on the meta device: no memory, no numbers ---
 
@@ -38,7 +37,7 @@ class Costs:
     flops: float  # per sample, forward and backward
 
 
-def costs(module: TaskModule, data: DataModule, net: nn.Module) -> Costs:
+def costs(module: Task, data: DataModule, net: nn.Module) -> Costs:
     """`net` is the network on the meta device. Raises whatever it raises there."""
     few, flops = kept(module, data, net, FEW)
     more, _ = kept(module, data, net, MORE)
@@ -77,7 +76,7 @@ def state_bytes(optimizer: Optimizer) -> int:
     return tensor_bytes(list(optimizer.state.values()))
 
 
-def kept(module: TaskModule, data: DataModule, net: nn.Module, samples: int) -> tuple[int, int]:
+def kept(module: Task, data: DataModule, net: nn.Module, samples: int) -> tuple[int, int]:
     """The bytes that backward keeps of a forward pass, without parameters, and the operations of both."""
     own = {StorageWeakRef(p.untyped_storage()) for p in net.parameters()}
     seen: dict[StorageWeakRef, Any] = {}  # tensors may share a storage; kept, so that no other gets its place
@@ -89,7 +88,7 @@ def kept(module: TaskModule, data: DataModule, net: nn.Module, samples: int) -> 
         return tensor
 
     batch = move_data_to_device(data.example(samples), torch.device("meta"))
-    task = copy.deepcopy(module.task).to("meta")
+    task = module.copied().to("meta")
     with FlopCounterMode(display=False) as counter:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = task.loss(task.outputs(net, batch), batch).sum()

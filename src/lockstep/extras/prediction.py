@@ -33,10 +33,10 @@ from lockstep.extras.exported import digits, text
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import locked, part_folder, remove, replacing, write_text
+from lockstep.panel import Mask, Sample
 from lockstep.reporting.render import render
-from lockstep.tasks.panel import Mask, Sample
-from lockstep.tasks.task import RESERVED
 from lockstep.training.losses import sample_at
+from lockstep.training.targets import RESERVED
 from lockstep.training.workload import Columns, Workload
 
 # --- Columns of predictions as the rows of a table: plain values by name ---

@@ -34,7 +34,7 @@ RESTART_S = 120.0  # a restarted run waits so long for the one before it: a file
 # NumPy, rich and Jinja take as long to import as Hydra, so functions import what needs them, after the config is checked.
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
-    from lockstep.reporting.runs_page import Report
+    from lockstep.reporting.report import Report
 
 
 def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[DataSet, int] | tuple[None, None]":
@@ -129,7 +129,7 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
             if not recorder.folder.has_config():  # a run that has begun keeps its report
                 recorder.__exit__(type(e), e, e.__traceback__)
         raise
-    from lockstep.reporting.runs_page import Report
+    from lockstep.reporting.report import Report
 
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
     settings = settings.decided(data, samples).identified(data.source if data else None, experiment)

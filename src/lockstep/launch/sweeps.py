@@ -23,7 +23,7 @@ from lockstep.machine import process
 from lockstep.machine.files import open_log, read_text, write_csv
 from lockstep.machine.world import cores, visible_gpus
 from lockstep.reporting import console
-from lockstep.reporting.runs_page import Report
+from lockstep.reporting.report import Report
 from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, tested, told_if_damaged
 
 # --- A multirun's table of results, read from the reports of its jobs ---

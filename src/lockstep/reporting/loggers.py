@@ -30,8 +30,8 @@ from lockstep.compat.lightning import without_anonymous
 from lockstep.config.compose import dotted
 from lockstep.config.project import of_users_code
 from lockstep.errors import UserError, chain
+from lockstep.panel import Content, Matrix, Share, Table
 from lockstep.run import RunFolder
-from lockstep.tasks.panel import Content, Matrix, Share, Table
 from lockstep.training.arithmetic import steps_done
 
 log = logging.getLogger("lockstep")

@@ -18,11 +18,11 @@ from lockstep.config.project import command
 from lockstep.config.words import counted, is_fraction, metric, number, seconds, size, warn
 from lockstep.errors import NotSaved
 from lockstep.machine.files import write_json, write_text
+from lockstep.panel import Content, Gallery
 from lockstep.reporting.console import metrics_table, say, time_left, warnings_in
 from lockstep.reporting.panels import classes_of, is_right, write_panels
 from lockstep.reporting.render import chart, coloured, metric_series, render
 from lockstep.run import RunFolder, tested
-from lockstep.tasks.panel import Content, Gallery
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
 from lockstep.training.workload import headline
 

@@ -20,9 +20,9 @@ from PIL import Image
 from lockstep.config.words import metric
 from lockstep.data.dataset import Sound
 from lockstep.machine.files import read_text, write_text
+from lockstep.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Tokens
 from lockstep.reporting.render import ENVIRONMENT, chart, coloured
 from lockstep.run import told_if_damaged
-from lockstep.tasks.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Tokens
 
 # --- Small images for a page, as data URIs ---
 

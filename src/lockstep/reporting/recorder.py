@@ -27,8 +27,8 @@ from lockstep.run import SEPARATOR, provenance, tested, validation_of
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lockstep.panel import Content
     from lockstep.reporting.loggers import Background
-    from lockstep.tasks.panel import Content
     from lockstep.training.workload import Workload
 
 

@@ -5,6 +5,6 @@ from lockstep.tasks.language_model import LanguageModel
 from lockstep.tasks.multilabel import Multilabel
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
-from lockstep.tasks.task import Task
+from lockstep.training.task import Task
 
 __all__ = ["Classification", "LanguageModel", "Multilabel", "Regression", "Segmentation", "Task"]

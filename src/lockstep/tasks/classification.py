@@ -11,8 +11,9 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
-from lockstep.tasks.panel import Calibration, Confusion, Panel, PrecisionRecall, wilson
-from lockstep.tasks.task import Targets, Task, loss_factors, validate_outputs
+from lockstep.panel import Calibration, Confusion, Panel, PrecisionRecall, wilson
+from lockstep.training.targets import Targets, loss_factors, validate_outputs
+from lockstep.training.task import Task
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 

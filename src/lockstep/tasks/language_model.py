@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lockstep.tasks.panel import Content, Lines, Panel, Tokens
-from lockstep.tasks.task import Targets, Task, validate_outputs
+from lockstep.panel import Content, Lines, Panel, Tokens
+from lockstep.training.targets import Targets, validate_outputs
+from lockstep.training.task import Task
 
 
 class LanguageModel(Task):

@@ -11,8 +11,9 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAccuracy, MultilabelStatScores
 
 from lockstep.errors import UserError
-from lockstep.tasks.panel import ByLabel, Panel, PrecisionRecall
-from lockstep.tasks.task import Targets, Task, loss_factors, validate_outputs
+from lockstep.panel import ByLabel, Panel, PrecisionRecall
+from lockstep.training.targets import Targets, loss_factors, validate_outputs
+from lockstep.training.task import Task
 
 
 class Multilabel(Task):

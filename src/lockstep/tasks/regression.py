@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from lockstep.tasks.panel import Panel, Residuals
-from lockstep.tasks.task import Targets, Task
+from lockstep.panel import Panel, Residuals
+from lockstep.training.targets import Targets
+from lockstep.training.task import Task
 
 
 class Regression(Task):

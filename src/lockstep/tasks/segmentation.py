@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from lockstep.tasks.panel import ByPixel, Mask, Panel
-from lockstep.tasks.task import Targets, Task, validate_outputs
+from lockstep.panel import ByPixel, Mask, Panel
+from lockstep.training.targets import Targets, validate_outputs
+from lockstep.training.task import Task
 
 
 class Segmentation(Task):

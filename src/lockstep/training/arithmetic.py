@@ -22,7 +22,7 @@ from lockstep.machine.world import World
 from lockstep.training.optim import local_parts, padded_fused
 
 if TYPE_CHECKING:
-    from lockstep.training.module import TaskModule
+    from lockstep.training.task import Task
 
 Make = Callable[..., Optimizer]
 dist: Any = torch.distributed
@@ -68,7 +68,7 @@ def has_row(trainer: pl.Trainer, step: int) -> bool:
 
 
 class StepArithmetic:
-    """The joints of a step at which its two ways differ. `TaskModule` and the callbacks call them without asking which way it is.
+    """The joints of a step at which its two ways differ. `Task` and the callbacks call them without asking which way it is.
 
     Here Lightning and the strategy average gradients. Each process keeps its own batch statistics and draws its own random numbers.
     """
@@ -120,7 +120,7 @@ class StepArithmetic:
     def after_backward(self, module: pl.LightningModule) -> None:
         """After the last micro-batch of a step, gradients and buffers are those of the global batch."""
 
-    def evaluation_sum(self, module: "TaskModule", batch_idx: int) -> int:
+    def evaluation_sum(self, module: "Task", batch_idx: int) -> int:
         """The sum that a batch of an evaluation belongs to."""
         return 0
 
@@ -163,7 +163,7 @@ class LogicalRanks(StepArithmetic):
         deterministic = config["deterministic"] or world.accelerator == "cuda"
         return {**counts, "accumulate_grad_batches": parts, "deterministic": deterministic}
 
-    def evaluation_sum(self, module: "TaskModule", batch_idx: int) -> int:
+    def evaluation_sum(self, module: "Task", batch_idx: int) -> int:
         return self.evaluation_parts(module.trainer, batch_idx)[0] % self.count
 
     def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:

@@ -25,13 +25,13 @@ from torchmetrics import Metric
 from lockstep.compat.torch import copy_hooks
 from lockstep.data.dataset import Batch, Indices
 from lockstep.errors import UserError
-from lockstep.tasks import Task
-from lockstep.tasks.task import validated_columns
 from lockstep.training import invariance
 from lockstep.training.losses import first_rows, float32, one_per_sample, weight_of
 from lockstep.training.metrics import named
 from lockstep.training.oom import ran_out
 from lockstep.training.schedules import scheduler
+from lockstep.training.targets import validated_columns
+from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload
 
 SAMPLES = 2
@@ -114,7 +114,7 @@ class DryRun:
             with META:
                 net = self.make_net()
         batch = self.work.data.example(samples, source, training=training)
-        return net.to(device).train(training), copy.deepcopy(module.task).to(device), move_data_to_device(batch, device)
+        return net.to(device).train(training), module.copied().to(device), move_data_to_device(batch, device)
 
     def step(self, net: nn.Module, task: Task, batch: Batch) -> None:
         device, module = batch["index"].device, self.work.module
@@ -132,7 +132,7 @@ class DryRun:
         with refused("optim: {}."):
             optimizer = module.new_optimizer(net)
         with refused("schedule: {}."):
-            scheduler(module.make_schedule, optimizer, self.steps)
+            scheduler(module.parts.schedule, optimizer, self.steps)
         for parameter in list(net.parameters())[FEW:]:
             parameter.grad = None
         closure: Any = loss.detach  # Lightning gives one too
@@ -163,14 +163,14 @@ class DryRun:
             outputs = apply_to_collection(task.outputs(net, batch), Tensor, on_cpu)
         count, title = len(batch["index"]), f"task={self.titles['task']}"
         # the same one, which may keep something for its loss
-        task = copy.deepcopy(module.task) if batch["index"].is_meta else task.cpu()
+        task = module.copied() if batch["index"].is_meta else task.cpu()
         batch = data.example(count, training=False)
         with refused(self.misfit(batch)):
             outputs = float32(first_rows(outputs, count, count))
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
         logged: list[str] = []
-        for name, metric in module.metrics.items():
+        for name, metric in module.parts.metrics.items():
             with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
                 value = computed(metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
                 logged += named(name, value, task.value_names)
@@ -220,7 +220,7 @@ class DryRun:
 
     def validate_gathered(self) -> None:
         """Raises UserError: the batches of processes cannot be joined to one, for a loss between samples."""
-        task, data = self.work.module.task, self.work.data
+        task, data = self.work.module, self.work.data
         shapes: dict[str, set[torch.Size]] = {}
         if self.world > 1 and task.between_samples:
             for index in data.varied(ALONE):
@@ -249,7 +249,8 @@ class DryRun:
         if not self.shipped and parameters <= invariance.DOUBLE and self.device.type != "mps":
             net, task, _ = self.copies(training=False, samples=1)
             with suppress(RuntimeError, TypeError):  # code that makes float32 tensors of its own
-                return invariance.why_not(net.double(), task.double(), invariance.in_double(steps), exact=exact)
+                doubled = apply_to_collection(steps, Tensor, lambda x: x.double() if x.is_floating_point() else x)
+                return invariance.why_not(net.double(), task.double(), doubled, exact=exact)
         net, task, _ = self.copies(training=False, samples=1)
         return invariance.why_not(net, task, steps, exact=exact)
 

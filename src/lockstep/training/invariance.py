@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.data.dataset import Batch
-from lockstep.tasks import Task
 from lockstep.training import dropout
 from lockstep.training.losses import weighted_loss
+from lockstep.training.task import Task
 
 MOVED = 0.01  # by which parameters change between steps
 # samples: at least; of the first try, if a micro-batch has as many; at most, within SECONDS and BYTES of what passes between modules
@@ -89,7 +89,8 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 class Passed:
     """What went into a module, or came out of it, and whose code it comes from: a module's, or the loss."""
 
-    source: nn.Module | Task
+    source: nn.Module
+    method: str  # of it, which computed
     tree: Any  # of tensors
     drew: bool  # random numbers of a generator
 
@@ -106,7 +107,7 @@ class Computed:
     @property
     def drawing(self) -> str:
         """What draws random numbers."""
-        return next((named(passed.source) for passed in self.passed if passed.drew), "")
+        return next((named(passed) for passed in self.passed if passed.drew), "")
 
 
 class Process:
@@ -126,11 +127,11 @@ class Process:
         device, count = batch["index"].device, len(batch["index"])
         passed, stack, state = list[Passed](), [net], generators(device)
 
-        def keep(source: nn.Module | Task, tree: Any) -> None:
+        def keep(source: nn.Module, tree: Any, method: str = "forward") -> None:
             nonlocal state
             before, state = state, generators(device)
             kept = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
-            passed.append(Passed(source, kept, state != before))
+            passed.append(Passed(source, method, kept, state != before))
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             keep(stack[-1], (args, kwargs))
@@ -143,7 +144,7 @@ class Process:
             with same_random_numbers(device):
                 outputs = task.outputs(net, batch)
                 loss = weighted_loss(task, outputs, batch)
-                keep(task, outputs if task.between_samples else loss)
+                keep(task, outputs if task.between_samples else loss, "loss")
                 for hook in hooks:  # activations may be computed again
                     hook.remove()
                 sums = [x.square().sum() for x in tensors(outputs)] if task.between_samples else [loss[0].sum()]
@@ -207,10 +208,10 @@ def steps_differ(whole: list[Tensor], *parts: list[Tensor]) -> bool:
     return False
 
 
-def named(source: nn.Module | Task) -> str:
+def named(passed: Passed) -> str:
     """A module's class, with the file and line of the code that computes."""
-    kind: Any = source.original if isinstance(source, dropout.ByRow) else type(source)
-    code: Any = getattr(kind, "loss" if isinstance(source, Task) else "forward")
+    kind: Any = passed.source.original if isinstance(passed.source, dropout.ByRow) else type(passed.source)
+    code: Any = getattr(kind, passed.method)
     try:
         file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
@@ -239,9 +240,9 @@ def why_differ(whole: Computed, *parts: Computed, as_stored: bool = True) -> str
         kinds = [[type(each.source) for each in computed.passed] for computed in (whole, *parts)]
         places = zip(passed, *others, strict=False) if as_stored and kinds.count(kinds[0]) == len(kinds) else ()
         place = next((place for place, (tree, *rest) in enumerate(places) if differ(tree, rest)), -1)
-        return f"what {named(whole.passed[place].source)} computes for a sample"
+        return f"what {named(whole.passed[place])} computes for a sample"
     if largest(made) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
-        return f"the gradient of a sample in {named(whole.passed[0].source)} or its loss"
+        return f"the gradient of a sample in {named(whole.passed[0])} or its loss"
     return ""
 
 
@@ -320,7 +321,3 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
         return Division("", f"{name} draws random numbers in it", nbytes)
     coupled = why_differ(evaluated, *parts, as_stored=as_stored)
     return Division("", coupled and depends.format(coupled), nbytes)
-
-
-def in_double(tree: Any) -> Any:
-    return apply_to_collection(tree, Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)

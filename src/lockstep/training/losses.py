@@ -4,9 +4,8 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -16,7 +15,9 @@ from lockstep.data.dataset import Batch
 from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
 from lockstep.machine.world import objects_of_all
-from lockstep.tasks import Task
+
+if TYPE_CHECKING:
+    from lockstep.training.task import Task
 
 Tree = Any
 Change = Callable[[Any, str], Any]  # of a value, and the name of its place
@@ -125,7 +126,7 @@ def of_partners(batch: Batch) -> Batch:
     return {**batch, **samples_at(rest, batch["partner"], len(batch["partner"]))}
 
 
-def one_per_sample(value_B: Any, task: Task, batch: Batch, method: str = "loss") -> Tensor:
+def one_per_sample(value_B: Any, task: "Task", batch: Batch, method: str = "loss") -> Tensor:
     """Raises UserError if a task's loss or weight is not one number per sample."""
     count = len(batch["index"])
     if isinstance(value_B, Tensor) and value_B.shape == (count,):
@@ -138,13 +139,13 @@ def one_per_sample(value_B: Any, task: Task, batch: Batch, method: str = "loss")
     )
 
 
-def weight_of(task: Task, batch: Batch) -> Tensor | None:
+def weight_of(task: "Task", batch: Batch) -> Tensor | None:
     """weight_B, if samples differ in weight. A (B, 1) would be broadcast to (B, B), where each loss has the mean weight."""
     weight_B = task.weight(batch)
     return None if weight_B is None else one_per_sample(weight_B, task, batch, "weight")
 
 
-def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+def weighted_loss(task: "Task", output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """loss_B times weight_B, and weight_B. A mixed sample has both targets, each with its share.
 
     Exact for losses that are linear in the target, such as cross-entropy with label smoothing; the definition of mixup for others.
@@ -167,8 +168,9 @@ def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor
 # respect to its own outputs is complete: backward communicates nothing more.
 
 
-def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> tuple[Any, Batch]:
+def whole_batch(task: "Task", output: Any, batch: Batch) -> tuple[Any, Batch]:
     """For a task with `between_samples`, the outputs, with gradients, and the batch of all processes; for others its arguments."""
+    trainer = task.trainer
     if not task.between_samples or trainer.world_size == 1:
         return output, batch
     rank, world, size_B = trainer.global_rank, trainer.world_size, len(batch["index"])
@@ -207,14 +209,14 @@ def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> t
     return by_sample(output, size_B, of_output, refused, "output"), {**gathered, "count": size_B * world}
 
 
-def evaluation_loss(task: Task, output: Any, batch: Batch, module: pl.LightningModule) -> Tensor | None:
+def evaluation_loss(task: "Task", output: Any, batch: Batch) -> Tensor | None:
     """loss_B of this process's real samples, among those of all processes; None if the task compares no samples, or one process has
     them all. Every process must call it, also one without samples."""
-    if not task.between_samples or module.trainer.world_size == 1:
+    if not task.between_samples or task.trainer.world_size == 1:
         return None
-    output, gathered = whole_batch(task, float32(output), batch, module.trainer)
+    output, gathered = whole_batch(task, float32(output), batch)
     count = int((gathered["index"] != FILLER).sum())  # the fillers are last
     output = apply_to_collection(output, Tensor, lambda tensor: tensor[:count])
     named = {**samples_at(gathered, slice(count), gathered["count"]), "count": count}
-    first = module.trainer.global_rank * len(batch["index"])
+    first = task.trainer.global_rank * len(batch["index"])
     return one_per_sample(task.loss(output, named), task, named)[first : first + batch["count"]]

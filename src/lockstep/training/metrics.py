@@ -17,13 +17,12 @@ from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.machine.world import objects_of_all
-from lockstep.tasks import Task
-from lockstep.tasks.panel import Content, Gallery, Kept, Panel, Sample
+from lockstep.panel import Content, Gallery, Kept, Panel, Sample
 from lockstep.training.arithmetic import tree_sum
 from lockstep.training.losses import sample_at, samples_at, without_fillers
 
 if TYPE_CHECKING:
-    from lockstep.training.module import TaskModule
+    from lockstep.training.task import Task
 
 log = logging.getLogger("lockstep")
 
@@ -87,7 +86,7 @@ class TestPanels:
 
     __test__ = False  # for pytest
 
-    def __init__(self, task: Task, contents: list[Content], *, compiled: bool) -> None:
+    def __init__(self, task: "Task", contents: list[Content], *, compiled: bool) -> None:
         self.task, self.worst, self.random, self.compiled = task, Kept(24, by_loss=True), Kept(16), compiled
         self.panels: dict[str, Panel] = {}
         self.failed: set[str] = set()
@@ -117,7 +116,7 @@ class TestPanels:
                 with self.attempt(name):
                     update(panel, batch_idx, output, batch, loss_B)
 
-    def finish(self, module: "TaskModule") -> None:
+    def finish(self) -> None:
         """Called on every rank."""
         failed = set[str]().union(*objects_of_all(self.failed))
         for name, panel in self.panels.items():
@@ -128,7 +127,7 @@ class TestPanels:
             worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
         if random.keys() <= worst.keys():  # a small test set is there whole
             random = {}
-        samples = self.samples(module, worst | random)
+        samples = self.samples(worst | random)
         for title, kept, note in (
             ("Largest losses", worst, "Of the test set, the largest first."),
             ("Random samples", random, "The same samples of the test set in every run."),
@@ -136,24 +135,24 @@ class TestPanels:
             if shown := [samples[index] for index in kept if index in samples]:
                 self.contents.append(Gallery(title, shown, note))
 
-    def samples(self, module: "TaskModule", losses: Mapping[int, float]) -> dict[int, Sample]:
+    def samples(self, losses: Mapping[int, float]) -> dict[int, Sample]:
         """The samples of the test set with these indices, computed once more.
 
         A compiled network would be compiled anew for another number of samples than the test's. Every rank computes all of them,
         because strategies that shard communicate in forward.
         """
         found, indices = dict[int, Sample](), list(losses)
-        trainer, data = module.trainer, module.trainer.datamodule  # type: ignore[attr-defined]
+        trainer, data = self.task.trainer, self.task.trainer.datamodule  # type: ignore[attr-defined]
         share = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
         size = share if self.compiled else min(share, len(indices))
         for first in range(0, len(indices), size):
             index_N = np.take(indices, np.arange(first, first + size), mode="wrap")
             raw = data.raw("test", index_N)
-            moved = move_data_to_device(samples_at(raw, [*range(size)], size), module.device)
+            moved = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
             batch = trainer.precision_plugin.convert_input(data.finished(moved, training=False))
             batch["count"] = min(size, len(indices) - first)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
-                output = module(batch)
+                output = self.task(batch)
             with self.attempt("worst"):
                 facts = self.task.describe(*without_fillers(output, batch))
                 for place, (index, more) in enumerate(zip(index_N.tolist(), facts, strict=False)):

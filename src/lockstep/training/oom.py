@@ -99,7 +99,7 @@ def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:
     device = trainer.strategy.root_device
     try:
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
-        module.arithmetic = StepArithmetic()  # logical ranks hold gradients
+        module.parts.arithmetic = StepArithmetic()  # logical ranks hold gradients
         module.zero_grad(set_to_none=True)
         gc.collect()
         if device.type == "cuda":
@@ -109,7 +109,7 @@ def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:
         for _ in range(2):  # gradients and the optimizer's state exist only from the second step on
             batch = trainer.precision_plugin.convert_input(data.example(micro_batch, device))
             with trainer.precision_plugin.train_step_context():
-                loss = module.task.loss(module(batch), batch).mean()
+                loss = module.loss(module(batch), batch).mean()
             loss.backward()
             optimizer.step()
             # the copy that checkpoints are written from

@@ -19,14 +19,13 @@ from lockstep.config.words import metric
 from lockstep.data.datamodule import DataModule
 from lockstep.data.standard import Brought, standard
 from lockstep.errors import UserError
+from lockstep.panel import Content
 from lockstep.run import tested
-from lockstep.tasks import Task
-from lockstep.tasks.panel import Content
-from lockstep.tasks.task import validated_columns
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, SAME_BITS, UNKNOWN
 from lockstep.training.metrics import TestPanels
-from lockstep.training.module import TaskModule
+from lockstep.training.targets import validated_columns
+from lockstep.training.task import Task
 
 Columns = dict[str, Any]
 Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% interval if there is a simple one
@@ -197,14 +196,13 @@ class Workload:
 
 class TaskWorkload(Workload):
     position = ("window", "network")
-    module: TaskModule
+    module: Task
     data: DataModule
     task: Task
 
-    def __init__(self, module: TaskModule, data: DataModule) -> None:
-        super().__init__(module, data, module.arithmetic)
-        self.task, self.title = module.task, type(module.task).__name__
-        self.network_arguments = module.network_arguments
+    def __init__(self, module: Task, data: DataModule) -> None:
+        super().__init__(module, data, module.parts.arithmetic)
+        self.task, self.network_arguments = module, module.parts.network_arguments
         self.trial = UNKNOWN.format("it was not tried")  # how processes change the result, found out by dry_run.py
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
@@ -225,7 +223,7 @@ class TaskWorkload(Workload):
         return [rounded] if self.task.float32_head and precision in ("bf16-true", "16-true") else []
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
-        self.module.test_panels = TestPanels(self.task, panels, compiled=compiled)
+        self.module.parts.test_panels = TestPanels(self.task, panels, compiled=compiled)
 
     def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
         if top_k > 1 and type(self.task).top is Task.top:
@@ -244,7 +242,7 @@ class TaskWorkload(Workload):
 
     def highest(self, name: str) -> float:
         """As torchmetrics declares it: 1 for fractions."""
-        metrics, metric = self.module.metrics, name.partition("/")[2].partition("/")[0]
+        metrics, metric = self.module.parts.metrics, name.partition("/")[2].partition("/")[0]
         return float(getattr(metrics.get(metric), "plot_upper_bound", None) or math.inf)
 
 

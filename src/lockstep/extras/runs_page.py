@@ -1,96 +1,23 @@
-"""The reports of runs: one for Python, and the page of many with their curves, metrics, settings and differences. Free of torch."""
+"""The page of many runs: a section for each data set, as only runs of the same data can be ranked. Free of torch."""
 
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
-from html import escape
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from lockstep.config.compose import PLACE, dotted
+from lockstep.config.compose import PLACE
 from lockstep.config.words import is_fraction, metric, number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
-from lockstep.reporting.render import COLOURS, chart, metric_series, render
-from lockstep.run import RunFolder, tested
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from lockstep.tasks.panel import Content
-
-
-# --- The report of a run for Python: its metrics, curves and panels. Free of torch until the panels are asked for ---
-
-# The page has styles and a script of its own, which must not meet those of the notebook.
-FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" height="640" style="border:0"></iframe>'
-
-
-class Curve(NamedTuple):
-    """As for `plt.plot(*curve)`."""
-
-    steps: list[int]  # optimizer steps done
-    values: list[float]
-
-
-class Report(dict[str, Any]):
-    """report.json as a dict; empty without one. A notebook shows the page."""
-
-    def __init__(self, run: RunFolder, content: Mapping[str, Any] | None = None) -> None:
-        super().__init__(run.report() if content is None else content)
-        self.run_folder, self.folder = run, run.path
-
-    @classmethod
-    def listed(cls, run: RunFolder, runs_dir: Path) -> Self:
-        """One of a list of runs, in which a damaged file must not hide the other runs."""
-        content: dict[str, Any] = {"status": "damaged" if run.report_file.is_file() else "no report"}
-        with suppress(UserError):
-            content |= run.report()
-        return cls(run, content | {"run": run.path.relative_to(runs_dir).as_posix()})
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The config by dotted keys, empty if it is missing or damaged."""
-        with suppress(UserError):
-            return dotted(self.run_folder.settings()[0])
-        return {}
-
-    @cached_property
-    def curves(self) -> dict[str, Curve]:
-        """The columns of metrics.csv by name."""
-        columns = metric_series(self.run_folder.metrics())
-        return {name: Curve(*map(list, zip(*points, strict=True))) for name, points in columns.items()}
-
-    @cached_property
-    def panels(self) -> "dict[str, Content]":
-        """What the page shows of the test set, by title: `report.panels["Largest losses"].samples`."""
-        from lockstep.reporting.panels import read_panels
-
-        return {panel.title: panel for panel in read_panels(self.run_folder.panels_file)}
-
-    def frame(self) -> "pd.DataFrame":
-        """The rows of metrics.csv as a DataFrame. Raises UserError: pandas is not installed."""
-        try:
-            import pandas as pd
-        except ImportError:
-            raise UserError("frame() needs pandas: pip install pandas. `curves` has the same as lists.") from None
-        return pd.DataFrame(self.run_folder.metrics())
-
-    def _repr_html_(self) -> str:
-        """A table of the main metrics, which viewers without frames show as well; then the page."""
-        names = ("run", "status", "error", *tested(self), str(self.get("monitor")), "train/steps", "wall_s")
-        rows = {name: metric(name, self[name]) for name in names if self.get(name) is not None}
-        cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
-        page = self.run_folder.page_file
-        return f"<table>{cells}</table>" + (FRAME.format(escape(read_text(page))) if page.is_file() else "")
-
-
-# --- The page of many runs: a section for each data set, as only runs of the same data can be ranked. Free of torch ---
+from lockstep.reporting.render import COLOURS, chart, render
+from lockstep.reporting.report import Curve, Report
+from lockstep.run import tested
 
 METRICS, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
 # Decided by Lockstep, not by a person.

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from lockstep.errors import UserError
-from lockstep.reporting import runs_page
+from lockstep.extras import runs_page
 
 ledger = importlib.import_module("runs")
 

@@ -1,0 +1,82 @@
+"""The report of a run for Python: its metrics, curves and panels. Free of torch until the panels are asked for."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from lockstep.config.compose import dotted
+from lockstep.config.words import metric
+from lockstep.errors import UserError
+from lockstep.machine.files import read_text
+from lockstep.reporting.render import metric_series
+from lockstep.run import RunFolder, tested
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from lockstep.panel import Content
+
+# The page has styles and a script of its own, which must not meet those of the notebook.
+FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" height="640" style="border:0"></iframe>'
+
+
+class Curve(NamedTuple):
+    """As for `plt.plot(*curve)`."""
+
+    steps: list[int]  # optimizer steps done
+    values: list[float]
+
+
+class Report(dict[str, Any]):
+    """report.json as a dict; empty without one. A notebook shows the page."""
+
+    def __init__(self, run: RunFolder, content: Mapping[str, Any] | None = None) -> None:
+        super().__init__(run.report() if content is None else content)
+        self.run_folder, self.folder = run, run.path
+
+    @classmethod
+    def listed(cls, run: RunFolder, runs_dir: Path) -> Self:
+        """One of a list of runs, in which a damaged file must not hide the other runs."""
+        content: dict[str, Any] = {"status": "damaged" if run.report_file.is_file() else "no report"}
+        with suppress(UserError):
+            content |= run.report()
+        return cls(run, content | {"run": run.path.relative_to(runs_dir).as_posix()})
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The config by dotted keys, empty if it is missing or damaged."""
+        with suppress(UserError):
+            return dotted(self.run_folder.settings()[0])
+        return {}
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """The columns of metrics.csv by name."""
+        columns = metric_series(self.run_folder.metrics())
+        return {name: Curve(*map(list, zip(*points, strict=True))) for name, points in columns.items()}
+
+    @cached_property
+    def panels(self) -> "dict[str, Content]":
+        """What the page shows of the test set, by title: `report.panels["Largest losses"].samples`."""
+        from lockstep.reporting.panels import read_panels
+
+        return {panel.title: panel for panel in read_panels(self.run_folder.panels_file)}
+
+    def frame(self) -> "pd.DataFrame":
+        """The rows of metrics.csv as a DataFrame. Raises UserError: pandas is not installed."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise UserError("frame() needs pandas: pip install pandas. `curves` has the same as lists.") from None
+        return pd.DataFrame(self.run_folder.metrics())
+
+    def _repr_html_(self) -> str:
+        """A table of the main metrics, which viewers without frames show as well; then the page."""
+        names = ("run", "status", "error", *tested(self), str(self.get("monitor")), "train/steps", "wall_s")
+        rows = {name: metric(name, self[name]) for name in names if self.get(name) is not None}
+        cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
+        page = self.run_folder.page_file
+        return f"<table>{cells}</table>" + (FRAME.format(escape(read_text(page))) if page.is_file() else "")

@@ -1,0 +1,400 @@
+"""The LightningModule of every task: a loss per sample, metrics, and what the report shows. It knows nothing of devices or strategies."""
+
+# B batch
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torchmetrics import Metric
+
+from lockstep.compat.metric_states import exact_on, of_all_processes, prepare, update
+from lockstep.data.dataset import Batch
+from lockstep.errors import UserError
+from lockstep.panel import Panel
+from lockstep.training.arithmetic import (
+    StepArithmetic,
+    clip_by_norm,
+    completes_step,
+    has_row,
+    scale_gradients,
+    total_steps,
+)
+from lockstep.training.losses import (
+    evaluation_loss,
+    one_per_sample,
+    weight_of,
+    weighted_loss,
+    whole_batch,
+    without_fillers,
+)
+from lockstep.training.metrics import MeanLoss, TestPanels, named
+from lockstep.training.optim import begin_momentum, head_of
+from lockstep.training.schedules import scheduler
+from lockstep.training.targets import Plain, Targets, is_small, without_super
+
+log = logging.getLogger("lockstep")
+
+
+def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Calls a custom `train` of each module that has one: it may keep a part in evaluation mode, or do more."""
+    for module, training in modes:
+        if type(module).train is not nn.Module.train:
+            module.train(training)
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """What a run gives to its task, besides the network. No module, so metrics are no children: checkpoints would hold a metric's own
+    network, and DDP wait for its gradients. `parallelize` gets the network once, before the optimizer is created, and returns what to
+    call instead of it.
+    """
+
+    optimizer: Callable[..., Optimizer]
+    parameters: Callable[[nn.Module], Any] = nn.Module.parameters
+    schedule: Callable[..., LRScheduler]
+    parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]]
+    metrics: dict[str, Metric]
+    network_arguments: dict[str, Any]
+    arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
+    test_panels: TestPanels | None = None  # of the test at the end of a run
+    call_net: Callable[..., Any] | None = None
+    # Sums of mean losses and of mean weights over the micro-batches since the last log row.
+    window_loss: Tensor | float = 0.0
+    window_weight: Tensor | float = 0.0
+    began: bool = False  # whether this process has computed a training batch
+    step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # in training, during an evaluation
+
+    def __post_init__(self) -> None:
+        self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
+        self.all_metrics: list[Metric] = [self.mean_loss, *self.metrics.values()]
+
+
+class Task(pl.LightningModule):
+    """Subclass it in your own file: override `loss`, and whatever else differs.
+
+    Before it calls anything, the engine sets `about`, the data set's description of itself. It averages `loss` over the whole
+    global batch, and passes real samples only. Buffers move to the device; register them with persistent=False, so
+    checkpoints contain the network only. It is a LightningModule with automatic optimization: `self.trainer`, `self.global_step`,
+    `self.current_epoch` and hooks such as `on_train_epoch_start` are Lightning's.
+    """
+
+    of_task = True  # takes named batches with fillers, unlike other LightningModules
+
+    needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
+    names: ClassVar[str] = (
+        "classes"  # the key of `about` that names the values of an output, and of a metric with several
+    )
+    titles: ClassVar[Mapping[str, tuple[str, str]]] = {}  # of curves in the report: title and unit by metric, or `loss`
+    # What makes predictions of outputs, for exported networks: softmax, next_token, sigmoid or identity. A class with other
+    # `predictions` sets its own; None: an exported network returns its outputs as they are.
+    activation: str | None = None
+    # A loss between samples, such as a contrastive one: training and evaluation call `loss` with the outputs and the batch of all
+    # processes, in the order of the global batch. It returns a number for each of these samples.
+    between_samples: bool = False
+    # The network's last layer computes in float32 under mixed precision, for outputs with more than 3 digits.
+    float32_head: bool = False
+    expects: Targets | None = None  # judged before training, or when they are read; None: any `target`
+    about: Mapping[str, Any]
+    net: nn.Module
+    parts: Parts
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """A class with its own `loss` takes any `target`, unless it says what it expects."""
+        super().__init_subclass__(**arguments)
+        nearest = next(each for each in cls.__mro__ if {"loss", "expects"} & vars(each).keys())
+        if "expects" not in vars(nearest):
+            cls.expects = None
+
+    def bind(self, about: Mapping[str, Any]) -> None:
+        """Raises UserError if `about` lacks a key that the task needs."""
+        if missing := [name for name in self.needs if not about.get(name)]:
+            raise UserError(
+                f"the task {type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
+                "Choose a different task or data, or add it to the `about` of your data set. The classes of a torch Dataset are data.classes; "
+                "those of a table are texts, or numbers from 0."
+            )
+        self.about = about
+
+    @property
+    def value_names(self) -> Sequence[Any]:
+        """Of the classes, labels, ...; empty if the data has none."""
+        return self.about.get(self.names) or ()
+
+    def network_arguments(self) -> dict[str, Any]:
+        """Arguments offered to the network. It gets those that its signature names."""
+        return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
+
+    def outputs(self, net: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+        """What the network makes of a batch. It can only be called: its other methods would bypass the strategy."""
+        return net(batch["input"])
+
+    def loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
+        """loss_B: one number per sample."""
+        raise NotImplementedError(f"{type(self).__name__} has no `loss`")
+
+    def weight(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """weight_B of the samples in the mean over a global batch; None: equal weights."""
+        return None
+
+    def metrics(self) -> dict[str, Metric]:
+        """Metrics of an evaluation by name, besides `loss` and `count`."""
+        return {}
+
+    def metric_arguments(self) -> dict[str, Any]:
+        """Arguments offered to metrics of the config."""
+        return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
+
+    def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a metric's `update`."""
+        return output, batch["target"]
+
+    def predictions(self, output: Any) -> dict[str, Sequence[Any] | Tensor]:
+        """Columns of a table of predictions, with a row per sample."""
+        return dict(output) if isinstance(output, Mapping) else {"output": output}
+
+    def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
+        """The same of a batch's targets; none if they do not fit into a cell."""
+        target = batch["target"]
+        if isinstance(target, Tensor):
+            fits = target.dim() == 1
+        else:
+            fits = isinstance(target, list | tuple) and all(isinstance(x, Plain) for x in target)
+        return {"target": target} if fits else {}
+
+    def top(self, output: Any, count: int) -> dict[str, Sequence[Any] | Tensor]:
+        """Columns of the `count` most probable classes, for tasks that rank them: class, probability, class_2, probability_2, ..."""
+        raise NotImplementedError
+
+    def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
+        """The name and value of the primary metric: the monitored one, or the first of `metrics` if that is the loss or nothing."""
+        metric = (report["monitor"] or "val/loss").removeprefix("val/")
+        wanted = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
+        # a metric with several values has no value of its own name
+        name = wanted if wanted in report else next((n for n in report if n.startswith(f"{wanted}/")), "test/loss")
+        return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
+
+    def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
+        """The 95% interval of that metric, if there is a simple one."""
+        return None
+
+    def curves(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """The report's curves: title, unit, columns of metrics.csv."""
+        columns: dict[str, tuple[str, ...]] = {"loss": ("train/loss", "val/loss")}
+        columns |= {name: (f"val/{name}",) for name in self.metrics()}
+        titles = {"loss": ("Loss", "loss"), **self.titles}
+        return [(*titles.get(name, (name, name)), shown) for name, shown in columns.items()]
+
+    def test_panels(self) -> dict[str, Panel]:
+        """The report's panels about the test set, besides the samples with the largest losses."""
+        return {}
+
+    def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """For each sample, what the report says of it by name: texts, numbers, a Mask, Tokens."""
+        columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
+        count = len(batch["index"])
+        small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
+        cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
+        return [{name: column[row] for name, column in cells.items()} for row in range(count)]
+
+    # --- What the engine calls ---
+
+    def attach(self, net: nn.Module, **parts: Any) -> Self:
+        """Gets a run's network and `Parts`. Raises UserError: the class has other things of these names."""
+        title = f"task={type(self).__name__}"
+        if taken := [name for name in ("net", "parts") if hasattr(self, name)]:
+            raise UserError(
+                f"{title} has `{taken[0]}`, which a run sets: its network, and its optimizer, schedule, metrics. Use another name."
+            )
+        if lost := without_super(type(self), Task):
+            raise UserError(
+                f"{title}: `{lost}` replaces what Lockstep does there. Call super().{lost} in it, or remove it."
+            )
+        call_own_train((module, module.training) for module in net.modules())
+        self.net, self.parts = net, Parts(**parts)
+        return self
+
+    def copied(self) -> Self:
+        """Without the network and what the run gave."""
+        return copy.deepcopy(self, {id(self.net): None, id(self.parts): None})
+
+    def on_validation_model_eval(self) -> None:
+        self.parts.modes = [(module, module.training) for module in self.modules()]
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        """Lightning 2.6 only sets `training`, where a network's own `train` may undo what it did for the evaluation, such as a merge."""
+        call_own_train(self.parts.modes)
+        for module, training in self.parts.modes:
+            module.training = training
+
+    def configure_model(self) -> None:
+        """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
+        if self.parts.call_net is None:
+            call = self.parts.parallelize(self.net, self.trainer)
+            # a method, because a module would be registered as a child
+            self.parts.call_net = call.__call__ if isinstance(call, nn.Module) else call
+
+    def forward(self, batch: Batch) -> Any:
+        return self.outputs(self.parts.call_net or self.net, batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        parts = self.parts
+        output = self(batch)
+        if not parts.began:
+            parts.began = True
+            self.warn_of_rounding(output)
+        loss_B, weight_B = weighted_loss(self, *whole_batch(self, output, batch))
+        loss = loss_B.mean()
+        # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
+        # nor their number changes a row.
+        parts.window_loss += loss.detach().float().to(exact_on(self.device))
+        weight: Any = 1.0 if weight_B is None else weight_B.float().mean().to(exact_on(self.device))
+        parts.window_weight += weight
+        if weight_B is not None:
+            parts.step_weight = weight + (0.0 if parts.step_weight is None else parts.step_weight)
+        if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
+            # The mean over the global batches since the last row; the only communication about the loss.
+            loss_sum, weight_sum = self.window()
+            # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
+            self.log("train/loss", (loss_sum / weight_sum).float().cpu(), prog_bar=True)
+            parts.window_loss = parts.window_weight = 0.0
+            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def warn_of_rounding(self, output: Any) -> None:
+        """A network may compute its outputs elsewhere than in what is taken for its last layer."""
+        half = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() < 4
+        if self.float32_head and half and self.trainer.precision in ("bf16-mixed", "16-mixed"):
+            log.warning(
+                "predictions have about 3 significant digits in %s: the last layer of %s, %s, does not make its outputs. Set "
+                "trainer.precision=32-true, or add `get_classifier`, which returns the layer that does.",
+                self.trainer.precision, type(self.net).__name__, type(head_of(self.net)).__name__,
+            )  # fmt: skip
+
+    def window(self) -> Tensor:
+        """Loss and weight since the last log row, over all processes."""
+        parts = self.parts
+        sums, exact = (parts.window_loss, parts.window_weight), exact_on(self.device)
+        both = torch.stack([torch.as_tensor(x, dtype=exact, device=self.device) for x in sums])
+        return torch.as_tensor(self.trainer.strategy.reduce(both, reduce_op="mean"))
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        parts = self.parts
+        if parts.step_weight is None and not gradient_clip_val:
+            return
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        if parts.step_weight is not None:  # gradients are of the mean of loss x weight
+            mean = self.trainer.strategy.reduce(parts.step_weight.clone(), reduce_op="mean")
+            scale = self.trainer.accumulate_grad_batches / mean
+            scale_gradients(grads, scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
+            parts.step_weight = None
+        if gradient_clip_val:
+            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+            # unscaled within the step otherwise, after clipping
+            if scaler is not None and optimizer.defaults.get("fused"):
+                scaler.unscale_(optimizer)
+            if gradient_clip_algorithm == "value":
+                nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
+            else:
+                clip_by_norm(grads, gradient_clip_val, parts.arithmetic)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        begin_momentum(optimizer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The window since the last row of the log is reduced first, so the run can resume with another world size.
+
+        Always: a process in whose samples nothing counts must take part as well.
+        """
+        parts = self.parts
+        parts.window_loss, parts.window_weight = self.window().tolist()
+        checkpoint["window"] = {"loss": parts.window_loss, "weight": parts.window_weight}
+        checkpoint["network"] = parts.network_arguments
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        parts = self.parts
+        # The window sums over micro-batches.
+        scale = self.trainer.accumulate_grad_batches / checkpoint["accumulate_grad_batches"]
+        parts.window_loss = checkpoint["window"]["loss"] * scale
+        parts.window_weight = checkpoint["window"]["weight"] * scale
+
+    def on_validation_start(self) -> None:
+        """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
+        for metric in self.parts.all_metrics:
+            prepare(metric, self.device)
+
+    def on_test_start(self) -> None:
+        self.on_validation_start()
+        if self.parts.test_panels:
+            self.parts.test_panels.begin(self.device)
+
+    def evaluation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Updates the metrics with real samples; fillers are dropped before the task sees them."""
+        parts = self.parts
+        output = self(batch)
+        whole = evaluation_loss(self, output, batch)
+        if not batch["count"]:
+            return
+        output, batch = without_fillers(output, batch)
+        loss_B = one_per_sample(self.loss(output, batch), self, batch) if whole is None else whole
+        parts.mean_loss.update(loss_B, weight_of(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
+        for metric in parts.metrics.values():
+            update(metric, batch_idx, *self.metric_inputs(output, batch))
+        if parts.test_panels and self.trainer.testing:
+            parts.test_panels.update(output, batch, loss_B, batch_idx)
+
+    validation_step = test_step = evaluation_step
+
+    def log_evaluation(self, stage: str) -> None:
+        with of_all_processes(self.parts.all_metrics):
+            found = self.parts.mean_loss.compute()
+            for name, metric in self.parts.metrics.items():
+                found |= named(name, metric.compute(), self.value_names)
+        self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
+        for metric in self.parts.all_metrics:
+            metric.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self.log_evaluation("test")
+        if self.parts.test_panels:
+            self.parts.test_panels.finish()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Any, Batch]:
+        """The network's outputs and the batch, without fillers."""
+        return without_fillers(self(batch), batch)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.parts.arithmetic.prepared(self.new_optimizer(), self.device)
+        schedule = scheduler(self.parts.schedule, optimizer, total_steps(self.trainer))
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise UserError(
+                "schedule: ReduceLROnPlateau waits for a validation, and a task's schedule changes at optimizer steps. "
+                "Set schedule=cosine, or name a different class of torch.optim.lr_scheduler."
+            )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def new_optimizer(self, net: nn.Module | None = None) -> Optimizer:
+        """Of the network's parameters; a function of the user's may ask for `named_parameters`, to treat some differently."""
+        net, make = self.net if net is None else net, self.parts.optimizer
+        if any(p.is_meta for p in net.parameters()) and getattr(make, "keywords", {}).get("fused"):
+            make = partial(make, fused=False)  # fused optimizers refuse meta tensors
+        if "named_parameters" in inspect.signature(make).parameters:
+            return make(named_parameters=list(net.named_parameters()))
+        return make(self.parts.parameters(net))
