@@ -17,7 +17,7 @@ LOCKSTEP = SRC / "lockstep"
 # runs the scripts that call `build`. `extras` are not needed to train: scripts use them, and configs name them.
 ORDER = (
     "errors", "machine", "compat", "run", "config", "models", "data", "augment", "panel", "training", "tasks", "checkpoints", "strategies",
-    "reporting", "callbacks", "build_trainer", "build", "launch", "extras", "__init__", "testing", "__main__", "hydra_plugins",
+    "reporting", "callbacks", "build_trainer", "build", "launch", "extras", "__init__", "__main__", "hydra_plugins",
 )  # fmt: skip
 EVERYWHERE = {"ROOT", "PACKAGE", "WHEEL", "CONFIGS", "__version__"}  # constants of the package itself
 
@@ -192,10 +192,10 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=14_899,
+    engine_lines=14_826,
     engine_modules=106,
-    extras_lines=2_098,
-    extras_modules=14,
+    extras_lines=2_300,
+    extras_modules=16,
     one_statement_functions=535,
     functions_with_cfg=27,
     files_with_cfg=8,

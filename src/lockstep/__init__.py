@@ -1,5 +1,6 @@
 """Lockstep: train PyTorch models with the same result under any strategy. `from lockstep import train`."""
 
+import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.reporting.report import Report
+    from lockstep.training.module import Module as Module
 
 __version__ = "0.1.0"
 
@@ -14,6 +16,16 @@ PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[1]  # the checkout, with configs/, train.py and scripts/ beside src/; a wheel contains them
 WHEEL = (PACKAGE / "configs").is_dir()
 CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
+
+
+# Imported when asked for: they need torch.
+LATER = {"Module": "lockstep.training.module:Module", "testing": "lockstep.extras.testing"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return pkgutil.resolve_name(LATER[name])
 
 
 def train(overrides: list[str] | None = None) -> "Report":

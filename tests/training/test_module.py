@@ -223,15 +223,16 @@ def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
     assert scaler.get_scale() == 512.0
 
 
-def test_a_process_in_which_nothing_counts_takes_part_in_a_checkpoint():
-    """The other processes would wait for it."""
-    made, asked = module(Segmentation), []
-    made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: asked.append(value) or value + 1))
-    made.parts.window_loss = made.parts.window_weight = torch.tensor(0.0)
-    checkpoint = {}
-    made.on_save_checkpoint(checkpoint)
-    assert len(asked) == 1
-    assert checkpoint["window"] == {"loss": 1.0, "weight": 1.0}
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_has_the_sums_of_all_processes_of_which_one_may_have_none(rank, monkeypatch):
+    """The other processes would wait for one that does not take part."""
+    monkeypatch.setattr("lockstep.training.module.objects_of_all", lambda own: [{"train/loss": (3.0, 2.0)}, own])
+    made, sums = module(Segmentation), {"train/loss": (1.0, 4.0), "train/l1": (5.0, 4.0)}
+    made.trainer = SimpleNamespace(is_global_zero=rank == 0)
+    assert made.gathered() == {"train/loss": (3.0, 2.0)}
+    made.train_sums = dict(sums)
+    total = {"train/loss": (4.0, 6.0), "train/l1": (5.0, 4.0)}
+    assert (made.gathered(), made.train_sums) == (total, total if rank == 0 else {})
 
 
 def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch):
@@ -241,10 +242,11 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
     made = module(Segmentation)
     monkeypatch.setattr(made, "loss", lambda *_: torch.tensor([next(losses)]))
     monkeypatch.setattr(made, "weight", lambda _: None)
-    made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: value))
+    made.trainer = SimpleNamespace(is_global_zero=True, training=True)
     for index in range(3):
         made.training_step({"input": torch.zeros(1, 2, 1, 1), "index": torch.zeros(1)}, index)
-    assert made.window().tolist() == [2.0**24 + 2, 3]
+        made.gathered()
+    assert made.gathered() == {"train/loss": (2.0**24 + 2, 3)}
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():
@@ -320,3 +322,30 @@ def test_a_batch_may_hold_other_things_than_samples():
     assert sizes == {"input": 3, "index": 3, "names": 3, "boxes": 3, "anchors": 9}
     assert (len(found["boxes"][0]), len(found["of"]["x"]), found["count"]) == (9, 3, 3)
     assert samples_at(batch, [2, 0], B)["names"] == ["c", "a"]
+
+
+# --- What a class of the user's may have of a LightningModule ---
+
+
+class Silent(Regression):
+    def on_validation_epoch_end(self) -> None:
+        """Which logs no metric."""
+
+
+class Loud(Silent):
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+
+
+class Taken(Regression):
+    net = None
+
+
+@pytest.mark.parametrize(("kind", "told"), [
+    (Silent, r"task=Silent: `on_validation_epoch_end` replaces what Lockstep does there\. Call super\(\)\.on_validation_epoch_end in it"),
+    (Loud, r"task=Loud: `on_validation_epoch_end` replaces"),
+    (Taken, "task=Taken has `net`, which a run sets"),
+])  # fmt: skip
+def test_a_task_that_would_silently_lose_something_is_refused(kind, told):
+    with pytest.raises(UserError, match=told):
+        untrained(kind(), nn.Linear(1, 1))

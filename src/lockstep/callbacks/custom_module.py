@@ -18,7 +18,8 @@ from lockstep.data.standard import standard
 from lockstep.errors import UserError, did_you_mean
 from lockstep.machine.world import objects_of_all
 from lockstep.reporting.console import say
-from lockstep.training.arithmetic import total_steps
+from lockstep.training.arithmetic import completes_step, has_row, steps_done, total_steps
+from lockstep.training.module import Module
 from lockstep.training.workload import Workload
 
 OF_VALIDATION = re.compile(r"(?:^|[\W_])val(?:id|idation)?(?=$|[\W_])")
@@ -62,6 +63,22 @@ class CustomModule(Callback):
         for index, metric in self.due.items():
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (
+            isinstance(pl_module, Module)
+            and completes_step(trainer, batch_idx)
+            and has_row(trainer, steps_done(trainer))
+        ):
+            pl_module.log_means()
+
+    def log_means(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(pl_module, Module):
+            pl_module.log_means()
+
+    on_validation_epoch_end = on_test_epoch_end = log_means
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before, Lightning would log the module's hyperparameters again."""

@@ -176,11 +176,6 @@ class Parts:
 # --- Writes the predictions of a process while it makes them ---
 
 
-def are_masks(value: Any) -> bool:
-    """Whether a column has an image of whole numbers for each sample."""
-    return isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point()
-
-
 class Writer(pl.Callback):
     """Turns what `predict_step` returns into rows, in a file of this process; nothing is kept in memory.
 
@@ -246,7 +241,12 @@ class Writer(pl.Callback):
         indices = next(self.order)
         if not indices:
             return
-        columns = {n: self.saved(n, v, indices) if are_masks(v) else v for n, v in self.made(outputs).items()}
+        columns = self.made(outputs)
+        for name, value in columns.items():
+            if (
+                isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point()
+            ):  # a mask for each sample
+                columns[name] = self.saved(name, value, indices)
         rows = table_rows(columns, self.names, len(indices), wide=self.asked.probabilities)
         for place, (index, row) in enumerate(zip(indices, rows, strict=True)):
             why = self.problems and self.problems[place]  # None: the data is no files

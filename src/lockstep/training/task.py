@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,6 +38,7 @@ from lockstep.training.losses import (
     without_fillers,
 )
 from lockstep.training.metrics import MeanLoss, TestPanels, named
+from lockstep.training.module import Module
 from lockstep.training.optim import begin_momentum, head_of
 from lockstep.training.schedules import scheduler
 from lockstep.training.targets import Plain, Targets, is_small, without_super
@@ -69,9 +69,6 @@ class Parts:
     arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
     test_panels: TestPanels | None = None  # of the test at the end of a run
     call_net: Callable[..., Any] | None = None
-    # Sums of mean losses and of mean weights over the micro-batches since the last log row.
-    window_loss: Tensor | float = 0.0
-    window_weight: Tensor | float = 0.0
     began: bool = False  # whether this process has computed a training batch
     step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # in training, during an evaluation
@@ -81,7 +78,7 @@ class Parts:
         self.all_metrics: list[Metric] = [self.mean_loss, *self.metrics.values()]
 
 
-class Task(pl.LightningModule):
+class Task(Module):
     """Subclass it in your own file: override `loss`, and whatever else differs.
 
     Before it calls anything, the engine sets `about`, the data set's description of itself. It averages `loss` over the whole
@@ -257,19 +254,12 @@ class Task(pl.LightningModule):
             self.warn_of_rounding(output)
         loss_B, weight_B = weighted_loss(self, *whole_batch(self, output, batch))
         loss = loss_B.mean()
-        # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
-        # nor their number changes a row.
-        parts.window_loss += loss.detach().float().to(exact_on(self.device))
-        weight: Any = 1.0 if weight_B is None else weight_B.float().mean().to(exact_on(self.device))
-        parts.window_weight += weight
-        if weight_B is not None:
+        count, weight = len(loss_B), None if weight_B is None else weight_B.float().mean().to(exact_on(self.device))
+        self.add("train/loss", loss * count, count if weight is None else weight * count)
+        if weight is not None:
             parts.step_weight = weight + (0.0 if parts.step_weight is None else parts.step_weight)
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
-            # The mean over the global batches since the last row; the only communication about the loss.
-            loss_sum, weight_sum = self.window()
-            # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
-            self.log("train/loss", (loss_sum / weight_sum).float().cpu(), prog_bar=True)
-            parts.window_loss = parts.window_weight = 0.0
+            self.log_means()  # over the global batches since the last row; the only communication about the loss
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
@@ -282,13 +272,6 @@ class Task(pl.LightningModule):
                 "trainer.precision=32-true, or add `get_classifier`, which returns the layer that does.",
                 self.trainer.precision, type(self.net).__name__, type(head_of(self.net)).__name__,
             )  # fmt: skip
-
-    def window(self) -> Tensor:
-        """Loss and weight since the last log row, over all processes."""
-        parts = self.parts
-        sums, exact = (parts.window_loss, parts.window_weight), exact_on(self.device)
-        both = torch.stack([torch.as_tensor(x, dtype=exact, device=self.device) for x in sums])
-        return torch.as_tensor(self.trainer.strategy.reduce(both, reduce_op="mean"))
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -316,21 +299,7 @@ class Task(pl.LightningModule):
         begin_momentum(optimizer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The window since the last row of the log is reduced first, so the run can resume with another world size.
-
-        Always: a process in whose samples nothing counts must take part as well.
-        """
-        parts = self.parts
-        parts.window_loss, parts.window_weight = self.window().tolist()
-        checkpoint["window"] = {"loss": parts.window_loss, "weight": parts.window_weight}
-        checkpoint["network"] = parts.network_arguments
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        parts = self.parts
-        # The window sums over micro-batches.
-        scale = self.trainer.accumulate_grad_batches / checkpoint["accumulate_grad_batches"]
-        parts.window_loss = checkpoint["window"]["loss"] * scale
-        parts.window_weight = checkpoint["window"]["weight"] * scale
+        checkpoint["network"] = self.parts.network_arguments
 
     def on_validation_start(self) -> None:
         """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
@@ -370,9 +339,11 @@ class Task(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")
+        self.log_means()
 
     def on_test_epoch_end(self) -> None:
         self.log_evaluation("test")
+        self.log_means()
         if self.parts.test_panels:
             self.parts.test_panels.finish()
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-import lockstep
-from lockstep.launch import local
+from lockstep.launch import cli, local
 
 STEPS = 8
 QUICK = [
@@ -38,7 +37,7 @@ class Project:
 
     @cached_property
     def single(self) -> dict[str, Any]:
-        return lockstep.train(self.command("single"))
+        return cli.call("train", self.command("single"))
 
 
 def assert_same_result(project: Project) -> None:
@@ -47,7 +46,7 @@ def assert_same_result(project: Project) -> None:
 
     from lockstep.checkpoints.weights import read
 
-    reports = [project.single, lockstep.train(project.command("pair", *TWO))]
+    reports = [project.single, cli.call("train", project.command("pair", *TWO))]
     assert [report["train/steps"] for report in reports] == [STEPS, STEPS]
     assert reports[0]["test/count"] == reports[1]["test/count"] == reports[0]["data/test"]
     states = [read(project.runs_dir / r["run"] / "checkpoints" / "last.ckpt").state_dict for r in reports]
@@ -74,11 +73,11 @@ def assert_survives_a_kill(project: Project) -> None:
     from lockstep.extras import comparison
 
     report = project.single
-    killed = project.command("killed", "resume=auto", "+callbacks.kill._target_=lockstep.testing.KillAt")
+    killed = project.command("killed", "resume=auto", "+callbacks.kill._target_=lockstep.extras.testing.KillAt")
     command = [sys.executable, str(local.script("train")), *killed, f"+callbacks.kill.step={STEPS - 3}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    assert lockstep.train([*killed, "+callbacks.kill.step=null"])["resumed_from"]
+    assert cli.call("train", [*killed, "+callbacks.kill.step=null"])["resumed_from"]
     runs = [comparison.find(name, project.runs_dir) for name in (report["run"], "killed")]
     found = comparison.compare(*runs, exact=True, tolerance=0)
     assert {name: found[name] for name in ("log", "metrics", "weights") if found[name]} == {}
@@ -87,6 +86,6 @@ def assert_survives_a_kill(project: Project) -> None:
 def assert_evaluates_alike(project: Project) -> None:
     """An evaluation of the checkpoint repeats the metrics of the run's report."""
     report = project.single
-    again = lockstep.evaluate(["run=single", f"runs_dir={project.runs_dir}", "trainer.accelerator=cpu"])
+    again = cli.call("eval", ["run=single", f"runs_dir={project.runs_dir}", "trainer.accelerator=cpu"])
     for name in [name for name in report if name.startswith("test/")]:
         assert abs(again[name] - report[name]) <= 1e-6 * abs(report[name]), f"{name}: {again[name]} | {report[name]}"

@@ -1,0 +1,53 @@
+"""Modules with means over the global batch: several losses, weights, a network that is not trained."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+COUNT, BATCH = 22, 8  # the last batch has 6 samples, which three processes do not share evenly
+SEEN: list[Tensor] = []
+
+
+def samples() -> TensorDataset:
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(COUNT, width, generator=draw) for width in (4, 2)]
+    return TensorDataset(*values, torch.rand(COUNT, generator=draw) * torch.tensor([0.0, 1.0]).repeat(COUNT // 2))
+
+
+class Weighted(lockstep.Module):
+    def __init__(self, weighted: bool = True) -> None:
+        super().__init__()
+        self.weighted = weighted
+        torch.manual_seed(1)
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def losses(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, y, weight_B = batch
+        error_BT = self.body(x) - y
+        return error_BT.square().mean(1), error_BT.abs().mean(1), weight_B if self.weighted else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        SEEN.append(batch[0])
+        square_B, absolute_B, weight_B = self.losses(batch)
+        square = self.mean(square_B, weight_B, log=f"{self.stage}/square")
+        absolute = self.mean(absolute_B, log=f"{self.stage}/absolute")
+        return square + 0.5 * absolute + 0.01 * sum(p.square().sum() for p in self.body.parameters())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        square_B, absolute_B, weight_B = self.losses(batch)
+        self.mean(square_B, weight_B, log=f"{self.stage}/square")
+        self.mean(absolute_B, log=f"{self.stage}/absolute")
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.body.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(samples(), batch_size=BATCH)
+
+    val_dataloader = test_dataloader = train_dataloader

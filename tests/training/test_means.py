@@ -1,0 +1,150 @@
+"""`lockstep.Module`: means over the global batch, as losses and in the log, however samples are divided; the same with a plain Trainer."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import thin_project
+import torch
+from in_process import Crash, state
+from packages import means
+from torch import Tensor
+
+import lockstep
+from lockstep.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You passed in a `.*_dataloader` but have no",
+    "ignore:Be aware that when using `ckpt_path`",
+    "ignore:.*LeafSpec",
+)
+STEPS, EVERY = 6, 2  # of 3 an epoch; from one row of the log to the next
+OPTIONS = [
+    "task=lightning_module", "task.monitor=null", "data=none", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=2",
+    f"trainer.log_every_n_steps={EVERY}",
+]  # fmt: skip
+WAYS = {
+    "single": ["strategy=single"],
+    "ddp": ["strategy=ddp", "trainer.devices=3"],
+    "fsdp": ["strategy=fsdp", "trainer.devices=2"],
+}
+Rows = list[dict[str, float]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def project(tmp_path_factory) -> Iterator[Path]:
+    with thin_project.entered(tmp_path_factory.mktemp("project"), "means", **thin_project.package("means")) as root:
+        yield root
+
+
+def train(run: str, *more: str, weighted: bool = True) -> tuple[dict[str, Tensor], Rows, dict]:
+    """Weights, the rows of the log, and the report."""
+    options = [*OPTIONS, "task._target_=means.Weighted", f"+task.weighted={str(weighted).lower()}", f"run={run}", *more]
+    report = lockstep.train(options)
+    with Path(f"runs/{run}/metrics.csv").open(newline="") as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return state(f"{run}/checkpoints/last.ckpt")["state_dict"], rows, report
+
+
+def by_hand(weighted: bool) -> tuple[dict[str, Tensor], Rows]:
+    """A loop over whole batches, without Lightning: weights and means after every two steps."""
+    module, x, y, given = means.Weighted(), *means.samples().tensors
+    weight = given if weighted else torch.ones_like(given)
+    optimizer, rows, sums = module.configure_optimizers(), [], torch.zeros(4, dtype=torch.float64)
+    for step in range(STEPS):
+        part = slice(step % 3 * means.BATCH, (step % 3 + 1) * means.BATCH)
+        error = module.body(x[part]) - y[part]
+        square_B, absolute_B, w = error.square().mean(1), error.abs().mean(1), weight[part]
+        penalty = 0.01 * sum(p.square().sum() for p in module.body.parameters())
+        optimizer.zero_grad()
+        ((square_B * w).sum() / w.sum() + 0.5 * absolute_B.mean() + penalty).backward()
+        optimizer.step()
+        sums += torch.stack([(square_B * w).sum(), w.sum(), absolute_B.sum(), torch.tensor(len(w))]).detach()
+        if step % EVERY == EVERY - 1:
+            rows.append({"train/square": (sums[0] / sums[1]).item(), "train/absolute": (sums[2] / sums[3]).item()})
+            sums.zero_()
+    return module.state_dict(), rows
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("way", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp"))])
+def test_weights_and_means_are_those_of_a_loop_over_whole_batches(way, weighted, forked):
+    found, rows, report = train(f"{way}-{weighted}", *WAYS[way], weighted=weighted)
+    expected, of_rows = by_hand(weighted)
+    assert_same(found, expected)
+    logged = [{name: row[name] for name in of_rows[0]} for row in rows if "train/square" in row]
+    assert logged == [pytest.approx(row, rel=1e-5) for row in of_rows]
+    net = means.Weighted()
+    net.load_state_dict(found)
+    x, y, weight = means.samples().tensors
+    error = (net.body(x) - y).detach()
+    weight = weight if weighted else torch.ones_like(weight)
+    assert report["test/square"] == pytest.approx(
+        ((error.square().mean(1) * weight).sum() / weight.sum()).item(), rel=1e-5
+    )
+    assert report["test/absolute"] == pytest.approx(error.abs().mean().item(), rel=1e-5)
+    assert [row["val/square"] for row in rows if "val/square" in row][-1] == pytest.approx(
+        report["test/square"], rel=1e-6
+    )
+
+
+def test_several_micro_batches_have_the_mean_without_weights_and_are_refused_with_them():
+    found, rows, _ = train("accumulated", "trainer.accumulate_grad_batches=4", weighted=False)
+    expected, of_rows = by_hand(weighted=False)
+    assert_same(found, expected)
+    assert [row["train/absolute"] for row in rows if "train/absolute" in row] == pytest.approx(
+        [row["train/absolute"] for row in of_rows]
+    )
+    with pytest.raises(UserError, match=r"self\.mean with weights .* Set trainer\.accumulate_grad_batches=1"):
+        train("refused", "trainer.accumulate_grad_batches=4")
+
+
+def test_a_crash_between_two_rows_of_the_log_changes_neither_weights_nor_rows(crash_at):
+    whole, rows, _ = train("whole")
+    crash_at(5)
+    with pytest.raises(Crash):
+        train("crash", "checkpoint.every_n_steps=3")
+    crash_at(-1)
+    found, again, _ = train("crash", "checkpoint.every_n_steps=3", "resume=auto")
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+    columns = ("step", "train/square", "train/absolute", "val/square")
+    assert [[row.get(name) for name in columns] for row in again] == [
+        [row.get(name) for name in columns] for row in rows
+    ]
+
+
+def test_a_plain_trainer_finds_the_same_weights(tmp_path):
+    """In one process, whose batches are whole."""
+    module, logged = means.Weighted(), {}
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path)  # fmt: skip
+    trainer.fit(module)
+    logged |= trainer.callback_metrics
+    assert_same(module.state_dict(), by_hand(weighted=True)[0])
+    assert {"train/square", "train/absolute", "val/square", "val/absolute"} <= {*logged}
+
+
+@pytest.mark.parametrize(
+    ("values", "weight"), [(torch.ones(()), None), (torch.ones(2, 2), None), (torch.ones(2), torch.ones(2, 1))]
+)
+def test_a_mean_takes_a_number_per_sample(values, weight):
+    with pytest.raises(UserError, match="takes one number per sample"):
+        means.Weighted().mean(values, weight)
+
+
+def test_samples_of_others_do_not_count():
+    """Those that a process computes because it has none of the batch. It takes part in the exchange."""
+    module, asked = means.Weighted(), []
+    strategy = SimpleNamespace(share=lambda: 0.0, reduce=lambda weight, **_: asked.append(float(weight)) or weight + 3)
+    module.trainer = SimpleNamespace(training=True, strategy=strategy, accumulate_grad_batches=1, state=None)
+    values = torch.ones(2, requires_grad=True)
+    module.mean(values, torch.ones(2), log="train/loss").backward()
+    assert (asked, values.grad.tolist(), module.train_sums) == ([0.0], [0.0, 0.0], {"train/loss": (0.0, 0.0)})
