@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.tasks import Classification
 
 COUNT, BATCH = 22, 8  # the last batch has 6 samples, which three processes do not share evenly
 SEEN: list[Tensor] = []
@@ -51,3 +52,15 @@ class Weighted(lockstep.Module):
         return DataLoader(samples(), batch_size=BATCH)
 
     val_dataloader = test_dataloader = train_dataloader
+
+
+class Named(Classification):
+    """A task that logs its loss by another name, and what it knows of the run."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        loss_B = super().loss(output, batch)
+        self.mean(loss_B, log=f"{self.stage}/again")
+        return loss_B
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/epoch", float(self.current_epoch + self.global_step))

@@ -148,3 +148,35 @@ def test_samples_of_others_do_not_count():
     values = torch.ones(2, requires_grad=True)
     module.mean(values, torch.ones(2), log="train/loss").backward()
     assert (asked, values.grad.tolist(), module.train_sums) == ([0.0], [0.0, 0.0], {"train/loss": (0.0, 0.0)})
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow)])
+def test_a_task_logs_parts_of_its_loss_and_knows_its_step(more, mnist, cache, forked):
+    run = f"named-{len(more)}"
+    data = [
+        f"data.root={mnist}",
+        f"data.cache_dir={cache}",
+        "data.batch_size=48",
+        "data.image_size=12",
+        "trainer.accelerator=cpu",
+    ]
+    report = lockstep.train(
+        [
+            *data,
+            "task=own",
+            "task._target_=means.Named",
+            f"run={run}",
+            "trainer.precision=32-true",
+            "trainer.log_every_n_steps=4",
+            *more,
+        ]
+    )
+    with Path(f"runs/{run}/metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for stage in ("train", "val"):
+        pairs = [
+            (float(row[f"{stage}/loss"]), float(row[f"{stage}/again"])) for row in rows if row.get(f"{stage}/loss")
+        ]
+        assert pairs and all(again == pytest.approx(loss, rel=1e-6) for loss, again in pairs)
+    assert report["test/again"] == pytest.approx(report["test/loss"], rel=1e-6)
+    assert [float(row["train/epoch"]) for row in rows if row.get("train/epoch")] == [12.0]

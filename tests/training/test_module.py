@@ -324,6 +324,23 @@ def test_a_batch_may_hold_other_things_than_samples():
     assert samples_at(batch, [2, 0], B)["names"] == ["c", "a"]
 
 
+class Apart(Classification):
+    """A metric with inputs of its own."""
+
+    def metrics(self) -> dict[str, Metric]:
+        return {**super().metrics(), "largest": MeanMetric()}
+
+    def metric_inputs(self, output: Tensor, batch: dict) -> dict[str, tuple]:
+        return {"acc": super().metric_inputs(output, batch), "largest": (output.amax(1),)}
+
+
+def test_a_metric_may_have_inputs_of_its_own():
+    logits_BK, label_B = samples(50)
+    found = logged(seen(module(Apart), (logits_BK, label_B)))
+    assert found["largest"] == pytest.approx(logits_BK.amax(1).mean().item())
+    assert found["acc"] == pytest.approx(plainly(logits_BK, label_B)["acc"])
+
+
 # --- What a class of the user's may have of a LightningModule ---
 
 

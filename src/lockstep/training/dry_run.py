@@ -172,7 +172,9 @@ class DryRun:
         logged: list[str] = []
         for name, metric in module.parts.metrics.items():
             with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
-                value = computed(metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
+                inputs = task.metric_inputs(outputs, batch)
+                own = inputs[name] if isinstance(inputs, Mapping) else inputs
+                value = computed(metric, own, count, data.val_split.count)
                 logged += named(name, value, task.value_names)
         with refused(f"{title}: {{}}."):
             predicted = validated_columns(task.predictions(outputs))

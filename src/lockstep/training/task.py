@@ -153,8 +153,8 @@ class Task(Module):
         """Arguments offered to metrics of the config."""
         return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
-    def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a metric's `update`."""
+    def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> Any:
+        """A tuple, the arguments of every metric's `update`; or a dict of such tuples by the metric's name."""
         return output, batch["target"]
 
     def predictions(self, output: Any) -> dict[str, Sequence[Any] | Tensor]:
@@ -321,8 +321,9 @@ class Task(Module):
         output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.loss(output, batch), self, batch) if whole is None else whole
         parts.mean_loss.update(loss_B, weight_of(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
-        for metric in parts.metrics.values():
-            update(metric, batch_idx, *self.metric_inputs(output, batch))
+        for name, metric in parts.metrics.items():
+            inputs = self.metric_inputs(output, batch)
+            update(metric, batch_idx, *(inputs[name] if isinstance(inputs, Mapping) else inputs))
         if parts.test_panels and self.trainer.testing:
             parts.test_panels.update(output, batch, loss_B, batch_idx)
 
