@@ -8,7 +8,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.reporting.report import Report
+    from lockstep.training.dropout import rand as rand
+    from lockstep.training.module import Frozen
     from lockstep.training.module import Module as Module
+
+    frozen = Frozen
 
 __version__ = "0.1.0"
 
@@ -19,7 +23,12 @@ CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
 
 
 # Imported when asked for: they need torch.
-LATER = {"Module": "lockstep.training.module:Module", "testing": "lockstep.extras.testing"}
+LATER = {
+    "Module": "lockstep.training.module:Module",
+    "frozen": "lockstep.training.module:Frozen",
+    "rand": "lockstep.training.dropout:rand",
+    "testing": "lockstep.extras.testing",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -40,6 +40,7 @@ from lockstep.reporting.recorder import Recorder
 from lockstep.training import oom, optim
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.dry_run import DryRun
+from lockstep.training.module import other_frozen
 from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload, Workload
 
@@ -303,6 +304,9 @@ def evaluate(
     if settings.cfg.trainer[f"limit_{stage}_batches"] == 0:
         return {}
     work = workload(settings, data, weights=tested) if isinstance(tested, str) else tested
+    if isinstance(tested, str):
+        for told in other_frozen(work.module, outline(Path(tested)).values.get("frozen", {})):
+            console.say(f"WARNING: {told}")
     if not work.evaluates(step, stage):
         console.say(f"no {run}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
         return {}

@@ -11,6 +11,7 @@ from lockstep.tasks import Classification
 
 COUNT, BATCH = 22, 8  # the last batch has 6 samples, which three processes do not share evenly
 SEEN: list[Tensor] = []
+SEED = 2  # of a teacher
 
 
 def samples() -> TensorDataset:
@@ -52,6 +53,21 @@ class Weighted(lockstep.Module):
         return DataLoader(samples(), batch_size=BATCH)
 
     val_dataloader = test_dataloader = train_dataloader
+
+
+class Distilled(Weighted):
+    """A masked autoencoder of what a teacher sees, with random masks and a batch norm in the teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.teacher = lockstep.frozen(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+
+    def losses(self, batch: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, _, weight_B = batch
+        masked = x * (lockstep.rand(x, 4) > 0.3)
+        error_BT = self.body(masked) - self.teacher(x)
+        return error_BT.square().mean(1), error_BT.abs().mean(1), weight_B
 
 
 class Named(Classification):

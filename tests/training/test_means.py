@@ -1,6 +1,8 @@
 """`lockstep.Module`: means over the global batch, as losses and in the log, however samples are divided; the same with a plain Trainer."""
 
+import copy
 import csv
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +13,11 @@ import thin_project
 import torch
 from in_process import Crash, state
 from packages import means
-from torch import Tensor
+from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.training import dropout
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You passed in a `.*_dataloader` but have no",
@@ -40,9 +43,12 @@ def project(tmp_path_factory) -> Iterator[Path]:
         yield root
 
 
-def train(run: str, *more: str, weighted: bool = True) -> tuple[dict[str, Tensor], Rows, dict]:
+def train(
+    run: str, *more: str, weighted: bool = True, module: str = "Weighted"
+) -> tuple[dict[str, Tensor], Rows, dict]:
     """Weights, the rows of the log, and the report."""
-    options = [*OPTIONS, "task._target_=means.Weighted", f"+task.weighted={str(weighted).lower()}", f"run={run}", *more]
+    given = [f"+task.weighted={str(weighted).lower()}"] if module == "Weighted" else []
+    options = [*OPTIONS, f"task._target_=means.{module}", *given, f"run={run}", *more]
     report = lockstep.train(options)
     with Path(f"runs/{run}/metrics.csv").open(newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
@@ -180,3 +186,59 @@ def test_a_task_logs_parts_of_its_loss_and_knows_its_step(more, mnist, cache, fo
         assert pairs and all(again == pytest.approx(loss, rel=1e-6) for loss, again in pairs)
     assert report["test/again"] == pytest.approx(report["test/loss"], rel=1e-6)
     assert [float(row["train/epoch"]) for row in rows if row.get("train/epoch")] == [12.0]
+
+
+# --- Networks that are not trained, and random numbers of samples ---
+
+
+@pytest.mark.slow
+def test_masks_belong_to_samples_and_a_teacher_to_no_process(forked):
+    single, rows, _ = train("distilled-single", module="Distilled")
+    for way in ("ddp", "fsdp"):
+        found, again, _ = train(f"distilled-{way}", *WAYS[way], module="Distilled")
+        assert_same(found, single)
+        expected = [row["train/square"] for row in rows if "train/square" in row]
+        assert [row["train/square"] for row in again if "train/square" in row] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_teacher_is_in_no_checkpoint_and_another_one_is_told(capsys, monkeypatch):
+    found, _, report = train("teacher", "trainer.max_epochs=1", module="Distilled")
+    assert not [name for name in found if "teacher" in name]
+    evaluated = lockstep.evaluate(["run=teacher", "trainer.accelerator=cpu"])
+    assert (evaluated["test/square"], "WARNING" in capsys.readouterr().out) == (report["test/square"], False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["means"], "SEED", 3)
+        with pytest.raises(
+            UserError, match=r"resume: the weights of teacher, a frozen network, .* not those that it had"
+        ):
+            train("teacher", "resume=auto", module="Distilled")
+        lockstep.evaluate(["run=teacher", "trainer.accelerator=cpu"])
+        assert "WARNING: the weights of teacher" in capsys.readouterr().out
+    assert train("teacher", "resume=auto", module="Distilled")[2]["train/steps"] == STEPS
+
+
+def test_a_frozen_network_keeps_its_mode_moves_and_passes_gradients_on():
+    network = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2))
+    whole = nn.ModuleDict({"teacher": lockstep.frozen(network), "student": nn.Linear(2, 2)}).train()
+    assert {*whole.state_dict()} == {"student.weight", "student.bias"}
+    assert [name for name, _ in whole.named_parameters()] == ["student.weight", "student.bias"]
+    x = torch.ones(3, 2, requires_grad=True)
+    whole["teacher"](x).sum().backward()
+    assert x.grad is not None and network[0].weight.grad is None and not network[1].training
+    copied = copy.deepcopy(whole).double()
+    assert copied["teacher"](x.double()).dtype == torch.float64
+    assert whole["teacher"].network is network and network[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 5)])
+def test_random_numbers_of_a_share_are_those_of_the_whole(shape):
+    x, cpu, drawn = torch.zeros(8, 2), torch.device("cpu"), []
+    try:
+        for first, count in ((0, 8), (0, 3), (3, 5)):
+            dropout.begin(dropout.MicroBatch(0, 1, {cpu: range(first, first + count)}))
+            drawn.append(torch.stack([lockstep.rand(x[first : first + count], *shape) for _ in range(2)], 1))
+    finally:
+        dropout.begin(None)
+    assert torch.equal(drawn[0], torch.cat(drawn[1:])) and drawn[0].shape == (8, 2, *shape)
+    assert drawn[0].unique().numel() == drawn[0].numel() and drawn[0].min() >= 0 and drawn[0].max() < 1
+    assert lockstep.rand(x, 100_000).mean().item() == pytest.approx(0.5, abs=0.01)

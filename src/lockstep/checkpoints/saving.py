@@ -21,10 +21,19 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.compat.lightning import save_logged_step, set_logged_step
-from lockstep.errors import Damaged, FolderRemoved, NotSaved, TrainingFailed, UserError, chain, did_you_mean
+from lockstep.errors import (
+    Damaged,
+    FolderRemoved,
+    NotSaved,
+    TrainingFailed,
+    UserError,
+    chain,
+    did_you_mean,
+    raise_problems,
+)
 from lockstep.machine import files
 from lockstep.training.arithmetic import steps_done
-from lockstep.training.module import Module
+from lockstep.training.module import Frozen, Module, other_frozen
 
 LAST = "last.ckpt"
 Write = Callable[[dict[str, Any], Path], None]
@@ -276,6 +285,8 @@ class Position(Callback):
         loop["state_dict"].pop("combined_loader", None)  # empty; with it a plain Trainer rejects the checkpoint
         if isinstance(pl_module, Module):
             checkpoint["window"] = pl_module.gathered()
+        modules = pl_module.named_modules()
+        checkpoint["frozen"] = {name: each.digest for name, each in modules if isinstance(each, Frozen)}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Converts micro-batch counters: this run may accumulate more or fewer micro-batches to the same global batch."""
@@ -283,14 +294,9 @@ class Position(Callback):
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             batches[scope] = {key: count * now // then for key, count in batches[scope].items()}
+        raise_problems(f"resume: {each}" for each in other_frozen(pl_module, checkpoint.get("frozen", {})))
         if isinstance(pl_module, Module):
-            window = checkpoint.get("window", {})
-            if isinstance(
-                window.get("loss"), float
-            ):  # before November 2026: sums over micro-batches, the mean of all processes
-                samples = checkpoint["config"]["data"]["batch_size"] / then
-                window = {"train/loss": (window["loss"] * samples, window["weight"] * samples)}
-            pl_module.train_sums = dict(window) if trainer.is_global_zero else {}
+            pl_module.continue_sums(checkpoint)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         every, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches

@@ -375,11 +375,6 @@ class Settings:
             cfg.trainer.max_epochs = 1
         return self.but(cfg)
 
-    @property
-    def frames_by_network(self) -> bool:
-        """Whether how images become squares depends on the network, whose library takes seconds to import."""
-        return "model" in (self.cfg.data.get(key) for key in OF_NETWORK[2:])
-
     def with_numbers(self) -> "Settings":
         """With values in place of `model` in `data`, so a newer timm cannot change a resumed run."""
         cfg = self.cfg.copy()

@@ -18,7 +18,7 @@ from lockstep.config import project
 from lockstep.config.checks import check, check_classes, missing_keys, step_problems
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.schema import PREDICT, problem_of, wrong_values
-from lockstep.config.settings import Settings, folder_of, restarted, workers
+from lockstep.config.settings import OF_NETWORK, Settings, folder_of, restarted, workers
 from lockstep.config.words import inline, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
@@ -48,7 +48,9 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
 
     if settings.own_loaders:
         return None, None
-    node = (settings.with_numbers() if settings.frames_by_network else settings).cfg.data
+    # How images become squares may depend on the network, whose library takes seconds to import.
+    by_network = "model" in (settings.cfg.data.get(key) for key in OF_NETWORK[2:])
+    node = (settings.with_numbers() if by_network else settings).cfg.data
     crops = Augmentation(settings.operations).crops_from is not None
     data: DataSet = create_data(node, keeps_whole=crops, evaluates=settings.evaluates)
     if rank_of() == 0 and (plan := data.storage_plan()):

@@ -223,3 +223,14 @@ def by_row(net: nn.Module) -> None:
         if kind in layers:
             module.__class__ = with_rows(kind, layers[kind])
             module.layer = name
+
+
+def rand(x: Tensor, *shape: int) -> Tensor:
+    """(B, *shape) numbers from [0, 1), like `torch.rand`, for the samples that are the first dimension of `x`. In training they belong to
+    the samples, as masks of dropout do: any number of processes draws those of one."""
+    if current is None or 0 in (len(x), *shape):
+        return torch.rand(len(x), *shape, device=x.device)
+    rows, neighbours, _ = current.rows_of(x.device, (len(x),))
+    place = Place(current.key, key_of("rand", current.call("rand", x.device)), rows, neighbours)
+    words_BW = words(place, shape or (1,), x.device, on_host=x.is_cpu)
+    return ((words_BW >> 40) & (2**24 - 1)).float().mul_(2**-24).reshape(len(x), *shape)

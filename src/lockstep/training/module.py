@@ -2,12 +2,14 @@
 
 # B batch
 
+import hashlib
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.compat.metric_states import exact_on
 from lockstep.errors import UserError
@@ -100,6 +102,52 @@ class Module(pl.LightningModule):
         found = of_all(self.train_sums)
         self.train_sums = dict(found) if self.trainer.is_global_zero else {}
         return found
+
+    def continue_sums(self, checkpoint: Mapping[str, Any]) -> None:
+        window = checkpoint.get("window", {})
+        if isinstance(window.get("loss"), float):  # until November 2026: of micro-batches, the mean of all processes
+            samples = checkpoint["config"]["data"]["batch_size"] / checkpoint["accumulate_grad_batches"]
+            window = {"train/loss": (window["loss"] * samples, window["weight"] * samples)}
+        self.train_sums = dict(window) if self.trainer.is_global_zero else {}
+
+
+class Frozen(nn.Module):
+    """A network beside those that are trained, such as a teacher: in evaluation mode, without gradients of its weights, left out of
+    checkpoints, optimizers and what processes exchange. Gradients reach its input. `network` is the network, for its other methods.
+
+    A checkpoint has a digest of the weights, which are those that the network has when it is passed here.
+    """
+
+    place: Tensor
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        content = hashlib.blake2b(digest_size=16)
+        for name, tensor in network.state_dict().items():
+            content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            content.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        self.digest = content.hexdigest()
+        self.__dict__["held"] = network.eval().requires_grad_(False)  # no child
+        self.register_buffer("place", torch.empty(0), persistent=False)  # moved and converted in its stead
+        self.moved = self.place.device, self.place.dtype
+
+    @property
+    def network(self) -> nn.Module:
+        if self.moved != (now := (self.place.device, self.place.dtype)):
+            self.moved = now
+            self.__dict__["held"].to(*now)
+        network: nn.Module = self.__dict__["held"]
+        return network
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.network(*args, **kwargs)
+
+
+def other_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
+    """What is told of frozen networks with other weights than those that a checkpoint has digests of."""
+    frozen = {name: each.digest for name, each in module.named_modules() if isinstance(each, Frozen)}
+    words = "the weights of {}, a frozen network, are not in checkpoints, and not those that it had. Load those, or start a new run."
+    return [words.format(name) for name, digest in frozen.items() if saved.get(name, digest) != digest]
 
 
 def of_all(sums: Sums) -> Sums:
