@@ -1,0 +1,58 @@
+"""Runs that earlier versions left, as they are stored in tests/stored: they go on, are evaluated and load."""
+
+# stored/0.1/task was killed after step 17 of 24, between two rows of the log; its last checkpoint has 15 steps. It was made by
+#   python train.py run=task <OPTIONS>       at 0048f8e5, the last version in which a task was held by a TaskModule
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import state
+
+import lockstep
+
+STORED = Path(__file__).parent / "stored/0.1"
+OPTIONS = [
+    "trainer.accelerator=cpu", "data.source=embedded", "data.image_size=6", "data.batch_size=16", "data.limit_train=192", "optim=sgd", "optim.lr=0.02",
+    "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.precision=32-true", "checkpoint.every_n_steps=5",
+]  # fmt: skip
+COLUMNS = "step", "train/loss", "train/lr", "val/loss", "val/acc", "test/loss", "test/acc"
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch) -> Path:
+    """A copy of the stored runs, in the folder that this process works in."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(STORED, "runs")
+    return tmp_path / "runs"
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    with (run / "metrics.csv").open(newline="") as file:
+        return [{name: float(row[name]) for name in COLUMNS if row.get(name)} for row in csv.DictReader(file)]
+
+
+def test_a_stored_run_goes_on_to_the_end_of_an_uninterrupted_one(stored):
+    """Up to rounding, because another machine may have begun it."""
+    report = lockstep.train(["run=task", "resume=auto"])
+    whole = lockstep.train(["run=whole", *OPTIONS])
+    assert (report["status"], report["restarts"], report["train/steps"]) == ("done", 1, 24)
+    assert len(rows(stored / "task")) == len(rows(stored / "whole"))
+    for found, expected in zip(rows(stored / "task"), rows(stored / "whole"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+    weights, expected = (state(f"{run}/checkpoints/last.ckpt")["state_dict"] for run in ("task", "whole"))
+    assert list(weights) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4)
+    assert report["test/loss"] == pytest.approx(whole["test/loss"], rel=1e-3)
+
+
+def test_a_stored_run_is_evaluated_predicts_and_loads(stored):
+    found = lockstep.evaluate(["run=task", "trainer.accelerator=cpu"])
+    assert found["test/count"] == 1000 and 0 <= found["test/acc"] <= 1
+    assert lockstep.predict(["run=task", "input=test", "trainer.accelerator=cpu"])["count"] == 1000
+    assert lockstep.load_model("task")(torch.zeros(2, 1, 6, 6)).shape == (2, 10)
+    assert lockstep.load_report("task")["status"] == json.loads((stored / "task/report.json").read_text())["status"]
