@@ -242,6 +242,38 @@ def test_folds_divide_the_training_part(total, folds):
         splits(data_of(total), batch_size=1, folds=total + 1)
 
 
+@settings(max_examples=60, deadline=None)
+@given(total=st.integers(4, 60), folds=st.none() | st.integers(2, 4), gap=st.integers(0, 20))
+def test_neighbours_are_held_out_and_as_many_as_the_gap_left_out_on_each_side(total, folds, gap):
+    held_out = []
+    for fold in range(folds or 1):
+        keys = {"val_gap": gap, "val_fraction": 0.25} | ({"folds": folds, "fold": fold} if folds else {})
+        far = lambda place, val: place < val[0] - gap or place > val[-1] + gap  # noqa: E731
+        expected = (
+            [*range(total * fold // folds, total * (fold + 1) // folds)]
+            if folds
+            else [*range(total - round(total / 4), total)]
+        )
+        if not (left := [place for place in range(total) if far(place, expected)]):
+            with pytest.raises(UserError, match=rf"data\.val_gap={gap} leaves none of the {total} training"):
+                splits(data_of(total), batch_size=1, **keys)
+            return
+        train, val, _ = splits(data_of(total), batch_size=1, **keys)
+        parts = [split.indices(np.arange(split.count)).tolist() for split in (train, val)]
+        assert (sorted(parts[0]), parts[1]) == (left, expected)
+        held_out += parts[1]
+        order = train.ordered(np.arange(train.count), 0, 0).tolist()
+        assert sorted(order) == left
+    assert not folds or held_out == [*range(total)]
+
+
+def test_a_gap_beside_a_validation_part_of_the_data_is_refused():
+    data = data_of(60)
+    data.val = data.train
+    with pytest.raises(UserError, match=r"data\.val_gap has no effect: this data has its own validation part"):
+        splits(data, batch_size=1, val_gap=3)
+
+
 @settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), folds=st.integers(2, 5))
 @example(sizes=[2, 50, 3], folds=3)

@@ -76,7 +76,7 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
 
 # Keys of a `data` node that the engine reads. They are passed on to the class only if its signature names them.
 ENGINE_DATA = (
-    "batch_size", "eval_batch_size", "val_fraction", "folds", "fold", "limit_train", "balance", "repeats", "num_workers",
+    "batch_size", "eval_batch_size", "val_fraction", "val_gap", "folds", "fold", "limit_train", "balance", "repeats", "num_workers",
     "prefetch_factor", "persistent_workers", "on_device",
 )  # fmt: skip
 

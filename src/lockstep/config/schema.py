@@ -181,6 +181,7 @@ KEYS: dict[str, Kind] = {
     "data.mean": CHANNELS,
     "data.std": CHANNELS,
     "data.val_fraction": number(0, 0.1, above=True, below=1),
+    "data.val_gap": whole(0, 24).or_null(),
     "data.test_fraction": number(0, 0.1, above=True, below=1),
     "data.csv": TEXT.or_null(),
     "data.channels": one_of(1, 3, example=3),

@@ -142,19 +142,29 @@ def stratified(part: Any, folds: int) -> tuple[Indices, list[int]]:
 
 
 def splits(
-    dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, folds: int | None = None, fold: int = 0, limit_train: int | None = None
+    dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, val_gap: int | None = None, folds: int | None = None, fold: int = 0,
+    limit_train: int | None = None,
 ) -> tuple[Split, Split, Split]:  # fmt: skip
-    """The training, validation and test splits. With `folds`, the validation split is that `fold` of the training part.
+    """The training, validation and test splits. With `folds`, the validation split is that `fold` of the training part. With `val_gap`,
+    it has neighbouring samples, the last ones without folds, and so many before and after them are left out.
 
     Raises:
         UserError: a part is empty, or a number is above the training split's.
     """
     (total, val_total, test_total), has_val = (length(dataset, part) for part in PARTS), dataset.val is not None
     unit = f"{dataset.unit} ({dataset.source})" if dataset.source else dataset.unit
-    order_N, bounds = stratified(dataset.train, folds) if folds else (None, [0, val_count(total, val_fraction)])
+    in_blocks, order_N = val_gap is not None, None
+    if folds and in_blocks:
+        bounds = [total * number // folds for number in range(folds + 1)]
+    elif folds:
+        order_N, bounds = stratified(dataset.train, folds)
+    else:
+        bounds = [total - val_count(total, val_fraction), total] if in_blocks else [0, val_count(total, val_fraction)]
     begin, end = bounds[fold : fold + 2]
     val = 0 if has_val else end - begin
-    left, count = total - val, min(total - val, limit_train or total)
+    before, after = min(val_gap or 0, begin), min(val_gap or 0, total - end)
+    left = total - val - (0 if has_val else before + after)
+    count = min(left, limit_train or total)
 
     def problems() -> Iterator[str]:
         if folds and has_val:
@@ -164,8 +174,11 @@ def splits(
         for part in PARTS:
             if getattr(dataset, part) is not None and not length(dataset, part):
                 yield f"the {part} part of the data has no {unit}. Add some, or choose other data."
+        if in_blocks and has_val:
+            yield "data.val_gap has no effect: this data has its own validation part. Remove data.val_gap, or that part."
         if left < 1:
-            yield f"data.val_fraction={val_fraction} leaves none of the {total} training {unit} to train with. Set a smaller fraction."
+            names = [f"data.val_fraction={val_fraction}"] * (not folds) + [f"data.val_gap={val_gap}"] * bool(val_gap)
+            yield f"{' with '.join(names)} leaves none of the {total} training {unit} to train with. Set a smaller number."
         if limit_train is not None and limit_train > max(batch_size, left):
             yield f"data.limit_train={limit_train} is more than the {left} training {unit}. Set a smaller number, or null."
         if batch_size > count:
@@ -173,7 +186,8 @@ def splits(
 
     raise_problems(islice(problems(), 1))  # the others would follow from it
     whole_val, test = (Split(n, 0, n, shuffled=False) for n in (val_total, test_total))
-    train, held_out = (Split(total, first, n, order_N=order_N) for first, n in ((begin + val, count), (begin, val)))
+    places = (begin + val + (0 if has_val else after), count), (begin, val)
+    train, held_out = (Split(total, first, n, not in_blocks, order_N) for first, n in places)
     return train, whole_val if has_val else held_out, test
 
 

@@ -25,7 +25,7 @@ from lockstep.run import RunFolder, find_run
 # repeat some samples and skip others. The optimizer's state has its own learning rates. The bits depend on the `exact` keys.
 FIXED = (
     "task._target_", "model._target_", "model.name", "seed", "optim", "exact.logical_ranks", "exact.threads",
-    "data._target_", "data.val_fraction", "data.folds", "data.fold", "data.limit_train", "data.balance", "data.batch_size", "data.repeats",
+    "data._target_", "data.val_fraction", "data.val_gap", "data.folds", "data.fold", "data.limit_train", "data.balance", "data.batch_size", "data.repeats",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from lockstep.machine.world import World, rank_of, why_no_gpu
 from lockstep.run import PATIENCE_S, RunFolder
 
 FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # a resumed run's own config is found by them
-SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
+SPLITTING = ("batch_size", "val_fraction", "val_gap", "folds", "fold", "limit_train")
 RESTART_S = 120.0  # a restarted run waits so long for the one before it: a file server notices late that a node is gone
 
 # NumPy, rich and Jinja take as long to import as Hydra, so functions import what needs them, after the config is checked.
