@@ -12,7 +12,6 @@ def predict(settings: launch.Settings) -> None:
     """The part of one process. `settings.cfg.predict` says what is asked for; the rest is the run's config, as for eval.py."""
     from lockstep import build
     from lockstep.extras import prediction
-    from lockstep.reporting.page import show_predictions
 
     build.process(settings)
     data = prediction.data(settings)
@@ -21,7 +20,7 @@ def predict(settings: launch.Settings) -> None:
     if found is not None:  # rank 0
         asked, path = settings.cfg.predict, settings.evaluation_file("predict")
         result = {"input": asked.input, "output": asked.output, "count": found.count, "broken": found.broken}
-        show_predictions(path, build.evaluation_info(settings), result, asked.gallery)
+        prediction.show_predictions(path, build.evaluation_info(settings), result, asked.gallery)
 
 
 JOB = predict

@@ -1,5 +1,6 @@
 """Every option that is shipped can be built and takes a step: networks, optimizers, schedules, callbacks, loggers."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,7 +128,9 @@ def test_exact_threads_are_of_one_job_of_a_sweep_and_stay_when_lightning_launche
     try:
         for ranks, threads in (("2", 1), ("4", 1), ("null", 3)):
             build.process(settings_of(f"exact.logical_ranks={ranks}", CPU))
-            _set_num_threads_if_needed(num_processes=1)
+            assert os.environ.get("OMP_NUM_THREADS") == (None if ranks == "null" else "1")
+            if ranks != "null":
+                _set_num_threads_if_needed(num_processes=1)
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

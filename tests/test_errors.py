@@ -2,7 +2,8 @@
 
 import pytest
 
-from lockstep.errors import Pruned, RunFailed, UserError, outcome_of
+from lockstep.errors import RunFailed, UserError, outcome_of
+from lockstep.extras.pruning import Pruned
 
 
 class HTTPError(Exception):

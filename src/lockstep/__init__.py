@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from lockstep.extras.frozen import Frozen as frozen  # noqa: F401, N813
     from lockstep.reporting.report import Report
     from lockstep.training.dropout import rand as rand
-    from lockstep.training.module import Frozen
     from lockstep.training.module import Module as Module
-
-    frozen = Frozen
 
 __version__ = "0.1.0"
 
@@ -25,7 +23,7 @@ CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
 # Imported when asked for: they need torch.
 LATER = {
     "Module": "lockstep.training.module:Module",
-    "frozen": "lockstep.training.module:Frozen",
+    "frozen": "lockstep.extras.frozen:Frozen",
     "rand": "lockstep.training.dropout:rand",
     "testing": "lockstep.extras.testing",
 }
@@ -111,6 +109,7 @@ def load_report(run: str | Path) -> "Report":
     Raises:
         UserError: there is no such run, or a file of it is damaged.
     """
+    from lockstep.extras.frozen import Frozen as frozen  # noqa: F401, N813
     from lockstep.reporting.report import Report
     from lockstep.run import find_run
 

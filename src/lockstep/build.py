@@ -45,7 +45,9 @@ from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload, Workload
 
 __all__ = ["data", "dry_run", "evaluate", "fit", "process", "recorder", "seed", "trainer", "workload"]
-before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
+before_exact: list[
+    tuple[int, str | None]
+] = []  # threads and OMP_NUM_THREADS, which the next job in this process has again
 IN_DRY_RUN = (
     "This is the dry run, a step of two samples on copies. Enter c to continue, or set debug_rank=0 to skip it."
 )
@@ -59,17 +61,25 @@ def process(settings: Settings) -> None:
     if world.accelerator == "cpu":
         if not settings.spec.is_sharded:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
-        number = threads(world) or before_exact.pop("threads", None)
+        if before_exact:
+            set_threads(*before_exact.pop())
+        if number := threads(world):
+            set_threads(number, str(number))
         if cfg.exact.logical_ranks:
-            before_exact["threads"], number = number or torch.get_num_threads(), cfg.exact.threads
-        if number:
-            torch.set_num_threads(number)
-            os.environ["OMP_NUM_THREADS"] = str(number)  # without it, Lightning's launcher sets another number later
+            before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
+            set_threads(cfg.exact.threads, str(cfg.exact.threads))
     if not gpu_count():
         # Optimizers ask at each step whether there are GPUs. Lightning makes torch ask the driver, which takes 0.1 ms if
         # there is none.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
+
+
+def set_threads(number: int, variable: str | None) -> None:
+    """`variable`: OMP_NUM_THREADS. Where it is not set, Lightning's launcher sets another number of threads later."""
+    torch.set_num_threads(number)
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.update({"OMP_NUM_THREADS": variable} if variable else {})
 
 
 def seed(settings: Settings) -> None:
@@ -198,6 +208,10 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
 def load_module(node: Mapping[str, Any], path: Path | None) -> pl.LightningModule:
     """A user's LightningModule, with the weights of a checkpoint. Raises UserError if they do not fit."""
     made = create_custom_module(node)
+    if getattr(made, "of_task", False):
+        raise UserError(
+            f"task._target_={node['_target_']} is a Task, which gets its network from `model`. Set task=own instead of task=lightning_module."
+        )
     if path:
         made.configure_model()  # may make its layers
         load_module_weights(made, path)
@@ -334,10 +348,5 @@ def evaluate(
 
 def evaluation_info(settings: Settings) -> dict[str, Any]:
     """What eval.json and predict.json say of the evaluation itself."""
-    cfg = settings.cfg
-    return {
-        "run": cfg.run,
-        "checkpoint": cfg.init_from,
-        "strategy": cfg.strategy.name,
-        "world_size": settings.world.size,
-    }
+    cfg, size = settings.cfg, settings.world.size
+    return {"run": cfg.run, "checkpoint": cfg.init_from, "strategy": cfg.strategy.name, "world_size": size}

@@ -78,13 +78,6 @@ class DataChanged(TrainingFailed):
     """What is trained on or tested is no longer what it was."""
 
 
-class Pruned(TrainingFailed):
-    """The study's pruner ended this trial."""
-
-    status = "pruned"
-    alike = True
-
-
 class LossNotFinite(TrainingFailed):
     """The loss is NaN or infinite, in one process or in all."""
 

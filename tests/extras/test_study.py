@@ -18,9 +18,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.config import compose
 from lockstep.config.settings import sweep_name
-from lockstep.errors import Pruned, UserError
+from lockstep.errors import UserError
 from lockstep.extras import study
-from lockstep.extras.pruning import STORAGE, Pruning
+from lockstep.extras.pruning import STORAGE, Pruned, Pruning
 from lockstep.extras.study import StudySweeper
 
 # --- an interrupted sweep; its jobs are reports that a launcher writes ---

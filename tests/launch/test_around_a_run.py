@@ -28,6 +28,7 @@ from lockstep.config.compose import compose_config
 from lockstep.config.targets import written_arguments
 from lockstep.data.published import Mnist
 from lockstep.errors import NotSaved, UserError, outcome_of
+from lockstep.extras import prediction
 from lockstep.launch import cli, exits, local, resuming, start
 from lockstep.panel import Calibration
 from lockstep.reporting import page
@@ -93,7 +94,7 @@ def test_results_are_printed_before_they_are_written(number, tmp_path, monkeypat
     assert "0.98765432" in capsys.readouterr().out
     assert "resume" not in str(error.value) and outcome_of(error.value).exit_code == 1
     result = {"input": "a", "output": "out.csv", "count": 3, "broken": 0}
-    page.show_predictions(tmp_path / "predict.json", about, result, gallery=False)  # its table is complete
+    prediction.show_predictions(tmp_path / "predict.json", about, result, gallery=False)  # its table is complete
     shown = capsys.readouterr()
     assert "out.csv" in shown.out and "The table is complete" in shown.err and "resume" not in shown.err
 

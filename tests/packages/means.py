@@ -80,3 +80,14 @@ class Named(Classification):
 
     def on_train_epoch_end(self) -> None:
         self.log("train/epoch", float(self.current_epoch + self.global_step))
+
+
+class Odd(Classification):
+    """Inputs of a metric that it has not, or that are no tuple."""
+
+    def __init__(self, mean: bool = False, inputs: bool = False) -> None:
+        super().__init__()
+        self.own = {"mean": mean, "acc": inputs}
+
+    def inputs_by_metric(self, output: Tensor, batch: Any) -> Any:
+        return {name: output for name, wrong in self.own.items() if wrong}

@@ -110,8 +110,9 @@ def test_several_micro_batches_have_the_mean_without_weights_and_are_refused_wit
     assert [row["train/absolute"] for row in rows if "train/absolute" in row] == pytest.approx(
         [row["train/absolute"] for row in of_rows]
     )
-    with pytest.raises(UserError, match=r"self\.mean with weights .* Set trainer\.accumulate_grad_batches=1"):
-        train("refused", "trainer.accumulate_grad_batches=4")
+    for run, key in (("micro", "trainer.accumulate_grad_batches=4"), ("ranks", "exact.logical_ranks=1")):
+        with pytest.raises(UserError, match=r"self\.mean with weights .* Set trainer\.accumulate_grad_batches=1"):
+            train(run, key)
 
 
 def test_a_crash_between_two_rows_of_the_log_changes_neither_weights_nor_rows(crash_at):
@@ -146,10 +147,30 @@ def test_a_mean_takes_a_number_per_sample(values, weight):
         means.Weighted().mean(values, weight)
 
 
+@pytest.mark.parametrize("name", ["mean", "inputs"])
+def test_a_task_is_told_of_inputs_that_no_metric_has_or_that_are_no_tuple(name, mnist, cache):
+    data = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.image_size=12", "trainer.accelerator=cpu"]
+    told = {
+        "mean": r"inputs_by_metric` has mean, but the metrics are acc",
+        "inputs": r"its inputs are a Tensor, not a tuple of arguments",
+    }
+    with pytest.raises(UserError, match=told[name]):
+        lockstep.train([*data, "task=own", "task._target_=means.Odd", f"+task.{name}=true", f"run=odd-{name}"])
+
+
+def test_a_task_is_no_lightning_module_of_its_own():
+    with pytest.raises(UserError, match=r"task\._target_=means\.Named is a Task.* Set task=own"):
+        lockstep.train([*OPTIONS, "task._target_=means.Named", "run=wrong"])
+
+
 def test_samples_of_others_do_not_count():
     """Those that a process computes because it has none of the batch. It takes part in the exchange."""
     module, asked = means.Weighted(), []
-    strategy = SimpleNamespace(share=lambda: 0.0, reduce=lambda weight, **_: asked.append(float(weight)) or weight + 3)
+    strategy = SimpleNamespace(
+        share=lambda: 0.0,
+        reduce=lambda weight, **_: asked.append(float(weight)) or weight + 3,
+        arithmetic=SimpleNamespace(same_bits=False),
+    )
     module.trainer = SimpleNamespace(training=True, strategy=strategy, accumulate_grad_batches=1, state=None)
     values = torch.ones(2, requires_grad=True)
     module.mean(values, torch.ones(2), log="train/loss").backward()

@@ -223,6 +223,15 @@ def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
     assert scaler.get_scale() == 512.0
 
 
+def test_the_sums_of_a_version_until_november_2026_are_those_of_samples():
+    """They were the means over processes of the sums over micro-batches."""
+    made = module(Segmentation)
+    made.trainer = SimpleNamespace(is_global_zero=True)
+    config = {"data": {"batch_size": 64}}
+    made.continue_sums({"window": {"loss": 6.0, "weight": 4.0}, "accumulate_grad_batches": 2, "config": config})
+    assert made.train_sums == {"train/loss": (6.0 * 32, 4.0 * 32)}
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_checkpoint_has_the_sums_of_all_processes_of_which_one_may_have_none(rank, monkeypatch):
     """The other processes would wait for one that does not take part."""
@@ -330,8 +339,8 @@ class Apart(Classification):
     def metrics(self) -> dict[str, Metric]:
         return {**super().metrics(), "largest": MeanMetric()}
 
-    def metric_inputs(self, output: Tensor, batch: dict) -> dict[str, tuple]:
-        return {"acc": super().metric_inputs(output, batch), "largest": (output.amax(1),)}
+    def inputs_by_metric(self, output: Tensor, batch: dict) -> dict[str, tuple]:
+        return {"largest": (output.amax(1),)}
 
 
 def test_a_metric_may_have_inputs_of_its_own():
@@ -358,10 +367,30 @@ class Taken(Regression):
     net = None
 
 
+class Staged(Regression):
+    def stage(self) -> None:
+        """Which is a property of lockstep.Module."""
+
+
+class Scaled(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = 0.5
+
+
+class ByHand(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 @pytest.mark.parametrize(("kind", "told"), [
     (Silent, r"task=Silent: `on_validation_epoch_end` replaces what Lockstep does there\. Call super\(\)\.on_validation_epoch_end in it"),
     (Loud, r"task=Loud: `on_validation_epoch_end` replaces"),
-    (Taken, "task=Taken has `net`, which a run sets"),
+    (Taken, "task=Taken has `net`, a name that Lockstep's tasks have themselves"),
+    (Staged, "task=Staged has `stage`"),
+    (Scaled, "task=Scaled has `mean`"),
+    (ByHand, "task=ByHand sets automatic_optimization=False"),
 ])  # fmt: skip
 def test_a_task_that_would_silently_lose_something_is_refused(kind, told):
     with pytest.raises(UserError, match=told):

@@ -87,6 +87,8 @@ class CustomModule(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.loggers = self.loggers
         self.before = dict(trainer.callback_metrics)
+        if isinstance(pl_module, Module):
+            pl_module.eval_sums.clear()
         for loader in standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
             if loader.gets != "a share" and loader.notes[0] not in self.told:
                 say(f"data of the evaluation: {loader.notes[0]}")

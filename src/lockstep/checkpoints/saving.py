@@ -33,7 +33,7 @@ from lockstep.errors import (
 )
 from lockstep.machine import files
 from lockstep.training.arithmetic import steps_done
-from lockstep.training.module import Frozen, Module, other_frozen
+from lockstep.training.module import Module, other_frozen
 
 LAST = "last.ckpt"
 Write = Callable[[dict[str, Any], Path], None]
@@ -286,7 +286,7 @@ class Position(Callback):
         if isinstance(pl_module, Module):
             checkpoint["window"] = pl_module.gathered()
         modules = pl_module.named_modules()
-        checkpoint["frozen"] = {name: each.digest for name, each in modules if isinstance(each, Frozen)}
+        checkpoint["frozen"] = {name: each.frozen_digest for name, each in modules if hasattr(each, "frozen_digest")}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Converts micro-batch counters: this run may accumulate more or fewer micro-batches to the same global batch."""

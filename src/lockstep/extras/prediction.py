@@ -22,7 +22,7 @@ from lockstep import build
 from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
 from lockstep.config.settings import Settings
-from lockstep.config.words import warn
+from lockstep.config.words import counted, warn
 from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import Frame
@@ -32,8 +32,9 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
 from lockstep.launch.start import gallery_of
-from lockstep.machine.files import locked, part_folder, remove, replacing, write_text
+from lockstep.machine.files import locked, part_folder, remove, replacing, write_json, write_text
 from lockstep.panel import Mask, Sample
+from lockstep.reporting.console import say
 from lockstep.reporting.render import render
 from lockstep.training.losses import sample_at
 from lockstep.training.targets import RESERVED
@@ -340,3 +341,18 @@ def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
             what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
             warn(f"{what}:{listed(parts.reasons, parts.broken)}")
         return parts
+
+
+def show_predictions(path: Path, about: Mapping[str, Any], result: Mapping[str, Any], gallery: bool) -> None:
+    """Says where the table is, and notes it in `path`. `result`: input, output, count of rows, broken files."""
+    output, broken = Path(result["output"]), result["broken"]
+    rows = f"done: {counted(result['count'], 'row')}" + (f", {counted(broken, 'broken file')}" if broken else "")
+    say(f"{rows}; predictions by {about['checkpoint']}:")
+    say(str(output), copied=True)
+    if gallery:
+        page = output.with_name(f"{output.name}.html")
+        say(str(page), copied=True, link=page)
+    try:
+        write_json(path, {**about, **result})
+    except OSError as e:  # the table is complete, and may be elsewhere because the run is read-only
+        warn(f"{path} could not be written: {e.strerror}. The table is complete.")

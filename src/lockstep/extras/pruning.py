@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.config.words import counted
-from lockstep.errors import Pruned
+from lockstep.errors import TrainingFailed
 from lockstep.training.arithmetic import steps_done
 
 STORAGE = "LOCKSTEP_STORAGE"  # an environment variable: a URL may hold a password, which must not be in config.yaml
@@ -16,6 +16,13 @@ STORAGE = "LOCKSTEP_STORAGE"  # an environment variable: a URL may hold a passwo
 def trial_id(storage: Any, study_name: str, number: int) -> int:
     """The storage's id of a trial, from its number in the study."""
     return storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(study_name), number)
+
+
+class Pruned(TrainingFailed):
+    """The study's pruner ended this trial."""
+
+    status = "pruned"
+    alike = True
 
 
 class Pruning(Callback):

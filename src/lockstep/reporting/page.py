@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.checkpoints.finding import found_in
 from lockstep.config.compose import as_overrides, typed
 from lockstep.config.project import command
-from lockstep.config.words import counted, is_fraction, metric, number, seconds, size, warn
+from lockstep.config.words import counted, is_fraction, metric, number, seconds, size
 from lockstep.errors import NotSaved
 from lockstep.machine.files import write_json, write_text
 from lockstep.panel import Content, Gallery
@@ -253,18 +253,3 @@ def show_evaluation(path: Path, about: Mapping[str, Any], metrics: dict[str, Any
         write_json(path, {**about, **metrics})
     except OSError as e:
         raise NotSaved(f"{path} could not be written: {e.strerror}. The metrics are above.") from None
-
-
-def show_predictions(path: Path, about: Mapping[str, Any], result: Mapping[str, Any], gallery: bool) -> None:
-    """Says where the table is, and notes it in `path`. `result`: input, output, count of rows, broken files."""
-    output, broken = Path(result["output"]), result["broken"]
-    rows = f"done: {counted(result['count'], 'row')}" + (f", {counted(broken, 'broken file')}" if broken else "")
-    say(f"{rows}; predictions by {about['checkpoint']}:")
-    say(str(output), copied=True)
-    if gallery:
-        page = output.with_name(f"{output.name}.html")
-        say(str(page), copied=True, link=page)
-    try:
-        write_json(path, {**about, **result})
-    except OSError as e:  # the table is complete, and may be elsewhere because the run is read-only
-        warn(f"{path} could not be written: {e.strerror}. The table is complete.")

@@ -93,7 +93,11 @@ class DryRun:
             log.info("the dry run ended early: %s", e)
             is_users = self.is_user_error(cause)
             needs_numbers = not self.is_small and (training or is_users)
-            cannot_run = not isinstance(e, UserError) or ran_out(cause) or "process group" in str(cause)
+            cannot_run = (
+                not isinstance(e, UserError)
+                or ran_out(cause)
+                or any(words in str(cause) for words in ("process group", "not attached to a"))
+            )
             if needs_numbers or cannot_run or (training and not self.shipped):
                 return
             if is_users:
@@ -170,11 +174,18 @@ class DryRun:
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
         logged: list[str] = []
+        with refused(f"{title}: {{}}."):
+            own = task.inputs_by_metric(outputs, batch)
+            if unknown := sorted(own.keys() - module.parts.metrics.keys()):
+                raise UserError(
+                    f"`inputs_by_metric` has {unknown[0]}, but the metrics are {', '.join(module.parts.metrics)}"
+                )
         for name, metric in module.parts.metrics.items():
             with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
-                inputs = task.metric_inputs(outputs, batch)
-                own = inputs[name] if isinstance(inputs, Mapping) else inputs
-                value = computed(metric, own, count, data.val_split.count)
+                inputs = own[name] if name in own else task.metric_inputs(outputs, batch)
+                if not isinstance(inputs, tuple):
+                    raise UserError(f"its inputs are a {type(inputs).__name__}, not a tuple of arguments")
+                value = computed(metric, inputs, count, data.val_split.count)
                 logged += named(name, value, task.value_names)
         with refused(f"{title}: {{}}."):
             predicted = validated_columns(task.predictions(outputs))

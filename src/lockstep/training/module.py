@@ -2,7 +2,8 @@
 
 # B batch
 
-import hashlib
+import re
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,11 +17,12 @@ from lockstep.errors import UserError
 from lockstep.machine.world import objects_of_all
 
 Sums = dict[str, tuple[Any, Any]]  # by the name of a mean: of weighted values, and of weights
-STAGES = {"train": "train", "validate": "val", "sanity_check": "val", "test": "test", "predict": "predict"}
 
 
 class Module(pl.LightningModule):
     """A LightningModule with `mean`. With a plain `pl.Trainer` it works too: its means are those of a process and a batch then."""
+
+    weights_later = False  # whether gradients are divided by the weights of a step once it is complete
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,8 +33,8 @@ class Module(pl.LightningModule):
     @property
     def stage(self) -> str:
         """train, val, test or predict: for the names of what is logged."""
-        with suppress(RuntimeError):  # without a Trainer
-            return STAGES[str(self.trainer.state.stage and self.trainer.state.stage.value)]
+        with suppress(RuntimeError, AttributeError):  # without a Trainer, or between two stages
+            return self.trainer.state.stage.dataloader_prefix or "train"  # type: ignore[union-attr]
         return "train"
 
     @property
@@ -49,6 +51,8 @@ class Module(pl.LightningModule):
         """The mean of `values_B` over the global batch, weighted by `weight_B`. The loss of a step, or a part of it, has the gradient of
         that mean, however samples are divided among processes. The number itself is what this process contributes.
 
+        `values_B`: a number for each sample of the batch. Leave out samples by a weight of 0, not by selecting others: processes may
+        select different numbers of them. With weights, all processes must call it in the same steps, because they communicate.
         `log`: logs the mean under this name, too: over all samples since the last row of the log, or of the evaluation.
 
         Raises:
@@ -58,13 +62,14 @@ class Module(pl.LightningModule):
             given = " and ".join(str(tuple(x.shape)) for x in (values_B, weight_B) if x is not None)
             raise UserError(f"self.mean gets the shape {given}; it takes one number per sample, and a weight for each.")
         share, values_B = self.share, values_B.to(torch.promote_types(values_B.dtype, torch.float32))
-        counts_B = torch.full_like(values_B, 0.0 if share == 0 else 1.0).detach()
+        counts_B = torch.full_like(values_B, 0.0 if share == 0 else 1.0)
         counts_B = counts_B if weight_B is None else counts_B * weight_B.detach()
         total, weight = (values_B * counts_B).sum(), counts_B.sum()
         if weight_B is None:
             found = values_B.mean()
         else:
-            divisor = weight if share is None or not self.trainer.training else self.weight_of_step(weight) * share
+            later = share is None or not self.trainer.training or self.weights_later
+            divisor = weight if later else self.weight_of_step(weight) * (share or 0.0)
             found = total / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
         if log and share is None:
             self.log(log, found, batch_size=len(values_B))
@@ -74,12 +79,13 @@ class Module(pl.LightningModule):
 
     def weight_of_step(self, weight: Tensor) -> Tensor:
         """Of the global batch, on average over processes, which all call it."""
-        if self.trainer.accumulate_grad_batches > 1:
+        strategy: Any = self.trainer.strategy
+        if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
             raise UserError(
                 "self.mean with weights needs those of the whole global batch, but a step of several micro-batches does not know the later ones. "
                 "Set trainer.accumulate_grad_batches=1, and no exact.logical_ranks; or write a lockstep.tasks.Task, which divides later."
             )
-        return torch.as_tensor(self.trainer.strategy.reduce(weight.clone(), reduce_op="mean"))
+        return torch.as_tensor(strategy.reduce(weight.clone(), reduce_op="mean"))
 
     def add(self, name: str, total: Tensor, weight: Any) -> None:
         """Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes, nor
@@ -95,6 +101,8 @@ class Module(pl.LightningModule):
         for name, (total, weight) in of_all(sums).items():
             # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
             self.log(name, torch.tensor(total / weight if weight else torch.nan), prog_bar=name == "train/loss")
+            # It is of all processes already.
+            warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
         sums.clear()
 
     def gathered(self) -> Sums:
@@ -111,41 +119,9 @@ class Module(pl.LightningModule):
         self.train_sums = dict(window) if self.trainer.is_global_zero else {}
 
 
-class Frozen(nn.Module):
-    """A network beside those that are trained, such as a teacher: in evaluation mode, without gradients of its weights, left out of
-    checkpoints, optimizers and what processes exchange. Gradients reach its input. `network` is the network, for its other methods.
-
-    A checkpoint has a digest of the weights, which are those that the network has when it is passed here.
-    """
-
-    place: Tensor
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        content = hashlib.blake2b(digest_size=16)
-        for name, tensor in network.state_dict().items():
-            content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            content.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        self.digest = content.hexdigest()
-        self.__dict__["held"] = network.eval().requires_grad_(False)  # no child
-        self.register_buffer("place", torch.empty(0), persistent=False)  # moved and converted in its stead
-        self.moved = self.place.device, self.place.dtype
-
-    @property
-    def network(self) -> nn.Module:
-        if self.moved != (now := (self.place.device, self.place.dtype)):
-            self.moved = now
-            self.__dict__["held"].to(*now)
-        network: nn.Module = self.__dict__["held"]
-        return network
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.network(*args, **kwargs)
-
-
 def other_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
     """What is told of frozen networks with other weights than those that a checkpoint has digests of."""
-    frozen = {name: each.digest for name, each in module.named_modules() if isinstance(each, Frozen)}
+    frozen = {name: each.frozen_digest for name, each in module.named_modules() if hasattr(each, "frozen_digest")}
     words = "the weights of {}, a frozen network, are not in checkpoints, and not those that it had. Load those, or start a new run."
     return [words.format(name) for name, digest in frozen.items() if saved.get(name, digest) != digest]
 

@@ -87,6 +87,7 @@ class Task(Module):
     `self.current_epoch` and hooks such as `on_train_epoch_start` are Lightning's.
     """
 
+    weights_later = True
     of_task = True  # takes named batches with fillers, unlike other LightningModules
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
@@ -153,9 +154,13 @@ class Task(Module):
         """Arguments offered to metrics of the config."""
         return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
-    def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> Any:
-        """A tuple, the arguments of every metric's `update`; or a dict of such tuples by the metric's name."""
+    def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a metric's `update`."""
         return output, batch["target"]
+
+    def inputs_by_metric(self, output: Any, batch: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
+        """Those of metrics with inputs of their own, by name."""
+        return {}
 
     def predictions(self, output: Any) -> dict[str, Sequence[Any] | Tensor]:
         """Columns of a table of predictions, with a row per sample."""
@@ -208,11 +213,17 @@ class Task(Module):
     # --- What the engine calls ---
 
     def attach(self, net: nn.Module, **parts: Any) -> Self:
-        """Gets a run's network and `Parts`. Raises UserError: the class has other things of these names."""
-        title = f"task={type(self).__name__}"
-        if taken := [name for name in ("net", "parts") if hasattr(self, name)]:
+        """Gets a run's network and `Parts`. Raises UserError: the class has something else of these names, or of `Module`'s, or replaces
+        a method."""
+        title, kinds = f"task={type(self).__name__}", type(self).__mro__[: type(self).__mro__.index(Task)]
+        names = ("net", "parts", *(name for name in vars(Module) if not name.startswith("__")))
+        if taken := [name for name in names if name in vars(self) or any(name in vars(kind) for kind in kinds)]:
             raise UserError(
-                f"{title} has `{taken[0]}`, which a run sets: its network, and its optimizer, schedule, metrics. Use another name."
+                f"{title} has `{taken[0]}`, a name that Lockstep's tasks have themselves. Use another name."
+            )
+        if not self.automatic_optimization:
+            raise UserError(
+                f"{title} sets automatic_optimization=False, but a task has no step of its own. Write a LightningModule."
             )
         if lost := without_super(type(self), Task):
             raise UserError(
@@ -303,6 +314,7 @@ class Task(Module):
 
     def on_validation_start(self) -> None:
         """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
+        self.eval_sums.clear()
         for metric in self.parts.all_metrics:
             prepare(metric, self.device)
 
@@ -321,9 +333,9 @@ class Task(Module):
         output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.loss(output, batch), self, batch) if whole is None else whole
         parts.mean_loss.update(loss_B, weight_of(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
+        own = self.inputs_by_metric(output, batch)
         for name, metric in parts.metrics.items():
-            inputs = self.metric_inputs(output, batch)
-            update(metric, batch_idx, *(inputs[name] if isinstance(inputs, Mapping) else inputs))
+            update(metric, batch_idx, *(own[name] if name in own else self.metric_inputs(output, batch)))
         if parts.test_panels and self.trainer.testing:
             parts.test_panels.update(output, batch, loss_B, batch_idx)
 
