@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import thin_project
 import torch
 from fake_gpu import DEVICE, fake_gpu
 from in_process import options
@@ -37,11 +38,13 @@ class Watch(pl.Callback):
         self.waits.on = batch_idx > 0 and not has_row_after(trainer, batch_idx)  # the first one's time is measured
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.seen.append(batch["input"].device.type)
+        self.seen.append((batch["input"] if isinstance(batch, dict) else batch[0]).device.type)
         self.waits.on = not (trainer.is_last_batch or has_row_after(trainer, batch_idx))
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         self.seen.append("val")
+        if not isinstance(pl_module, Task):  # Lightning computes what it logged before the hooks of the end
+            self.waits.on = False
 
     def on_validation_epoch_start(self, trainer, pl_module) -> None:
         self.waits.on = True
@@ -85,6 +88,26 @@ def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> l
 def test_no_step_of_a_run_waits(precision, tmp_path, mnist, cache, monkeypatch):
     given = [*options(mnist, cache), *CASES[precision], f"trainer.precision={precision}", "trainer.log_every_n_steps=2"]
     assert waited(tmp_path, given, monkeypatch) == []
+
+
+def test_no_step_of_a_lightning_module_waits(tmp_path, mnist, cache, monkeypatch):
+    """It logs as people do, and by `lockstep.Module.mean`, with weights too."""
+    data = [
+        f"data.root={mnist}",
+        f"data.cache_dir={cache}",
+        "data.batch_size=48",
+        "trainer.accelerator=cpu",
+        "data.on_device=true",
+    ]
+    module = [
+        "task=lightning_module",
+        "task._target_=means.Digits",
+        "trainer.precision=32-true",
+        "trainer.log_every_n_steps=2",
+        "trainer.num_sanity_val_steps=0",
+    ]
+    with thin_project.entered(tmp_path, "means", **thin_project.package("means")):
+        assert waited(tmp_path, [*data, *module], monkeypatch) == []
 
 
 @pytest.mark.slow

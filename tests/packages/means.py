@@ -91,3 +91,26 @@ class Odd(Classification):
 
     def inputs_by_metric(self, output: Tensor, batch: Any) -> Any:
         return {name: output for name, wrong in self.own.items() if wrong}
+
+
+class Digits(lockstep.Module):
+    """On Lockstep's data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(32 * 32, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss_B = nn.functional.cross_entropy(self.net(x), y, reduction="none")
+        self.log("train_loss", loss_B.mean())
+        return self.mean(loss_B, (y > 3).float(), log="train/loss") + self.mean(loss_B)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        loss_B = nn.functional.cross_entropy(self.net(x), y, reduction="none")
+        self.log("val_loss", loss_B.mean())
+        self.mean(loss_B, log="val/loss")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
