@@ -40,7 +40,7 @@ from lockstep.reporting.recorder import Recorder
 from lockstep.training import oom, optim
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.dry_run import DryRun
-from lockstep.training.module import other_frozen
+from lockstep.training.module import changed_frozen
 from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload, Workload
 
@@ -319,7 +319,7 @@ def evaluate(
         return {}
     work = workload(settings, data, weights=tested) if isinstance(tested, str) else tested
     if isinstance(tested, str):
-        for told in other_frozen(work.module, outline(Path(tested)).values.get("frozen", {})):
+        for told in changed_frozen(work.module, outline(Path(tested)).values.get("frozen", {})):
             console.say(f"WARNING: {told}")
     if not work.evaluates(step, stage):
         console.say(f"no {run}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")

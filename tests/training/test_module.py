@@ -228,7 +228,7 @@ def test_the_sums_of_a_version_until_november_2026_are_those_of_samples():
     made = module(Segmentation)
     made.trainer = SimpleNamespace(is_global_zero=True)
     config = {"data": {"batch_size": 64}}
-    made.continue_sums({"window": {"loss": 6.0, "weight": 4.0}, "accumulate_grad_batches": 2, "config": config})
+    made.load_sums({"window": {"loss": 6.0, "weight": 4.0}, "accumulate_grad_batches": 2, "config": config})
     assert made.train_sums == {"train/loss": (6.0 * 32, 4.0 * 32)}
 
 
@@ -238,10 +238,10 @@ def test_a_checkpoint_has_the_sums_of_all_processes_of_which_one_may_have_none(r
     monkeypatch.setattr("lockstep.training.module.objects_of_all", lambda own: [{"train/loss": (3.0, 2.0)}, own])
     made, sums = module(Segmentation), {"train/loss": (1.0, 4.0), "train/l1": (5.0, 4.0)}
     made.trainer = SimpleNamespace(is_global_zero=rank == 0)
-    assert made.gathered() == {"train/loss": (3.0, 2.0)}
+    assert made.collect_sums() == {"train/loss": (3.0, 2.0)}
     made.train_sums = dict(sums)
     total = {"train/loss": (4.0, 6.0), "train/l1": (5.0, 4.0)}
-    assert (made.gathered(), made.train_sums) == (total, total if rank == 0 else {})
+    assert (made.collect_sums(), made.train_sums) == (total, total if rank == 0 else {})
 
 
 def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch):
@@ -254,8 +254,8 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
     made.trainer = SimpleNamespace(is_global_zero=True, training=True)
     for index in range(3):
         made.training_step({"input": torch.zeros(1, 2, 1, 1), "index": torch.zeros(1)}, index)
-        made.gathered()
-    assert made.gathered() == {"train/loss": (2.0**24 + 2, 3)}
+        made.collect_sums()
+    assert made.collect_sums() == {"train/loss": (2.0**24 + 2, 3)}
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():

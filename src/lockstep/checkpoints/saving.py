@@ -33,7 +33,7 @@ from lockstep.errors import (
 )
 from lockstep.machine import files
 from lockstep.training.arithmetic import steps_done
-from lockstep.training.module import Module, other_frozen
+from lockstep.training.module import Module, changed_frozen
 
 LAST = "last.ckpt"
 Write = Callable[[dict[str, Any], Path], None]
@@ -284,7 +284,7 @@ class Position(Callback):
         save_logged_step(loop, steps_done(trainer))
         loop["state_dict"].pop("combined_loader", None)  # empty; with it a plain Trainer rejects the checkpoint
         if isinstance(pl_module, Module):
-            checkpoint["window"] = pl_module.gathered()
+            checkpoint["window"] = pl_module.collect_sums()
         modules = pl_module.named_modules()
         checkpoint["frozen"] = {name: each.frozen_digest for name, each in modules if hasattr(each, "frozen_digest")}
 
@@ -294,9 +294,9 @@ class Position(Callback):
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             batches[scope] = {key: count * now // then for key, count in batches[scope].items()}
-        raise_problems(f"resume: {each}" for each in other_frozen(pl_module, checkpoint.get("frozen", {})))
+        raise_problems(f"resume: {each}" for each in changed_frozen(pl_module, checkpoint.get("frozen", {})))
         if isinstance(pl_module, Module):
-            pl_module.continue_sums(checkpoint)
+            pl_module.load_sums(checkpoint)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         every, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches

@@ -38,14 +38,14 @@ class Module(pl.LightningModule):
         return "train"
 
     @property
-    def share(self) -> float | None:
-        """How much the samples of this process count in the mean of a step: 1 on average, 0 if it has none and computes others.
-        None if nobody divides batches, as under a plain `pl.Trainer`."""
+    def batch_weight(self) -> float | None:
+        """The weight of this process's micro-batch in the mean of a step: 1 on average, 0 if it has no sample and computes others.
+        None under a plain `pl.Trainer`, which does not divide batches."""
         strategy: Any = None
         with suppress(RuntimeError):
             strategy = self.trainer.strategy
-        divided = getattr(strategy, "share", None)
-        return None if divided is None else float(divided()) if self.trainer.training else 1.0
+        weight = getattr(strategy, "share", None)
+        return None if weight is None else float(weight()) if self.trainer.training else 1.0
 
     def mean(self, values_B: Tensor, weight_B: Tensor | None = None, *, log: str | None = None) -> Tensor:
         """The mean of `values_B` over the global batch, weighted by `weight_B`. The loss of a step, or a part of it, has the gradient of
@@ -59,26 +59,27 @@ class Module(pl.LightningModule):
             UserError: the shapes are wrong, or a step has several micro-batches, so the weights of the later ones are not known.
         """
         if values_B.dim() != 1 or (weight_B is not None and weight_B.shape != values_B.shape):
-            given = " and ".join(str(tuple(x.shape)) for x in (values_B, weight_B) if x is not None)
-            raise UserError(f"self.mean gets the shape {given}; it takes one number per sample, and a weight for each.")
-        share, values_B = self.share, values_B.to(torch.promote_types(values_B.dtype, torch.float32))
-        counts_B = torch.full_like(values_B, 0.0 if share == 0 else 1.0)
-        counts_B = counts_B if weight_B is None else counts_B * weight_B.detach()
+            shapes = " and ".join(str(tuple(x.shape)) for x in (values_B, weight_B) if x is not None)
+            raise UserError(
+                f"self.mean gets the shape {shapes}; it takes one number per sample, and a weight for each."
+            )
+        batch_weight, values_B = self.batch_weight, values_B.to(torch.promote_types(values_B.dtype, torch.float32))
+        counts_B = torch.full_like(values_B, batch_weight != 0) * (1.0 if weight_B is None else weight_B.detach())
         total, weight = (values_B * counts_B).sum(), counts_B.sum()
         if weight_B is None:
-            found = values_B.mean()
+            mean = values_B.mean()
         else:
-            later = share is None or not self.trainer.training or self.weights_later
-            divisor = weight if later else self.weight_of_step(weight) * (share or 0.0)
-            found = total / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
-        if log and share is None:
-            self.log(log, found, batch_size=len(values_B))
+            alone = batch_weight is None or not self.trainer.training or self.weights_later
+            divisor = weight if alone else self.weight_of_step(weight) * (batch_weight or 0.0)
+            mean = total / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
+        if log and batch_weight is None:
+            self.log(log, mean, batch_size=len(values_B))
         elif log:
             self.add(log, total, weight)
-        return found
+        return mean
 
     def weight_of_step(self, weight: Tensor) -> Tensor:
-        """Of the global batch, on average over processes, which all call it."""
+        """The weight of the global batch, on average over processes, which all call it."""
         strategy: Any = self.trainer.strategy
         if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
             raise UserError(
@@ -88,8 +89,8 @@ class Module(pl.LightningModule):
         return torch.as_tensor(strategy.reduce(weight.clone(), reduce_op="mean"))
 
     def add(self, name: str, total: Tensor, weight: Any) -> None:
-        """Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes, nor
-        their number changes a row."""
+        """In float64, sums of float32 are exact unless one number is 10^6 times another. So a row does not depend on the number of
+        processes, nor on checkpoints, which add them up."""
         sums, exact = self.train_sums if self.trainer.training else self.eval_sums, exact_on(self.device)
         before = sums.get(name, (0.0, 0.0))
         weight = weight.to(exact) if isinstance(weight, Tensor) else weight
@@ -98,20 +99,20 @@ class Module(pl.LightningModule):
     def log_means(self) -> None:
         """All processes call it where a row of the log is due, and at the end of an evaluation."""
         sums = self.train_sums if self.trainer.training else self.eval_sums
-        for name, (total, weight) in of_all(sums).items():
+        for name, (total, weight) in sum_over_processes(sums).items():
             # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
             self.log(name, torch.tensor(total / weight if weight else torch.nan), prog_bar=name == "train/loss")
             # It is of all processes already.
             warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
         sums.clear()
 
-    def gathered(self) -> Sums:
-        """For a checkpoint, for which all processes call it: the first one has the sums of all from now on."""
-        found = of_all(self.train_sums)
-        self.train_sums = dict(found) if self.trainer.is_global_zero else {}
-        return found
+    def collect_sums(self) -> Sums:
+        """The sums of all processes, for a checkpoint; all call it. Rank 0 keeps them, the others begin anew."""
+        sums = sum_over_processes(self.train_sums)
+        self.train_sums = dict(sums) if self.trainer.is_global_zero else {}
+        return sums
 
-    def continue_sums(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_sums(self, checkpoint: Mapping[str, Any]) -> None:
         window = checkpoint.get("window", {})
         if isinstance(window.get("loss"), float):  # until November 2026: of micro-batches, the mean of all processes
             samples = checkpoint["config"]["data"]["batch_size"] / checkpoint["accumulate_grad_batches"]
@@ -119,18 +120,18 @@ class Module(pl.LightningModule):
         self.train_sums = dict(window) if self.trainer.is_global_zero else {}
 
 
-def other_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
-    """What is told of frozen networks with other weights than those that a checkpoint has digests of."""
-    frozen = {name: each.frozen_digest for name, each in module.named_modules() if hasattr(each, "frozen_digest")}
-    words = "the weights of {}, a frozen network, are not in checkpoints, and not those that it had. Load those, or start a new run."
-    return [words.format(name) for name, digest in frozen.items() if saved.get(name, digest) != digest]
+def changed_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
+    """A message for each frozen network whose weights are not those of the checkpoint with these digests."""
+    digests = {name: each.frozen_digest for name, each in module.named_modules() if hasattr(each, "frozen_digest")}
+    words = "the weights of {}, a frozen network, differ from those of the checkpoint's run, and checkpoints omit them. Load the same weights, or start a new run."
+    return [words.format(name) for name, digest in digests.items() if saved.get(name, digest) != digest]
 
 
-def of_all(sums: Sums) -> Sums:
-    """Of all processes, of which some may lack a name."""
-    of_each = objects_of_all({name: (float(total), float(weight)) for name, (total, weight) in sums.items()})
-    found: Sums = {}
-    for name, (total, weight) in (item for each in of_each for item in each.items()):
-        before = found.get(name, (0.0, 0.0))
-        found[name] = before[0] + total, before[1] + weight
-    return found
+def sum_over_processes(sums: Sums) -> Sums:
+    """Some processes may lack a name."""
+    per_process = objects_of_all({name: (float(total), float(weight)) for name, (total, weight) in sums.items()})
+    result: Sums = {}
+    for name, (total, weight) in (item for own in per_process for item in own.items()):
+        before = result.get(name, (0.0, 0.0))
+        result[name] = before[0] + total, before[1] + weight
+    return result
