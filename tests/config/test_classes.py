@@ -321,7 +321,7 @@ def found(*overrides: str) -> list[str]:
          "model=own", "model._target_=mine.Open", "+model.width=3", "+model.pretrained=imagenet", "+model.checkpoint_path=here",
          "optim=mine", "+optim.lr=null", "+optim.nesterov=true", "schedule=mine", "+schedule.gamma=-1"],
         [*MODULE, "task.mode=train", "data=own", "data._target_=mine.Loaders", "data.num_workers=0", "data.persistent_workers=false",
-         *(f"~data.{key}" for key in ("eval_batch_size", "val_fraction", "limit_train", "on_device", "prefetch_factor", "repeats", "folds", "fold",
+         *(f"~data.{key}" for key in ("eval_batch_size", "val_fraction", "val_gap", "limit_train", "on_device", "prefetch_factor", "repeats", "folds", "fold",
                                       "balance"))],
         ["data=bare"],
     ],

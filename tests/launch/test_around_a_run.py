@@ -87,7 +87,8 @@ def test_results_are_printed_before_they_are_written(number, tmp_path, monkeypat
     def fail(path, content):
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(page, "write_json", fail)
+    for module in (page, prediction):
+        monkeypatch.setattr(module, "write_json", fail)
     about, metrics = {"checkpoint": "last.ckpt"}, {"test/acc": 0.987654321}
     with pytest.raises(NotSaved, match="The metrics are above") as error:
         page.show_evaluation(tmp_path / "eval.json", about, metrics)
