@@ -45,9 +45,8 @@ from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload, Workload
 
 __all__ = ["data", "dry_run", "evaluate", "fit", "process", "recorder", "seed", "trainer", "workload"]
-before_exact: list[
-    tuple[int, str | None]
-] = []  # threads and OMP_NUM_THREADS, which the next job in this process has again
+# Threads and OMP_NUM_THREADS before a job with exact.logical_ranks: the next job in this process has them again.
+before_exact: list[tuple[int, str | None]] = []
 IN_DRY_RUN = (
     "This is the dry run, a step of two samples on copies. Enter c to continue, or set debug_rank=0 to skip it."
 )

@@ -163,6 +163,14 @@ def test_a_task_is_no_lightning_module_of_its_own():
         lockstep.train([*OPTIONS, "task._target_=means.Named", "run=wrong"])
 
 
+def test_the_stage_is_known_between_two_stages_and_without_a_trainer():
+    """After an error there is none, when a smaller micro-batch is tried."""
+    module = means.Weighted()
+    assert module.stage == "train"
+    module.trainer = SimpleNamespace(state=SimpleNamespace(stage=None))
+    assert module.stage == "train"
+
+
 def test_samples_of_others_do_not_count():
     """Those that a process computes because it has none of the batch. It takes part in the exchange."""
     module, asked = means.Weighted(), []
@@ -207,6 +215,8 @@ def test_a_task_logs_parts_of_its_loss_and_knows_its_step(more, mnist, cache, fo
         assert pairs and all(again == pytest.approx(loss, rel=1e-6) for loss, again in pairs)
     assert report["test/again"] == pytest.approx(report["test/loss"], rel=1e-6)
     assert [float(row["train/epoch"]) for row in rows if row.get("train/epoch")] == [12.0]
+    found = state(f"{run}/checkpoints/last.ckpt")["state_dict"]
+    assert not [name for name in found if not name.startswith("net.")]
 
 
 # --- Networks that are not trained, and random numbers of samples ---
