@@ -1,11 +1,12 @@
 """The size of the house, counted: what tests/test_layers.py holds below its ceilings.
 
-python tests/house.py     # prints the table
+python tests/house.py     # prints the table; with --places, also where the two worlds are separated
 """
 
 import ast
 import io
 import re
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +19,22 @@ FILES = sorted(SRC.rglob("*.py"))
 EXTRAS = [path for path in FILES if path.is_relative_to(SRC / "lockstep/extras")]
 ENGINE = [path for path in FILES if path not in EXTRAS]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-# Questions of the kind "is it ours or the user's", which an object should answer.
-SWITCHES = re.compile(
-    r"\bis_shipped\(|\bis_a\(|\bsettings\.(?:own_loaders|custom_module)\b|\bisinstance\([^()]*\b(?:Task|DataModule)\b"
-)
+# Places that separate what Lockstep has of its own from what users bring: a flag that is asked, a type that is compared, a base class whose
+# subclass is the other kind. An object should answer instead.
+FLAGS = {
+    "own_loaders",
+    "custom_module",
+    "engine_data",
+    "of_task",
+    "module_of_task",
+    "trains_task",
+    "named_batches",
+    "fills",
+}
+ASKED = FLAGS | {"share"}  # of Lockstep's strategies, by which a plain Trainer is known
+KINDS = re.compile(r"\b(?:Task|Module|DataModule|DataSet|TaskWorkload|LightningModule|LightningDataModule)\b")
+BASES = {"Workload", "Loaders"}
+SHIPPED = re.compile(r"\bis_shipped\(|\bis_a\(")  # whether a class is imported before it is known to be needed
 IGNORED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -65,6 +78,21 @@ def branches_on(word: str) -> int:
     return sum(word in ast.unparse(node.test) for _, node in tests)  # type: ignore[attr-defined]
 
 
+def separates(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in FLAGS and isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.ClassDef):
+        return any(ast.unparse(base) in BASES for base in node.bases)
+    if isinstance(node, ast.Compare):
+        return bool(re.search(r"\bwork\.task is (?:not )?None", ast.unparse(node)))
+    if not isinstance(node, ast.Call) or len(node.args) < 2:
+        return False
+    asks = ast.unparse(node.func)
+    if asks in ("isinstance", "issubclass"):
+        return bool(KINDS.search(ast.unparse(node.args[1]).replace("nn.Module", "")))
+    return asks in ("getattr", "hasattr") and getattr(node.args[1], "value", None) in ASKED
+
+
 @dataclass(frozen=True)
 class House:
     engine_lines: int
@@ -74,14 +102,15 @@ class House:
     one_statement_functions: int
     functions_with_cfg: int
     files_with_cfg: int
-    switches: int  # uses of SWITCHES
+    places_between_two_worlds: int
+    questions_before_import: int  # uses of SHIPPED
     branches_on_logical_ranks: int
 
 
 def counted() -> House:
     functions = list(nodes(FILES, *FUNCTIONS))
     with_cfg = [path for path, node in functions if "cfg" in arguments(node)]
-    uses = [found for path in FILES for found in SWITCHES.findall(path.read_text())]
+    asked = [found for path in FILES for found in SHIPPED.findall(path.read_text())]
     return House(
         engine_lines=sum(map(lines_of_code, ENGINE)),
         engine_modules=len(ENGINE),
@@ -90,12 +119,17 @@ def counted() -> House:
         one_statement_functions=sum(has_one_statement(node) for _, node in functions),
         functions_with_cfg=len(with_cfg),
         files_with_cfg=len(set(with_cfg)),
-        switches=len(uses),
+        places_between_two_worlds=sum(separates(node) for _, node in nodes(FILES, ast.AST)),
+        questions_before_import=len(asked),
         branches_on_logical_ranks=branches_on("logical_ranks"),
     )
 
 
 if __name__ == "__main__":
+    if "--places" in sys.argv:
+        for path, node in nodes(FILES, ast.AST):
+            if separates(node):
+                print(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node).splitlines()[0]}")  # type: ignore[attr-defined]
     for name, value in vars(counted()).items():
         print(f"{name.replace('_', ' '):28} {value:7,}")
     for kind, files in (("tests", "tests"), ("benchmarks", "benchmarks"), ("scripts", "scripts")):

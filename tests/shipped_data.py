@@ -61,7 +61,9 @@ def stand_in_trainer(
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=current))),
         precision_plugin=precision or SimpleNamespace(convert_input=lambda batch: batch),
         strategy=SimpleNamespace(root_device=device("cpu")),
-        lightning_module=SimpleNamespace(of_task=True, on_before_batch_transfer=lambda batch, _: batch),
+        lightning_module=SimpleNamespace(
+            named_batches=True, on_before_batch_transfer=lambda batch, _: batch, on_after_batch_transfer=lambda batch, _: batch
+        ),
     )  # fmt: skip
 
 

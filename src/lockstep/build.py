@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +21,6 @@ from torchmetrics import Metric, MetricCollection
 from lockstep import strategies
 from lockstep.augment import Augmentation
 from lockstep.build_trainer import evaluator, trainer
-from lockstep.callbacks.custom_module import draw_apart
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
@@ -39,6 +38,7 @@ from lockstep.reporting import console
 from lockstep.reporting.recorder import Recorder
 from lockstep.training import oom, optim
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
+from lockstep.training.batches import Loaders
 from lockstep.training.dry_run import DryRun
 from lockstep.training.module import changed_frozen
 from lockstep.training.task import Task
@@ -138,24 +138,21 @@ def workload(settings: Settings, data: Any, weights: str | None = None) -> Workl
     """
     if not settings.custom_module:
         return task_workload(settings, data, weights)
-    if not settings.own_loaders:
-        try:
-            match_names(settings, data, weights, NAMES)
-        except UserError as e:  # it may read no names, or have a new head for them
-            console.say(f"WARNING: {e}")
     cfg = settings.cfg
     module = load_module(cfg.task, Path(weights) if weights else None)
-    given = {"sync_batchnorm": cfg.trainer.sync_batchnorm, "compile": cfg.compile}
-    change = partial(strategies.parallelize, **given, channels_last=False, float32_head=False)
-    strategies.change_in_place(module, change, configured=weights is not None)
     work = Workload(module, data, arithmetic(settings))
-    if settings.own_loaders:  # a split that `setup` draws is the same in training and in each evaluation
-        draw_apart(work.attached or module, "setup", lambda: ("setup", cfg.seed, 0))
+    try:
+        match_names(settings, work.loaders, weights, NAMES)
+    except UserError as e:  # it may read no names, or have a new head for them
+        console.say(f"WARNING: {e}")
+    given = {"sync_batchnorm": cfg.trainer.sync_batchnorm, "compile": cfg.compile}
+    change = partial(strategies.parallelize_module, **given)
+    strategies.change_in_place(module, change, configured=weights is not None)
     raise_problems(work.problems(settings))
     return work
 
 
-def match_names(settings: Settings, data: DataModule, weights: str | None, keys: Collection[str]) -> None:
+def match_names(settings: Settings, data: DataModule | Loaders, weights: str | None, keys: Collection[str]) -> None:
     """Targets get the numbers of the checkpoint that the weights are from. Raises UserError."""
     if source := weights or settings.cfg.resume:
         for told in data.match_names(outline(Path(source)).metadata, str(source), keys):
@@ -165,11 +162,6 @@ def match_names(settings: Settings, data: DataModule, weights: str | None, keys:
 def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWorkload:
     cfg = settings.cfg
     goal: Task = create(cfg.task, "task")
-    if settings.own_loaders:
-        raise UserError(
-            f"task={settings.title('task')} needs a data set that describes itself; data={settings.title('data')} is a LightningDataModule with its own dataloaders. "
-            "Write a lockstep.data.DataSet, or use a LightningModule as the task."
-        )
     match_names(settings, data, weights, [key for key in NAMES if key in goal.needs or key not in MATCHED])
     if goal.expects and named(data.about, goal.names):
         data.judge_targets(goal.names, goal.expects.wrong, goal.expects.whole)
@@ -207,10 +199,6 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
 def load_module(node: Mapping[str, Any], path: Path | None) -> pl.LightningModule:
     """A user's LightningModule, with the weights of a checkpoint. Raises UserError if they do not fit."""
     made = create_custom_module(node)
-    if getattr(made, "of_task", False):
-        raise UserError(
-            f"task._target_={node['_target_']} is a Task, which gets its network from `model`. Set task=own instead of task=lightning_module."
-        )
     if path:
         made.configure_model()  # may make its layers
         load_module_weights(made, path)
@@ -235,16 +223,15 @@ def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
 
 def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
     """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
-    if not isinstance(work, TaskWorkload):
-        return
-    logged = [each for name in work.module.parts.metrics for each in (name, f"{name}/*")]
-    if this_process.debug_rank is None:  # a breakpoint would stop here first, in a step without numbers
-        logged = tried(settings, trainer, work) or logged
-    raise_problems(monitor_problems(settings, logged))
+    if not work.sanity_val_steps:  # otherwise Lightning tries it
+        raise_problems(monitor_problems(settings, tried(settings, trainer, cast(TaskWorkload, work))))
 
 
-def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str] | None:
-    """What an evaluation of the dry run logged besides loss and count, if there was one."""
+def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str]:
+    """What an evaluation logs besides loss and count: that of the dry run, or else what the names of the metrics tell."""
+    named = [each for name in work.module.parts.metrics for each in (name, f"{name}/*")]
+    if this_process.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
+        return named
     cfg, samples = settings.cfg, settings.batches["micro_batch"]
     samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
@@ -267,7 +254,7 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         trial(trainer.callbacks)  # type: ignore[attr-defined]
     finally:
         this_process.notice = None
-    return trial.logged
+    return trial.logged or named
 
 
 def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
@@ -290,7 +277,7 @@ def fit(settings: Settings, trainer: pl.Trainer, work: Workload) -> str | None:
     """
     try:
         with oom_advice(settings, trainer, work):
-            trainer.fit(work.module, datamodule=work.attached, ckpt_path=settings.cfg.resume, weights_only=True)
+            trainer.fit(work.module, datamodule=work.loaders.attached, ckpt_path=settings.cfg.resume, weights_only=True)
     except REFUSALS as e:
         began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if began or isinstance(e, UserError) or of_users_code(e):
@@ -329,7 +316,9 @@ def evaluate(
     def run_and_collect(work: Workload) -> dict[str, float]:
         trainer = evaluator(settings, work, loggers=loggers)
         with oom_advice(settings, trainer, work):
-            by_loader = getattr(trainer, run)(work.module, datamodule=work.attached, verbose=False, weights_only=True)
+            by_loader = getattr(trainer, run)(
+                work.module, datamodule=work.loaders.attached, verbose=False, weights_only=True
+            )
         found = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
         metrics = work.marked(found)
         return {name: int(value) if name.endswith("/count") else value for name, value in metrics.items()}

@@ -15,11 +15,11 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.callbacks import step_seed, stopping, summary
-from lockstep.callbacks.custom_module import CustomModule
 from lockstep.callbacks.hang_detector import HangDetector
+from lockstep.callbacks.module_hooks import ModuleHooks
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.finding import DATA, outline
+from lockstep.checkpoints.finding import outline
 from lockstep.compat.lightning import LogsNothing, StepsFromOne, log_by, without_sigterm_handler
 from lockstep.config.instantiate import create, to_plain
 from lockstep.config.settings import SPARSEST, Settings, log_interval
@@ -29,6 +29,7 @@ from lockstep.machine import process
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.reporting.page import LivePage
 from lockstep.strategies.base import DividedBatches
+from lockstep.training.module import Means
 from lockstep.training.workload import Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
@@ -62,24 +63,19 @@ def labels(settings: Settings, node: DictConfig) -> dict[str, Any]:
     return values
 
 
-def custom_module_callbacks(settings: Settings, work: Workload, loggers: Sequence[Logger]) -> list[pl.Callback]:
+def module_hooks(settings: Settings, work: Workload, loggers: Sequence[Logger]) -> ModuleHooks:
     """First in the list, to report first what is wrong. `loggers`: what `self.logger` is in an evaluation."""
-    if work.task is not None:
-        return []
-    trainer = settings.cfg.trainer
-    return [
-        CustomModule(
-            work=work,
-            loggers=list(loggers) or [DummyLogger()],
-            monitor=settings.cfg.checkpoint.monitor,
-            log_interval=log_interval if trainer.log_every_n_steps == "auto" else None,
-        )
-    ]
+    return ModuleHooks(
+        work=work,
+        loggers=list(loggers) or [DummyLogger()],
+        monitor=settings.cfg.checkpoint.monitor,
+        log_interval=log_interval if settings.cfg.trainer.log_every_n_steps == "auto" else None,
+    )
 
 
 def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
     by_row = not work.arithmetic.same_bits and not settings.cfg.compile
-    return step_seed.StepSeed(settings.cfg.seed, work.arithmetic, masks_by_row=by_row)
+    return step_seed.StepSeed(settings.cfg.seed, work.loaders, work.arithmetic, masks_by_row=by_row)
 
 
 def trainer(settings: Settings, work: Workload) -> pl.Trainer:
@@ -88,16 +84,10 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     Raises:
         UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
     """
-    cfg, folder, own_loaders = settings.cfg, settings.folder, work.engine_data is None
+    cfg, folder = settings.cfg, settings.folder
     if cfg.resume:
-        saved = outline(Path(cfg.resume))
-        saved.require_position(*work.position, *(() if own_loaders else (DATA,)))
-        if own_loaders and "divided" not in saved.values:
-            raise UserError(
-                f"{cfg.resume} is of a version in which the batch_size of a DataLoader was that of each process, so its training cannot go on. Pass "
-                f"init_from={cfg.resume} run=<another name> to start a new run from its weights."
-            )
-    config, data_info = to_plain(cfg), work.facts
+        outline(Path(cfg.resume)).require_position(*work.position, *work.loaders.position)
+    config, data_info = to_plain(cfg), work.loaders.facts
     shared = {
         "is the run": cfg.run,
         "computes in precision": cfg.trainer.precision,
@@ -132,7 +122,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(config)  # before those that log when a batch begins
     logs = loggers(settings)
-    every = [*custom_module_callbacks(settings, work, logs), position, *chosen, *own]
+    every = [module_hooks(settings, work, logs), position, *chosen, *own]
     return lightning_trainer(settings, work, callbacks=every, logger=logs)
 
 
@@ -141,7 +131,7 @@ def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: S
     shown = [summary.Progress()] if settings.cfg.trainer.enable_progress_bar else []
     # Preemption comes last: it may raise another error when all clean up after one.
     own = [random_numbers(settings, work), *shown, *more, stopping.Preemption(None)]
-    every = [*custom_module_callbacks(settings, work, loggers), *own]
+    every = [module_hooks(settings, work, loggers), *own]
     made = lightning_trainer(settings, work, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
     log_by(made, LogsNothing)
     return made
@@ -155,9 +145,9 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= work.arithmetic.trainer_arguments(given, world) | parts
     if given["log_every_n_steps"] == "auto":
-        given["log_every_n_steps"] = SPARSEST  # callbacks/custom_module.py decides once the loaders are there
+        given["log_every_n_steps"] = SPARSEST  # callbacks/module_hooks.py decides once the loaders are there
     if given["num_sanity_val_steps"] == "auto":
-        given["num_sanity_val_steps"] = 2 if work.task is None else 0  # dry_run.py tries a task
+        given["num_sanity_val_steps"] = work.sanity_val_steps
     node = cfg.strategy
     if "timeout_s" in node and process.debug_rank is not None:
         node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})
@@ -177,10 +167,13 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         "environment": environment,
         "sharded_checkpoints": cfg.checkpoint.sharded,
         "arithmetic": work.arithmetic,
-        "trains_task": work.task is not None,
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))
-    strategy.seed, strategy.arithmetic, own_loaders = cfg.seed, work.arithmetic, work.engine_data is None
+    if not isinstance(strategy, DividedBatches):
+        raise UserError(
+            f"strategy._target_={node._target_} does not divide batches. Subclass one of lockstep.strategies: SingleDevice, DDP, FSDP2."
+        )
+    strategy.seed, strategy.arithmetic, strategy.means = cfg.seed, work.arithmetic, Means()
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
@@ -193,7 +186,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
             **given,
             strategy=strategy,
             plugins=plugins,
-            use_distributed_sampler=own_loaders and not isinstance(strategy, DividedBatches),  # which divides batches
+            use_distributed_sampler=False,  # the strategy divides batches
             default_root_dir=folder,
         )
     except (ValueError, TypeError, MisconfigurationException) as e:

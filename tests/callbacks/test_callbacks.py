@@ -24,6 +24,7 @@ from lockstep.data.sampler import Split, TrainBatches
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
 from lockstep.training.arithmetic import StepArithmetic
+from lockstep.training.batches import DataSetLoaders
 
 
 @pytest.mark.parametrize(("windows", "images_per_s", "waited"), [
@@ -135,14 +136,15 @@ def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process
     split = Split(total=batch * steps, first=0, count=batch * steps)
     batches = partial(TrainBatches, split, batch=batch, seed=5)
     whole = list(batches())
-    callback = StepSeed(5, StepArithmetic(), masks_by_row=True)
+    loaders = DataSetLoaders(Mock(spec=DataModule, batch_size=batch), None)
+    callback = StepSeed(5, loaders, StepArithmetic(), masks_by_row=True)
     strategy = MagicMock(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
     for rank in range(world):
         own = batches(rank=rank, world=world, accumulate=accumulate, in_blocks=contiguous)
         for batch_idx, samples in enumerate(own):
             step = batch_idx // accumulate
             trainer = trainer_at(step, world_size=world, global_rank=rank, strategy=strategy)
-            trainer.accumulate_grad_batches, trainer.datamodule = accumulate, Mock(spec=DataModule, batch_size=batch)
+            trainer.accumulate_grad_batches = accumulate
             rows = callback.rows(trainer, batch_idx).rows["cpu"]
             assert whole[step][rows.start : rows.stop].tolist() == samples.tolist()
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from lockstep.data.datamodule import named as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
+from lockstep.training.batches import DataSetLoaders
 from lockstep.training.workload import columns_of_module
 
 NUMBERS = np.arange(24) % 3
@@ -305,12 +307,13 @@ def test_only_the_names_that_a_task_reads_are_matched():
 def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkeypatch, capsys):
     """None: a LightningModule, of which nobody knows what it reads."""
     module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
-    settings: Any = SimpleNamespace(own_loaders=False, custom_module=needs is None, cfg=OmegaConf.create(
-        {"resume": None, "task": {}, "checkpoint": {"monitor": None}}), title=str)  # fmt: skip
+    settings: Any = SimpleNamespace(custom_module=needs is None, cfg=OmegaConf.create(
+        {"resume": None, "task": {}, "checkpoint": {"monitor": None}, "exact": {"logical_ranks": None}}), title=str)  # fmt: skip
     monkeypatch.setattr(build, "outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
     task = SimpleNamespace(needs=needs, names="classes", expects=None, bind=lambda _: made.append(1) or 1 / 0)
     monkeypatch.setattr(build, "create", lambda *_: task)
-    monkeypatch.setattr(build, "create_custom_module", lambda _: made.append(1) or 1 / 0)
+    monkeypatch.setattr(build, "load_module", lambda *_: pl.LightningModule())
+    monkeypatch.setattr(DataSetLoaders, "draw_split", lambda *_: made.append(1) or 1 / 0)
     with pytest.raises(told if told is UserError else ZeroDivisionError):
         build.workload(settings, module, "weights.ckpt")
     assert bool(made) == (told is not UserError)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.errors import UserError
 from lockstep.training import dropout
+from lockstep.training.module import Means
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You passed in a `.*_dataloader` but have no",
@@ -159,7 +160,7 @@ def test_a_task_is_told_of_inputs_that_no_metric_has_or_that_are_no_tuple(name, 
 
 
 def test_a_task_is_no_lightning_module_of_its_own():
-    with pytest.raises(UserError, match=r"task\._target_=means\.Named is a Task.* Set task=own"):
+    with pytest.raises(UserError, match=r"task=named is a Task, which needs one.* set task=own"):
         lockstep.train([*OPTIONS, "task._target_=means.Named", "run=wrong"])
 
 
@@ -178,11 +179,12 @@ def test_samples_of_others_do_not_count():
         share=lambda: 0.0,
         reduce=lambda weight, **_: asked.append(float(weight)) or weight + 3,
         arithmetic=SimpleNamespace(same_bits=False),
+        means=(logged := Means()),
     )
     module.trainer = SimpleNamespace(training=True, strategy=strategy, accumulate_grad_batches=1, state=None)
     values = torch.ones(2, requires_grad=True)
     module.mean(values, torch.ones(2), log="train/loss").backward()
-    assert (asked, values.grad.tolist(), module.train_sums) == ([0.0], [0.0, 0.0], {"train/loss": (0.0, 0.0)})
+    assert (asked, values.grad.tolist(), logged.train) == ([0.0], [0.0, 0.0], {"train/loss": (0.0, 0.0)})
 
 
 @pytest.mark.parametrize("more", [[], pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow)])

@@ -18,6 +18,7 @@ from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
 from lockstep.training.losses import first_rows, sample_at, samples_at
 from lockstep.training.metrics import named
+from lockstep.training.module import Means
 
 
 def untrained(task: Task, net: nn.Module) -> Task:
@@ -225,23 +226,21 @@ def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
 
 def test_the_sums_of_a_version_until_november_2026_are_those_of_samples():
     """They were the means over processes of the sums over micro-batches."""
-    made = module(Segmentation)
-    made.trainer = SimpleNamespace(is_global_zero=True)
-    config = {"data": {"batch_size": 64}}
-    made.load_sums({"window": {"loss": 6.0, "weight": 4.0}, "accumulate_grad_batches": 2, "config": config})
-    assert made.train_sums == {"train/loss": (6.0 * 32, 4.0 * 32)}
+    means, config = Means(), {"data": {"batch_size": 64}}
+    window = {"window": {"loss": 6.0, "weight": 4.0}, "accumulate_grad_batches": 2, "config": config}
+    means.load(window, keeps=True)
+    assert means.train == {"train/loss": (6.0 * 32, 4.0 * 32)}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_checkpoint_has_the_sums_of_all_processes_of_which_one_may_have_none(rank, monkeypatch):
     """The other processes would wait for one that does not take part."""
     monkeypatch.setattr("lockstep.training.module.objects_of_all", lambda own: [{"train/loss": (3.0, 2.0)}, own])
-    made, sums = module(Segmentation), {"train/loss": (1.0, 4.0), "train/l1": (5.0, 4.0)}
-    made.trainer = SimpleNamespace(is_global_zero=rank == 0)
-    assert made.collect_sums() == {"train/loss": (3.0, 2.0)}
-    made.train_sums = dict(sums)
+    means, sums = Means(), {"train/loss": (1.0, 4.0), "train/l1": (5.0, 4.0)}
+    assert means.collect(keeps=rank == 0) == {"train/loss": (3.0, 2.0)}
+    means.train = dict(sums)
     total = {"train/loss": (4.0, 6.0), "train/l1": (5.0, 4.0)}
-    assert (made.collect_sums(), made.train_sums) == (total, total if rank == 0 else {})
+    assert (means.collect(keeps=rank == 0), means.train) == (total, total if rank == 0 else {})
 
 
 def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch):
@@ -251,11 +250,11 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
     made = module(Segmentation)
     monkeypatch.setattr(made, "loss", lambda *_: torch.tensor([next(losses)]))
     monkeypatch.setattr(made, "weight", lambda _: None)
-    made.trainer = SimpleNamespace(is_global_zero=True, training=True)
+    made.trainer = SimpleNamespace(training=True, strategy=SimpleNamespace(means=(means := Means())))
     for index in range(3):
         made.training_step({"input": torch.zeros(1, 2, 1, 1), "index": torch.zeros(1)}, index)
-        made.collect_sums()
-    assert made.collect_sums() == {"train/loss": (2.0**24 + 2, 3)}
+        means.collect(keeps=True)
+    assert means.collect(keeps=True) == {"train/loss": (2.0**24 + 2, 3)}
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lockstep.data.datamodule import DataModule
 from lockstep.strategies.base import PortableCheckpoint
 from lockstep.training import dropout
-from lockstep.training.arithmetic import StepArithmetic, micro_batch_index, steps_done
+from lockstep.training.arithmetic import StepArithmetic, steps_done
+from lockstep.training.batches import Loaders
 from lockstep.training.invariance import same_random_numbers
 
 
@@ -43,8 +43,8 @@ def seed_host(seed: int) -> None:
 class StepSeed(Callback):
     """Seeds the generators before each batch, and tells the dropout layers which samples follow."""
 
-    def __init__(self, seed: int, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
-        self.seed, self.arithmetic, self.masks_by_row = seed, arithmetic, masks_by_row
+    def __init__(self, seed: int, loaders: Loaders, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
+        self.seed, self.loaders, self.arithmetic, self.masks_by_row = seed, loaders, arithmetic, masks_by_row
         self.evaluation = ExitStack()  # leaves it with the random numbers that it began with
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,15 +65,7 @@ class StepSeed(Callback):
 
     def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
         """None if nothing is known of them: each process then draws masks of its own."""
-        data, strategy = trainer.datamodule, cast(PortableCheckpoint, trainer.strategy)  # type: ignore[attr-defined]
-        if isinstance(data, DataModule):
-            count = data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
-            first = micro_batch_index(trainer, batch_idx) * count
-            rows: range | None = range(first, first + count)
-        else:
-            number = strategy.micro_batch
-            every = {loader.told[number].places for loader in strategy.loaders_of(number)}
-            rows = every.pop() if len(every) == 1 else None
+        rows, strategy = self.loaders.rows(trainer, batch_idx), cast(PortableCheckpoint, trainer.strategy)
         return dropout.MicroBatch(self.seed, steps_done(trainer), strategy.device_rows(rows)) if rows else None
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -16,9 +16,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
 from lockstep.config.words import counted
-from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import picture
-from lockstep.data.standard import standard
 from lockstep.machine.world import peak_bytes
 from lockstep.panel import Content, Gallery, Sample
 from lockstep.reporting.console import Line, clock, say
@@ -68,7 +66,7 @@ class RunSummary(Callback):
         length = "no fixed number of steps" if math.isinf(steps) else counted(steps, "step")
         say(
             f"{self.config['run']}: {self.model} ({parameters:,} parameters) · {self.data_name}{self.samples()} · "
-            f"{self.config['strategy']['name']}, {replicas} · {self.batches(trainer, work.engine_data)} · {trainer.precision} · {length}{done}"
+            f"{self.config['strategy']['name']}, {replicas} · {work.loaders.title(trainer)} · {trainer.precision} · {length}{done}"
         )
         self.across_processes = work.across_processes(SYNCHRONISED, str(trainer.precision))
         say(f"result: {self.across_processes}")
@@ -76,7 +74,8 @@ class RunSummary(Callback):
             say(f"changed since the checkpoint: {change}")
         for line in work.promises(world, str(trainer.precision)):
             say(line)
-        self.batch = {"batch_size": work.loaders[0].size} if len(work.loaders) == 1 else {}
+        loaders = work.loaders.training
+        self.batch = {"batch_size": loaders[0].size} if len(loaders) == 1 else {}
 
     def report_metrics(self) -> dict[str, Any]:
         return {"across_processes": self.across_processes, **self.batch}
@@ -86,17 +85,6 @@ class RunSummary(Callback):
         source = f" from {self.data_info['data/source']}" if self.data_info["data/source"] else ""
         counts = [(part, self.data_info[f"data/{part}"]) for part in ("train", "val", "test")]
         return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else source
-
-    @staticmethod
-    def batches(trainer: Trainer, data: DataModule | None) -> str:
-        world, accumulate = trainer.world_size, trainer.accumulate_grad_batches
-        accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
-        if data is None:
-            titles = dict.fromkeys(loader.title for loader in standard(trainer.train_dataloader))
-            return " and ".join(titles) or "each process has its own batches"
-        batch, copies = data.batch_size, data.repeats
-        repeated = f", {copies} copies of each sample" if copies > 1 else ""
-        return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}{repeated}"
 
 
 def comparable(config: Mapping[str, Any], network: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lockstep.errors import (
 )
 from lockstep.machine import files
 from lockstep.training.arithmetic import steps_done
-from lockstep.training.module import Module, changed_frozen
+from lockstep.training.module import changed_frozen
 
 LAST = "last.ckpt"
 Write = Callable[[dict[str, Any], Path], None]
@@ -150,7 +150,10 @@ class AtomicCheckpointIO(CheckpointIO):
     def remove_own(self, path: Path) -> None:
         """Paths come from a checkpoint too, whose callbacks a stranger may have written."""
         if path.name != ".." and any(path.parent.resolve().is_relative_to(folder) for folder in self.own):
-            remove_or_warn(path)
+            try:
+                files.remove(path)
+            except OSError as e:  # not worth a failed run
+                log.warning("the older checkpoint %s could not be removed: %s", path, e.strerror)
         else:
             log.warning("%s was not saved by this run, and is not removed", path)
 
@@ -162,14 +165,6 @@ class AtomicCheckpointIO(CheckpointIO):
             raise error
         if error:
             log.warning("%s", error)
-
-
-def remove_or_warn(path: Path) -> None:
-    """Removes an old checkpoint. A failure is only logged: it is not worth a failed run."""
-    try:
-        files.remove(path)
-    except OSError as e:
-        log.warning("the older checkpoint %s could not be removed: %s", path, e.strerror)
 
 
 # --- The best checkpoints by the monitored metric ---
@@ -283,8 +278,7 @@ class Position(Callback):
         batches["is_last_batch"] = False
         save_logged_step(loop, steps_done(trainer))
         loop["state_dict"].pop("combined_loader", None)  # empty; with it a plain Trainer rejects the checkpoint
-        if isinstance(pl_module, Module):
-            checkpoint["window"] = pl_module.collect_sums()
+        checkpoint["window"] = trainer.strategy.means.collect(keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
         modules = pl_module.named_modules()
         checkpoint["frozen"] = {name: each.frozen_digest for name, each in modules if hasattr(each, "frozen_digest")}
 
@@ -295,8 +289,7 @@ class Position(Callback):
         for scope in ("total", "current"):
             batches[scope] = {key: count * now // then for key, count in batches[scope].items()}
         raise_problems(f"resume: {each}" for each in changed_frozen(pl_module, checkpoint.get("frozen", {})))
-        if isinstance(pl_module, Module):
-            pl_module.load_sums(checkpoint)
+        trainer.strategy.means.load(checkpoint, keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         every, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches

@@ -37,7 +37,7 @@ class MeansOfAllProcesses(_LoggerConnector):
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """A process without a sample of a batch computes others in their place, which do not count."""
         super().on_batch_start(batch, dataloader_idx)
-        if self.trainer.training and not getattr(self.trainer.strategy, "share", lambda: 1)():
+        if self.trainer.training and not self.trainer.strategy.share():  # type: ignore[attr-defined]
             self.trainer._results.batch_size = 0  # type: ignore[union-attr]
 
     def epoch_end_reached(self) -> None:

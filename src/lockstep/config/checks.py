@@ -153,6 +153,13 @@ def data(settings: Settings) -> Iterator[str]:
         yield f"data._target_={node['_target_']} is a LightningDataModule, and takes no {', '.join(left)}. Set data=none, which has no keys, and add its own ones."
         node = {key: value for key, value in node.items() if key not in left}
     yield from problems(node, "data")
+    if settings.operations:
+        yield f"augment.{next(iter(settings.operations))} has no effect: {node['_target_']} makes its own batches. Set augment=none."
+    if settings.knows("task") and not settings.custom_module:
+        yield (
+            f"task={settings.title('task')} needs a data set that describes itself; data={settings.title('data')} is a LightningDataModule with its own dataloaders. "
+            "Write a lockstep.data.DataSet, or use a LightningModule as the task."
+        )
     if settings.cfg.trainer.accumulate_grad_batches == "auto":
         yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={settings.title('data')} makes its own. Set a number."
     if node.get("num_workers") == "auto":
@@ -163,22 +170,28 @@ def task(settings: Settings) -> Iterator[str]:
     cfg = settings.cfg
     if not is_shipped(cfg.task) and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
         yield f"checkpoint.mode={cfg.checkpoint.mode} is invalid; expected one of max, min. Set checkpoint.mode=min."
-    if not settings.knows("task") or settings.custom_module:
+    yield from (own_module if settings.custom_module else own_task)(settings)
+
+
+def own_task(settings: Settings) -> Iterator[str]:
+    """Of a Task."""
+    cfg = settings.cfg
+    if not settings.knows("task"):
         return
     added = cfg.task.get("metrics") or ()
     for name in sorted({"loss", "count"} & set(added)):
         yield f"task.metrics.{name}: every task already logs {name}. Use another name."
-    for group in ("model", "optim", "schedule"):
-        if not cfg[group]:
-            yield f"{group}=none is for a LightningModule with its own {group}; task={settings.title('task')} needs one. Choose it with {group}=<name>."
+    for group in [group for group in ("model", "optim", "schedule") if not cfg[group]]:
+        yield (
+            f"{group}=none is for a LightningModule with its own {group}; task={settings.title('task')} is a Task, which needs one. Choose it with "
+            f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
+        )
     if not is_shipped(cfg.task) and getattr(target_of(cfg.task._target_, "task"), "between_samples", False):
         yield from whole_batch_problems(settings)
 
 
-def module(settings: Settings) -> Iterator[str]:
+def own_module(settings: Settings) -> Iterator[str]:
     """Groups and keys that a LightningModule as the task does not use."""
-    if not settings.custom_module:
-        return
     cfg, name = settings.cfg, settings.title("task")
     if groups := [group for group in ("model", "optim", "schedule") if cfg[group]]:
         yield (
@@ -255,15 +268,13 @@ def step_problems(settings: Settings, samples: int) -> Iterator[str]:
 
 # --- All of them ---
 
-EVALUATION = (rules.devices, rules.strategy, data, rules.loading, module, rules.processes)
+EVALUATION = (rules.devices, rules.strategy, data, rules.loading, task, rules.processes)
 TRAINING = (
     *EVALUATION,
     rules.exact_training,
     rules.images,
-    rules.augmentation,
     rules.division,
     rules.accumulation,
-    task,
     rules.optimizer,
     rules.checkpoints,
     rules.length,

@@ -160,9 +160,7 @@ def exact_training(settings: Settings) -> Iterator[str]:
 
 
 def loading(settings: Settings) -> Iterator[str]:
-    data, workers = settings.cfg.data, settings.cfg.data.get("num_workers")
-    if not settings.knows("data") or settings.own_loaders:
-        return
+    data, workers = settings.loader, settings.loader.get("num_workers")
     if data.get("on_device") is True and settings.world.accelerator == "cpu":
         yield "data.on_device=true has no effect on a CPU: the samples are in its memory already. Set data.on_device=auto."
     if data.get("on_device") is True and workers not in (0, "auto"):
@@ -179,24 +177,19 @@ def images(settings: Settings) -> Iterator[str]:
     smallest = written_value(target, "smallest_image") if type(side) is int and is_shipped(settings.cfg.model) else None
     if smallest and side < smallest:
         yield f"data.image_size={side}: {target.rpartition('.')[2]} needs images of at least {smallest} pixels."
-
-
-def augmentation(settings: Settings) -> Iterator[str]:
-    names = [*settings.operations]  # raises all that is wrong with their arguments
-    if settings.own_loaders and names:
-        yield f"augment.{names[0]} has no effect: {settings.cfg.data._target_} makes its own batches. Set augment=none."
+    _ = settings.operations  # raises all that is wrong with their arguments
 
 
 def division(settings: Settings) -> Iterator[str]:
     """The global batch must divide into processes x micro-batches, each with whole pairs and copies; evaluation batches need not."""
-    cfg, batch = settings.cfg, settings.cfg.data.get("batch_size")
-    if not settings.knows("data") or settings.own_loaders:
-        return
-    folds, fold = cfg.data.get("folds"), cfg.data.get("fold", 0)
+    batch = settings.loader.get("batch_size")
+    folds, fold = settings.loader.get("folds"), settings.loader.get("fold", 0)
     if folds is None and fold:
         yield f"data.fold={fold} has no effect without data.folds. Set data.folds=5 as well."
     if folds is not None and fold >= folds:
         yield f"data.fold={fold} is invalid with data.folds={folds}; folds are counted from 0 to {folds - 1}."
+    if batch is None:  # missing, or decided elsewhere
+        return
     whole, why = settings.unit
     count = settings.steps.micro_batches(settings.world.size)
     if batch % (unit := count * whole):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.config.instantiate import is_a, operations, pretraining, to_plain
+from lockstep.config.instantiate import ENGINE_DATA, is_a, operations, pretraining, to_plain
 from lockstep.config.schema import is_shipped
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError
@@ -233,12 +233,21 @@ class Settings:
         return self.imported and is_a(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
 
     @cached_property
+    def loader(self) -> dict[str, Any]:
+        """The keys of `data` by which Lockstep makes batches: none if the data has its own dataloaders, or its class is not known yet."""
+        unknown = not self.knows("data") or self.own_loaders
+        return {} if unknown else {key: self.cfg.data[key] for key in ENGINE_DATA if key in self.cfg.data}
+
+    @cached_property
     def custom_module(self) -> bool:
         """Whether the task is the user's LightningModule: task=lightning_module says so; of another task, its class."""
-        if "replaces" in self.cfg.task:
-            return True
-        module, ours = "lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"
-        return self.imported and is_a(self.cfg.task, "task", module, ours)
+        task, (base, ours) = (
+            self.cfg.task,
+            ("lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"),
+        )
+        if "replaces" in task:
+            return not (self.imported and is_a(task, "task", ours, base))
+        return self.imported and is_a(task, "task", base, ours)
 
     @cached_property
     def operations(self) -> dict[str, Any]:
@@ -288,11 +297,11 @@ class Settings:
     @property
     def batches(self) -> dict[str, Any]:
         """For the report: the global batch and how it is divided; None for the user's own dataloaders."""
-        accumulate, batch = self.steps.micro_batches(self.world.size) // self.world.size, self.steps.batch_size
+        accumulate, batch = self.steps.micro_batches(self.world.size) // self.world.size, self.loader.get("batch_size")
         return {
-            "batch_size": None if self.own_loaders else batch,
+            "batch_size": batch,
             "accumulate_grad_batches": accumulate,
-            "micro_batch": None if self.own_loaders else batch // (self.world.size * accumulate),  # per process
+            "micro_batch": batch and batch // (self.world.size * accumulate),  # per process
         }
 
     # --- Its optimizer ---
@@ -342,7 +351,7 @@ class Settings:
     def decided(self, data: "DataSet | None", samples: int | None = None) -> "Settings":
         """With a value for each `auto` that depends on the machine or on the number of training samples.
 
-        `data` is None for a LightningDataModule, which knows its length only when it trains (callbacks/custom_module.py).
+        `data` is None for a LightningDataModule, which knows its length only when it trains (callbacks/module_hooks.py).
         """
         cfg = self.cfg.copy()
         with open_dict(cfg):

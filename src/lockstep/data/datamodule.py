@@ -82,6 +82,7 @@ class DataModule(pl.LightningDataModule):
         self.with_workers: list[FromWorkers] = []
         self.waited_s = 0.0  # how long training in this process has waited for batches and their preparation
         self.predicted = "test"  # the part that predict_dataloader has
+        self.fills = False  # whether the module wants as many samples in each process, some of which do not count
         self.index_B: Indices | None = None  # of the batch that is being transferred, on the host
         self.problems: list[str] | None = None  # why samples of the current batch could not be read
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
@@ -109,11 +110,6 @@ class DataModule(pl.LightningDataModule):
     @property
     def device(self) -> torch.device:
         return self.trainer.strategy.root_device
-
-    @property
-    def module_of_task(self) -> bool:
-        """Whether the module trains a Task. Other LightningModules get batches as tuples, without fillers."""
-        return bool(getattr(self.trainer and self.trainer.lightning_module, "of_task", False))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -251,7 +247,7 @@ class DataModule(pl.LightningDataModule):
     def eval_loader(self, part: str, split: Split) -> ResumableLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size
         sampler = EvalSampler(
-            split, batch=self.eval_batch_size, rank=rank, world=world, shards=self.shards, padded=self.module_of_task
+            split, batch=self.eval_batch_size, rank=rank, world=world, shards=self.shards, padded=self.fills
         )
         return self.loader(part, sampler)
 
@@ -286,9 +282,7 @@ class DataModule(pl.LightningDataModule):
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
             self.waited_s += time.perf_counter() - began_s
-        if self.module_of_task:
-            return batch
-        module = trainer.lightning_module  # of the user's, with a hook of its own
+        module = trainer.lightning_module
         named = getattr(module, "named_batches", False)
         taken = batch if named else tuple(v for name, v in batch.items() if name not in ("index", "count"))
         return module.on_after_batch_transfer(taken, dataloader_idx)

@@ -61,10 +61,6 @@ class Turn(NamedTuple):
     times: int  # that it has ended in this epoch
     done: int  # micro-batches since then
 
-    def goes_on(self, epoch: int, done: int) -> bool:
-        """Whether the Trainer's position is here; or one before, where Lightning fetches ahead."""
-        return epoch == self.epoch and self.number - 1 <= done <= self.number
-
 
 # --- What the Trainer gets in place of a user's loader ---
 
@@ -111,7 +107,9 @@ class Brought(ResumableLoader):
         """From the Trainer's position on; or from its beginning, where loaders of several lengths take turns and this one has ended."""
         epoch, done = self.division.position()
         turn = self.ended
-        if turn is None or not self.division.trains or not turn.goes_on(epoch, done):
+        # at the Trainer's position; or one behind it, where Lightning fetches ahead
+        goes_on = self.division.trains and turn and turn.epoch == epoch and turn.number - 1 <= done <= turn.number
+        if turn is None or not goes_on:
             self.began, turn = (epoch, done), Turn(epoch, done, *divmod(done, self.length or done + 1))
             if turn.times:
                 self.ended = turn

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -26,8 +26,6 @@ from lockstep.config.words import counted, warn
 from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import Frame
-from lockstep.data.sampler import FILLER
-from lockstep.data.standard import standard
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
@@ -36,8 +34,8 @@ from lockstep.machine.files import locked, part_folder, remove, replacing, write
 from lockstep.panel import Mask, Sample
 from lockstep.reporting.console import say
 from lockstep.reporting.render import render
-from lockstep.training.losses import sample_at
-from lockstep.training.targets import RESERVED
+from lockstep.training.batches import Loaders
+from lockstep.training.losses import RESERVED, sample_at
 from lockstep.training.workload import Columns, Workload
 
 # --- Columns of predictions as the rows of a table: plain values by name ---
@@ -184,28 +182,26 @@ class Writer(pl.Callback):
     of files are enlarged or shrunk to the size of the file.
     """
 
-    def __init__(
-        self, data: DataModule | None, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]
-    ) -> None:
-        """`data` is None for dataloaders of the user's."""
-        self.data, self.asked, self.made, self.names = data, asked, made, names
+    def __init__(self, loaders: Loaders, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]) -> None:
+        self.loaders, self.asked, self.made, self.names = loaders, asked, made, names
         self.output = self.folder = Path(asked.output)
         self.own = ExitStack()  # of rank 0: the folder of the parts
-        self.files = data.dataset.test if data and isinstance(data.dataset, Inputs) else None
-        self.paths = data.dataset.paths(data.predicted_split[0]) if data and not self.files else None
+        dataset = getattr(loaders.data, "dataset", None)
+        self.files = dataset.test if isinstance(dataset, Inputs) else None
         self.file: IO[str] | None = None
         self.order: Iterator[Any] = iter(())  # the indices of each batch
 
     @property
     def problems(self) -> Sequence[str | None] | None:
         """Why files of the batch could not be read; None if the data is no files."""
-        return self.data.problems if self.data else None
+        return getattr(self.loaders.data, "problems", None)
 
     def first(self, index: int) -> Row:
         """What the data knows of a sample: its file, or the index in its part."""
         if self.files is not None:
             return self.files.facts(index)
-        return {"index": index} | ({} if self.paths is None else {"path": str(self.paths[index])})
+        paths = self.loaders.paths
+        return {"index": index} | ({} if paths is None else {"path": str(paths[index])})
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -217,23 +213,7 @@ class Writer(pl.Callback):
             raise TrainingFailed("input: processes found different files: the folder changes. Pass a CSV of the files.")
         trainer.strategy.barrier("the folder of the parts")
         self.file = part(self.folder, trainer.global_rank).open("w", encoding="utf-8")
-        self.order = self.indices(trainer)
-
-    def indices(self, trainer: pl.Trainer) -> Iterator[list[int]]:
-        if self.data:
-            for index_B in trainer.predict_dataloaders.sampler:  # type: ignore[union-attr]  # the loader's own order again
-                yield index_B[index_B != FILLER].tolist()
-            return
-        loaders = standard(trainer.predict_dataloaders)
-        if len(loaders) != 1 or loaders[0].gets != "a share":
-            name, why = loaders[0].name, "several dataloaders" if len(loaders) > 1 else "batches that cannot be divided"
-            raise UserError(
-                f"input={self.asked.input}: {name} gives {why}. Let the hook return one DataLoader, or call lockstep.load_model and predict in your own loop."
-            )
-        for number in count():
-            told = loaders[0].told[number]
-            numbered = all(isinstance(key, int | np.integer) for key in told.keys or [None])  # a stream's are samples
-            yield [*map(int, (told.keys if numbered else told.places) or [])]
+        self.order = self.loaders.predicted(trainer)
 
     def on_predict_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
@@ -284,18 +264,8 @@ class Writer(pl.Callback):
 def data(settings: Settings) -> pl.LightningDataModule:
     """The part of the run's data that is asked for, or the files."""
     cfg = settings.cfg
-    if settings.own_loaders:
-        wrong = f"input={cfg.predict.input}" if cfg.predict.part is None else "gallery=true"
-        if cfg.predict.part is None or cfg.predict.gallery:
-            raise UserError(
-                f"{wrong} needs a data set that describes itself, and data={settings.title('data')} has its own dataloaders. Pass input=test, val, "
-                "train or predict, without a gallery."
-            )
-        return build.data(settings)
     if cfg.predict.part:
-        made: Any = build.data(settings)
-        made.predicted = cfg.predict.part
-        return made
+        return build.data(settings)
     checkpoint = read(Path(cfg.init_from))
     instead = "pass input=test, or val or train: a part of the run's own data"
     files = input_files(cfg.predict.input, cfg.data, checkpoint.metadata, instead)
@@ -321,22 +291,19 @@ def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
     """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
     cfg, world = settings.cfg, settings.world
     asked, output = cfg.predict, Path(cfg.predict.output)
-    if not work.engine_data:
-        work.predict_on(asked.part)
-    writer = Writer(data if work.engine_data else None, asked, *work.columns(asked.top_k))
+    work.loaders.predict_on(asked.part, gallery=asked.gallery)
+    writer = Writer(work.loaders, asked, *work.columns(asked.top_k))
     trainer = evaluator(settings, work, writer)
     claim = nullcontext() if world.rank else claimed(output, overwrite=asked.overwrite)
     with claim, writer.own, closing(writer):
         with build.oom_advice(settings, trainer, work):
-            trainer.predict(work.module, datamodule=work.attached, return_predictions=False)
+            trainer.predict(work.module, datamodule=work.loaders.attached, return_predictions=False)
         if world.rank:
             return None
         parts = Parts(output, writer.folder, world.size)
         parts.write()
-        if asked.gallery and work.engine_data:
-            parts.gallery(
-                gallery_of(output), work.engine_data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name}
-            )
+        if asked.gallery:
+            parts.gallery(gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name})
         if parts.broken:
             what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
             warn(f"{what}:{listed(parts.reasons, parts.broken)}")

@@ -65,13 +65,13 @@ class ProgressiveResize(Checked, Callback):
             raise UserError("it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>")
         return self.resized(batch, 0.0)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises UserError: the module is a custom LightningModule."""
-        if stage == "fit" and not getattr(pl_module, "of_task", False):
-            raise UserError("callbacks.progressive_resize has no effect on a custom LightningModule. Remove it.")
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps = total_steps(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not isinstance(batch, dict):
+            raise UserError(
+                f"callbacks.progressive_resize resizes `input` of named batches, and {type(pl_module).__name__} gets a {type(batch).__name__}. Set "
+                "named_batches = True in the class, or remove the callback."
+            )
         batch.update(self.resized(batch, steps_done(trainer) / self.steps))

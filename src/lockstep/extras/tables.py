@@ -150,8 +150,8 @@ def target_check(about: Mapping[str, Any]) -> Check:
 
 def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead: str) -> InputFiles:
     """The files that `given` names, read by the class of a run's `data`. Raises UserError: it reads no files, or there are none."""
-    kind = target_of(data._target_, "data")
-    if not isinstance(kind, type) or not issubclass(kind, DataSet) or kind.read is DataSet.read:
+    kind: Any = target_of(data._target_, "data")
+    if getattr(kind, "read", DataSet.read) is DataSet.read:
         raise UserError(
             f"input={given}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
         )

@@ -335,10 +335,10 @@ def killed(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> O
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
     who = f"rank {rank}" if settings.world.size > 1 else "the process"
     advice, more = "fewer data.num_workers, or a smaller data.eval_batch_size", None
-    if settings.own_loaders:
+    batch, now = settings.batches["batch_size"], settings.cfg.trainer.accumulate_grad_batches
+    if batch is None:
         advice = f"smaller batches or fewer workers in {settings.cfg.data._target_}"
     elif trains:
-        now, batch = settings.cfg.trainer.accumulate_grad_batches, settings.cfg.data.batch_size
         more = next((k for k in settings.accumulations if k > now), None)
         parts = (
             f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"

@@ -241,7 +241,7 @@ def with_request(settings: Settings, asked: DictConfig, overrides: list[str]) ->
     cfg, folder = settings.cfg.copy(), settings.folder.path
     folder = folder if folder.is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
     output = Path(asked.output or folder / "predictions.csv").expanduser()
-    part = asked.input if asked.input in (*PARTS, *(["predict"] if settings.own_loaders else [])) else None
+    part = asked.input if asked.input in (*PARTS, "predict") else None
     problems, count = list(output_problems(output, asked.overwrite, asked.gallery)), 0
     try:
         shipped = str(cfg.data._target_).startswith("lockstep.")

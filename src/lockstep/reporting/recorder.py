@@ -95,7 +95,7 @@ class Recorder:
 
     def begin(self, trainer: "pl.Trainer", work: "Workload") -> None:
         self.trainer, self.work = trainer, work
-        self.report |= work.facts
+        self.report |= work.loaders.facts
         if self.rank == 0:
             self.open()
             from lockstep.reporting.loggers import begin_run

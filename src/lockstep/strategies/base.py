@@ -25,6 +25,7 @@ from lockstep.machine.world import objects_of_all
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.losses import float32
+from lockstep.training.module import Means
 from lockstep.training.optim import head_of
 
 log = logging.getLogger("lockstep")
@@ -46,14 +47,22 @@ def parallelize(
     if float32_head:
         in_float32(head_of(net), strategy.root_device.type)
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
-        custom = isinstance(net, pl.LightningModule)  # whose steps call its networks
-        parts = strategy.blocks_of(net) or ([*networks_of(net)] if custom else [net])
-        compile_in_place(parts)
-        if custom:
-            strategy.compiled, strategy.without_call = frozenset(parts), set(parts)
-            for part in parts:
-                tell_first_call(part, partial(strategy.without_call.discard, part))
+        compile_in_place(strategy.blocks_of(net) or [net])
     return strategy.parallelize(net)
+
+
+def parallelize_module(module: pl.LightningModule, trainer: pl.Trainer, *, sync_batchnorm: bool, compile: bool) -> None:
+    """The same for a user's LightningModule, whose steps call its networks."""
+    strategy = cast(PortableCheckpoint, trainer.strategy)
+    if sync_batchnorm:
+        synchronise(module, strategy.root_device.type)
+    if compile:
+        parts = strategy.blocks_of(module) or [*networks_of(module)]
+        compile_in_place(parts)
+        strategy.compiled, strategy.without_call = frozenset(parts), set(parts)
+        for part in parts:
+            tell_first_call(part, partial(strategy.without_call.discard, part))
+    strategy.shard(module)
 
 
 class ChangedInPlace(pl.LightningModule):
@@ -154,6 +163,7 @@ class DividedBatches(Strategy):
     without_call: set[nn.Module]  # those that were not called
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     contiguous_micro_batches = False
+    means: Means
     waited_s = 0.0  # how long training in this process has waited for batches of loaders of users
     training_loaders: list[Brought] | None = None  # of users; None until a step asks for them
 
@@ -211,6 +221,9 @@ class DividedBatches(Strategy):
             self.training_loaders = standard(self.lightning_module.trainer.train_dataloader)
         return [loader for loader in self.training_loaders if number in loader.told]
 
+    def before_step(self, batch: Any) -> None:
+        """Modules whose forward is that of their steps call it with each micro-batch."""
+
     def share(self) -> float:
         """How much the current micro-batch counts in the mean of a step: 1, unless loaders of users divide unevenly."""
         weights = [loader.told[self.micro_batch].weight for loader in self.loaders_of(self.micro_batch)]
@@ -249,6 +262,9 @@ class PortableCheckpoint(DividedBatches):
     def parallelize(self, net: nn.Module) -> nn.Module:
         """What is called for a batch, after changing `net` in place."""
         return net
+
+    def shard(self, module: pl.LightningModule) -> None:
+        """Changes a user's LightningModule in place."""
 
     def device_rows(self, rows: range) -> dict[torch.device, range]:
         """Which rows of the global batch each device of this process computes, of the `rows` of its micro-batch."""

@@ -36,9 +36,8 @@ class DDP(PortableCheckpoint, DDPStrategy):
         comm_hook: str | None,
         timeout_s: float,
         arithmetic: StepArithmetic | None = None,
-        trains_task: bool = True,
     ) -> None:
-        self.timeout, self.trains_task = timedelta(seconds=timeout_s), trains_task
+        self.timeout = timedelta(seconds=timeout_s)
         self.contiguous_micro_batches = arithmetic is not None and arithmetic.same_bits
         super().__init__(
             cluster_environment=environment,
@@ -63,16 +62,14 @@ class DDP(PortableCheckpoint, DDPStrategy):
             torch.distributed.broadcast(tensor.detach(), 0)
 
     def on_train_start(self) -> None:
-        # the forward of a custom module may be another than that of its steps
-        replays = self.trains_task and not self.contiguous_micro_batches
-        self.resumed = replays and self.lightning_module.trainer.global_step > 0
+        self.resumed = not self.contiguous_micro_batches and self.lightning_module.trainer.global_step > 0
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning advises a value of `strategy` that is no option here."""
         unused = "Expected to have finished reduction in the prior iteration"
         exception.args = tuple(UNUSED if unused in str(arg) else arg for arg in exception.args)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def before_step(self, batch: Any) -> None:
         if self.resumed:
             self.rebuild_buckets(batch)
         self.resumed = False

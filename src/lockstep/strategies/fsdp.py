@@ -111,12 +111,6 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
         """
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        if isinstance(net, pl.LightningModule):
-            self.custom = shard_module(
-                net, self.blocks_of(net), self.device_mesh, self.root_device, self.reshard_after_forward
-            )
-            self.root = self.custom.fsdp
-            return net
         blocks, mesh = [block for block in self.blocks_of(net) if not isinstance(block, Float32)], self.device_mesh
         policy = MixedPrecisionPolicy()
         if self.precision_plugin.precision == "bf16-mixed" and not self.arithmetic.same_bits:
@@ -131,6 +125,12 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         self.root = fully_shard(net, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         self.arithmetic.add_shards_of([module for module in net.modules() if isinstance(module, FSDPModule)])
         return net
+
+    def shard(self, module: pl.LightningModule) -> None:
+        module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        blocks = self.blocks_of(module)
+        self.custom = shard_module(module, blocks, self.device_mesh, self.root_device, self.reshard_after_forward)
+        self.root = self.custom.fsdp
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from lockstep.tasks.language_model import LanguageModel
 from lockstep.tasks.multilabel import Multilabel
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
+from lockstep.training.losses import Targets
 from lockstep.training.task import Task
 
-__all__ = ["Classification", "LanguageModel", "Multilabel", "Regression", "Segmentation", "Task"]
+__all__ = ["Classification", "LanguageModel", "Multilabel", "Regression", "Segmentation", "Targets", "Task"]

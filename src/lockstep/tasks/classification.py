@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
 from lockstep.panel import Calibration, Confusion, Panel, PrecisionRecall, wilson
-from lockstep.training.targets import Targets, loss_factors, validate_outputs
+from lockstep.training.losses import Targets, loss_factors, validate_outputs
 from lockstep.training.task import Task
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy

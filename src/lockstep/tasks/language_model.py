@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from lockstep.panel import Content, Lines, Panel, Tokens
-from lockstep.training.targets import Targets, validate_outputs
+from lockstep.training.losses import Targets, validate_outputs
 from lockstep.training.task import Task
 
 

@@ -12,7 +12,7 @@ from torchmetrics.classification import MultilabelAccuracy, MultilabelStatScores
 
 from lockstep.errors import UserError
 from lockstep.panel import ByLabel, Panel, PrecisionRecall
-from lockstep.training.targets import Targets, loss_factors, validate_outputs
+from lockstep.training.losses import Targets, loss_factors, validate_outputs
 from lockstep.training.task import Task
 
 

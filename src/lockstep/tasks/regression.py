@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from lockstep.panel import Panel, Residuals
-from lockstep.training.targets import Targets
+from lockstep.training.losses import Targets
 from lockstep.training.task import Task
 
 

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from lockstep.panel import ByPixel, Mask, Panel
-from lockstep.training.targets import Targets, validate_outputs
+from lockstep.training.losses import Targets, validate_outputs
 from lockstep.training.task import Task
 
 

@@ -26,11 +26,10 @@ from lockstep.compat.torch import copy_hooks
 from lockstep.data.dataset import Batch, Indices
 from lockstep.errors import UserError
 from lockstep.training import invariance
-from lockstep.training.losses import first_rows, float32, one_per_sample, weight_of
+from lockstep.training.losses import first_rows, float32, one_per_sample, validated_columns, weight_of
 from lockstep.training.metrics import named
 from lockstep.training.oom import ran_out
 from lockstep.training.schedules import scheduler
-from lockstep.training.targets import validated_columns
 from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload
 

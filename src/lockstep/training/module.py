@@ -19,16 +19,50 @@ from lockstep.machine.world import objects_of_all
 Sums = dict[str, tuple[Any, Any]]  # by the name of a mean: of weighted values, and of weights
 
 
+class Means:
+    """What a run logs as means: sums of this process, in training since the last row of the log, and in the current evaluation. Strategies
+    have them, so all modules may use them."""
+
+    def __init__(self) -> None:
+        self.train: Sums = {}
+        self.evaluation: Sums = {}
+
+    def add(self, module: pl.LightningModule, name: str, total: Tensor, weight: Any) -> None:
+        """In float64, sums of float32 are exact unless one number is 10^6 times another. So a row does not depend on the number of
+        processes, nor on checkpoints, which add them up."""
+        sums, exact = self.train if module.trainer.training else self.evaluation, exact_on(module.device)
+        before = sums.get(name, (0.0, 0.0))
+        weight = weight.to(exact) if isinstance(weight, Tensor) else weight
+        sums[name] = before[0] + total.detach().float().to(exact), before[1] + weight
+
+    def log(self, module: pl.LightningModule) -> None:
+        """All processes call it where a row of the log is due, and at the end of an evaluation. The only communication about a loss."""
+        sums = self.train if module.trainer.training else self.evaluation
+        for name, (total, weight) in sum_over_processes(sums).items():
+            # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
+            module.log(name, torch.tensor(total / weight if weight else torch.nan), prog_bar=name == "train/loss")
+            # It is of all processes already.
+            warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
+        sums.clear()
+
+    def collect(self, *, keeps: bool) -> Sums:
+        """The sums of all processes, for a checkpoint; all call it. The one that `keeps` them goes on with them, the others begin anew."""
+        sums = sum_over_processes(self.train)
+        self.train = dict(sums) if keeps else {}
+        return sums
+
+    def load(self, checkpoint: Mapping[str, Any], *, keeps: bool) -> None:
+        window = checkpoint.get("window", {})
+        if isinstance(window.get("loss"), float):  # until November 2026: of micro-batches, the mean of all processes
+            samples = checkpoint["config"]["data"]["batch_size"] / checkpoint["accumulate_grad_batches"]
+            window = {"train/loss": (window["loss"] * samples, window["weight"] * samples)}
+        self.train = dict(window) if keeps else {}
+
+
 class Module(pl.LightningModule):
     """A LightningModule with `mean`. With a plain `pl.Trainer` it works too: its means are those of a process and a batch then."""
 
     weights_later = False  # whether gradients are divided by the weights of a step once it is complete
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Of this process: since the last row of the log, and in this evaluation.
-        self.train_sums: Sums = {}
-        self.eval_sums: Sums = {}
 
     @property
     def stage(self) -> str:
@@ -75,7 +109,8 @@ class Module(pl.LightningModule):
         if log and batch_weight is None:
             self.log(log, mean, batch_size=len(values_B))
         elif log:
-            self.add(log, total, weight)
+            strategy: Any = self.trainer.strategy
+            strategy.means.add(self, log, total, weight)
         return mean
 
     def weight_of_step(self, weight: Tensor) -> Tensor:
@@ -87,37 +122,6 @@ class Module(pl.LightningModule):
                 "Set trainer.accumulate_grad_batches=1, and no exact.logical_ranks; or write a lockstep.tasks.Task, which divides later."
             )
         return torch.as_tensor(strategy.reduce(weight.clone(), reduce_op="mean"))
-
-    def add(self, name: str, total: Tensor, weight: Any) -> None:
-        """In float64, sums of float32 are exact unless one number is 10^6 times another. So a row does not depend on the number of
-        processes, nor on checkpoints, which add them up."""
-        sums, exact = self.train_sums if self.trainer.training else self.eval_sums, exact_on(self.device)
-        before = sums.get(name, (0.0, 0.0))
-        weight = weight.to(exact) if isinstance(weight, Tensor) else weight
-        sums[name] = before[0] + total.detach().float().to(exact), before[1] + weight
-
-    def log_means(self) -> None:
-        """All processes call it where a row of the log is due, and at the end of an evaluation."""
-        sums = self.train_sums if self.trainer.training else self.eval_sums
-        for name, (total, weight) in sum_over_processes(sums).items():
-            # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
-            self.log(name, torch.tensor(total / weight if weight else torch.nan), prog_bar=name == "train/loss")
-            # It is of all processes already.
-            warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
-        sums.clear()
-
-    def collect_sums(self) -> Sums:
-        """The sums of all processes, for a checkpoint; all call it. Rank 0 keeps them, the others begin anew."""
-        sums = sum_over_processes(self.train_sums)
-        self.train_sums = dict(sums) if self.trainer.is_global_zero else {}
-        return sums
-
-    def load_sums(self, checkpoint: Mapping[str, Any]) -> None:
-        window = checkpoint.get("window", {})
-        if isinstance(window.get("loss"), float):  # until November 2026: of micro-batches, the mean of all processes
-            samples = checkpoint["config"]["data"]["batch_size"] / checkpoint["accumulate_grad_batches"]
-            window = {"train/loss": (window["loss"] * samples, window["weight"] * samples)}
-        self.train_sums = dict(window) if self.trainer.is_global_zero else {}
 
 
 def changed_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:

@@ -1,12 +1,10 @@
 """Out-of-memory errors: one message that suggests a micro-batch that fits. The global batch stays the same."""
 
 import copy
-import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.data import loaders
 from lockstep.errors import LostProcess, OutOfMemory
-from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -63,9 +60,9 @@ def oom_advice(
 
 
 def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]], alone: bool) -> OutOfMemory:
-    data = work.engine_data
-    if data is None:
-        return OutOfMemory(f"a batch does not fit in memory; {type(work.data).__name__} decides its size. {OTHERWISE}")
+    data, batch = work.loaders.data, work.loaders.size
+    if batch is None:
+        return OutOfMemory(f"a batch does not fit in memory; {type(data).__name__} decides its size. {OTHERWISE}")
     loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, work.arithmetic
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
@@ -77,44 +74,32 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
         return OutOfMemory(f"an evaluation's batch of {share} does not fit in memory. {smaller}")
     if not loop.batch_progress.total.ready:
         return OutOfMemory(f"the network and its optimizer do not fit in memory, before any batch. {OTHERWISE}")
-    batch, now = data.batch_size, trainer.accumulate_grad_batches
+    now = trainer.accumulate_grad_batches
     said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
-    if work.task is not None and work.task.between_samples:
-        return OutOfMemory(f"{said} {type(work.task).__name__}.between_samples needs it whole. {OTHERWISE}")
-    counts = accumulations() if work.module.automatic_optimization else []
-    keys = {k: key for k in counts if k > now and (key := arithmetic.key_of(k, world))}
-    alone = alone and work.task is not None
-    found = next((k for k in keys if not alone or fits(trainer, work, batch // (world * k))), None)
+    if why := work.needs_whole:
+        return OutOfMemory(f"{said} {why} {OTHERWISE}")
+    keys = {k: key for k in accumulations() if k > now and (key := arithmetic.key_of(k, world))}
+    tried = ((k, fits(trainer, work, batch // (world * k)) if alone else None) for k in keys)
+    found, does = next((each for each in tried if each[1] is not False), (None, None))
     if found is None:
         return OutOfMemory(f"{said} {'No smaller one does' if keys else 'There is no smaller one'}. {OTHERWISE}")
-    of = batch // (world * found)
-    tried = "does, tried without the rest of the run" if alone else "was not tried"
-    return OutOfMemory(f"{said} One of {of} {tried}: set {keys[found]}; the global batch stays {batch}.", found)
+    result = "does, tried without the rest of the run" if does else "was not tried"
+    return OutOfMemory(
+        f"{said} One of {batch // (world * found)} {result}: set {keys[found]}; the global batch stays {batch}.", found
+    )
 
 
-def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:
-    """Whether this process alone can train a task in micro-batches of that size. It changes the weights."""
-    module: Any = work.module
-    data: Any = work.engine_data
-    device = trainer.strategy.root_device
+def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool | None:
+    """Whether this process alone can train in micro-batches of that size; None if that cannot be tried. It changes the weights."""
+    module, copies, strategy = work.module, None, trainer.strategy
     try:
-        trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
-        module.parts.arithmetic = StepArithmetic()  # logical ranks hold gradients
-        module.zero_grad(set_to_none=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        module.to(device).train()
-        optimizer, copies = module.new_optimizer(), None
-        for _ in range(2):  # gradients and the optimizer's state exist only from the second step on
-            batch = trainer.precision_plugin.convert_input(data.example(micro_batch, device))
-            with trainer.precision_plugin.train_step_context():
-                loss = module.loss(module(batch), batch).mean()
-            loss.backward()
-            optimizer.step()
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
+        for optimizer in work.steps_alone(trainer, micro_batch):
             # the copy that checkpoints are written from
-            if device.type == "cpu" and getattr(trainer.strategy.checkpoint_io, "thread", None):
+            if strategy.root_device.type == "cpu" and getattr(strategy.checkpoint_io, "thread", None):
                 copies = copies or copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    except NotImplementedError:
+        return None
     except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
         log.info("a micro-batch of %s: %s: %s", micro_batch, type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)

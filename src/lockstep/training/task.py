@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -30,18 +30,21 @@ from lockstep.training.arithmetic import (
     total_steps,
 )
 from lockstep.training.losses import (
+    Plain,
+    Targets,
     evaluation_loss,
+    is_small,
     one_per_sample,
     weight_of,
     weighted_loss,
     whole_batch,
     without_fillers,
+    without_super,
 )
 from lockstep.training.metrics import MeanLoss, TestPanels, named
 from lockstep.training.module import Module
 from lockstep.training.optim import begin_momentum, head_of
 from lockstep.training.schedules import scheduler
-from lockstep.training.targets import Plain, Targets, is_small, without_super
 
 log = logging.getLogger("lockstep")
 
@@ -88,7 +91,7 @@ class Task(Module):
     """
 
     weights_later = True
-    of_task = True  # takes named batches with fillers, unlike other LightningModules
+    named_batches = True
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
     names: ClassVar[str] = (
@@ -237,6 +240,9 @@ class Task(Module):
         """Without the network and what the run gave."""
         return copy.deepcopy(self, {id(self.net): None, id(self.parts): None})
 
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        cast(Any, self.trainer.strategy).before_step(batch)
+
     def on_validation_model_eval(self) -> None:
         self.parts.modes = [(module, module.training) for module in self.modules()]
         super().on_validation_model_eval()
@@ -258,7 +264,7 @@ class Task(Module):
         return self.outputs(self.parts.call_net or self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        parts = self.parts
+        parts, strategy = self.parts, cast(Any, self.trainer.strategy)
         output = self(batch)
         if not parts.began:
             parts.began = True
@@ -266,11 +272,10 @@ class Task(Module):
         loss_B, weight_B = weighted_loss(self, *whole_batch(self, output, batch))
         loss = loss_B.mean()
         count, weight = len(loss_B), None if weight_B is None else weight_B.float().mean().to(exact_on(self.device))
-        self.add("train/loss", loss * count, count if weight is None else weight * count)
+        strategy.means.add(self, "train/loss", loss * count, count if weight is None else weight * count)
         if weight is not None:
             parts.step_weight = weight + (0.0 if parts.step_weight is None else parts.step_weight)
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
-            self.log_means()  # over the global batches since the last row; the only communication about the loss
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
@@ -314,7 +319,6 @@ class Task(Module):
 
     def on_validation_start(self) -> None:
         """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
-        self.eval_sums.clear()
         for metric in self.parts.all_metrics:
             prepare(metric, self.device)
 
@@ -352,11 +356,9 @@ class Task(Module):
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")
-        self.log_means()
 
     def on_test_epoch_end(self) -> None:
         self.log_evaluation("test")
-        self.log_means()
         if self.parts.test_panels:
             self.parts.test_panels.finish()
 

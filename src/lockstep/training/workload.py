@@ -1,5 +1,6 @@
 """What a run trains: a task on Lockstep's batches, or the user's own LightningModule. Everything that depends on which is a method here."""
 
+import gc
 import inspect
 import math
 import re
@@ -10,37 +11,28 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.config.settings import Settings
 from lockstep.config.words import metric
 from lockstep.data.datamodule import DataModule
-from lockstep.data.standard import Brought, standard
 from lockstep.errors import UserError
 from lockstep.panel import Content
 from lockstep.run import tested
 from lockstep.training.arithmetic import StepArithmetic
+from lockstep.training.batches import HOOKS, DataSetLoaders, Loaders
 from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, SAME_BITS, UNKNOWN
+from lockstep.training.losses import validated_columns
 from lockstep.training.metrics import TestPanels
-from lockstep.training.targets import validated_columns
 from lockstep.training.task import Task
 
 Columns = dict[str, Any]
 Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% interval if there is a simple one
 Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CURVES, LINES = 24, 8  # charts of what is logged besides the task's own; lines of one chart
-SEVERAL = "a step of several loaders has the mean of their weights: it is one process's step where their batches divide evenly"
 OF_RANK_0 = " (rank 0 only)"
-HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader")
-# of Lightning, in which a module makes the data of a part
-STAGE_OF = {
-    "train": TrainerFn.FITTING,
-    "val": TrainerFn.FITTING,
-    "test": TrainerFn.TESTING,
-    "predict": TrainerFn.PREDICTING,
-}
 STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
@@ -67,6 +59,7 @@ class Workload:
 
     # what a checkpoint holds of the module, besides its weights, to continue from
     position: tuple[str, ...] = ("plateau",)
+    sanity_val_steps = 2  # of Lightning, before training
     task: Task | None = None
     flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
     network_arguments: Mapping[str, Any] = {}
@@ -76,36 +69,18 @@ class Workload:
     ) -> None:
         self.module, self.data, self.arithmetic = module, data, arithmetic or StepArithmetic()
         self.title = type(module).__name__  # of the class that decides what is logged
-        self.engine_data = data if isinstance(data, DataModule) else None  # None: the data has its own dataloaders
-        # what Lightning gets; without, it takes the module's dataloaders (data=none)
-        self.attached = None if type(data) is pl.LightningDataModule else data
+        self.loaders = DataSetLoaders(data, module) if isinstance(data, DataModule) else Loaders(data, module)
+        # why a micro-batch that does not fit in memory cannot be divided; empty if it can
+        self.needs_whole = "" if module.automatic_optimization else f"{self.title} has manual optimization."
         self.of_rank_0: set[str] = set()  # names of what was logged and is not of all processes
 
     def marked(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The names of what is not of all processes say so."""
         return {f"{name}{OF_RANK_0}" if name in self.of_rank_0 else name: value for name, value in metrics.items()}
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the report says of the data. Nothing is known about a LightningDataModule's."""
-        if self.engine_data is not None:
-            return self.engine_data.facts
-        unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
-        return {"unit": "samples", "data/source": "own dataloaders", **unknown}
-
-    @property
-    def loaders(self) -> list[Brought]:
-        """The training loaders of a LightningDataModule, once the Trainer has them."""
-        return standard(self.module.trainer.train_dataloader)
-
-    @property
-    def divided(self) -> bool:
-        """Whether each process gets its share of all batches."""
-        return self.engine_data is not None or {loader.gets for loader in self.loaders} == {"a share"}
-
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
-        if not self.divided:
+        if not self.loaders.divided:
             return UNKNOWN.format("Lockstep does not divide the batches")
         if self.arithmetic.same_bits:
             return f"{SAME_BITS}, where a step of {self.title} depends on its batch, parameters, buffers and torch's random numbers alone; what it counts itself counts each logical rank"
@@ -117,35 +92,13 @@ class Workload:
             f"the loss is averaged as the module does it; test metrics are the module's own; it computes in {precision}"
         )
         resume = f"{'exact resume' if world < 3 else 'resume to float rounding'} of what state_dict holds"  # see DDP.rebuild_buckets
-        kept = f"the same batches, {resume} and " if self.divided else ""
+        kept = f"the same batches, {resume} and " if self.loaders.divided else ""
         promised = f"task: {self.title}'s own steps: {kept}one-format checkpoints hold; {own}"
-        notes = [note for loader in self.loaders for note in loader.notes]
-        if self.attached and (
-            idle := [hook for hook in HOOKS if is_overridden(hook, self.module)]
-        ):  # as under Lightning
-            notes.append(f"{self.title}'s {idle[0]} is not used: {type(self.data).__name__} provides the batches")
-        if len(self.loaders) > 1 and self.loaders[0].division.parts > 1:
-            notes.append(SEVERAL)
-        return [promised, *(f"data: {note}" for note in dict.fromkeys(notes))]
+        return [promised, *(f"data: {note}" for note in dict.fromkeys(self.loaders.notes))]
 
     def evaluates(self, step: str, loader: str) -> bool:
         """Whether there is both a step and a dataloader for it."""
-        return is_overridden(f"{step}_step", self.module) and self.provides(f"{loader}_dataloader")
-
-    def provides(self, hook: str) -> bool:
-        return is_overridden(hook, self.attached or self.module)
-
-    def predict_on(self, part: str) -> None:
-        """Predictions get the dataloader of a part of the data, which `setup` makes as it does for that part."""
-        holder, hook, stage = self.attached or self.module, f"{part}_dataloader", STAGE_OF[part]
-        if not self.provides(hook):
-            there = [name for name in STAGE_OF if self.provides(f"{name}_dataloader")]
-            raise UserError(
-                f"input={part}: {type(holder).__name__} has no {hook}. Add it, or set input to one of {', '.join(there)}."
-            )
-        set_up = holder.setup
-        holder.setup = lambda *_, **__: set_up(stage)  # type: ignore[method-assign]
-        holder.predict_dataloader = getattr(holder, hook)  # type: ignore[method-assign]
+        return is_overridden(f"{step}_step", self.module) and self.loaders.provides(f"{loader}_dataloader")
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         """`panels` gets those of the next test, if it has any."""
@@ -178,10 +131,18 @@ class Workload:
         """The largest value that a logged metric can have."""
         return math.inf
 
+    def steps_alone(self, trainer: pl.Trainer, size: int) -> Iterator[Optimizer]:
+        """The optimizer after each of two steps with micro-batches of that size in this process alone. They change the weights.
+
+        Raises:
+            NotImplementedError: they are the module's own.
+        """
+        raise NotImplementedError
+
     def problems(self, settings: Settings) -> Iterator[str]:
         """What the module and the data define but would be ignored, or cannot do."""
         cfg, manual = settings.cfg, not self.module.automatic_optimization
-        if not any(map(self.provides, HOOKS)):
+        if not any(map(self.loaders.provides, HOOKS)):
             yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=none data._target_=<your LightningDataModule>."
         if self.arithmetic.same_bits and manual:
             yield f"exact.logical_ranks computes each step several times, but {self.title} has manual optimization, whose steps change the weights. Remove it."
@@ -196,12 +157,15 @@ class Workload:
 
 class TaskWorkload(Workload):
     position = ("window", "network")
+    sanity_val_steps = 0  # dry_run.py tries an evaluation
     module: Task
     data: DataModule
     task: Task
 
     def __init__(self, module: Task, data: DataModule) -> None:
         super().__init__(module, data, module.parts.arithmetic)
+        data.fills = True
+        self.needs_whole = f"{self.title}.between_samples needs it whole." if module.between_samples else ""
         self.task, self.network_arguments = module, module.parts.network_arguments
         self.trial = UNKNOWN.format("it was not tried")  # how processes change the result, found out by dry_run.py
 
@@ -221,6 +185,23 @@ class TaskWorkload(Workload):
             f"task: predictions have about 3 significant digits in {precision}; with trainer.precision=bf16-mixed, 7"
         )
         return [rounded] if self.task.float32_head and precision in ("bf16-true", "16-true") else []
+
+    def steps_alone(self, trainer: pl.Trainer, size: int) -> Iterator[Optimizer]:
+        module, device = self.module, trainer.strategy.root_device
+        module.parts.arithmetic = StepArithmetic()  # logical ranks hold gradients
+        module.zero_grad(set_to_none=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        module.to(device).train()
+        optimizer = module.new_optimizer()
+        for _ in range(2):  # gradients and the optimizer's state exist only from the second step on
+            batch = trainer.precision_plugin.convert_input(self.data.example(size, device))
+            with trainer.precision_plugin.train_step_context():
+                loss = module.loss(module(batch), batch).mean()
+            loss.backward()
+            optimizer.step()
+            yield optimizer
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         self.module.parts.test_panels = TestPanels(self.task, panels, compiled=compiled)

@@ -1,32 +1,27 @@
-"""Hooks around a user's LightningModule: its schedulers, the hooks that make its dataloaders, and what it logs."""
+"""Hooks around every LightningModule: its schedulers, the hooks that make its dataloaders, and what it logs."""
 
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
 from lockstep.compat.lightning import begin_loaders_anew
-from lockstep.data.global_batches import require_one_each
-from lockstep.data.keyed import Apart
-from lockstep.data.sampler import key_of
 from lockstep.data.standard import standard
 from lockstep.errors import UserError, did_you_mean
 from lockstep.machine.world import objects_of_all
 from lockstep.reporting.console import say
 from lockstep.training.arithmetic import completes_step, has_row, steps_done, total_steps
-from lockstep.training.module import Module
 from lockstep.training.workload import Workload
 
 OF_VALIDATION = re.compile(r"(?:^|[\W_])val(?:id|idation)?(?=$|[\W_])")
 
 
 @dataclass(eq=False, kw_only=True)
-class CustomModule(Callback):
+class ModuleHooks(Callback):
     """Used in training and in evaluation."""
 
     work: Workload
@@ -41,18 +36,13 @@ class CustomModule(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.is_global_zero:  # of values that are no mean over all processes
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
-        if self.work.engine_data:  # Lockstep's datamodule calls the module's hooks
-            warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
-            for split in (self.work.engine_data.val_split, self.work.engine_data.test_split):
-                require_one_each(split.count, trainer.world_size)
-            return
-        for part in ("train", "val", "test", "predict"):
-            hook = f"{part}_dataloader"
-            draw_apart(self.work.attached or pl_module, hook, partial(key_of_loader, trainer, hook))
+        # Lockstep's datamodule calls the module's hooks
+        warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
+        self.work.loaders.begin(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaders = standard(trainer.train_dataloader)
-        if self.work.arithmetic.same_bits and not self.work.divided:
+        if self.work.arithmetic.same_bits and not self.work.loaders.divided:
             raise UserError(
                 f"exact.logical_ranks divides each batch, but {loaders[0].name} gives batches that cannot be divided. Remove it."
             )
@@ -67,16 +57,11 @@ class CustomModule(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (
-            isinstance(pl_module, Module)
-            and completes_step(trainer, batch_idx)
-            and has_row(trainer, steps_done(trainer))
-        ):
-            pl_module.log_means()
+        if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
+            self.log_means(trainer, pl_module)
 
     def log_means(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(pl_module, Module):
-            pl_module.log_means()
+        trainer.strategy.means.log(pl_module)  # type: ignore[attr-defined]
 
     on_validation_epoch_end = on_test_epoch_end = log_means
 
@@ -87,8 +72,7 @@ class CustomModule(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.loggers = self.loggers
         self.before = dict(trainer.callback_metrics)
-        if isinstance(pl_module, Module):
-            pl_module.eval_sums.clear()
+        trainer.strategy.means.evaluation.clear()  # type: ignore[attr-defined]
         for loader in standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
             if loader.gets != "a share" and loader.notes[0] not in self.told:
                 say(f"data of the evaluation: {loader.notes[0]}")
@@ -135,13 +119,12 @@ class CustomModule(Callback):
         self.work.of_rank_0 |= {*new}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if not self.work.engine_data:
-            checkpoint["divided"] = self.work.divided  # in earlier versions `batch_size` was that of each process
-            checkpoint["of_rank_0"] = sorted(self.work.of_rank_0)
+        # in earlier versions `batch_size` of a DataLoader was that of each process
+        checkpoint |= {"divided": self.work.loaders.divided, "of_rank_0": sorted(self.work.of_rank_0)}
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.due = checkpoint["plateau"]
+        self.due = checkpoint.get("plateau", {})  # those of a task have it since November 2026
         self.work.of_rank_0 |= {*checkpoint.get("of_rank_0", ())}
         then, now = checkpoint["accumulate_grad_batches"], trainer.accumulate_grad_batches
         if not checkpoint.get("divided", True) and then != now:
@@ -149,29 +132,6 @@ class CustomModule(Callback):
                 f"trainer.accumulate_grad_batches was {then} and is {now}, and Lockstep does not divide the batches of this run, so it does not know "
                 f"which of them are done. Set trainer.accumulate_grad_batches={then}."
             )
-
-
-def draw_apart(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) -> None:
-    """Lets a hook draw the same random numbers in each process and after each resume: one that makes a dataloader may draw a subset, and
-    `setup` a split."""
-    made = getattr(holder, hook)
-
-    if hasattr(made, "draws_apart"):  # by an earlier Trainer
-        return
-
-    @wraps(made)
-    def seeded(*args: Any, **kwargs: Any) -> Any:
-        with Apart(int(key_of(*key())[0])):
-            return made(*args, **kwargs)
-
-    seeded.draws_apart = True  # type: ignore[attr-defined]
-    setattr(holder, hook, seeded)
-
-
-def key_of_loader(trainer: Trainer, hook: str) -> tuple[str, int, int]:
-    """With the epoch in which it is made, if it is made several times."""
-    every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-    return hook, trainer.strategy.seed, epoch // every * every if every else 0  # type: ignore[attr-defined]
 
 
 def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:
