@@ -5,6 +5,7 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -190,6 +191,7 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
             float32_head=goal.float32_head,
         ),
         metrics=metrics(goal, cfg.task.get("metrics") or {}),
+        sets=[*data.sets],
         network_arguments=offered,
         arithmetic=arithmetic(settings),
     )
@@ -230,8 +232,9 @@ def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
 def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str]:
     """What an evaluation logs besides loss and count: that of the dry run, or else what the names of the metrics tell."""
     named = [each for name in work.module.parts.metrics for each in (name, f"{name}/*")]
+    sets = [f"{part.removeprefix('val/')}/*" for part in work.module.parts.of_stage("val")[1:]]
     if this_process.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
-        return named
+        return [*named, *sets]
     cfg, samples = settings.cfg, settings.batches["micro_batch"]
     samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
@@ -254,7 +257,7 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         trial(trainer.callbacks)  # type: ignore[attr-defined]
     finally:
         this_process.notice = None
-    return trial.logged or named
+    return [*(trial.logged or named), *sets]
 
 
 def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
@@ -319,7 +322,9 @@ def evaluate(
             by_loader = getattr(trainer, run)(
                 work.module, datamodule=work.loaders.attached, verbose=False, weights_only=True
             )
-        found = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
+        found = {
+            n: value for each in by_loader for n, value in each.items() if not re.fullmatch("val(/[^/]+)?/count", n)
+        }
         metrics = work.marked(found)
         return {name: int(value) if name.endswith("/count") else value for name, value in metrics.items()}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, classes_of, listed, targets_of
 from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Places, Reader, ResumableLoader, is_numeric, timed
-from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, splits
+from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, evaluation_splits, splits
 from lockstep.errors import UserError, raise_problems
 
 VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `varied`, and for all
@@ -86,6 +86,7 @@ class DataModule(pl.LightningDataModule):
         self.index_B: Indices | None = None  # of the batch that is being transferred, on the host
         self.problems: list[str] | None = None  # why samples of the current batch could not be read
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
+        self.sets = evaluation_splits(dataset)
         self.folds, self.about = parts.get("folds"), dict(dataset.about)
         self.judge: Judge | None = None  # of targets that stand for the names in `about[judged]`
         self.judged, self.whole = "", False
@@ -122,6 +123,7 @@ class DataModule(pl.LightningDataModule):
             "data/val": self.val_split.count,
             "data/test": self.test_split.count,
             "data/notice": self.dataset.notice,
+            **{f"data/{part}": split.count for part, split in self.sets.items()},
             **{f"data/{name}": value for name, value in self.dataset.facts.items()},
         }
 
@@ -149,7 +151,7 @@ class DataModule(pl.LightningDataModule):
         known = {**about, **{key: names for key in keys if (names := named(known, key))}}
         matched = [key for key in NAMES if named(known, key) and named(about, key)]
         for key in matched:
-            own = {part: self.dataset.part_names.get(part, {}).get(key, about[key]) for part in PARTS}
+            own = {part: self.dataset.part_names.get(part, {}).get(key, about[key]) for part in (*PARTS, *self.sets)}
             for part, names in own.items():
                 if (places := places_in(known[key], names, key, part, who)) is not None:
                     numbering[part] = places, key
@@ -169,8 +171,8 @@ class DataModule(pl.LightningDataModule):
             UserError: targets are wrong. It names the first one of each part.
         """
         self.judged, self.judge, self.whole, self.settled, problems = key, judge, whole, set(), list[str]()
-        for part in PARTS:
-            held = targets_of(samples := getattr(self.dataset, part))
+        for part in (*PARTS, *self.sets):
+            held = targets_of(samples := self.dataset.samples(part))
             try:
                 if held is not None and (wrong := self.first_wrong(part, held)):
                     self.raw(part, [wrong[0]])  # as it is read: a Dataset may change what it holds
@@ -207,12 +209,12 @@ class DataModule(pl.LightningDataModule):
         change, repeats = (self.augment, repeats or self.repeats) if training else (None, 1)
         at_reading = change.at_reading if change and change.reads else None
         apart = training and self.to_crop is not None
-        samples = self.to_crop if apart else getattr(data or self.dataset, part)
+        samples = self.to_crop if apart else (data or self.dataset).samples(part)
         return Reader(samples, seed=self.seed, repeats=repeats, at_reading=at_reading, apart=apart)
 
     def loader(self, part: str, sampler: Sampler, *, training: bool = False) -> ResumableLoader:
         on_gpu, data = self.device.type == "cuda", self.dataset if training else self.evaluated
-        samples, reader = getattr(data, part), self.reader(part, data, training=training)
+        samples, reader = data.samples(part), self.reader(part, data, training=training)
         is_numbers = isinstance(samples, Arrays) and all(map(is_numeric, samples.arrays.values()))
         if is_numbers and not self.num_workers and not reader.at_reading:
             memory = self.memory(samples)
@@ -251,11 +253,15 @@ class DataModule(pl.LightningDataModule):
         )
         return self.loader(part, sampler)
 
-    def val_dataloader(self) -> ResumableLoader:
-        return self.eval_loader(self.val_part, self.val_split)
+    def with_sets(self, stage: str, loader: ResumableLoader) -> ResumableLoader | list[ResumableLoader]:
+        further = [self.eval_loader(part, split) for part, split in self.sets.items() if part.startswith(f"{stage}/")]
+        return [loader, *further] if further else loader
 
-    def test_dataloader(self) -> ResumableLoader:
-        return self.eval_loader("test", self.test_split)
+    def val_dataloader(self) -> ResumableLoader | list[ResumableLoader]:
+        return self.with_sets("val", self.eval_loader(self.val_part, self.val_split))
+
+    def test_dataloader(self) -> ResumableLoader | list[ResumableLoader]:
+        return self.with_sets("test", self.eval_loader("test", self.test_split))
 
     @property
     def predicted_split(self) -> tuple[str, Split]:

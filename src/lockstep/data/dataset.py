@@ -259,6 +259,7 @@ def picture(value: Any) -> NDArray[np.uint8] | None:
 
 class DataSet:
     """The data of a run. A subclass sets `train` and `test` (and `val` if the data has a validation part), or overrides `open_part`.
+    `evaluation_sets`: further ones by the name under which they are logged, such as "val/night"; "test/..." are those of the test.
 
     Each is Arrays, a torch Dataset (one sample at a time: a dict, or (input, target)), or your own object with the methods
     of `Samples`. Without `val`, a fixed part of `train` is held out.
@@ -269,6 +270,7 @@ class DataSet:
     notice: str | None = None  # a warning printed before training, e.g. that only a subset is used
     # By part, names such as `classes` in the order of the part's own numbers, where that is not the order in `about`.
     part_names: Mapping[str, Mapping[str, Any]] = {}
+    evaluation_sets: Mapping[str, Any] = {}
 
     def open_part(self, part: str) -> Any:
         """Called for a part that was not set, when it is first used. Returns None for `val` if the data has none."""
@@ -287,6 +289,9 @@ class DataSet:
     @cached_property
     def test(self) -> Any:
         return self.open_part("test")
+
+    def samples(self, part: str) -> Any:
+        return self.evaluation_sets[part] if part in self.evaluation_sets else getattr(self, part)
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
@@ -378,14 +383,14 @@ class DataSet:
     @property
     def bytes_in_memory(self) -> int | None:
         """Size of in-memory data; None if workers read the samples one by one."""
-        parts = [part for part in (self.train, self.val, self.test) if part is not None]
+        parts = [part for part in (self.train, self.val, self.test, *self.evaluation_sets.values()) if part is not None]
         return sum(part.nbytes for part in parts) if all(isinstance(part, Arrays) for part in parts) else None
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content. A run resumes only on the same data."""
         digest = hashlib.sha256()
-        for part in (self.train, self.val, self.test):
+        for part in (self.train, self.val, self.test, *self.evaluation_sets.values()):
             digest.update(content_of(part) if part is not None else b"none")
         return digest.hexdigest()
 

@@ -302,6 +302,7 @@ class Images(DataSet):
         made.frame = self.eval_frame
         vars(made).pop("preprocessing", None)
         vars(made).update({part: decoded_as(getattr(self, part), frame=made.frame) for part in PARTS})
+        made.evaluation_sets = {n: decoded_as(each, frame=made.frame) for n, each in self.evaluation_sets.items()}
         return made
 
     @property

@@ -1,6 +1,7 @@
 """Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -119,7 +120,7 @@ def val_count(train: int, fraction: float) -> int:
 
 def length(dataset: DataSet, part: str) -> int:
     """Of a part; 0 without `val`. Raises UserError: it is no part of a data set, such as a stream."""
-    held = getattr(dataset, part)
+    held = dataset.samples(part)
     if held is None and part == "val":
         return 0
     with suppress(TypeError):  # a torch Dataset may lack a length
@@ -283,6 +284,17 @@ Sampler = TrainBatches | EvalSampler
 # --- Holds out a fixed part of every class; it does not depend on `seed`. Free of torch ---
 
 PARTS = ("train", "val", "test")
+
+
+def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
+    """Of the further evaluation sets, whole. Raises UserError: the name of one says not when it is evaluated, or it is empty."""
+    sets = {part: length(dataset, part) for part in dataset.evaluation_sets}
+    raise_problems(
+        f"evaluation_sets: {part!r} is no name of a set with samples. Name it val/<name> or test/<name>, and give it some."
+        for part, count in sets.items()
+        if not count or not re.fullmatch("(val|test)/[^/]+", part)
+    )
+    return {part: Split(total=count, first=0, count=count) for part, count in sets.items()}
 
 
 def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:

@@ -56,11 +56,10 @@ class Wrapped(Images):
 
     @cached_property
     def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
-        declared = {part: class_names(holder_of(getattr(self, part)), numbers=False) for part in PARTS}
-        renamed = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # by data.classes
-        return {
-            part: {"classes": [renamed.get(name, name) for name in names]} for part, names in declared.items() if names
-        }
+        parts = (*PARTS, *self.evaluation_sets)
+        declared = {part: class_names(holder_of(self.samples(part)), numbers=False) for part in parts}
+        new = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # by data.classes
+        return {part: {"classes": [new.get(name, name) for name in names]} for part, names in declared.items() if names}
 
     @cached_property
     def first(self) -> NDArray[Any]:
@@ -137,29 +136,29 @@ def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> lis
     return [*map(str, range(count))] if count <= max(samples, 2 * len(numbers)) else []
 
 
-# --- Any map-style torch Dataset ---
-
-
 class TorchDataset(Wrapped):
-    """`train`, `test` and optionally `val`: Datasets whose samples are (input, target) or a dict; PIL images become bytes.
+    """`train`, `test` and optionally `val` and `evaluation_sets`: Datasets whose samples are (input, target) or a dict; PIL images become bytes.
 
-    `classes`: class names, if the training Dataset has neither `classes` nor `targets`. A Dataset may have an attribute
-    `fingerprint`; otherwise it is computed from the arrays it holds and some of its samples.
+    `classes`: if the training Dataset has neither `classes` nor `targets`. A Dataset may have an attribute `fingerprint`; otherwise it is
+    computed from the arrays it holds and some of its samples.
     """
 
     def __init__(
-        self, *, train: Any, test: Any, val: Any = None, classes: Sequence[str] | None = None, **images: Any
-    ) -> None:
+        self, *, train: Any, test: Any, val: Any = None, evaluation_sets: Mapping[str, Any] | None = None,
+        classes: Sequence[str] | None = None, **images: Any
+    ) -> None:  # fmt: skip
         super().__init__(**images)
         self.held = {"train": train, "val": val, "test": test}
+        self.evaluation_sets = {n: Items(each, **self.decoding) for n, each in (evaluation_sets or {}).items()}
         if classes:
             self.names = {"classes": list(classes)}
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         yield from super().problems(data)
-        for part in PARTS:
-            if isinstance(node := data.get(part), Mapping):
+        sets = {f"evaluation_sets.{name}": node for name, node in (data.get("evaluation_sets") or {}).items()}
+        for part, node in {**{part: data.get(part) for part in PARTS}, **sets}.items():
+            if isinstance(node, Mapping):
                 yield from problems(node, f"data.{part}", given={})
             elif part != "val":
                 yield f"data.{part} is missing; it names a Dataset, for example data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
@@ -380,7 +379,7 @@ class HuggingFace(Wrapped):
         if not len(places):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
         classes = getattr(table.features[self.columns["target"]], "names", None)
-        table = table.select_columns(list(self.columns.values()))
+        table = table.select_columns([*self.columns.values()])
         images = [column for column, feature in table.features.items() if isinstance(feature, datasets.Image)]
         for column in images:
             table = table.cast_column(column, datasets.Image(decode=False))

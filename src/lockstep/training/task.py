@@ -68,6 +68,7 @@ class Parts:
     schedule: Callable[..., LRScheduler]
     parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]]
     metrics: dict[str, Metric]
+    sets: Sequence[str] = ()  # further evaluation sets, such as val/night
     network_arguments: dict[str, Any]
     arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
     test_panels: TestPanels | None = None  # of the test at the end of a run
@@ -78,7 +79,13 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
-        self.all_metrics: list[Metric] = [self.mean_loss, *self.metrics.values()]
+        # a copy for each set: some metrics remember earlier evaluations
+        further = {part: copy.deepcopy((self.mean_loss, self.metrics)) for part in self.sets}
+        self.evaluated = dict.fromkeys(("val", "test"), (self.mean_loss, self.metrics)) | further
+
+    def of_stage(self, stage: str) -> list[str]:
+        """The evaluation sets of a stage, in the order of their dataloaders."""
+        return [stage, *(part for part in self.sets if part.startswith(f"{stage}/"))]
 
 
 class Task(Module):
@@ -319,40 +326,44 @@ class Task(Module):
 
     def on_validation_start(self) -> None:
         """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
-        for metric in self.parts.all_metrics:
-            prepare(metric, self.device)
+        for mean_loss, metrics in self.parts.evaluated.values():
+            for metric in (mean_loss, *metrics.values()):
+                prepare(metric, self.device)
 
     def on_test_start(self) -> None:
         self.on_validation_start()
         if self.parts.test_panels:
             self.parts.test_panels.begin(self.device)
 
-    def evaluation_step(self, batch: Batch, batch_idx: int) -> None:
+    def evaluation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Updates the metrics with real samples; fillers are dropped before the task sees them."""
         parts = self.parts
+        mean_loss, metrics = parts.evaluated[parts.of_stage(self.stage)[dataloader_idx]]
         output = self(batch)
         whole = evaluation_loss(self, output, batch)
         if not batch["count"]:
             return
         output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.loss(output, batch), self, batch) if whole is None else whole
-        parts.mean_loss.update(loss_B, weight_of(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
+        mean_loss.update(loss_B, weight_of(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
         own = self.inputs_by_metric(output, batch)
-        for name, metric in parts.metrics.items():
+        for name, metric in metrics.items():
             update(metric, batch_idx, *(own[name] if name in own else self.metric_inputs(output, batch)))
-        if parts.test_panels and self.trainer.testing:
+        if parts.test_panels and self.trainer.testing and not dataloader_idx:
             parts.test_panels.update(output, batch, loss_B, batch_idx)
 
     validation_step = test_step = evaluation_step
 
     def log_evaluation(self, stage: str) -> None:
-        with of_all_processes(self.parts.all_metrics):
-            found = self.parts.mean_loss.compute()
-            for name, metric in self.parts.metrics.items():
-                found |= named(name, metric.compute(), self.value_names)
-        self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
-        for metric in self.parts.all_metrics:
-            metric.reset()
+        for part in self.parts.of_stage(stage):
+            mean_loss, metrics = self.parts.evaluated[part]
+            with of_all_processes([mean_loss, *metrics.values()]):
+                values = mean_loss.compute()
+                for name, metric in metrics.items():
+                    values |= named(name, metric.compute(), self.value_names)
+            self.log_dict({f"{part}/{name}": value for name, value in values.items()}, prog_bar=False)
+            for metric in (mean_loss, *metrics.values()):
+                metric.reset()
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")

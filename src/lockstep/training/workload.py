@@ -217,7 +217,17 @@ class TaskWorkload(Workload):
         return *self.task.headline(report), self.task.interval(report)
 
     def curves(self, logged: Iterable[str]) -> list[Curve]:
-        own = self.task.curves()
+        sets = self.module.parts.of_stage("val")
+        own = [
+            (
+                title,
+                unit,
+                tuple(
+                    n.replace("val/", f"{part}/", 1) for n in names for part in (sets if n.startswith("val/") else [""])
+                ),
+            )
+            for title, unit, names in self.task.curves()
+        ]
         drawn = {name for _, _, names in own for name in names}
         return [*own, *super().curves(name for name in logged if name not in drawn)]
 
