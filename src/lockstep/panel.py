@@ -1,4 +1,4 @@
-"""Panels of the report about the test set: what they show, what they are computed from, and those of the shipped tasks. Free of HTML."""
+"""Panels of the report about the test set: what they show, what they are computed from, and those that tasks share. Free of HTML."""
 
 # B batch · N sample · K class · L label · H W pixel · T target, or token of a sequence
 
@@ -350,47 +350,3 @@ class ByLabel(Panel):
         ]
         note = f"A label is predicted if its probability is above {self.threshold:g}."
         return [Table("Metrics by label", ("label", "count", "recall", "precision", "F1"), rows, note)]
-
-
-# --- Panels about numbers: targets and predictions, residuals ---
-
-SAMPLES = 1000  # points of a scatter plot
-TARGETS = 6  # targets that are drawn
-
-
-class Residuals(Kept):
-    """Target and prediction of a fixed random sample."""
-
-    count: Tensor
-
-    def __init__(self, names: Sequence[str], inputs: Inputs) -> None:
-        super().__init__(SAMPLES, 2, len(names))
-        self.inputs = inputs
-        self.names = [str(name) for name in names]
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def value(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> Tensor:
-        output, target = self.inputs(output, batch)
-        return torch.stack([x.reshape(len(batch["index"]), -1).float() for x in (target, output)], 1)
-
-    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        super().update(output, batch, loss_B)
-        self.count += len(batch["index"])
-
-    def contents(self) -> Sequence[Content]:
-        found = [value for _, value in self.found()]
-        pairs_N2T = torch.stack(found) if found else self.value_N[:0]
-        note = "" if self.count <= SAMPLES else f"A fixed random sample of {SAMPLES:,} of {self.count:,}."
-        return [each for place in range(min(TARGETS, len(self.names))) for each in self.of(place, pairs_N2T, note)]
-
-    def of(self, place: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:
-        name, pairs = self.names[place], pairs_N2T[:, :, place].double().cpu()
-        points = [(target, guess) for target, guess in pairs.tolist()]
-        yield Points(f"Predictions of {name}", "target", "prediction", points, diagonal=True, note=note)
-        residual_N = pairs[:, 1] - pairs[:, 0]
-        residual_N = residual_N[residual_N.isfinite()]
-        if len(residual_N) > 1:
-            low, high = residual_N.min().item(), residual_N.max().item()
-            counts, edges = torch.histogram(residual_N, 25, range=(low, high if high > low else low + 1))
-            words = "prediction - target"
-            yield Bars(f"Residuals of {name}", words, "samples", edges.tolist(), counts.tolist(), note)
