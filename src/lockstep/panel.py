@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+
+from lockstep.errors import UserError
 
 Point = tuple[float, float]
 
@@ -52,11 +55,25 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Lines:
+    """Curves of points (x, y), also of a sample; one that is not finite leaves a gap."""
+
     title: str
     x: str
     y: str
     series: Mapping[str, Sequence[Point]]
     note: str = ""
+
+    def __post_init__(self) -> None:
+        """Arrays and tensors become plain numbers: a chart is drawn long after the batch."""
+        series = dict[str, Sequence[Point]]()
+        for name, points in self.series.items():
+            try:
+                series[name] = [(float(x), float(y)) for x, y in points]
+            except (TypeError, ValueError) as e:
+                raise UserError(
+                    f"Lines {self.title!r}: the series {name!r} has no points (x, y): {e}. Type list(enumerate(values))."
+                ) from None
+        object.__setattr__(self, "series", series)
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,33 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """Shown beside the sample's image. Of 1 or 3 channels: bytes, or floats from 0 to 1, which become bytes."""
+
+    image_CHW: Any
+
+    def __post_init__(self) -> None:
+        given = self.image_CHW
+        if isinstance(given, Tensor):
+            given = (given.float() if given.is_floating_point() else given).detach().cpu()  # NumPy has no bfloat16
+        image_CHW = np.asarray(given)
+        if image_CHW.ndim != 3 or len(image_CHW) not in (1, 3) or not image_CHW.size:
+            raise UserError(
+                f"Picture: the image has the shape {image_CHW.shape}, and needs (channels, height, width) with 1 or 3 channels. "
+                "Type image[None] if it has no channels, image.permute(2, 0, 1) if they come last."
+            )
+        if image_CHW.dtype != np.uint8:
+            low, high = float(image_CHW.min()), float(image_CHW.max())
+            if image_CHW.dtype.kind != "f" or not 0 <= low <= high <= 1:
+                raise UserError(
+                    f"Picture: the image is {image_CHW.dtype} from {low:.4g} to {high:.4g}, and needs floats from 0 to 1, or uint8. "
+                    "Type image.float().clamp(0, 1), or image.byte() if it has 0 to 255."
+                )
+            image_CHW = (255 * image_CHW).round().astype(np.uint8)
+        object.__setattr__(self, "image_CHW", image_CHW)
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Pieces of text, each with a number that colours it."""
 
@@ -101,7 +145,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Sample:
-    """`facts`: texts, numbers, a Mask or Tokens by name. `image_CHW`: bytes, or None."""
+    """`facts`: texts, numbers, a Mask, a Picture, Lines or Tokens by name. `image_CHW`: bytes, or None."""
 
     index: int | None
     facts: Mapping[str, Any]
