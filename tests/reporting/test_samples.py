@@ -71,15 +71,23 @@ from mywork.samples import Autoencoder, Forecast
 
 TEXT = "<script>alert(1)</script> \\x1b[31m" + "x" * 5000
 
+class Predicted(Autoencoder):
+    def predictions(self, output):
+        return {"brightness": output.mean((1, 2, 3))}
+
 class Shouting(Forecast):
     def describe(self, output, batch):
         found = super().describe(output, batch)
         found[0]["demand"].series["history"][5] = (5.0, math.nan)
         return [{"prediction": TEXT, **facts} for facts in found]
 
-class Logits(Autoencoder):
+class Logits(Predicted):
     def describe(self, output, batch):
         return [{"reconstruction": Picture(image - 1)} for image in output]
+
+class Untold(Predicted):
+    def describe(self, output, batch):
+        return [{"target": batch["target"][place], **row} for place, row in enumerate(super().describe(output, batch))]
 """
 DOCUMENTED = your_own.Page("panel").files["src/mywork/samples.py"]
 OPTIONS = ["data=own", "model=own", "task=own", "data.batch_size=8", "trainer.max_steps=60", "optim.lr=1e-2", "trainer.accelerator=cpu"]  # fmt: skip
@@ -93,7 +101,7 @@ def place(tmp_path_factory, forked) -> Iterator[Path]:
     files = {"__init__": "", "data": DATA, "nets": NETS, "samples": DOCUMENTED, "shouting": SHOUTING}
     package = {f"src/mywork/{name}.py": text for name, text in files.items()}
     with thin_project.entered(tmp_path_factory.mktemp("samples"), "mywork", **package) as place:
-        lockstep.train(["run=coder", *OPTIONS, *CODER, "task._target_=mywork.samples.Autoencoder"])
+        lockstep.train(["run=coder", *OPTIONS, *CODER, "task._target_=mywork.shouting.Predicted"])
         lockstep.train(["run=ahead", *OPTIONS, *AHEAD, "task._target_=mywork.shouting.Shouting"])
         yield place
     your_own.forget()
@@ -136,6 +144,44 @@ def test_a_forecast_is_drawn_as_the_other_charts_with_a_gap_at_a_nan(place):
     assert math.isnan(series["history"][5][1]) and [len(series[name]) for name in series] == [24, 12, 12]
     errors = [(a - b) ** 2 for (_, a), (_, b) in zip(series["target"], series["prediction"], strict=True)]
     assert sum(errors) / 12 == pytest.approx(samples[0].facts["loss"], rel=1e-3)
+
+
+def figures(gallery: str) -> dict[int, str]:
+    """By the index of the sample."""
+    return {int(re.findall(r"#(\d+)</small>", each)[0]): each for each in gallery.split("<figure")[1:]}
+
+
+@pytest.mark.parametrize("more", [(), ("strategy=ddp", "trainer.devices=2")], ids=["one", "ddp"])
+def test_the_gallery_of_predictions_shows_the_same(place, tmp_path, more):
+    shown = {}
+    for run in ("coder", "ahead"):
+        asked = [f"run={run}", "input=test", "gallery=true", f"output={tmp_path}/{run}.csv", "trainer.accelerator=cpu"]
+        lockstep.predict([*asked, "data.eval_batch_size=8", *more])
+        in_predictions = figures((tmp_path / f"{run}.csv.html").read_text().split("<dialog")[0])
+        in_report = figures(samples_of(run)[0].split('<div class="wide">')[1])
+        assert in_predictions.keys() == in_report.keys() == set(range(20))
+        shown[run] = [(in_predictions[index], in_report[index]) for index in range(20)]
+    for pair in shown["coder"]:
+        uris = [re.findall(r'<img src="([^"]+)" alt="(?:sample|reconstruction)"', figure) for figure in pair]
+        for one, other in zip(*uris, strict=True):  # of batches of another size
+            assert len(uris[0]) == 2 and np.abs(pixels(one).astype(int) - pixels(other)).max() <= 1
+    for pair in shown["ahead"]:
+        values = [re.findall(r'data-name="(\w+)" data-values="([^"]+)"', figure) for figure in pair]
+        assert [name for name, _ in values[0]] == ["history", "target", "prediction"]
+        assert [len(text.split()) for _, text in values[0]][1:] == [12, 12]
+        for (_, one), (_, other) in zip(*values, strict=True):
+            ends = [float(text.split()[-1].split(",")[1]) for text in (one, other)]
+            assert ends[0] == pytest.approx(ends[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(("task", "said"), [("Logits", "lacks pictures and curves: `describe` failed: UserError: Picture: the"), ("Untold", "")])  # fmt: skip
+def test_a_gallery_without_pictures_says_why(place, tmp_path, task, said, capsys):
+    """A `describe` that needs the target of files is no mistake."""
+    asked = ["run=coder", "input=test", "gallery=true", f"output={tmp_path}/a.csv", "trainer.accelerator=cpu"]
+    lockstep.predict([*asked, "data.eval_batch_size=8", f"task._target_=mywork.shouting.{task}"])
+    printed = "".join(capsys.readouterr())
+    assert printed.count("describe") == printed.count(said or "describe") == bool(said)
+    assert (tmp_path / "a.csv.html").read_text().count("<img ") == 20
 
 
 def test_a_long_text_is_escaped_and_its_controls_are_seen(place):
