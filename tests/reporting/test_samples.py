@@ -100,6 +100,7 @@ def place(tmp_path_factory, forked) -> Iterator[Path]:
     """A project with the page's two tasks, each of which has trained."""
     files = {"__init__": "", "data": DATA, "nets": NETS, "samples": DOCUMENTED, "shouting": SHOUTING}
     package = {f"src/mywork/{name}.py": text for name, text in files.items()}
+    your_own.forget()  # of another file's project
     with thin_project.entered(tmp_path_factory.mktemp("samples"), "mywork", **package) as place:
         lockstep.train(["run=coder", *OPTIONS, *CODER, "task._target_=mywork.shouting.Predicted"])
         lockstep.train(["run=ahead", *OPTIONS, *AHEAD, "task._target_=mywork.shouting.Shouting"])
