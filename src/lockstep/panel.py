@@ -1,4 +1,4 @@
-"""Panels of the report about the test set: what they show, what they are computed from, and those of the shipped tasks. Free of HTML."""
+"""Panels of the report about the test set: what they show, what they are computed from, and those that tasks share. Free of HTML."""
 
 # B batch · N sample · K class · L label · H W pixel · T target, or token of a sequence
 
@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+
+from lockstep.errors import UserError
 
 Point = tuple[float, float]
 
@@ -52,11 +55,25 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Lines:
+    """Curves of points (x, y), also of a sample; one that is not finite leaves a gap."""
+
     title: str
     x: str
     y: str
     series: Mapping[str, Sequence[Point]]
     note: str = ""
+
+    def __post_init__(self) -> None:
+        """Arrays and tensors become plain numbers: a chart is drawn long after the batch."""
+        series = dict[str, Sequence[Point]]()
+        for name, points in self.series.items():
+            try:
+                series[name] = [(float(x), float(y)) for x, y in points]
+            except (TypeError, ValueError) as e:
+                raise UserError(
+                    f"Lines {self.title!r}: the series {name!r} has no points (x, y): {e}. Type list(enumerate(values))."
+                ) from None
+        object.__setattr__(self, "series", series)
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,33 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """Shown beside the sample's image. Of 1 or 3 channels: bytes, or floats from 0 to 1, which become bytes."""
+
+    image_CHW: Any
+
+    def __post_init__(self) -> None:
+        given = self.image_CHW
+        if isinstance(given, Tensor):
+            given = (given.float() if given.is_floating_point() else given).detach().cpu()  # NumPy has no bfloat16
+        image_CHW = np.asarray(given)
+        if image_CHW.ndim != 3 or len(image_CHW) not in (1, 3) or not image_CHW.size:
+            raise UserError(
+                f"Picture: the image has the shape {image_CHW.shape}, and needs (channels, height, width) with 1 or 3 channels. "
+                "Type image[None] if it has no channels, image.permute(2, 0, 1) if they come last."
+            )
+        if image_CHW.dtype != np.uint8:
+            low, high = float(image_CHW.min()), float(image_CHW.max())
+            if image_CHW.dtype.kind != "f" or not 0 <= low <= high <= 1:
+                raise UserError(
+                    f"Picture: the image is {image_CHW.dtype} from {low:.4g} to {high:.4g}, and needs floats from 0 to 1, or uint8. "
+                    "Type image.float().clamp(0, 1), or image.byte() if it has 0 to 255."
+                )
+            image_CHW = (255 * image_CHW).round().astype(np.uint8)
+        object.__setattr__(self, "image_CHW", image_CHW)
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Pieces of text, each with a number that colours it."""
 
@@ -101,7 +145,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Sample:
-    """`facts`: texts, numbers, a Mask or Tokens by name. `image_CHW`: bytes, or None."""
+    """`facts`: texts, numbers, a Mask, a Picture, Lines or Tokens by name. `image_CHW`: bytes, or None."""
 
     index: int | None
     facts: Mapping[str, Any]
@@ -350,47 +394,3 @@ class ByLabel(Panel):
         ]
         note = f"A label is predicted if its probability is above {self.threshold:g}."
         return [Table("Metrics by label", ("label", "count", "recall", "precision", "F1"), rows, note)]
-
-
-# --- Panels about numbers: targets and predictions, residuals ---
-
-SAMPLES = 1000  # points of a scatter plot
-TARGETS = 6  # targets that are drawn
-
-
-class Residuals(Kept):
-    """Target and prediction of a fixed random sample."""
-
-    count: Tensor
-
-    def __init__(self, names: Sequence[str], inputs: Inputs) -> None:
-        super().__init__(SAMPLES, 2, len(names))
-        self.inputs = inputs
-        self.names = [str(name) for name in names]
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def value(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> Tensor:
-        output, target = self.inputs(output, batch)
-        return torch.stack([x.reshape(len(batch["index"]), -1).float() for x in (target, output)], 1)
-
-    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        super().update(output, batch, loss_B)
-        self.count += len(batch["index"])
-
-    def contents(self) -> Sequence[Content]:
-        found = [value for _, value in self.found()]
-        pairs_N2T = torch.stack(found) if found else self.value_N[:0]
-        note = "" if self.count <= SAMPLES else f"A fixed random sample of {SAMPLES:,} of {self.count:,}."
-        return [each for place in range(min(TARGETS, len(self.names))) for each in self.of(place, pairs_N2T, note)]
-
-    def of(self, place: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:
-        name, pairs = self.names[place], pairs_N2T[:, :, place].double().cpu()
-        points = [(target, guess) for target, guess in pairs.tolist()]
-        yield Points(f"Predictions of {name}", "target", "prediction", points, diagonal=True, note=note)
-        residual_N = pairs[:, 1] - pairs[:, 0]
-        residual_N = residual_N[residual_N.isfinite()]
-        if len(residual_N) > 1:
-            low, high = residual_N.min().item(), residual_N.max().item()
-            counts, edges = torch.histogram(residual_N, 25, range=(low, high if high > low else low + 1))
-            words = "prediction - target"
-            yield Bars(f"Residuals of {name}", words, "samples", edges.tolist(), counts.tolist(), note)

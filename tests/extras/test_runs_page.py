@@ -47,10 +47,10 @@ def test_metrics_come_first_then_settings_that_differ_then_classes(tmp_path, mon
     assert ">1e-05<" in page and ">0.0003<" in page  # all digits of a setting
     assert ">92.50%<" in page and re.findall(r'<tr data-run="(\S+)" class="best"', page) == ["sweep/1"]
     assert 'href="runs/sweep/1/report.html"' in page
-    assert page.count("<polyline") == 4  # of two metrics
+    assert page.count("<path") == 4  # of two metrics
     chosen = page_of(tmp_path, "sweep/1", monkeypatch=monkeypatch, out="deep.html")
     assert "lr" not in headings(chosen)
-    assert chosen.count("<polyline") == 2
+    assert chosen.count("<path") == 2
 
 
 def test_runs_that_differ_by_their_seed_are_put_together(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_damaged_runs_are_rows_and_names_are_text(tmp_path, monkeypatch):
     (tmp_path / "runs/b/config.yaml").write_text(":")
     page = page_of(tmp_path, monkeypatch=monkeypatch)
     assert 'class="chip damaged"' in page
-    assert page.count("<polyline") == 4  # of the other two
+    assert page.count("<path") == 4  # of the other two
     assert "<script>alert" not in page
     assert page.count("</script>") == page.count("<script") == 2  # the page's own and the runs' values
 
@@ -108,4 +108,4 @@ def test_a_hundred_runs_stay_small(tmp_path, monkeypatch):
         write_run(tmp_path / f"runs/{number}", steps=500, batch_size=64 + number % 2)
     assert len(page_of(tmp_path, monkeypatch=monkeypatch)) < 3e6
     monkeypatch.setattr(runs_page, "METRICS", 1)
-    assert page_of(tmp_path, monkeypatch=monkeypatch).count("<polyline") == 100 * 2
+    assert page_of(tmp_path, monkeypatch=monkeypatch).count("<path") == 100 * 2

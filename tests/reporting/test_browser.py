@@ -172,7 +172,7 @@ def test_two_runs_are_compared(driver, js, run_folder):
     assert "optim.lr" in texts(driver, ".compare tbody th") and "val/acc" in texts(driver, ".compare tbody th")
     changes = [int(text.replace("−", "-")) for text in texts(driver, ".compare .matrix tbody td") if text]
     assert sum(changes) == 0 and any(changes)  # both are counts of the same test set
-    drawn = js("return [...document.querySelectorAll('.compare polyline')].map(e => e.dataset.name)")
+    drawn = js("return [...document.querySelectorAll('.compare .line')].map(e => e.dataset.name)")
     assert set(drawn) == {name for name in names if name != "bad"}
     assert driver.get_log("browser") == []
 
@@ -233,7 +233,7 @@ def test_the_axis_switches_and_the_pointer_shows_values(driver, js, page):
     js("document.querySelector('[data-unit-to=per]').click()")
     assert set(js(axes)) == {True}
     tip = js("""
-      const svg = [...document.querySelectorAll('.chart svg')].filter(e => e.parentNode.offsetParent && e.querySelector('polyline'))[0];
+      const svg = [...document.querySelectorAll('.chart svg')].filter(e => e.parentNode.offsetParent && e.querySelector('.line'))[0];
       svg.scrollIntoView();
       const box = svg.getBoundingClientRect();
       svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 30, clientY: box.top + 40}));

@@ -5,16 +5,20 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.reporting import render
 
 
 def polylines(svg: str) -> list[list[tuple[float, float]]]:
+    """Of all curves, each from gap to gap."""
     ElementTree.fromstring(svg)  # it is well formed
     assert "nan" not in svg
     return [
-        [tuple(map(float, place.split(","))) for place in points.split()]
-        for points in re.findall(r'points="([^"]*)"', svg)
+        [tuple(map(float, place.split(","))) for place in part.removesuffix("h0").split()]
+        for path in re.findall(r' d="M([^"]*)"', svg)
+        for part in path.split("M")
     ]
 
 
@@ -52,10 +56,11 @@ def test_a_mark_bars_and_dots_are_drawn():
     assert dots.count("<circle") == 2
 
 
-def test_what_is_not_finite_is_left_out_and_one_value_has_a_range_around_it():
+def test_what_is_not_finite_is_a_gap_and_one_value_has_a_range_around_it():
     series = {"a": [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)], "b": [(0, math.nan)], "c": []}
-    (places,) = polylines(render.chart("Title", "", series))
-    assert len(places) == 2
+    svg = render.chart("Title", "", series)
+    assert [len(part) for part in polylines(svg)] == [1, 1]
+    assert svg.count("<path") == 1 and 'data-values="0,1 3,2"' in svg  # one curve, whose values the pointer shows
     assert render.chart("Title", "", {"b": [(0, math.nan)]}) == ""
     for value in (0.0, -2.0, 1e9):
         ((place,),) = polylines(render.chart("Title", "", {"a": [(7, value)]}))
@@ -69,6 +74,13 @@ def test_ticks_are_a_few_round_numbers_within_the_range(low, high):
     assert all(low <= tick <= high for tick in found)
 
 
+@given(st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf]), min_size=1, max_size=60))
+def test_a_curve_is_drawn_from_gap_to_gap(values):
+    svg = str(render.chart("Title", "", {"a": list(enumerate(values))}))
+    wanted = "".join("x" if math.isfinite(value) else " " for value in values).split()
+    assert [len(part) for part in (polylines(svg) if svg else [])] == [len(part) for part in wanted]
+
+
 def test_a_long_curve_is_thinned_out_and_keeps_its_peaks():
     points = [(step, float(step % 7)) for step in range(100_000)]
     points[70_001] = (70_001, 100.0)
@@ -77,3 +89,8 @@ def test_a_long_curve_is_thinned_out_and_keeps_its_peaks():
     assert (70_001, 100.0) in kept
     assert list(kept) == sorted(kept)
     assert set(kept) <= set(points)
+    points[40_000:60_000] = [(step, math.nan) for step in range(40_000, 60_000)]
+    kept = render.thinned(points)
+    assert len(kept) <= render.MANY and (70_001, 100.0) in kept
+    (before, gap) = (next(x for x, y in kept if math.isnan(y) is missing and x >= 39_000) for missing in (False, True))
+    assert before < 40_000 <= gap < 40_200

@@ -99,7 +99,7 @@ def test_a_failed_run_has_a_page_with_its_error_and_last_rows(train, crash_at, c
     assert "Crash" in section(page, "notes")
     assert "The last rows of the log" in page
     assert "lockstep train run=bad resume=auto" in page
-    assert "<polyline" in section(page, "training")
+    assert "<path" in section(page, "training")
     assert 'id="test"' not in page
 
 
@@ -119,7 +119,7 @@ def test_a_page_renews_itself_while_the_run_trains(train, monkeypatch):
     assert re.search(r'<progress max="12" value="(\d+)"', page)
     for name in ("Step", "Epoch", "Time left", "Last checkpoint"):
         assert f"<dt>{name}</dt>" in page
-    assert "last.ckpt, " in page and "<polyline" in section(page, "training")
+    assert "last.ckpt, " in page and "<path" in section(page, "training")
     assert "data-every-s" not in page_of("live") and 'http-equiv="refresh' not in page_of("live")
 
 
@@ -155,7 +155,7 @@ def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):
     train("run=short", "trainer.max_steps=41")
     assert len(logged_steps("short")) == 20
     drawn = section(page_of("short"), "training")
-    assert drawn.count("<polyline") >= 4  # loss, learning rate, speed, memory
+    assert drawn.count("<path") >= 4  # loss, learning rate, speed, memory
     train("run=short", "resume=auto", "trainer.max_steps=81")  # every 4 steps if it were decided again
     assert len(logged_steps("short")) == 40
     assert "Resumed 1 time" in page_of("short")
@@ -179,7 +179,7 @@ def test_one_value_is_a_number_and_axes_of_fractions_end_at_1():
     flat, rising = [0.9, 0.9, 0.9], [0.9, 0.95]
     share, error, unknown, one, acc = drawn(metrics, share=flat, error=flat, unknown=rising, one=[0.12345], acc=rising)
     assert [max(map(float, axis(chart))) for chart in (share, error)] == [1.0, 1.2]
-    assert "<polyline" in unknown["svg"]
+    assert "<path" in unknown["svg"]
     assert (one["svg"], one["values"]) == ("", [("", "0.1235")])
     assert axis(acc)[:2] == ["90%", "91%"]
     values = [(metrics, 0.925), ({}, 92.5)]  # a metric that is not the task's may be in percent already
@@ -197,7 +197,7 @@ def test_curves_of_unknown_metrics_are_grouped():
     logged = ["train_loss", "val_loss", "val/acc", "val/count", "train/samples_per_s"]
     charts = list(pages.drawn_curves(Workload(None, None), {name: [(1, 0.5), (2, 0.25)] for name in logged}, {}))
     assert [chart["title"] for chart in charts] == ["loss", "acc", "Speed"]
-    assert re.findall(r'<polyline .*?data-name="(.*?)"', charts[0]["svg"]) == ["train_loss", "val_loss"]
+    assert re.findall(r'<path .*?data-name="(.*?)"', charts[0]["svg"]) == ["train_loss", "val_loss"]
     assert list(pages.drawn_curves(Workload(None, None), {}, {})) == []  # of a run that failed before its first row
     assert Clock().report_metrics() == {}  # and its clock never began
     assert pages.labels(["train/loss", "val/loss"]) == ["train", "val"]

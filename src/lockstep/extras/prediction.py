@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -31,11 +31,13 @@ from lockstep.extras.exported import digits, text
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import locked, part_folder, remove, replacing, write_json, write_text
-from lockstep.panel import Mask, Sample
+from lockstep.panel import Lines, Mask, Picture, Sample
 from lockstep.reporting.console import say
+from lockstep.reporting.panels import decoded, encoded
 from lockstep.reporting.render import render
 from lockstep.training.batches import Loaders
 from lockstep.training.losses import RESERVED, sample_at
+from lockstep.training.task import Task
 from lockstep.training.workload import Columns, Workload
 
 # --- Columns of predictions as the rows of a table: plain values by name ---
@@ -70,11 +72,19 @@ def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool
 FIRST = (*RESERVED[:-1], "target")  # columns before the task's
 SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
 KEPT = 200  # samples of a gallery
+DRAWN = "rank-{}.drawn"  # the file of one process: a line holds the index of a sample, and what its task draws of it
 
 
 def part(folder: Path, rank: int) -> Path:
     """The file of one process: a line holds the number of a batch, the index of a sample, and its row."""
     return folder / f"rank-{rank}.jsonl"
+
+
+def order(row: Row) -> float:
+    """The place of a row in the gallery, by the first of SORTED that it has; otherwise rows keep their order."""
+    key = next((name for name in SORTED if name in row), "")
+    value = row.get(key, 0.0)
+    return -math.inf if math.isnan(value) else -value if key == "loss" else value
 
 
 def masks(output: Path, column: str) -> Path:
@@ -135,16 +145,13 @@ class Parts:
     def gallery(self, path: Path, data: DataModule, about: Mapping[str, str]) -> None:
         """A page of `KEPT` samples with their predictions. It needs no network, and the files of sounds beside it only to play them."""
         good = (each for each in self.rows() if not each[1].get(ERROR))
-
-        def order(each: tuple[int, Row]) -> float:
-            value = each[1][str(self.key)]
-            return -math.inf if math.isnan(value) else -value if self.key == "loss" else value
-
-        kept = heapq.nsmallest(KEPT, good, order) if self.key else [*islice(good, KEPT)]
+        kept = heapq.nsmallest(KEPT, good, lambda each: order(each[1]))
+        lines = [line for path in self.folder.glob(DRAWN.format("*")) for line in path.read_text().splitlines()]
+        drawn = dict(json.loads(line, object_hook=decoded) for line in lines)
         folders = [Path.cwd() / Path(row["path"]).parent for _, row in kept if "path" in row]
         common = os.path.commonpath(folders) if folders else ""
         values = {
-            "samples": [self.sample(index, row, data, path.parent) for index, row in kept],
+            "samples": [self.sample(index, row, data, path.parent, drawn.get(index, {})) for index, row in kept],
             "rows": [row for _, row in kept],
             "hidden": {*FIRST, self.guess, f"target/{self.guess}", self.key, ERROR, *self.masks},
             "names": [
@@ -157,8 +164,8 @@ class Parts:
         }
         write_text(path, render("gallery.html.j2", self.output.stem, values))
 
-    def sample(self, index: int, row: Row, data: DataModule, page: Path) -> Sample:
-        """What a page shows of a sample: as the data set stores it, and its masks."""
+    def sample(self, index: int, row: Row, data: DataModule, page: Path, drawn: Mapping[str, Any]) -> Sample:
+        """What a page shows of a sample: as the data set stores it, its masks, and what the task draws."""
         raw = sample_at(data.raw(data.predicted_split[0], [index]), 0, 1)
         shown = data.dataset.show(raw)
         if isinstance(data.dataset, Inputs):
@@ -169,7 +176,8 @@ class Parts:
         for name in self.masks:
             with Image.open(self.output.parent / row[name]) as mask:
                 shown[name] = Mask(np.asarray(mask))
-        return Sample(index, shown, shown.pop("image", None))
+        image = shown.pop("image", None)
+        return Sample(index, {**shown, **drawn}, image)
 
 
 # --- Writes the predictions of a process while it makes them ---
@@ -182,8 +190,11 @@ class Writer(pl.Callback):
     of files are enlarged or shrunk to the size of the file.
     """
 
-    def __init__(self, loaders: Loaders, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]) -> None:
-        self.loaders, self.asked, self.made, self.names = loaders, asked, made, names
+    def __init__(
+        self, loaders: Loaders, task: Task | None, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]
+    ) -> None:
+        self.loaders, self.task, self.asked, self.made, self.names = loaders, task, asked, made, names
+        self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
         self.output = self.folder = Path(asked.output)
         self.own = ExitStack()  # of rank 0: the folder of the parts
         dataset = getattr(loaders.data, "dataset", None)
@@ -233,6 +244,22 @@ class Writer(pl.Callback):
             why = self.problems and self.problems[place]  # None: the data is no files
             row = self.first(index) | ({} if why else row) | ({} if why is None else {ERROR: why})
             self.file.write(f"{json.dumps([batch_idx, index, row])}\n")
+        if self.asked.gallery and self.task:
+            self.draw(self.task, outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
+
+    def draw(self, task: Task, outputs: Any, places: Sequence[tuple[float, int]]) -> None:
+        """Keeps the pictures and curves of the samples that the gallery may show, as a page has them: a set of images is large."""
+        try:
+            described = task.describe(*outputs)
+        except Exception as e:
+            self.task = None  # for the next batch the same
+            if e.args != ("target",):  # which files do not have
+                warn(f"the gallery lacks pictures and curves: `describe` failed: {type(e).__name__}: {e}")
+            return
+        found = [{n: v for n, v in facts.items() if isinstance(v, Lines | Picture)} for facts in described]
+        new = [(*place, facts) for place, facts in zip(places, found, strict=True) if facts]
+        kept = heapq.nsmallest(KEPT, [*self.drawn, *new], itemgetter(0))
+        self.drawn = [(at, index, v if isinstance(v, str) else json.dumps(encoded(v))) for at, index, v in kept]
 
     def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int]) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
@@ -251,6 +278,8 @@ class Writer(pl.Callback):
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close()
+        lines = [f"[{index}, {facts}]\n" for _, index, facts in self.drawn]
+        (self.folder / DRAWN.format(trainer.global_rank)).write_text("".join(lines))
         trainer.strategy.barrier("the parts are written")
 
     def close(self) -> None:
@@ -292,7 +321,7 @@ def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
     cfg, world = settings.cfg, settings.world
     asked, output = cfg.predict, Path(cfg.predict.output)
     work.loaders.predict_on(asked.part, gallery=asked.gallery)
-    writer = Writer(work.loaders, asked, *work.columns(asked.top_k))
+    writer = Writer(work.loaders, work.task, asked, *work.columns(asked.top_k))
     trainer = evaluator(settings, work, writer)
     claim = nullcontext() if world.rank else claimed(output, overwrite=asked.overwrite)
     with claim, writer.own, closing(writer):

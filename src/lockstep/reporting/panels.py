@@ -8,7 +8,7 @@ import math
 import wave
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,13 +20,16 @@ from PIL import Image
 from lockstep.config.words import metric
 from lockstep.data.dataset import Sound
 from lockstep.machine.files import read_text, write_text
-from lockstep.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Tokens
-from lockstep.reporting.render import ENVIRONMENT, chart, coloured
+from lockstep.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Share, Tokens
+from lockstep.reporting.render import ENVIRONMENT, chart, coloured, thinned
 from lockstep.run import told_if_damaged
 
 # --- Small images for a page, as data URIs ---
 
 SIDE = 128  # pixels of a thumbnail, at most
+SMALL = 200  # points of a sample's curve, at most
+LONG = 160  # letters; a longer text needs a wide column, and is no class
+CONTROLS = {n: f"\\x{n:02x}" for n in range(32) if chr(n) not in "\t\n"}  # spelt out, where a browser shows nothing
 # Colours of the classes of a mask: those of Okabe and Ito, which colour-blind people can tell apart, then hues a golden angle apart.
 OKABE_ITO = np.frombuffer(bytes.fromhex("000000 e69f00 56b4e9 009e73 f0e442 0072b2 d55e00 cc79a7"), np.uint8)
 HUES = [colorsys.hsv_to_rgb(0.618 * k % 1, (0.9, 0.55)[k % 2], (0.95, 0.7)[k // 2 % 2]) for k in range(8, 256)]
@@ -86,11 +89,13 @@ def has_few_pixels(image: Image.Image) -> bool:
 # --- panels.json: what report.html shows of the test set, as data ---
 
 KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"
-KINDS = {kind.__name__: kind for kind in (*get_args(Content), Mask, Sample, Share, Sound, Tokens)}
+KINDS = {kind.__name__: kind for kind in (*get_args(Content), Mask, Picture, Sample, Share, Sound, Tokens)}
 
 
 def encoded(value: Any) -> Any:
-    """Plain values. Images (CHW) become thumbnails, as on the page; other arrays keep all their values."""
+    """Plain values. Images (CHW) become thumbnails and a sample's curves are thinned out, as on the page; other arrays keep all their values."""
+    if isinstance(value, Sample):
+        value = replace(value, facts={**value.facts, **charts(value)})
     if is_dataclass(value) and not isinstance(value, type):
         return {KIND: type(value).__name__} | {f.name: encoded(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -159,9 +164,10 @@ def is_right(sample: Sample) -> bool | None:
 
 
 def classes(sample: Sample) -> list[str]:
-    """The target in words; of several labels, each."""
+    """The target in words; of several labels, each. A long text is no class."""
     target = sample.facts.get("target")
-    return [str(each) for each in target] if isinstance(target, list) else [target] if isinstance(target, str) else []
+    words = map(str, target) if isinstance(target, list) else [target] if isinstance(target, str) else []
+    return [word for word in words if len(word) <= LONG]
 
 
 def classes_of(galleries: Sequence[Gallery]) -> list[str]:
@@ -180,13 +186,23 @@ def mask_legend(panel: Gallery) -> list[tuple[str, str]]:
 
 
 def images(sample: Sample) -> list[tuple[str, str, bool]]:
-    """The masks of a sample over its image, or the image itself: name, data URI, and whether the pixels are few."""
-    if sample.image_CHW is None:
-        return []
-    masks = {name: value for name, value in sample.facts.items() if isinstance(value, Mask)}
-    found = {name: overlaid(sample.image_CHW, mask.classes_HW, mask.ignored) for name, mask in masks.items()}
-    found = found or {"sample": thumbnail(sample.image_CHW)}
-    return [(name, data_uri(image), has_few_pixels(image)) for name, image in found.items()]
+    """The masks of a sample over its image, or the image itself, and its pictures: name, data URI, and whether the pixels are few."""
+    found, facts = list[tuple[str, Image.Image]](), sample.facts.items()
+    if sample.image_CHW is not None:
+        masks = [(name, v) for name, v in facts if isinstance(v, Mask)]
+        found = [(name, overlaid(sample.image_CHW, mask.classes_HW, mask.ignored)) for name, mask in masks]
+        found = found or [("sample", thumbnail(sample.image_CHW))]
+    found += [(name, thumbnail(v.image_CHW)) for name, v in facts if isinstance(v, Picture)]
+    return [(name, data_uri(image), has_few_pixels(image)) for name, image in found]
+
+
+def charts(sample: Sample) -> dict[str, Lines]:
+    """Its curves, with as many points as a small chart shows."""
+    found = {name: value for name, value in sample.facts.items() if isinstance(value, Lines)}
+    return {
+        name: replace(value, series={label: thinned(points, SMALL) for label, points in value.series.items()})
+        for name, value in found.items()
+    }
 
 
 def tokens(sample: Sample) -> list[tuple[str, list[tuple[str, float, float]]]]:
@@ -220,7 +236,8 @@ def audio(sound: Sound) -> str:
 
 
 def texts(sample: Sample) -> dict[str, str]:
-    return {name: text(name, v) for name, v in sample.facts.items() if not isinstance(v, Mask | Sound | Tokens)}
+    drawn = Lines | Mask | Picture | Sound | Tokens
+    return {name: text(name, v).translate(CONTROLS) for name, v in sample.facts.items() if not isinstance(v, drawn)}
 
 
 def text(name: str, value: Any) -> str:
@@ -229,13 +246,19 @@ def text(name: str, value: Any) -> str:
     return metric(name, value)
 
 
-def look(sample: Sample) -> str:
-    kinds = {type(value) for value in sample.facts.values()}
-    if sample.image_CHW is None and Sound not in kinds:
-        return "texts" if Tokens in kinds else "facts"
-    return "masks" if {Mask, Sound} & kinds else "images"
+def look(samples: Sequence[Sample]) -> str:
+    """How wide the columns of a gallery are."""
+    kinds = {type(value) for sample in samples for value in sample.facts.values()}
+    is_long = any(len(said) > LONG for sample in samples for said in texts(sample).values())
+    if Lines in kinds:
+        return "charts"
+    if {Mask, Picture, Sound} & kinds:
+        return "masks"
+    if all(sample.image_CHW is None for sample in samples):
+        return "texts" if Tokens in kinds or is_long else "facts"
+    return "masks" if is_long else "images"
 
 
-FILTERS = (drawn, keys, most_errors, is_right, classes, mask_legend, images, sounds, tokens, texts, look)
+FILTERS = (drawn, keys, most_errors, is_right, classes, mask_legend, images, charts, sounds, tokens, texts, look)
 ENVIRONMENT.filters |= {each.__name__: each for each in FILTERS}
 ENVIRONMENT.filters["kind"] = lambda panel: type(panel).__name__

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,11 @@ def chart(
 
     `second_x`: a second unit of the x axis, and how many of it are one of x; the page switches between the two.
     """
-    lines = {name: thinned(finite(points), many) for name, points in series.items()}
-    lines = {name: points for name, points in lines.items() if points}
-    scatter = finite(scatter)
-    corners = [p for points in (*lines.values(), scatter) for p in points]
+    parts = {name: groupby(thinned(points, many), is_finite) for name, points in series.items()}
+    lines = {name: [list(part) for known, part in found if known] for name, found in parts.items()}
+    lines = {name: parts for name, parts in lines.items() if parts}  # of a curve, between its gaps
+    scatter = [point for point in scatter if is_finite(point)]
+    corners = [p for points in (*chain(*lines.values()), scatter) for p in points]
     corners += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
     if not corners:
         return Markup()
@@ -73,7 +75,7 @@ def chart(
         "mark_at_end": mark and mark[1] > (left + right) / 2,
         "bars": bars,
         "dots": scatter,
-        "curves": [(name, (colours or dict(coloured(lines)))[name], points) for name, points in lines.items()],
+        "curves": [(name, (colours or dict(coloured(lines)))[name], parts) for name, parts in lines.items()],
         "few": FEW,
     }
     return Markup(ENVIRONMENT.get_template("chart.svg.j2").render(values))
@@ -96,8 +98,8 @@ def compact(value: float) -> str:
     return f"{value:,.5g}" if abs(value) >= 1e-3 or not value else f"{value:.2g}"
 
 
-def finite(points: Points) -> Points:
-    return [point for point in points if all(abs(value) < 1e300 for value in point)]  # no differences that overflow
+def is_finite(point: tuple[float, float]) -> bool:
+    return all(abs(value) < 1e300 for value in point)  # no differences that overflow
 
 
 def widened(values: Sequence[float]) -> tuple[float, float]:
@@ -125,13 +127,18 @@ def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[i
 
 
 def thinned(points: Points, many: int = MANY) -> Points:
-    """At most `many` points: the lowest and the highest of each group of neighbours, so no peak is lost."""
+    """At most `many` points: the lowest and the highest of each group of neighbours, so no peak is lost; and one of its gaps."""
     each = math.ceil(2 * len(points) / many)
     if each <= 2:
         return points
-    groups = [points[first : first + each] for first in range(0, len(points), each)]
-    ends = [{min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])} for group in groups]
-    return [point for group in ends for point in sorted(group)]
+    kept = list[tuple[float, float]]()
+    for first in range(0, len(points), each):
+        group = points[first : first + each]
+        known, gaps = ([p for p in group if is_finite(p) is wanted] for wanted in (True, False))
+        heights = sorted(known, key=lambda point: point[1])
+        ends = {*heights[:1], *heights[-1:], *gaps[:1]}
+        kept += [point for point in group if point in ends]
+    return kept
 
 
 # --- Templates to pages: one file with its styles, script and images, which needs no network. Free of torch ---

@@ -1,9 +1,9 @@
 """Regression: one or several numbers per sample."""
 
-# B batch · T target
+# B batch · N sample · T target
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,9 +13,12 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from lockstep.panel import Panel, Residuals
+from lockstep.panel import Bars, Content, Inputs, Kept, Panel, Points
 from lockstep.training.losses import Targets
 from lockstep.training.task import Task
+
+SAMPLES = 1000  # points of a scatter plot
+TARGETS = 6  # targets that are drawn
 
 
 class Regression(Task):
@@ -108,3 +111,41 @@ class R2(Metric):
         deviations_T = self.squares_T - self.sum_T.square() / self.count
         constant = (self.errors_T == 0).to(self.errors_T.dtype).where(self.errors_T.isfinite(), torch.nan)
         return torch.where(deviations_T <= 0, constant, 1 - self.errors_T / deviations_T).mean()
+
+
+class Residuals(Kept):
+    """Target and prediction of a fixed random sample."""
+
+    count: Tensor
+
+    def __init__(self, names: Sequence[str], inputs: Inputs) -> None:
+        super().__init__(SAMPLES, 2, len(names))
+        self.inputs = inputs
+        self.names = [str(name) for name in names]
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def value(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> Tensor:
+        output, target = self.inputs(output, batch)
+        return torch.stack([x.reshape(len(batch["index"]), -1).float() for x in (target, output)], 1)
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        super().update(output, batch, loss_B)
+        self.count += len(batch["index"])
+
+    def contents(self) -> Sequence[Content]:
+        found = [value for _, value in self.found()]
+        pairs_N2T = torch.stack(found) if found else self.value_N[:0]
+        note = "" if self.count <= SAMPLES else f"A fixed random sample of {SAMPLES:,} of {self.count:,}."
+        return [each for place in range(min(TARGETS, len(self.names))) for each in self.of(place, pairs_N2T, note)]
+
+    def of(self, place: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:
+        name, pairs = self.names[place], pairs_N2T[:, :, place].double().cpu()
+        points = [(target, guess) for target, guess in pairs.tolist()]
+        yield Points(f"Predictions of {name}", "target", "prediction", points, diagonal=True, note=note)
+        residual_N = pairs[:, 1] - pairs[:, 0]
+        residual_N = residual_N[residual_N.isfinite()]
+        if len(residual_N) > 1:
+            low, high = residual_N.min().item(), residual_N.max().item()
+            counts, edges = torch.histogram(residual_N, 25, range=(low, high if high > low else low + 1))
+            words = "prediction - target"
+            yield Bars(f"Residuals of {name}", words, "samples", edges.tolist(), counts.tolist(), note)

@@ -213,7 +213,7 @@ class Task(Module):
         return {}
 
     def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """For each sample, what the report says of it by name: texts, numbers, a Mask, Tokens."""
+        """For each sample, what the report says of it by name: texts, numbers, a Mask, a Picture, Lines, Tokens."""
         columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
         count = len(batch["index"])
         small = {name: list(column) for name, column in columns.items() if is_small(column, count)}

@@ -63,10 +63,10 @@ for (const button of all("button.copy")) button.onclick = async () => {
 const short = value => Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
 const pointed = chart => {  // values under the pointer
   const svg = chart.querySelector("svg"), tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
-  const lines = svg ? all("polyline", svg).map(line => ({
+  const lines = svg ? all(".line", svg).map(line => ({
     line, name: line.dataset.name,
     values: line.dataset.values.split(" ").map(pair => pair.split(",").map(Number)),
-    places: line.getAttribute("points").split(" ").map(pair => pair.split(",").map(Number)),
+    places: line.getAttribute("d").match(/[\d.-]+,[\d.-]+/g).map(pair => pair.split(",").map(Number)),
   })) : [];
   if (!lines.length) return;
   chart.append(tip);
@@ -147,7 +147,7 @@ for (const section of all("section.data")) {
 }
 
 for (const row of all("tr[data-run]")) {
-  const mine = () => all("polyline", row.closest("section")).filter(line => line.dataset.name === row.dataset.run);
+  const mine = () => all(".line", row.closest("section")).filter(line => line.dataset.name === row.dataset.run);
   row.onpointerenter = () => mine().forEach(line => { line.classList.add("on"); line.ownerSVGElement.classList.add("one"); line.parentNode.append(line); });
   row.onpointerleave = () => mine().forEach(line => { line.classList.remove("on"); line.ownerSVGElement.classList.remove("one"); });
 }
