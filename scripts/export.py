@@ -1,6 +1,6 @@
 """Exports a trained network as a folder that needs only torch and Pillow (and timm, for timm's networks).
 
-python scripts/export.py <run or checkpoint> [<folder>] [--onnx] [--pt2] [--files <folder>]
+python scripts/export.py <run or checkpoint> [<folder>] [--network <name>] [--onnx] [--pt2] [--files <folder>]
 
 The folder contains model.safetensors, load.py, which loads it and predicts files, and README.md, the model card. --onnx adds
 model.onnx, --pt2 the graph of torch.export; both take uint8 images of any size, or what the network takes. All are compared with the
@@ -20,10 +20,19 @@ from lockstep.launch.exits import exit_code
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", help="a run's name in ./runs, its directory (then the checkpoint that it tested), or a checkpoint"
+        "what",
+        help="a run's name in ./runs, its directory (then the checkpoint that it tested), or a checkpoint; also as run=<name>",
     )
     parser.add_argument(
-        "folder", nargs="?", type=Path, help="default: exports/<run>, of a sweep's job exports/<sweep>-<job>"
+        "folder",
+        nargs="?",
+        type=Path,
+        help="default: exports/<run>[-<network>], of a sweep's job exports/<sweep>-<job>",
+    )
+    parser.add_argument(
+        "--network",
+        default="",
+        help="export one network of several, by its name in the network, such as student.backbone",
     )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx; needs lockstep[onnx]")
     parser.add_argument("--pt2", action="store_true", help="also write model.pt2, for torch.export.load")
@@ -31,12 +40,13 @@ def main() -> None:
         "--files", "--images", help="compare on these files, as predict.py takes them: the run's data is elsewhere"
     )
     args = parser.parse_args()
-    path = tested_checkpoint(args.what, "export")
+    path = tested_checkpoint(args.what.removeprefix("run="), "export")  # as eval.py and predict.py name it
     run = path.resolve().parent.parent
     of_sweep = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
-    folder = args.folder or Path("exports") / f"{of_sweep}{run.name}"
+    name = "-".join(filter(None, (f"{of_sweep}{run.name}", args.network)))
+    folder = args.folder or Path("exports") / name
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
-    made = export(path, folder, formats, args.files)
+    made = export(path, folder, formats, args.files, args.network)
     print(inline(f"{path} is exported to {made}. Try it: {shell_line('python', f'{folder}/load.py')} <file>"))
 
 

@@ -194,9 +194,9 @@ def test_files_are_short_enough_to_be_read():
 CEILINGS = House(
     engine_lines=14_901,
     engine_modules=106,
-    extras_lines=2_340,
+    extras_lines=2_422,
     extras_modules=17,
-    one_statement_functions=535,
+    one_statement_functions=538,
     functions_with_cfg=27,
     files_with_cfg=8,
     switches=37,

@@ -20,6 +20,7 @@ import torch
 import without_lockstep
 from pictures import COLOURS, write_classes
 from PIL import Image, ImageOps
+from safetensors.torch import load_file
 
 import lockstep
 from lockstep.checkpoints import finding
@@ -54,6 +55,39 @@ def small(*, num_classes: int, in_channels: int, width: int = WIDTH, per_pixel: 
     return nn.Sequential(parts.block(in_channels, width), *head)
 """,
     "src/garden/nets/pooling.py": "from torch import nn\nclass Mean(nn.Module):\n    def forward(self, x):\n        return x.mean((2, 3))\n",
+    "src/garden/nets/pair.py": """
+import torch
+from torch import nn
+
+from garden import parts
+from garden.nets.pooling import Mean
+
+
+class Scaled(nn.Module):
+    def forward(self, x, *, by):
+        return x * by
+
+
+class Head(nn.Linear):
+    def forward(self, x, *, mask=None):
+        return super().forward(x)
+
+
+class Pair(nn.Module):
+    def __init__(self, *, num_classes, in_channels):
+        super().__init__()
+        self.encoder = nn.Sequential(parts.block(in_channels, 6), Mean())
+        self.activation = nn.ReLU(inplace=True)
+        self.decoder = nn.ModuleDict({"layers": nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), "scaled": Scaled()})
+        self.head, self.decay = Head(6, num_classes), nn.Linear(6, 1)
+
+    def forward(self, x):
+        features = self.encoder(x)
+        features -= 2 * self.encoder(x.flip(-1).relu())  # in place: no longer what the encoder returned
+        features = self.decoder["layers"](features)
+        features = self.decoder["scaled"](x=features, by=features.abs().amax(1, keepdim=True))
+        return self.head(self.activation(features), mask=None)
+""",
     "src/garden/parts.py": """
 from torch import nn
 
@@ -102,6 +136,7 @@ RUNS = {
     "torchvision": [*LABELS, *SHUFFLENET],
     "task": [*LABELS, *OWN, "task._target_=garden.task.Own"],
     "halved": [*PIXELS, *MASKS, "data._target_=garden.data.Halved"],
+    "pair": [*LABELS, "model=own", "model._target_=garden.nets.pair.Pair"],
     "timm": [*LABELS, "model=timm", "model.name=test_resnet", "data.image_size=32"],
 }
 
@@ -215,6 +250,100 @@ def test_the_folder_has_the_files_that_a_network_needs_and_a_card(run, folder, p
     ):  # fmt: skip
         assert said in card, said
     assert "`seed=" not in card
+
+
+# --- one network of several ---
+
+
+NETWORK = """
+import sys
+
+import torch
+from load import load
+
+threads, given, made = sys.argv[1:]
+torch.set_num_threads(int(threads))
+torch.save(load().outputs(*torch.load(given)), made)
+"""
+
+
+def outputs_without_lockstep(folder: Path, inputs: tuple, place: Path) -> torch.Tensor:
+    """Of an exported folder, in a process of its own."""
+    given, made, script = place / "given.pt", place / "made.pt", folder / "outputs.py"
+    torch.save(inputs, given)
+    script.write_text(NETWORK)
+    command = [sys.executable, without_lockstep.__file__, script, str(torch.get_num_threads()), given, made]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return torch.load(made)
+
+
+def test_a_network_within_the_network_is_exported_alone_and_takes_the_same_images(run, place, tmp_path, monkeypatch):
+    """By the command, which also takes run=<name>. The encoder is called twice, and its outputs are changed in place."""
+    run("pair")
+    monkeypatch.setattr(sys, "argv", ["export.py", "run=pair", "--network", "encoder"])
+    export_script.main()
+    made = Path("exports/pair-encoder").rename(tmp_path / "exported").resolve()
+    encoder = lockstep.load_model("pair").encoder
+    images = torch.randint(0, 256, (3, 3, 20, 30), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    model = exported.load(made)
+    with torch.inference_mode():
+        expected = encoder(model.reader.normalise(images))
+    assert torch.equal(outputs_without_lockstep(made, (images,), tmp_path), expected)
+    saved, state = load_file(made / "model.safetensors"), encoder.state_dict()
+    assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
+    assert [len(row["output"]) for row in model.predict(images)] == [6, 6, 6]  # no classes: it returns features
+    card = (made / "README.md").read_text()
+    for said in (
+        "# pair: encoder, trained on folder", f"The network `encoder` of pair, with {sum(p.numel() for p in encoder.parameters())} parameters,",
+        "returns what the network itself returns", "Of the whole model, of which this network is a part.",
+        "model.outputs(image_BCHW)",
+    ):  # fmt: skip
+        assert said in card, said
+
+
+@pytest.mark.parametrize(("network", "inputs"), [
+    ("decoder.layers", ["float32 of shape (batch, 6)"]),
+    ("decoder.scaled", ["float32 of shape (batch, 6)", "float32 of shape (batch, 1)"]),
+    ("encoder.0", []),
+])  # fmt: skip
+def test_a_network_that_gets_features_takes_these(run, tmp_path, network, inputs):
+    """Also one that changes them in place, and one that gets them by names. As a graph, too."""
+    made = export(run("pair"), tmp_path / "exported", ["pt2"], network=network)
+    model, net = exported.load(made), lockstep.load_model("pair").get_submodule(network)
+    x, by = torch.randn(4, 6), torch.rand(4, 1)
+    given = {"decoder.layers": (x,), "decoder.scaled": (x, by)}.get(network, (torch.zeros(2, 3, 12, 12).byte(),))
+    with torch.inference_mode():
+        expected = {"decoder.layers": lambda: net(x.clone()), "decoder.scaled": lambda: net(x, by=by)}.get(
+            network, lambda: net(model.reader.normalise(*given))
+        )()
+    graph = torch.export.load(made / "model.pt2").module()
+    assert torch.equal(outputs_without_lockstep(made, given, tmp_path), expected)
+    torch.testing.assert_close(graph(*given), expected, atol=1e-5, rtol=0)
+    assert (f"It takes {' and '.join(inputs)} and" if inputs else "It takes images") in (made / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["encoder", "decoder.layers", "decoder.scaled"])
+def test_onnx_of_a_network_within_the_network(run, tmp_path, network):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    made = export(run("pair"), tmp_path / "exported", ["onnx"], network=network)
+    session = runtime.InferenceSession(str(made / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert len(session.get_inputs()) == 1 + (network == "decoder.scaled")
+    assert "probabilities" not in (made / "README.md").read_text().replace("probabilities of", "")
+
+
+@pytest.mark.parametrize(("network", "said"), [
+    ("encodr", r"--network=encodr does not exist \(did you mean encoder\?\). Pass the name of a network that is called: encoder, activation, head, "),
+    ("decay", r"--network=decay is not called when Pair runs on a batch\. .*: encoder, "),
+    ("decoder", r"--network=decoder is not called .* encoder.0, encoder.1, decoder.layers, "),
+    ("head", r"the network head cannot be exported: Pair uses NoneType besides tensors for a batch. Call it with tensors"),
+])  # fmt: skip
+def test_a_network_that_cannot_be_exported_is_named_with_those_that_can(run, tmp_path, network, said):
+    with pytest.raises(UserError, match=said):
+        export(run("pair"), tmp_path / "exported", network=network)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- what is refused, and the comparison ---

@@ -77,6 +77,30 @@ class Template(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Kept(Template):
+    """Keeps its network under the argument's name."""
+
+    def __init__(self, net, optimizer, scheduler):
+        super().__init__(net, optimizer, scheduler)
+        del self.layers
+        self.net = net
+
+    def layers(self, x):
+        return self.net(x)
+
+
+class Flipped(Kept):
+    def forward(self, x):
+        return self.net(x.flip(-1))
+
+
+class Backwards(Kept):
+    """Its `forward` takes numbers, as a generator's does."""
+
+    def forward(self, z):
+        return self.net(z.reshape(-1, 3))
+
+
 class Named(Small):
     named_batches = True
 

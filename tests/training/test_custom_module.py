@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import thin_project
 import torch
+import without_lockstep
 from in_process import Crash, same, state
 from lightning.pytorch import Trainer
 
@@ -126,6 +128,62 @@ def test_a_module_of_the_template_keeps_its_config(template):
     assert lockstep.evaluate(["run=template", CPU])["test_loss"] == template["test_loss"]
     with pytest.raises(UserError, match=r"odd\.Template is a LightningModule.* cannot be exported"):
         export(Path("runs/template/checkpoints/last.ckpt"), Path("exported"))
+
+
+LOAD = """
+import torch
+from load import load
+
+images = (torch.arange(4 * 784) % 251).reshape(4, 1, 28, 28).byte()
+torch.save((load().outputs(images), load().reader.normalise(images)), "made.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def kept(train) -> Path:
+    train("Kept", "run=kept", "task=template")
+    return Path("runs/kept/checkpoints/last.ckpt")
+
+
+def with_class(path: Path, name: str, place: Path) -> Path:
+    """The checkpoint with another class of the same weights."""
+    content = torch.load(path, weights_only=True)
+    content["config"]["task"]["_target_"] = f"odd.{name}"
+    torch.save(content, place / "changed.ckpt")
+    return place / "changed.ckpt"
+
+
+@pytest.mark.parametrize("network", ["net", "net.features"])
+def test_a_network_that_a_modules_config_makes_is_exported(kept, tmp_path, network):
+    """Without a `forward` of the module, it gets the samples. Another process loads it without Lockstep."""
+    made = export(kept, tmp_path / "exported", ["pt2"], network=network)
+    (made / "made.py").write_text(LOAD)
+    command = [sys.executable, without_lockstep.__file__, "made.py"]
+    done = subprocess.run(command, cwd=made, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    outputs, images = torch.load(made / "made.pt")
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            outputs, lockstep.load_model("kept").get_submodule(network)(images), atol=1e-6, rtol=0
+        )
+    assert f"# kept: {network}, trained on mnist" in (made / "README.md").read_text()
+
+
+def test_a_network_of_a_module_with_forward_takes_what_that_gives_to_it(kept, tmp_path):
+    made = export(with_class(kept, "Flipped", tmp_path), tmp_path / "exported", network="net")
+    assert "It takes float32 of shape (batch, 1, 28, 28) and" in (made / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("change", "network", "said"), [
+    ("Kept", "", "Kept is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network that its config makes"),
+    ("Kept", "nets", r"as self.net = net \(did you mean net\?\): net. lockstep.load_model"),
+    ("Kept", "net.nothing", "--network=net.nothing does not exist.* Pass the name of a network that is called: net, net."),
+    ("Backwards", "net", r"--network=net: Backwards.forward does not run on the input of this data \(.*\), so what the network gets is not known"),
+])  # fmt: skip
+def test_a_network_of_a_module_that_cannot_be_exported_is_named(kept, tmp_path, change, network, said):
+    with pytest.raises(UserError, match=said):
+        export(with_class(kept, change, tmp_path), tmp_path / "exported", network=network)
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.parametrize("more", [[], pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow)])

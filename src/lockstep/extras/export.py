@@ -17,12 +17,15 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from lockstep.build import load_module
 from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, mapped
 from lockstep.checkpoints.saving import Position
 from lockstep.checkpoints.weights import load_into, read
 from lockstep.config.compose import as_overrides
-from lockstep.config.instantiate import WEIGHTS, create, create_data, network
+from lockstep.config.instantiate import WEIGHTS, create, create_data
+from lockstep.config.instantiate import network as make_network
 from lockstep.config.settings import Settings, model_title, title
 from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.config.words import warn
@@ -30,7 +33,7 @@ from lockstep.data import dataset, pixels
 from lockstep.data.dataset import Batch, DataSet, samples_of
 from lockstep.data.images import FRAMING, NEEDED, Images
 from lockstep.data.loaders import Reader
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
 from lockstep.extras.tables import input_files
@@ -46,6 +49,18 @@ from lockstep.training.task import Task
 
 TIMM = "lockstep.models.from_timm"
 COMPARED, COMPARED_IN_TRIAL = 100, 6  # samples that the files are compared on
+SHOWN = 20  # names of networks in a message
+
+
+@dataclass
+class Call:
+    """A call of a network for a batch."""
+
+    inputs: parts.Inputs
+    names: list[Any]  # of the batch's values, in place of these inputs; of others, their place
+    named: list[str]  # the last inputs are passed by these names
+    output: Any = None
+    is_result: bool = False  # whether the task's outputs are these
 
 
 @dataclass(frozen=True)
@@ -55,49 +70,85 @@ class Exported:
     config: Mapping[str, Any]
     offered: Mapping[str, Any]  # arguments of the network
     task: Task
-    net: nn.Module
+    whole: nn.Module  # what the task calls
     data: DataSet  # of the run, or one for files
     batch: Batch
+    network: str = ""  # the one within it that is exported; empty: itself
+    made: str = ""  # the one within it that `model` of the config makes; empty: itself
+
+    def __post_init__(self) -> None:
+        if self.network and self.network not in (names := self.called()):
+            there = self.network in dict(self.whole.named_modules(remove_duplicate=False))
+            why = f"is not called when {type(self.whole).__name__} runs on a batch" if there else "does not exist"
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise UserError(
+                f"--network={self.network} {why}{did_you_mean(self.network, names)}. Pass the name of a network that is called: "
+                f"{', '.join(names[:SHOWN])}{more}."
+            )
+
+    @property
+    def net(self) -> nn.Module:
+        return self.whole.get_submodule(self.network)
+
+    @torch.no_grad()
+    def called(self) -> list[str]:
+        """The names of the networks within it that are called for a batch, the outer ones first."""
+        found = set[nn.Module]()
+        with register_module_forward_pre_hook(lambda module, _: found.add(module)):
+            self.task.outputs(self.whole, self.data.preprocess(self.batch))
+        modules = self.whole.named_modules(remove_duplicate=False)
+        return sorted((name for name, module in modules if name and module in found), key=lambda name: name.count("."))
 
     @cached_property
     def takes_images(self) -> bool:
         sample = self.batch["input"]  # texts are lists
         images = isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 4
-        return images and all(self.task.about.get(key) for key in NEEDED)
+        images = images and all(self.task.about.get(key) for key in NEEDED)
+        return images and (not self.network or self.call(self.data.preprocess(self.batch)).names == ["input"])
 
     @cached_property
     def activation(self) -> str:
         """What makes predictions of the network's outputs; `none` if its task has other ones than these."""
         names = {"predictions", "activation"}
         owner = next(base for base in type(self.task).__mro__ if vars(base).keys() & names)
-        known = vars(owner).keys() >= names and self.call(self.data.preprocess(self.batch))[3]
+        known = not self.network and vars(owner).keys() >= names
+        known = known and self.call(self.data.preprocess(self.batch)).is_result
         return str((known and self.task.activation) or "none")
 
-    @torch.inference_mode()
-    def call(self, batch: Batch) -> tuple[parts.Inputs, list[str], Any, bool]:
-        """What the task gives to the network for a prepared batch, the names of the last of these arguments, the network's outputs, and
-        whether the task's are the same."""
-        calls: list[tuple[parts.Inputs, list[str], Any]] = []
+    @torch.no_grad()
+    def call(self, batch: Batch) -> Call:
+        """How the task calls the network for a prepared batch; of one within it, the first call."""
+        known = {id(value): name for name, value in batch.items()}
+        calls: list[Call] = []
 
-        def recorded(*inputs: Any, **named: Any) -> Any:
-            calls.append(((*inputs, *named.values()), list(named), self.net(*inputs, **named)))
-            return calls[-1][2]
+        def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            values = [*inputs, *named.values()]
+            names = mapped(values, lambda place, value: known.get(id(value), "_".join(map(str, place))))
+            calls.append(Call(tuple(parts.cloned(values)), names, list(named)))
 
-        result = self.task.outputs(recorded, batch)
-        passed = leaves([(inputs, output) for inputs, _, output in calls])
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            calls[-1].output = parts.cloned(output) if self.network else output
+
+        with self.net.register_forward_pre_hook(before, with_kwargs=True), self.net.register_forward_hook(after):
+            result = self.task.outputs(self.whole, batch)
+        passed = leaves([(call.inputs, call.output) for call in calls[:1]])
         odd = [value for _, value in passed if not isinstance(value, Tensor)]
-        if len(calls) != 1 or odd:
-            why = f"calls it {len(calls)} times" if len(calls) != 1 else f"uses {type(odd[0]).__name__} besides tensors"
+        if odd or not calls or (len(calls) > 1 and not self.network):
+            why = f"uses {type(odd[0]).__name__} besides tensors" if odd else f"calls it {len(calls)} times"
+            what = f"the network {self.network}".rstrip()
+            caller, how = (self.whole, "") if self.network else (self.task, " once in the task's `outputs`,")
             raise UserError(
-                f"the network cannot be exported: {type(self.task).__name__} {why} for a batch. Call it once in the task's `outputs`, with "
-                "tensors (in dicts, lists and tuples), and return tensors from it."
+                f"{what} cannot be exported: {type(caller).__name__} {why} for a batch. Call it{how} with tensors (in dicts, lists "
+                "and tuples), and return tensors from it."
             )
-        return *calls[0], result is calls[0][2]
+        calls[0].is_result = result is calls[0].output
+        return calls[0]
 
     def original(self, batch: Batch) -> tuple[parts.Inputs, Any]:
         """What an exported file gets for samples of the data, and what it has to return."""
-        inputs, _, output, _ = self.call(self.data.preprocess(batch))
-        return (batch["input"],) if self.takes_images else inputs, exported.ACTIVATIONS[self.activation](output)
+        call = self.call(self.data.preprocess(batch))
+        inputs = (batch["input"],) if self.takes_images else call.inputs
+        return inputs, exported.ACTIVATIONS[self.activation](call.output)
 
     def examples(self) -> list[parts.Inputs]:
         """Arguments of a file for two batches that differ in what may vary."""
@@ -109,16 +160,14 @@ class Exported:
 
     def signature(self) -> dict[str, Any]:
         """The arguments of the network as names of a batch's values, and the class that reads files for it, if one can."""
-        if self.takes_images:
-            return {"inputs": None, "named": [], "reader": None}
         batch = self.data.preprocess(self.batch)
-        inputs, named, _, _ = self.call(batch)
-        names = {id(value): name for name, value in batch.items()}
-        tree = mapped(list(inputs), lambda place, value: names.get(id(value), "_".join(map(str, place))))
+        call = self.call(batch)
+        if self.takes_images:
+            return {"inputs": None, "named": call.named, "reader": None}
         own = type(self.data).read is not DataSet.read and not isinstance(self.data, Images)
-        reads = own and {name for _, name in leaves(tree)} <= batch.keys()
+        reads = own and {name for _, name in leaves(call.names)} <= batch.keys()
         target = f"{type(self.data).__module__}.{type(self.data).__qualname__}"
-        return {"inputs": tree, "named": named, "reader": target if reads else None}
+        return {"inputs": call.names, "named": call.named, "reader": target if reads else None}
 
     def write_network(self, folder: Path) -> dict[str, Any]:
         """Copies the source files of the network, unless a library has it; returns how to make it."""
@@ -126,9 +175,10 @@ class Exported:
         target = model.pop("_target_")
         if target == TIMM:
             name = model.pop("name")
-            arguments = {key: value for key, value in model.items() if key not in WEIGHTS}
+            given = (*WEIGHTS, "in_channels", "num_classes", "image_size")
+            arguments = {key: value for key, value in model.items() if key not in given}
             arguments |= {"in_chans": self.offered["in_channels"], "num_classes": self.offered["num_classes"]}
-            if vars(self.net)["pretrained_cfg"].get("fixed_input_size"):
+            if vars(self.whole.get_submodule(self.made))["pretrained_cfg"].get("fixed_input_size"):
                 arguments.setdefault("img_size", self.offered["image_size"])
             return {"target": "timm.create_model", "arguments": {"model_name": name, **arguments}}
         if any(place != "model" for place, _ in nodes(model, "model")):
@@ -155,6 +205,7 @@ class Exported:
         from safetensors.torch import save
 
         task, content = self.task, {**self.write_network(part), **self.signature()}
+        content["network"] = self.network.removeprefix(self.made).removeprefix(".")
         if content["reader"]:
             try:
                 # `preprocess` may need what only `__init__` sets
@@ -168,7 +219,7 @@ class Exported:
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
         needed = [key for key in (*NEEDED, *FRAMING) if key in task.about] if self.takes_images else task.about
         numbers = {key: task.about[key] for key in needed}
-        files = {"model": content, "classes": list(task.value_names), "preprocessing": numbers}
+        files = {"model": content, "classes": [] if self.network else list(task.value_names), "preprocessing": numbers}
         for name, values in files.items():
             (part / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
         # as bytes, because save_file makes a file that only its owner can read, whatever the umask; cloned, because some are tied
@@ -198,7 +249,11 @@ class Exportable(pl.Callback):
         if stage != "fit":
             return
         config = next(each.config for each in trainer.callbacks if isinstance(each, Position))  # type: ignore[attr-defined]
-        refuse_custom_module(config, "callbacks.exportable")
+        if not is_task(config):
+            raise UserError(
+                f"callbacks.exportable: {config['task']['_target_']} is a LightningModule, which cannot be exported as a whole. Remove the "
+                "callback. scripts/export.py <run> --network=<name> exports one of its networks."
+            )
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with same_random_numbers(torch.device("cpu")), TemporaryDirectory() as folder:
@@ -207,21 +262,54 @@ class Exportable(pl.Callback):
             what.write(Path(folder), self.formats)
 
 
-def refuse_custom_module(config: Mapping[str, Any], what: str) -> None:
-    """Raises UserError: the task is a LightningModule."""
+def is_task(config: Mapping[str, Any]) -> bool:
     kind: Any = target_of(config["task"]["_target_"], "task")
-    if not (isinstance(kind, type) and issubclass(kind, Task)):
+    return isinstance(kind, type) and issubclass(kind, Task)
+
+
+class OfModule(Task):
+    """Stands for a LightningModule: its `forward` gets the samples, or the network of an `argument` if it has none."""
+
+    def __init__(self, argument: str) -> None:
+        super().__init__()
+        self.argument = argument
+
+    def outputs(self, net: Any, batch: Mapping[str, Any]) -> Any:
+        own = type(net).forward is not pl.LightningModule.forward
+        try:
+            return (net if own else net.get_submodule(self.argument))(batch["input"])
+        except Exception as e:  # it may want anything
+            raise UserError(
+                f"--network={self.argument}: {type(net).__name__}{'.forward' if own else ''} does not run on the input of this data ({e!s:.300}), "
+                "so what the network gets is not known. Define a `forward(input)` that calls it."
+            ) from e
+
+
+def network_of_module(config: Mapping[str, Any], path: Path, network: str) -> tuple[Task, nn.Module, str]:
+    """A LightningModule with its weights, a task that stands for it, and the argument that makes the network, which the folder has to
+    make again without Lightning. Raises UserError: no argument does."""
+    node, argument = config["task"], network.partition(".")[0]
+    known = [
+        name
+        for name, each in node.items()
+        if isinstance(each, Mapping) and "_target_" in each and not each.get("_partial_")
+    ]
+    module = load_module(node, path).eval()
+    kept = [name for name in known if isinstance(getattr(module, name, None), nn.Module)]
+    if argument not in kept:
         raise UserError(
-            f"{what}: {config['task']['_target_']} is a LightningModule, which makes its own network, and cannot be exported. "
-            "lockstep.load_model(<run>) returns it with its weights; save what you need of it."
+            f"{path}: {node['_target_']} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network "
+            f"that its config makes, by a `_target_`, and that it keeps under the argument's name, as self.net = net"
+            f"{did_you_mean(argument, kept)}: {', '.join(kept) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
         )
+    return OfModule(argument), module, argument
 
 
-def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | None = None) -> Path:
+def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | None = None, network: str = "") -> Path:
     """Writes the model of the checkpoint `path` to `folder`, which must not exist yet.
 
     `formats`: onnx, pt2, beside the weights. What was written is compared with the network on `files` (as predict.py's
-    `input`), or on test samples of the run's data, before the folder is there.
+    `input`), or on test samples of the run's data, before the folder is there. `network`: the dotted name of one network of several.
 
     Raises:
         UserError: the folder exists, the network cannot be exported, its files need more than torch and timm, a format is not
@@ -231,13 +319,18 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     raise_problems([*exists, *parts.missing(formats)])
     checkpoint = read(path)
     config, about, offered = checkpoint.config, checkpoint.metadata, checkpoint.network or {}
-    refuse_custom_module(config, str(path))
-    task: Task = create(config["task"], "task")
+    made = ""
+    if is_task(config):
+        task: Task = create(config["task"], "task")
+        net = make_network(config["model"], offered, with_weights=False).eval()
+        load_into(net.state_dict(), checkpoint.weights, path)
+    else:
+        task, net, made = network_of_module(config, path, network)
+        offered = config["task"][made]
+        config = {**config, "model": offered}
     task.bind(about)
-    net = network(config["model"], offered, with_weights=False).eval()
-    load_into(net.state_dict(), checkpoint.weights, path)
     data, batch = samples_to_compare(config, about, files)
-    what = Exported(config, offered, task, net, data, batch)
+    what = Exported(config, offered, task, net, data, batch, network, made)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:
         part.mkdir()

@@ -8,11 +8,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -215,6 +217,10 @@ def difference(a: Tensor, b: Tensor) -> float:
     return (a.float() - b.float()).abs().where(a != b, 0.0).nan_to_num(nan=math.inf).max().item()
 
 
+# a network may change its inputs in place, and the next one its outputs
+cloned = partial(apply_to_collection, dtype=Tensor, function=Tensor.clone)
+
+
 @torch.inference_mode()
 def compared(runners: dict[str, Run], original: Original, batch: Batch) -> dict[str, float]:
     """The largest difference of each file's outputs from those of the trained network, over all samples and BATCHES.
@@ -228,7 +234,7 @@ def compared(runners: dict[str, Run], original: Original, batch: Batch) -> dict[
             inputs, expected = original(samples_at(batch, slice(first, first + size), count))
             for name, run in runners.items():
                 try:
-                    pairs = zip(leaves(run(*inputs)), leaves(expected), strict=True)
+                    pairs = zip(leaves(run(*cloned(inputs))), leaves(expected), strict=True)
                     differences = [difference(a, b) for (_, a), (_, b) in pairs]
                 except Exception as e:
                     raise UserError(f"{name} does not run on a batch of {size}: {e!s:.300}. Nothing was kept.") from e

@@ -95,6 +95,8 @@ class Model:
         """A row for each sample: what Lockstep's predict.py writes."""
         output = self.outputs(*inputs)
         if self.activation == "none":
+            if isinstance(output, list | tuple):
+                output = {f"output_{place}": each for place, each in enumerate(output)}
             named = output if isinstance(output, dict) else {"output": output}
             columns = [digits(x.tolist()) if isinstance(x, Tensor) else x for x in named.values()]
             return [dict(zip(named, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -225,7 +227,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     """The model of an exported folder, on the CPU."""
     folder = Path(folder).resolve()
     model, data = (json.loads((folder / name).read_text()) for name in ("model.json", "preprocessing.json"))
-    net = located(folder, model["target"])(**model["arguments"])
+    net = located(folder, model["target"])(**model["arguments"]).get_submodule(model["network"])  # empty: itself
     net.load_state_dict(load_file(folder / "model.safetensors"))
     pixels, reader = module(folder / "preprocess.py"), None
     if model["inputs"] is None:
