@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from lockstep.extras.frozen import Frozen as frozen  # noqa: F401, N813
+    from lockstep.extras import testing as testing
+    from lockstep.extras.frozen import Frozen
     from lockstep.reporting.report import Report
     from lockstep.training.dropout import rand as rand
     from lockstep.training.module import Module as Module
+
+    frozen = Frozen
 
 __version__ = "0.1.0"
 
@@ -109,7 +112,6 @@ def load_report(run: str | Path) -> "Report":
     Raises:
         UserError: there is no such run, or a file of it is damaged.
     """
-    from lockstep.extras.frozen import Frozen as frozen  # noqa: F401, N813
     from lockstep.reporting.report import Report
     from lockstep.run import find_run
 

@@ -24,7 +24,6 @@ from lockstep.data.datamodule import named as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
-from lockstep.training.batches import DataSetLoaders
 from lockstep.training.workload import columns_of_module
 
 NUMBERS = np.arange(24) % 3
@@ -308,12 +307,13 @@ def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkey
     """None: a LightningModule, of which nobody knows what it reads."""
     module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
     settings: Any = SimpleNamespace(custom_module=needs is None, cfg=OmegaConf.create(
-        {"resume": None, "task": {}, "checkpoint": {"monitor": None}, "exact": {"logical_ranks": None}}), title=str)  # fmt: skip
+        {"resume": None, "task": {}, "checkpoint": {"monitor": None}, "exact": {"logical_ranks": None},
+         "trainer": {"sync_batchnorm": False}, "compile": False}), title=str)  # fmt: skip
     monkeypatch.setattr(build, "outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
     task = SimpleNamespace(needs=needs, names="classes", expects=None, bind=lambda _: made.append(1) or 1 / 0)
     monkeypatch.setattr(build, "create", lambda *_: task)
     monkeypatch.setattr(build, "load_module", lambda *_: pl.LightningModule())
-    monkeypatch.setattr(DataSetLoaders, "draw_split", lambda *_: made.append(1) or 1 / 0)
+    monkeypatch.setattr(build.strategies, "change_in_place", lambda *_, **__: made.append(1) or 1 / 0)
     with pytest.raises(told if told is UserError else ZeroDivisionError):
         build.workload(settings, module, "weights.ckpt")
     assert bool(made) == (told is not UserError)

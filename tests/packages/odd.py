@@ -473,3 +473,32 @@ class WithoutOptimizer(Small):
 
 class Elsewhere(type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})):
     """As if `pytorch_lightning` were installed."""
+
+
+class Shapeless(Small):
+    """Lazy layers, a mean of each epoch, and loaders with positional arguments."""
+
+    def __init__(self):
+        pl.LightningModule.__init__(self)
+        self.layers = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 3))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def forward(self, batch):
+        return self.layers(batch[0])
+
+    def train_dataloader(self):
+        draw = torch.Generator().manual_seed(0)
+        x, y = torch.randn(40, 5, generator=draw), torch.randint(3, (40,), generator=draw)
+        return DataLoader(TensorDataset(x, y), 8, False)
+
+    val_dataloader = test_dataloader = train_dataloader

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import browser
+import lightning.pytorch as pl
 import pytest
 from your_own import Page, forget
 
@@ -180,7 +181,11 @@ def test_two_runs_are_compared(driver, js, run_folder):
 def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, js, run_folder):
     folder = RunFolder(run_folder / "lr-0.001")
     progress = {"total": 12, "epoch": 1, "left": "0:09", "checkpoint": "", "every_s": 0.5}
-    report, last, work = folder.report(), folder.page_file.read_text(), Workload(None, None)
+    report, last, work = (
+        folder.report(),
+        folder.page_file.read_text(),
+        Workload(pl.LightningModule(), pl.LightningDataModule()),
+    )
 
     def write(step: int, ago_s: float = 0) -> None:
         now = {**progress, "step": step, "written_s": time.time() - ago_s}

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from in_process import logged_steps
@@ -164,9 +165,10 @@ def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):
 def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[dict]:
     """The charts of these columns of metrics.csv, for a task with these metrics."""
     series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
-    parts = SimpleNamespace(metrics=metrics, arithmetic=None, network_arguments={})
-    module = SimpleNamespace(curves=lambda: [(name, "", (f"val/{name}",)) for name in columns], parts=parts)
-    return list(pages.drawn_curves(TaskWorkload(module, None), series, {}))
+    task = Classification()
+    task.curves = lambda: [(name, "", (f"val/{name}",)) for name in columns]
+    task.parts = SimpleNamespace(metrics=metrics, arithmetic=None, network_arguments={}, of_stage=lambda stage: [stage])
+    return list(pages.drawn_curves(TaskWorkload(task, pl.LightningDataModule()), series, {}))
 
 
 def axis(chart: dict) -> list[str]:
@@ -195,10 +197,11 @@ def test_samples_are_filtered_by_each_of_their_labels_and_names_may_have_commas(
 
 def test_curves_of_unknown_metrics_are_grouped():
     logged = ["train_loss", "val_loss", "val/acc", "val/count", "train/samples_per_s"]
-    charts = list(pages.drawn_curves(Workload(None, None), {name: [(1, 0.5), (2, 0.25)] for name in logged}, {}))
+    work = Workload(pl.LightningModule(), pl.LightningDataModule())
+    charts = list(pages.drawn_curves(work, {name: [(1, 0.5), (2, 0.25)] for name in logged}, {}))
     assert [chart["title"] for chart in charts] == ["loss", "acc", "Speed"]
     assert re.findall(r'<path .*?data-name="(.*?)"', charts[0]["svg"]) == ["train_loss", "val_loss"]
-    assert list(pages.drawn_curves(Workload(None, None), {}, {})) == []  # of a run that failed before its first row
+    assert list(pages.drawn_curves(work, {}, {})) == []  # of a run that failed before its first row
     assert Clock().report_metrics() == {}  # and its clock never began
     assert pages.labels(["train/loss", "val/loss"]) == ["train", "val"]
     assert pages.labels(["val/rmse", "val/mae"]) == ["rmse", "mae"]

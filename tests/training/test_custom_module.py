@@ -1,5 +1,6 @@
 """What the engine gives to a LightningModule of the user's, what it refuses, and what it leaves alone. In this process."""
 
+import csv
 import importlib
 import json
 import re
@@ -97,7 +98,7 @@ def test_what_would_be_ignored_is_refused_and_nothing_is_left(train, typed, told
 
 @pytest.mark.parametrize(("override", "told"), [
     ("data=odd", "task=classification needs a data set that describes itself; data=data is a LightningDataModule"),
-    ("model=none", "model=none is for a LightningModule with its own model; task=classification needs one"),
+    ("model=none", "model=none is for a LightningModule with its own model; task=classification is a Task, which needs one"),
 ])  # fmt: skip
 def test_a_task_of_locksteps_refuses_what_is_for_a_module(override, told):
     with pytest.raises(UserError, match=told):
@@ -520,3 +521,30 @@ def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly(train, crash_at, name,
 def test_a_build_without_a_network_takes_the_datas_own_normalisation():
     cfg = compose_config("train", ["task=lightning_module", "task._target_=odd.Small", CPU, "data=cifar10"])
     assert list(Settings.of(cfg).with_numbers().cfg.data.mean) == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-3)
+
+
+# --- lazy layers, means of an epoch ---
+
+
+def test_lazy_layers_are_tested_resumed_and_predicted(train, crash_at, tmp_path):
+    options = ["data=none", "task.monitor=null", "trainer.max_epochs=2", "checkpoint.every_n_steps=1"]
+    whole = train("Shapeless", "run=lazy", *options)
+    assert whole["test_loss"] > 0
+    rows = logged_by_epoch("lazy")
+    assert [*rows] == [("5", "val_loss"), ("5", "train_loss"), ("10", "val_loss"), ("10", "train_loss")]
+    crash_at(7)
+    with pytest.raises(Crash):
+        train("Shapeless", "run=lazy-again", *options)
+    crash_at(-1)
+    assert train("Shapeless", "run=lazy-again", *options, "resume=auto")["test_loss"] == whole["test_loss"]
+    assert logged_by_epoch("lazy-again") == pytest.approx(rows)  # the mean of the whole second epoch
+    found = lockstep.predict(["run=lazy", "input=test", f"output={tmp_path}/a.csv", CPU])
+    assert found["count"] == 40
+
+
+def logged_by_epoch(run: str) -> dict[tuple[str, str], float]:
+    """By step and name."""
+    with Path(f"runs/{run}/metrics.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    names = ("val_loss", "train_loss")
+    return {(row["step"], name): float(row[name]) for row in rows for name in names if row[name]}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import BEST, is_checkpoint
-from lockstep.compat.lightning import save_logged_step, set_logged_step
+from lockstep.compat.lightning import load_epoch_means, save_epoch_means, save_logged_step, set_logged_step
 from lockstep.errors import (
     Damaged,
     FolderRemoved,
@@ -278,6 +278,7 @@ class Position(Callback):
         batches["is_last_batch"] = False
         save_logged_step(loop, steps_done(trainer))
         loop["state_dict"].pop("combined_loader", None)  # empty; with it a plain Trainer rejects the checkpoint
+        checkpoint["epoch_means"] = save_epoch_means(trainer)
         checkpoint["window"] = trainer.strategy.means.collect(keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
         modules = pl_module.named_modules()
         checkpoint["frozen"] = {name: each.frozen_digest for name, each in modules if hasattr(each, "frozen_digest")}
@@ -289,6 +290,7 @@ class Position(Callback):
         for scope in ("total", "current"):
             batches[scope] = {key: count * now // then for key, count in batches[scope].items()}
         raise_problems(f"resume: {each}" for each in changed_frozen(pl_module, checkpoint.get("frozen", {})))
+        load_epoch_means(trainer, checkpoint.get("epoch_means", {}))
         trainer.strategy.means.load(checkpoint, keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -334,6 +336,10 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
+        if not self.every_n_steps and trainer.num_training_batches == math.inf and trainer.is_global_zero:
+            log.warning(
+                "last.ckpt is saved at the end of an epoch, which is not known. Set checkpoint.every_n_steps=1000."
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         begins_step = batch_idx % trainer.accumulate_grad_batches == 0

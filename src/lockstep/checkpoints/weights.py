@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parameter import is_lazy
 
 from lockstep.checkpoints.finding import REST, Checkpoint, mapped, most_values, shard_files
 from lockstep.config import words
@@ -198,7 +199,15 @@ def load_module_weights(module: Any, path: Path) -> None:
     """Loads the weights of a custom module, as Lightning does. Raises UserError when the checkpoint does not fit."""
     checkpoint = read(path)
     module.on_load_checkpoint(checkpoint.values)
+    materialize(module, checkpoint.state_dict)
     load_into(module.state_dict(), checkpoint.state_dict, path)
+
+
+def materialize(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Gives lazy layers the shapes of their saved weights."""
+    lazy = [name for name, value in module.state_dict(keep_vars=True).items() if is_lazy(value) and name in saved]
+    if lazy:
+        module.load_state_dict({name: saved[name] for name in lazy}, strict=False)
 
 
 def sharded_like(value: Any, own: Tensor) -> Any:

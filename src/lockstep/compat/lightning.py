@@ -1,6 +1,7 @@
 """Private names of Lightning, each with the reason, and when it can go."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -34,6 +35,10 @@ def begin_loaders_anew(trainer: pl.Trainer) -> None:
 
 
 class MeansOfAllProcesses(_LoggerConnector):
+    before: ClassVar[
+        dict[str, tuple[float, float]]
+    ] = {}  # sums and weights of this epoch from before the run was resumed
+
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """A process without a sample of a batch computes others in their place, which do not count."""
         super().on_batch_start(batch, dataloader_idx)
@@ -43,14 +48,36 @@ class MeansOfAllProcesses(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         """Each process calls it after the last batch of a loader, before Lightning computes the values."""
         super().epoch_end_reached()
-        means = {key: item for key, item in (self.trainer._results or {}).items() if is_open_mean(item)}
-        own = {key: (float(item.value), float(item.cumulated_batch_size)) for key, item in means.items()}
-        of_each = objects_of_all(own) if self.trainer.world_size > 1 else [own]
+        means, of_each = open_means(self.trainer, self.trainer._results)
         for key, item in means.items():
-            logged = torch.tensor([values[key] for values in of_each if key in values], dtype=torch.float64)
+            sums = [values[key] for values in (*of_each, self.before) if key in values]
+            logged = torch.tensor(sums, dtype=torch.float64)
             means_of_each, (total, samples) = logged[:, 0] / logged[:, 1], logged.sum(0)
             alike = bool((means_of_each == means_of_each[0]).all())  # it keeps its bits; NaN is like nothing
             item._computed = item.value / item.cumulated_batch_size if alike else (total / samples).to(item.value)
+        if self.trainer.training:
+            self.before = {}  # type: ignore[misc]
+
+
+def open_means(
+    trainer: pl.Trainer, results: Any
+) -> tuple[dict[str, _ResultMetric], list[dict[str, tuple[float, float]]]]:
+    """Those that are not computed yet, and their sums and weights in each process."""
+    means = {key: item for key, item in (results or {}).items() if is_open_mean(item)}
+    own = {key: (float(item.value), float(item.cumulated_batch_size)) for key, item in means.items()}
+    return means, objects_of_all(own) if trainer.world_size > 1 else [own]
+
+
+def save_epoch_means(trainer: pl.Trainer) -> dict[str, tuple[float, float]]:
+    """For a checkpoint within an epoch: Lightning 2.6.6 forgets what an epoch has logged so far. All processes call it."""
+    _, of_each = open_means(trainer, trainer.fit_loop._results)
+    every = (*of_each, trainer._logger_connector.before)  # type: ignore[attr-defined]
+    keys = dict.fromkeys(key for values in every for key in values)
+    return {key: tuple(map(sum, zip(*(v[key] for v in every if key in v), strict=True))) for key in keys}  # type: ignore[misc]
+
+
+def load_epoch_means(trainer: pl.Trainer, saved: Mapping[str, tuple[float, float]]) -> None:
+    trainer._logger_connector.before = dict(saved)  # type: ignore[attr-defined]
 
 
 def is_open_mean(item: _ResultMetric) -> bool:

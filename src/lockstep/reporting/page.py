@@ -224,10 +224,14 @@ def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], work
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
     main = work.headline(report)[:2]
-    of_test = [f"test/{name}" for name in ("loss", *(config.task.get("metrics") or ())) if f"test {name}" != main[0]]
+    of_test = [f"test/{name}" for name in ("loss", *(config.task.get("metrics") or ()))]
     rows = [
         main,
-        *((name.replace("/", " "), number(report[name])) for name in of_test if name in report),
+        *(
+            (n.replace("/", " "), number(report[n]))
+            for n in of_test
+            if n in report and n.replace("/", " ") != main[0].replace("/", " ")
+        ),
         ("speed", speed),
         ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
     ]

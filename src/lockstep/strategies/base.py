@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lockstep.checkpoints.weights import load_into, omit_hyperparameters, refused, sharded_like
+from lockstep.checkpoints.weights import load_into, materialize, omit_hyperparameters, refused, sharded_like
 from lockstep.compat.torch import tell_first_call
 from lockstep.data.loaders import ResumableLoader
 from lockstep.data.standard import Brought, Division, standard
@@ -275,6 +275,7 @@ class PortableCheckpoint(DividedBatches):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Always strict. Raises UserError where names or shapes differ."""
+        materialize(self.lightning_module, checkpoint["state_dict"])
         load_into(self.lightning_module.state_dict(), checkpoint["state_dict"], "the checkpoint")
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *more: Any, **named: Any) -> None:

@@ -9,6 +9,8 @@ import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch.utils.data import DataLoader
 
 from lockstep.data.datamodule import DataModule
 from lockstep.data.global_batches import require_one_each
@@ -112,7 +114,13 @@ class Loaders:
             )
         set_up = self.holder.setup
         self.holder.setup = lambda *_, **__: set_up(stage)
-        self.holder.predict_dataloader = getattr(self.holder, hook)
+        make = getattr(self.holder, hook)
+
+        def divided() -> Any:
+            """Divided here, because Lightning 2.6.6 first makes a DataLoader anew, from the arguments that its caller named."""
+            return apply_to_collection(make(), DataLoader, self.module.trainer.strategy.process_dataloader)
+
+        self.holder.predict_dataloader = divided
 
     def predicted(self, trainer: pl.Trainer) -> Iterator[list[int]]:
         """The samples of each batch of a prediction: indices in the data, or their numbers."""

@@ -179,7 +179,7 @@ def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def largest(tree: Any) -> float:
     """The largest finite number of a tree of tensors."""
-    finite = (x[x.isfinite()].abs().double() for x in tensors(tree))
+    finite = ((x[x.isfinite()] * 1.0).abs().double() for x in tensors(tree))  # truth values have no abs
     return max((x.max().item() for x in finite if x.numel()), default=0.0)
 
 
@@ -295,7 +295,9 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
 
     processes, (first, *parts), what = tried()
     if name := first.drawing:
-        return Division(f"each process draws its own random numbers in {name}. Use an nn.Dropout layer there{OR_EXACT}")
+        return Division(
+            f"each process draws its own random numbers in {name}. Use lockstep.rand or an nn.Dropout layer there{OR_EXACT}"
+        )
     written = [n for n, x in first.buffers.items() if any(differ(x, [part.buffers.get(n)]) for part in parts)]
     if written:
         own = written[0].partition(".")[2]  # its name in the network or the task

@@ -38,11 +38,11 @@ class Means:
     def log(self, module: pl.LightningModule) -> None:
         """All processes call it where a row of the log is due, and at the end of an evaluation. The only communication about a loss."""
         sums = self.train if module.trainer.training else self.evaluation
-        for name, (total, weight) in sum_over_processes(sums).items():
-            # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
-            module.log(name, torch.tensor(total / weight if weight else torch.nan), prog_bar=name == "train/loss")
-            # It is of all processes already.
-            warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
+        # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
+        every = sum_over_processes(sums).items()
+        log_whole(
+            module, {name: torch.tensor(total / weight if weight else torch.nan) for name, (total, weight) in every}
+        )
         sums.clear()
 
     def collect(self, *, keeps: bool) -> Sums:
@@ -57,6 +57,13 @@ class Means:
             samples = checkpoint["config"]["data"]["batch_size"] / checkpoint["accumulate_grad_batches"]
             window = {"train/loss": (window["loss"] * samples, window["weight"] * samples)}
         self.train = dict(window) if keeps else {}
+
+
+def log_whole(module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
+    """Logs values that are of all processes already, without Lightning's warning."""
+    for name, value in values.items():
+        module.log(name, value, prog_bar=name == "train/loss")
+        warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
 
 
 class Module(pl.LightningModule):

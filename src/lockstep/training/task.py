@@ -42,7 +42,7 @@ from lockstep.training.losses import (
     without_super,
 )
 from lockstep.training.metrics import MeanLoss, TestPanels, named
-from lockstep.training.module import Module
+from lockstep.training.module import Module, log_whole
 from lockstep.training.optim import begin_momentum, head_of
 from lockstep.training.schedules import scheduler
 
@@ -361,7 +361,7 @@ class Task(Module):
                 values = mean_loss.compute()
                 for name, metric in metrics.items():
                     values |= named(name, metric.compute(), self.value_names)
-            self.log_dict({f"{part}/{name}": value for name, value in values.items()}, prog_bar=False)
+            log_whole(self, {f"{part}/{name}": value for name, value in values.items()})
             for metric in (mean_loss, *metrics.values()):
                 metric.reset()
 

@@ -45,10 +45,11 @@ def headline(report: Mapping[str, Any]) -> tuple[str, str]:
     metrics = [name for name in metrics if not name.endswith(OF_RANK_0)]
     names = [name for name in metrics if plain[name] == plain[monitor]]
     names += [*metrics, *(name for name in report if name == monitor)]
+    names += [name for name in report if name.startswith("val") and STAGE.fullmatch(name) and name != "val/count"]
     if names:
         return names[0], metric(names[0], report[names[0]])
     if report["status"] == "done":
-        return "Result", "no metric was logged"
+        return "Result", "no evaluation logged a metric"
     step = report.get("train/steps")
     place = f"the log ends at step {step:,}" if step else "before the first row of the log"
     return str(report["status"]).capitalize(), place
