@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.strategies.base import SingleDevice
+from lockstep.strategies import SingleDevice
 
 made = pl.Trainer.__init__
 OPEN = {

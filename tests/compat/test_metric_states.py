@@ -119,9 +119,7 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     made = task.attach(nn.Identity(), optimizer=never, schedule=never, parallelize=never, metrics={"m": metric()}, network_arguments={})  # fmt: skip
     found: dict[str, float] = {}
     for turn, total in enumerate((count, max(1, count - 1))):
-        made.log_dict = lambda logged, turn=turn, **_: found.update(
-            {f"{turn} {k}": float(v) for k, v in logged.items()}
-        )
+        made.log = lambda name, value, turn=turn, **_: found.update({f"{turn} {name}": float(value)})
         split = Split(total, 0, total, False)
         for place, index_B in enumerate(EvalSampler(split, batch=BATCH, rank=rank, world=world)):
             output, target = zip(*(sample(max(0, int(index))) for index in index_B), strict=True)

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.errors import UserError
 from lockstep.models import BasicNet
 from lockstep.strategies import DDP
-from lockstep.strategies.base import DataParallel, Replicas, by_index
+from lockstep.strategies.base import by_index
 from lockstep.strategies.fsdp import named_blocks, repeated_blocks
+from lockstep.strategies.replicas import DataParallel, Replicas
 from lockstep.training import dropout
 
 # --- The optimizer's state of a checkpoint, loaded by a process that computes in a different way ---

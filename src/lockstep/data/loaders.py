@@ -51,11 +51,6 @@ def is_numeric(array: np.ndarray[Any, Any]) -> bool:
     return array.dtype.kind in "biufc"
 
 
-def count_of(indices_B: Indices) -> int:
-    """How many of them are samples."""
-    return int((indices_B != FILLER).sum())
-
-
 class Reader:
     """Reads batches of a part and changes them by `at_reading`, which draws random numbers.
 
@@ -80,7 +75,7 @@ class Reader:
     def read(self, indices_B: Indices, epoch: int) -> Batch:
         of_step = {"seed": self.seed, "epoch": epoch, "repeats": self.repeats}
         named = {name: as_tensor(value, name) for name, value in self[np.maximum(indices_B, 0), epoch].items()}
-        batch = {**named, "index": torch.from_numpy(indices_B), "count": count_of(indices_B)}
+        batch = {**named, "index": torch.from_numpy(indices_B), "count": int((indices_B != FILLER).sum())}
         return self.at_reading(batch, index_B=indices_B, **of_step) if self.at_reading else batch
 
     def __getitem__(self, place: tuple[Indices, int]) -> Mapping[str, Any]:
@@ -153,7 +148,7 @@ class InMemory:
                 batch: Batch = {**dict(zip(values, part, strict=True)), "index": torch.from_numpy(indices_B)}
                 if pin:
                     batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-                yield {**batch, "count": count_of(indices_B)}
+                yield {**batch, "count": int((indices_B != FILLER).sum())}
 
 
 # --- Batches that worker processes load ---

@@ -167,10 +167,12 @@ def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[
     del data  # as in training
     collect(left)
     path = requested.evaluation_file(job.name)
-    before = written_at(path)
+    before = path.stat().st_mtime_ns if path.exists() else None
     execute(job, requested)
     # another node's disk may have it, and a read-only one keeps an earlier evaluation's
-    result: dict[str, Any] = json.loads(files.read_text(path)) if written_at(path) != before else {}
+    result: dict[str, Any] = (
+        json.loads(files.read_text(path)) if path.exists() and path.stat().st_mtime_ns != before else {}
+    )
     return result
 
 
@@ -178,10 +180,6 @@ def collect(left: "weakref.ref[DataSet] | None") -> None:
     """Frees a data set that is in a cycle. Only if it is still there, because this takes 0.26 s."""
     if left and left() is not None:
         gc.collect()
-
-
-def written_at(path: Path) -> int | None:
-    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def debug_problems(world: World) -> Iterator[str]:

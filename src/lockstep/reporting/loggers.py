@@ -76,7 +76,11 @@ class Background:
             try:
                 call()
             except Exception as e:
-                if of_users_code(e) and not of_network(e):
+                # of a connection, or of a file that cannot be written
+                outside = any(
+                    isinstance(x, OSError | http.client.HTTPException) and not isinstance(x, BUGS) for x in chain(e)
+                )
+                if of_users_code(e) and not outside:
                     self.bug = e
                 else:
                     self.warn(f"fails with {type(e).__name__}: {e}")
@@ -97,13 +101,6 @@ class Background:
             self.warn("does not answer")
         if self.bug is not None:
             log.warning("logger.%s failed", self.name, exc_info=self.bug)
-
-
-def of_network(error: BaseException) -> bool:
-    """Whether a connection failed, or a file could not be written."""
-    return any(
-        isinstance(each, OSError | http.client.HTTPException) and not isinstance(each, BUGS) for each in chain(error)
-    )
 
 
 # --- What every logger gets ---

@@ -27,6 +27,7 @@ from lockstep.run import told_if_damaged
 # --- Small images for a page, as data URIs ---
 
 SIDE = 128  # pixels of a thumbnail, at most
+FEW = 64  # of an image that a browser enlarges
 SMALL = 200  # points of a sample's curve, at most
 LONG = 160  # letters; a longer text needs a wide column, and is no class
 CONTROLS = {n: f"\\x{n:02x}" for n in range(32) if chr(n) not in "\t\n"}  # spelt out, where a browser shows nothing
@@ -77,13 +78,9 @@ def colour_of(classes: Any) -> NDArray[np.float32]:
 
 def data_uri(image: Image.Image) -> str:
     """PNG of few pixels, which a browser enlarges without blurring; JPEG of many."""
-    file, kind = io.BytesIO(), "png" if has_few_pixels(image) else "jpeg"
+    file, kind = io.BytesIO(), "png" if max(image.size) <= FEW else "jpeg"
     image.save(file, kind, optimize=True, quality=82)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def has_few_pixels(image: Image.Image) -> bool:
-    return max(image.size) <= 64
 
 
 # --- panels.json: what report.html shows of the test set, as data ---
@@ -193,7 +190,7 @@ def images(sample: Sample) -> list[tuple[str, str, bool]]:
         found = [(name, overlaid(sample.image_CHW, mask.classes_HW, mask.ignored)) for name, mask in masks]
         found = found or [("sample", thumbnail(sample.image_CHW))]
     found += [(name, thumbnail(v.image_CHW)) for name, v in facts if isinstance(v, Picture)]
-    return [(name, data_uri(image), has_few_pixels(image)) for name, image in found]
+    return [(name, data_uri(image), max(image.size) <= FEW) for name, image in found]
 
 
 def charts(sample: Sample) -> dict[str, Lines]:

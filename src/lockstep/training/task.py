@@ -338,7 +338,7 @@ class Task(Module):
     def evaluation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Updates the metrics with real samples; fillers are dropped before the task sees them."""
         parts = self.parts
-        mean_loss, metrics = parts.evaluated[parts.of_stage(self.stage)[dataloader_idx]]
+        mean_loss, metrics = parts.evaluated[parts.of_stage(self.stage)[dataloader_idx] if dataloader_idx else "val"]
         output = self(batch)
         whole = evaluation_loss(self, output, batch)
         if not batch["count"]:
