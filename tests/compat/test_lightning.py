@@ -22,6 +22,7 @@ from lockstep.compat.lightning import LogsNothing, MeansOfAllProcesses, is_open_
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
+from lockstep.strategies import SingleDevice
 from lockstep.training.workload import Workload
 
 
@@ -187,7 +188,9 @@ class Evaluated(Net):
 @pytest.mark.parametrize("nothing", [False, True])
 def test_a_test_is_logged_at_step_0(tmp_path, nothing):
     logged = Rows()
-    trainer = quiet_trainer(logger=logged, default_root_dir=tmp_path)
+    trainer = quiet_trainer(
+        logger=logged, default_root_dir=tmp_path, **({"strategy": SingleDevice()} if nothing else {})
+    )
     if nothing:
         log_by(trainer, LogsNothing)
     trainer.test(Evaluated(), verbose=False)

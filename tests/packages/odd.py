@@ -502,3 +502,45 @@ class Shapeless(Small):
         return DataLoader(TensorDataset(x, y), 8, False)
 
     val_dataloader = test_dataloader = train_dataloader
+
+
+def joined(samples):
+    """Graphs of several sizes as one: the nodes, the graph of each, a target for each graph."""
+    nodes, targets = zip(*samples, strict=True)
+    sizes = torch.tensor([len(each) for each in nodes])
+    return torch.cat(nodes), torch.arange(len(nodes)).repeat_interleave(sizes), torch.stack(targets)
+
+
+class Graphs(pl.LightningModule):
+    """Logs the mean over the graphs of each batch, without their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def errors(self, batch):
+        nodes, graph, target = batch
+        sums = torch.zeros(len(target), 1).index_add(0, graph, self.layer(nodes))
+        return (sums[:, 0] - target).abs()
+
+    def training_step(self, batch, batch_idx):
+        return self.errors(batch).mean()
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_error", self.errors(batch).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        return DataLoader(graphs(), batch_size=4, collate_fn=joined)
+
+    test_dataloader = train_dataloader
+
+
+def graphs():
+    draw = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(size, 2, generator=draw), torch.randn((), generator=draw))
+        for size in (9, 1, 2, 8, 3, 7, 1, 1, 5, 2)
+    ]

@@ -528,17 +528,17 @@ def test_a_build_without_a_network_takes_the_datas_own_normalisation():
 
 def test_lazy_layers_are_tested_resumed_and_predicted(train, crash_at, tmp_path):
     options = ["data=none", "task.monitor=null", "trainer.max_epochs=2", "checkpoint.every_n_steps=1"]
-    whole = train("Shapeless", "run=lazy", *options)
+    whole = train("Shapeless", "run=shapeless", *options)
     assert whole["test_loss"] > 0
-    rows = logged_by_epoch("lazy")
+    rows = logged_by_epoch("shapeless")
     assert [*rows] == [("5", "val_loss"), ("5", "train_loss"), ("10", "val_loss"), ("10", "train_loss")]
     crash_at(7)
     with pytest.raises(Crash):
-        train("Shapeless", "run=lazy-again", *options)
+        train("Shapeless", "run=shapeless-again", *options)
     crash_at(-1)
-    assert train("Shapeless", "run=lazy-again", *options, "resume=auto")["test_loss"] == whole["test_loss"]
-    assert logged_by_epoch("lazy-again") == pytest.approx(rows)  # the mean of the whole second epoch
-    found = lockstep.predict(["run=lazy", "input=test", f"output={tmp_path}/a.csv", CPU])
+    assert train("Shapeless", "run=shapeless-again", *options, "resume=auto")["test_loss"] == whole["test_loss"]
+    assert logged_by_epoch("shapeless-again") == pytest.approx(rows)  # the mean of the whole second epoch
+    found = lockstep.predict(["run=shapeless", "input=test", f"output={tmp_path}/a.csv", CPU])
     assert found["count"] == 40
 
 
@@ -548,3 +548,14 @@ def logged_by_epoch(run: str) -> dict[tuple[str, str], float]:
         rows = [*csv.DictReader(file)]
     names = ("val_loss", "train_loss")
     return {(row["step"], name): float(row[name]) for row in rows for name in names if row[name]}
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow)])
+def test_a_mean_counts_samples_not_the_rows_of_a_ragged_batch(train, more, forked):
+    run = f"graphs-{len(more)}"
+    report = train("Graphs", f"run={run}", "data=none", "task.monitor=null", "trainer.max_epochs=1", *more)
+    import odd
+
+    module = odd.Graphs()
+    module.load_state_dict(state(f"{run}/checkpoints/last.ckpt")["state_dict"])
+    assert report["test_error"] == pytest.approx(module.errors(odd.joined(odd.graphs())).mean().item(), rel=1e-5)

@@ -157,11 +157,12 @@ class Progress(Callback):
             self.began_s, self.line = time.monotonic(), Line("batch", sum(getattr(trainer, BATCHES[self.what])))
 
     def pass_on(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, loader: int = 0
     ) -> None:
         if self.what == "fit":
             return self.show(trainer, f"validation batch {batch_idx + 1:,}")
-        self.batches, self.samples = self.batches + 1, self.samples + size_of(batch) * trainer.world_size
+        own = None if trainer.predicting else trainer.strategy.samples(loader)  # type: ignore[attr-defined]
+        self.batches, self.samples = self.batches + 1, self.samples + (own or size_of(batch)) * trainer.world_size
         if self.line is not None and self.line.due(self.batches):
             speed = self.samples / max(1e-9, time.monotonic() - self.began_s)
             self.line.show(self.what, self.batches, f"{speed:,.0f} {unit_of(trainer)}/s")
@@ -280,7 +281,7 @@ def size_of(batch: Any) -> int:
 def samples_in_all(trainer: Trainer, batch: Any) -> float:
     """Of all processes in a micro-batch: loaders of users know how many there are, unless they make batches themselves."""
     strategy: Any = trainer.strategy
-    loaders = strategy.loaders_of(strategy.micro_batch) if hasattr(strategy, "loaders_of") else []
+    loaders = strategy.loaders_of(strategy.micro_batch)
     known = [samples for loader in loaders if (samples := loader.told[strategy.micro_batch].samples) is not None]
     return (
         sum(known)

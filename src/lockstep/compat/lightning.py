@@ -35,15 +35,14 @@ def begin_loaders_anew(trainer: pl.Trainer) -> None:
 
 
 class MeansOfAllProcesses(_LoggerConnector):
-    before: ClassVar[
-        dict[str, tuple[float, float]]
-    ] = {}  # sums and weights of this epoch from before the run was resumed
+    # sums and weights of this epoch from before the run was resumed
+    before: ClassVar[dict[str, tuple[float, float]]] = {}
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        """A process without a sample of a batch computes others in their place, which do not count."""
+        """Lightning guesses the number of samples from the first tensor, which may have a row for each node of several graphs."""
         super().on_batch_start(batch, dataloader_idx)
-        if self.trainer.training and not self.trainer.strategy.share():  # type: ignore[attr-defined]
-            self.trainer._results.batch_size = 0  # type: ignore[union-attr]
+        if (count := self.trainer.strategy.samples(dataloader_idx or 0)) is not None:  # type: ignore[attr-defined]
+            self.trainer._results.batch_size = count  # type: ignore[union-attr]
 
     def epoch_end_reached(self) -> None:
         """Each process calls it after the last batch of a loader, before Lightning computes the values."""

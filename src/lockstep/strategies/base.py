@@ -221,6 +221,18 @@ class DividedBatches(Strategy):
             self.training_loaders = standard(self.lightning_module.trainer.train_dataloader)
         return [loader for loader in self.training_loaders if number in loader.told]
 
+    def samples(self, loader: int) -> int | None:
+        """How many samples of the current batch this process has, if a user's loader knows it; 0 if it computes others in their place."""
+        trainer = self.lightning_module.trainer
+        if trainer.training:
+            told = [each.told[self.micro_batch] for each in self.loaders_of(self.micro_batch)]
+        else:  # the last one that was read, if nobody reads ahead
+            loaders = standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
+            told = [each.told[max(each.told)] for each in loaders[loader : loader + 1] if each.told and each.length]
+        if told and not any(each.weight for each in told):
+            return 0
+        return len(told[0].places) if len(told) == 1 and told[0].places is not None else None
+
     def before_step(self, batch: Any) -> None:
         """Modules whose forward is that of their steps call it with each micro-batch."""
 
