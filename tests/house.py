@@ -31,7 +31,7 @@ FLAGS = {
     "named_batches",
     "fills",
 }
-ASKED = FLAGS | {"share"}  # of Lockstep's strategies, by which a plain Trainer is known
+ASKED = FLAGS | {"share", "mean", "for_files"}  # of Lockstep's strategies, modules and data sets
 KINDS = re.compile(r"\b(?:Task|Module|DataModule|DataSet|TaskWorkload|LightningModule|LightningDataModule)\b")
 BASES = {"Workload", "Loaders"}
 SHIPPED = re.compile(r"\bis_shipped\(|\bis_a\(")  # whether a class is imported before it is known to be needed

@@ -5,12 +5,11 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -178,6 +177,12 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
     net = network(settings.plain("model"), offered, with_weights=weights is None)
     if weights:
         load_into(net.state_dict(), read(Path(weights)).weights, weights)
+    measured = metrics(goal, cfg.task.get("metrics") or {})
+    raise_problems(
+        f"evaluation_sets: {part!r} is the name of a metric as well. Use another name."
+        for part in data.sets
+        if part.partition("/")[2] in measured
+    )
     goal.attach(
         net,
         **optimizer(settings),
@@ -190,7 +195,7 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
             compile=cfg.compile,
             float32_head=goal.float32_head,
         ),
-        metrics=metrics(goal, cfg.task.get("metrics") or {}),
+        metrics=measured,
         sets=[*data.sets],
         network_arguments=offered,
         arithmetic=arithmetic(settings),
@@ -225,16 +230,21 @@ def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
 
 def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
     """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
-    if not work.sanity_val_steps:  # otherwise Lightning tries it
-        raise_problems(monitor_problems(settings, tried(settings, trainer, cast(TaskWorkload, work))))
+    logged = work.dry_run(partial(tried, settings, trainer))
+    if logged is not None:
+        raise_problems(monitor_problems(settings, logged))
 
 
 def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str]:
     """What an evaluation logs besides loss and count: that of the dry run, or else what the names of the metrics tell."""
     named = [each for name in work.module.parts.metrics for each in (name, f"{name}/*")]
-    sets = [f"{part.removeprefix('val/')}/*" for part in work.module.parts.of_stage("val")[1:]]
+    sets = [part.removeprefix("val/") for part in work.module.parts.of_stage("val")[1:]]
+
+    def of_sets(names: list[str]) -> list[str]:
+        return [*names, *(f"{part}/{name}" for part in sets for name in ("loss", *names))]
+
     if this_process.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
-        return [*named, *sets]
+        return of_sets(named)
     cfg, samples = settings.cfg, settings.batches["micro_batch"]
     samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
@@ -257,7 +267,7 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         trial(trainer.callbacks)  # type: ignore[attr-defined]
     finally:
         this_process.notice = None
-    return [*(trial.logged or named), *sets]
+    return of_sets(trial.logged or named)
 
 
 def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
@@ -322,9 +332,8 @@ def evaluate(
             by_loader = getattr(trainer, run)(
                 work.module, datamodule=work.loaders.attached, verbose=False, weights_only=True
             )
-        found = {
-            n: value for each in by_loader for n, value in each.items() if not re.fullmatch("val(/[^/]+)?/count", n)
-        }
+        counts = {f"{part}/count" for part in ("val", *work.loaders.sets) if part.startswith("val")}
+        found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
         metrics = work.marked(found)
         return {name: int(value) if name.endswith("/count") else value for name, value in metrics.items()}
 

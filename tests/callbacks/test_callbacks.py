@@ -136,7 +136,7 @@ def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process
     split = Split(total=batch * steps, first=0, count=batch * steps)
     batches = partial(TrainBatches, split, batch=batch, seed=5)
     whole = list(batches())
-    loaders = DataSetLoaders(Mock(spec=DataModule, batch_size=batch), None)
+    loaders = DataSetLoaders(Mock(spec=DataModule, batch_size=batch, sets={}), None)
     callback = StepSeed(5, loaders, StepArithmetic(), masks_by_row=True)
     strategy = MagicMock(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
     for rank in range(world):

@@ -13,7 +13,7 @@ from in_process import state
 import lockstep
 from lockstep.data import Arrays, DataSet
 from lockstep.data.datamodule import DataModule
-from lockstep.errors import UserError
+from lockstep.errors import RunFailed, UserError
 
 OWN = '''
 from typing import Any
@@ -73,6 +73,15 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
+
+
+class Parts(Classification):
+    """Logs its loss a second time."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        loss_B = super().loss(output, batch)
+        self.mean(loss_B, log=f"{self.stage}/part")
+        return loss_B
 
 
 class Plain(pl.LightningModule):
@@ -149,9 +158,27 @@ def test_one_of_them_is_monitored():
     assert report["monitor"] == "val/night/acc" and "last" not in report["checkpoint"]
     evaluated = lockstep.evaluate(["run=monitored"])
     assert evaluated["test/fog/loss"] == pytest.approx(report["test/fog/loss"])
-    with pytest.raises(UserError, match=r"val/nigt/acc: the validation logs .*val/night/\*"):
-        lockstep.train([*OPTIONS, "run=typo", "task.monitor=val/nigt/acc"])
+    for typo in ("val/nigt/acc", "val/night/ac"):
+        with pytest.raises(UserError, match=rf"{typo}: the validation logs .*val/night/acc"):
+            lockstep.train([*OPTIONS, "run=typo", f"task.monitor={typo}"])
+    with pytest.raises(UserError, match="evaluation_sets: 'val/night' is the name of a metric as well"):
+        metric = "+task.metrics.night._target_=torchmetrics.MeanMetric"
+        lockstep.train([*OPTIONS, "run=typo", metric])
     assert not Path("runs/typo").exists()
+
+
+def test_means_of_a_task_are_those_of_each_set():
+    report = lockstep.train([*OPTIONS, "task._target_=sets.Parts", "run=parts", "task.monitor=null"])
+    for part in ("val", "test", "test/fog", "test/rain"):
+        assert report[f"{part}/part"] == pytest.approx(report[f"{part}/loss"], rel=1e-6), part
+
+
+@pytest.mark.slow
+def test_a_set_that_processes_cannot_share_is_refused_before_training(forked):
+    plain = ["task=lightning_module", "task._target_=sets.Plain", "task.monitor=null", *OPTIONS[3:], *WAYS["ddp"]]
+    with pytest.raises(RunFailed):
+        lockstep.train([*plain, "run=unshared"])
+    assert not Path("runs/unshared/metrics.csv").exists()
 
 
 def test_a_lightning_module_gets_them_as_several_dataloaders():
@@ -178,7 +205,7 @@ def test_torch_datasets_by_name_with_classes_in_another_order():
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("night", 3), ("val/", 3), ("train/night", 3), ("val/a/b", 3), ("val/empty", 0)]
+    ("name", "count"), [("night", 3), ("val/", 3), ("train/night", 3), ("val/a/b", 3), ("val/empty", 0), ("val/raw", 3)]
 )
 def test_what_is_no_name_of_a_set_with_samples_is_refused(name, count):
     arrays = Arrays(input=np.zeros((count, 1), np.float32))

@@ -526,19 +526,23 @@ def test_a_build_without_a_network_takes_the_datas_own_normalisation():
 # --- lazy layers, means of an epoch ---
 
 
-def test_lazy_layers_are_tested_resumed_and_predicted(train, crash_at, tmp_path):
-    options = ["data=none", "task.monitor=null", "trainer.max_epochs=2", "checkpoint.every_n_steps=1"]
-    whole = train("Shapeless", "run=shapeless", *options)
+@pytest.mark.parametrize("saved", [
+    ["task.monitor=null", "checkpoint.every_n_steps=1"], ["task.monitor=val_loss", "trainer.val_check_interval=3"],
+])  # fmt: skip
+def test_lazy_layers_are_tested_resumed_and_predicted(train, crash_at, tmp_path, saved):
+    """Saved in steps, or in a validation within an epoch."""
+    options, run = ["data=none", "trainer.max_epochs=2", *saved], f"shapeless-{len(saved[0])}"
+    whole = train("Shapeless", f"run={run}", *options)
     assert whole["test_loss"] > 0
-    rows = logged_by_epoch("shapeless")
-    assert [*rows] == [("5", "val_loss"), ("5", "train_loss"), ("10", "val_loss"), ("10", "train_loss")]
-    crash_at(7)
+    rows = logged_by_epoch(run)
+    assert {step for step, name in rows if name == "train_loss"} == {"5", "10"}
+    crash_at(9)
     with pytest.raises(Crash):
-        train("Shapeless", "run=shapeless-again", *options)
+        train("Shapeless", f"run={run}-again", *options)
     crash_at(-1)
-    assert train("Shapeless", "run=shapeless-again", *options, "resume=auto")["test_loss"] == whole["test_loss"]
-    assert logged_by_epoch("shapeless-again") == pytest.approx(rows)  # the mean of the whole second epoch
-    found = lockstep.predict(["run=shapeless", "input=test", f"output={tmp_path}/a.csv", CPU])
+    assert train("Shapeless", f"run={run}-again", *options, "resume=auto")["test_loss"] == whole["test_loss"]
+    assert logged_by_epoch(f"{run}-again") == pytest.approx(rows)  # the mean of the whole second epoch
+    found = lockstep.predict([f"run={run}", "input=test", f"output={tmp_path}/a.csv", CPU])
     assert found["count"] == 40
 
 

@@ -54,6 +54,9 @@ class ModuleHooks(Callback):
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.work.before_step(batch)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -61,7 +64,8 @@ class ModuleHooks(Callback):
             self.log_means(trainer, pl_module)
 
     def log_means(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.strategy.means.log(pl_module)  # type: ignore[attr-defined]
+        if hasattr(pl_module, "mean"):  # which has all processes communicate
+            trainer.strategy.means.log(pl_module)  # type: ignore[attr-defined]
 
     on_validation_epoch_end = on_test_epoch_end = log_means
 

@@ -6,6 +6,7 @@ All are files of torch.save, so they load with weights_only=True, and a zip chec
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -205,7 +206,8 @@ def load_module_weights(module: Any, path: Path) -> None:
 
 def materialize(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Gives lazy layers the shapes of their saved weights."""
-    lazy = [name for name, value in module.state_dict(keep_vars=True).items() if is_lazy(value) and name in saved]
+    every = chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, value in every if is_lazy(value) and name in saved]
     if lazy:
         module.load_state_dict({name: saved[name] for name in lazy}, strict=False)
 

@@ -291,7 +291,7 @@ class DataSet:
         return self.open_part("test")
 
     def samples(self, part: str) -> Any:
-        return self.evaluation_sets[part] if part in self.evaluation_sets else getattr(self, part)
+        return self.evaluation_sets[part] if "/" in part else getattr(self, part)
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
@@ -383,14 +383,15 @@ class DataSet:
     @property
     def bytes_in_memory(self) -> int | None:
         """Size of in-memory data; None if workers read the samples one by one."""
-        parts = [part for part in (self.train, self.val, self.test, *self.evaluation_sets.values()) if part is not None]
+        sets = (self.evaluation_sets or {}).values()
+        parts = [part for part in (self.train, self.val, self.test, *sets) if part is not None]
         return sum(part.nbytes for part in parts) if all(isinstance(part, Arrays) for part in parts) else None
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content. A run resumes only on the same data."""
         digest = hashlib.sha256()
-        for part in (self.train, self.val, self.test, *self.evaluation_sets.values()):
+        for part in (self.train, self.val, self.test, *(self.evaluation_sets or {}).values()):
             digest.update(content_of(part) if part is not None else b"none")
         return digest.hexdigest()
 

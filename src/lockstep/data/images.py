@@ -302,7 +302,9 @@ class Images(DataSet):
         made.frame = self.eval_frame
         vars(made).pop("preprocessing", None)
         vars(made).update({part: decoded_as(getattr(self, part), frame=made.frame) for part in PARTS})
-        made.evaluation_sets = {n: decoded_as(each, frame=made.frame) for n, each in self.evaluation_sets.items()}
+        made.evaluation_sets = {
+            n: decoded_as(each, frame=made.frame) for n, each in (self.evaluation_sets or {}).items()
+        }
         return made
 
     @property

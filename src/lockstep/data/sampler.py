@@ -288,13 +288,14 @@ PARTS = ("train", "val", "test")
 
 def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
     """Of the further evaluation sets, whole. Raises UserError: the name of one says not when it is evaluated, or it is empty."""
-    sets = {part: length(dataset, part) for part in dataset.evaluation_sets}
+    names = re.compile("(val|test)/(?!(?:raw|loss|count)$)[^/]+")
+    sets = {n: length(dataset, n) if names.fullmatch(n) else 0 for n in dataset.evaluation_sets or ()}
     raise_problems(
-        f"evaluation_sets: {part!r} is no name of a set with samples. Name it val/<name> or test/<name>, and give it some."
-        for part, count in sets.items()
-        if not count or not re.fullmatch("(val|test)/[^/]+", part)
+        f"evaluation_sets: {name!r} is no name of a set with samples. Name it val/<name> or test/<name>, and give it some."
+        for name, count in sets.items()
+        if not count
     )
-    return {part: Split(total=count, first=0, count=count) for part, count in sets.items()}
+    return {name: Split(total=count, first=0, count=count) for name, count in sets.items()}
 
 
 def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:

@@ -251,13 +251,13 @@ class Writer(pl.Callback):
         """Keeps the pictures and curves of the samples that the gallery may show, as a page has them: a set of images is large."""
         try:
             described = task.describe(*outputs)
+            found = [{n: v for n, v in facts.items() if isinstance(v, Lines | Picture)} for facts in described]
+            new = [(*place, facts) for place, facts in zip(places, found, strict=True) if facts]
         except Exception as e:
             self.task = None  # for the next batch the same
             if e.args != ("target",):  # which files do not have
                 warn(f"the gallery lacks pictures and curves: `describe` failed: {type(e).__name__}: {e}")
             return
-        found = [{n: v for n, v in facts.items() if isinstance(v, Lines | Picture)} for facts in described]
-        new = [(*place, facts) for place, facts in zip(places, found, strict=True) if facts]
         kept = heapq.nsmallest(KEPT, [*self.drawn, *new], itemgetter(0))
         self.drawn = [(at, index, v if isinstance(v, str) else json.dumps(encoded(v))) for at, index, v in kept]
 

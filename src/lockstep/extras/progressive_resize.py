@@ -14,6 +14,8 @@ from lockstep.data.places import spatial
 from lockstep.errors import UserError
 from lockstep.training.arithmetic import steps_done, total_steps
 
+ENDLESS = "it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>"
+
 
 @dataclass(eq=False)
 class ProgressiveResize(Checked, Callback):
@@ -62,16 +64,21 @@ class ProgressiveResize(Checked, Callback):
         if batch["input"].dim() != 4 or spatial(batch, nested=True).keys() != spatial(batch).keys():
             raise UserError("it resizes images and masks only. Remove it")
         if math.isinf(steps):
-            raise UserError("it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>")
+            raise UserError(ENDLESS)
         return self.resized(batch, 0.0)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raises UserError: the module gets tuples."""
+        if stage == "fit" and not getattr(pl_module, "named_batches", False):
+            raise UserError(
+                f"callbacks.progressive_resize resizes `input` of named batches, and {type(pl_module).__name__} gets tuples. Set named_batches = True in "
+                "the class, or remove the callback."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps = total_steps(trainer)
+        if math.isinf(self.steps):
+            raise UserError(f"callbacks.progressive_resize: {ENDLESS}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not isinstance(batch, dict):
-            raise UserError(
-                f"callbacks.progressive_resize resizes `input` of named batches, and {type(pl_module).__name__} gets a {type(batch).__name__}. Set "
-                "named_batches = True in the class, or remove the callback."
-            )
         batch.update(self.resized(batch, steps_done(trainer) / self.steps))

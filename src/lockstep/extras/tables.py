@@ -151,7 +151,11 @@ def target_check(about: Mapping[str, Any]) -> Check:
 def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead: str) -> InputFiles:
     """The files that `given` names, read by the class of a run's `data`. Raises UserError: it reads no files, or there are none."""
     kind: Any = target_of(data._target_, "data")
-    if getattr(kind, "read", DataSet.read) is DataSet.read:
+    if not hasattr(kind, "for_files"):
+        raise UserError(
+            f"input={given} needs a data set that describes itself, and data={title(data)} has its own dataloaders: {instead}, or input=predict."
+        )
+    if kind.read is DataSet.read:
         raise UserError(
             f"input={given}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
         )

@@ -1,6 +1,6 @@
 """What a run knows of its batches: of dataloaders that a user brings, or of a data set whose batches Lockstep makes."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from itertools import count
 from typing import Any
@@ -37,6 +37,7 @@ class Loaders:
     position: tuple[str, ...] = ("divided",)  # what a checkpoint holds of them to continue from
     size: int | None = None  # of a global batch, if it is known before training
     paths: Any = None  # of the samples that are predicted, if they are files
+    sets: Sequence[str] = ()  # names of further evaluation sets
 
     def __init__(self, data: Any, module: pl.LightningModule) -> None:
         self.data, self.module = data, module
@@ -144,8 +145,9 @@ class DataSetLoaders(Loaders):
     divided = True  # type: ignore[assignment]
 
     def __init__(self, data: DataModule, module: pl.LightningModule) -> None:
-        super().__init__(data, module)
-        self.size = data.batch_size
+        self.data, self.module, self.attached, self.holder = data, module, data, data
+        self.size, self.sets = data.batch_size, [*data.sets]
+        data.fills = False  # a task sets it
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class DataSetLoaders(Loaders):
 
     def begin(self, trainer: pl.Trainer) -> None:
         if not self.data.fills:
-            for split in (self.data.val_split, self.data.test_split):
+            for split in (self.data.val_split, self.data.test_split, *self.data.sets.values()):
                 require_one_each(split.count, trainer.world_size)
 
     def rows(self, trainer: pl.Trainer, batch_idx: int) -> range:

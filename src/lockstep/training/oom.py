@@ -94,12 +94,12 @@ def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool | None:
     module, copies, strategy = work.module, None, trainer.strategy
     try:
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
-        for optimizer in work.steps_alone(trainer, micro_batch):
+        if (steps := work.steps_alone(trainer, micro_batch)) is None:
+            return None
+        for optimizer in steps:
             # the copy that checkpoints are written from
             if strategy.root_device.type == "cpu" and getattr(strategy.checkpoint_io, "thread", None):
                 copies = copies or copy.deepcopy((module.state_dict(), optimizer.state_dict()))
-    except NotImplementedError:
-        return None
     except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
         log.info("a micro-batch of %s: %s: %s", micro_batch, type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)

@@ -74,6 +74,7 @@ class Parts:
     test_panels: TestPanels | None = None  # of the test at the end of a run
     call_net: Callable[..., Any] | None = None
     began: bool = False  # whether this process has computed a training batch
+    current: str = ""  # the further evaluation set of this batch
     step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # in training, during an evaluation
 
@@ -101,9 +102,7 @@ class Task(Module):
     named_batches = True
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
-    names: ClassVar[str] = (
-        "classes"  # the key of `about` that names the values of an output, and of a metric with several
-    )
+    names: ClassVar[str] = "classes"  # the key of `about` that names the values of outputs and metrics
     titles: ClassVar[Mapping[str, tuple[str, str]]] = {}  # of curves in the report: title and unit by metric, or `loss`
     # What makes predictions of outputs, for exported networks: softmax, next_token, sigmoid or identity. A class with other
     # `predictions` sets its own; None: an exported network returns its outputs as they are.
@@ -134,6 +133,11 @@ class Task(Module):
                 "those of a table are texts, or numbers from 0."
             )
         self.about = about
+
+    @property
+    def stage(self) -> str:
+        """Or the name of the further evaluation set that is evaluated, such as val/night."""
+        return (vars(self).get("parts") and self.parts.current) or super().stage
 
     @property
     def value_names(self) -> Sequence[Any]:
@@ -247,9 +251,6 @@ class Task(Module):
         """Without the network and what the run gave."""
         return copy.deepcopy(self, {id(self.net): None, id(self.parts): None})
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        cast(Any, self.trainer.strategy).before_step(batch)
-
     def on_validation_model_eval(self) -> None:
         self.parts.modes = [(module, module.training) for module in self.modules()]
         super().on_validation_model_eval()
@@ -338,7 +339,8 @@ class Task(Module):
     def evaluation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Updates the metrics with real samples; fillers are dropped before the task sees them."""
         parts = self.parts
-        mean_loss, metrics = parts.evaluated[parts.of_stage(self.stage)[dataloader_idx] if dataloader_idx else "val"]
+        parts.current = parts.of_stage(super().stage)[dataloader_idx] if dataloader_idx else ""
+        mean_loss, metrics = parts.evaluated[parts.current or "val"]
         output = self(batch)
         whole = evaluation_loss(self, output, batch)
         if not batch["count"]:
@@ -355,6 +357,7 @@ class Task(Module):
     validation_step = test_step = evaluation_step
 
     def log_evaluation(self, stage: str) -> None:
+        self.parts.current = ""
         for part in self.parts.of_stage(stage):
             mean_loss, metrics = self.parts.evaluated[part]
             with of_all_processes([mean_loss, *metrics.values()]):

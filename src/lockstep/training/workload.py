@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -132,13 +132,17 @@ class Workload:
         """The largest value that a logged metric can have."""
         return math.inf
 
-    def steps_alone(self, trainer: pl.Trainer, size: int) -> Iterator[Optimizer]:
-        """The optimizer after each of two steps with micro-batches of that size in this process alone. They change the weights.
+    def before_step(self, batch: Any) -> None:
+        """Before each micro-batch of training."""
 
-        Raises:
-            NotImplementedError: they are the module's own.
-        """
-        raise NotImplementedError
+    def dry_run(self, trial: Callable[["TaskWorkload"], list[str]]) -> list[str] | None:
+        """What an evaluation will log, found out by `trial`; None where Lightning's sanity check tries it."""
+        return None
+
+    def steps_alone(self, trainer: pl.Trainer, size: int) -> Iterator[Optimizer] | None:
+        """The optimizer after each of two steps with micro-batches of that size in this process alone, which change the weights. None: they
+        are the module's own."""
+        return None
 
     def problems(self, settings: Settings) -> Iterator[str]:
         """What the module and the data define but would be ignored, or cannot do."""
@@ -186,6 +190,12 @@ class TaskWorkload(Workload):
             f"task: predictions have about 3 significant digits in {precision}; with trainer.precision=bf16-mixed, 7"
         )
         return [rounded] if self.task.float32_head and precision in ("bf16-true", "16-true") else []
+
+    def before_step(self, batch: Any) -> None:
+        cast(Any, self.module.trainer.strategy).before_step(batch)
+
+    def dry_run(self, trial: Callable[["TaskWorkload"], list[str]]) -> list[str]:
+        return trial(self)
 
     def steps_alone(self, trainer: pl.Trainer, size: int) -> Iterator[Optimizer]:
         module, device = self.module, trainer.strategy.root_device
