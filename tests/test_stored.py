@@ -2,6 +2,10 @@
 
 # stored/0.1/task was killed after step 17 of 24, between two rows of the log; its last checkpoint has 15 steps. It was made by
 #   python train.py run=task <OPTIONS>       at 0048f8e5, the last version in which a task was held by a TaskModule
+# The others ended after step 15, at f373af13, the last version whose config was untyped:
+#   python train.py run=sharded <OPTIONS> <SHORT> strategy=fsdp trainer.devices=2 checkpoint.sharded=true
+#   python train.py -m run=sweep <OPTIONS> <SHORT> optim.lr=0.01,0.03      without the checkpoint of the first job
+#   python train.py run=module <MODULE>
 
 import csv
 import json
@@ -19,6 +23,18 @@ OPTIONS = [
     "trainer.accelerator=cpu", "data.source=embedded", "data.image_size=6", "data.batch_size=16", "data.limit_train=192", "optim=sgd", "optim.lr=0.02",
     "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.precision=32-true", "checkpoint.every_n_steps=5",
 ]  # fmt: skip
+SHORT = ["schedule=constant", "task.monitor=null"]
+MODULE = [
+    "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.log_every_n_steps=4", "checkpoint.every_n_steps=5", "task=lightning_module",
+    "data=none", "task._target_=lightning.pytorch.demos.boring_classes.BoringModel",
+]  # fmt: skip
+PROJECT = '[project]\nname = "stored"\nversion = "0"\n\n[tool.lockstep]\npackages = ["lightning"]\n'
+TWO = ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true"]
+LATER = {
+    "module": MODULE,
+    "sweep/1": [*OPTIONS, *SHORT, "optim.lr=0.03"],
+    "sharded": [*OPTIONS, *SHORT, *TWO],
+}
 COLUMNS = "step", "train/loss", "train/lr", "val/loss", "val/acc", "test/loss", "test/acc"
 
 
@@ -26,6 +42,7 @@ COLUMNS = "step", "train/loss", "train/lr", "val/loss", "val/acc", "test/loss", 
 def stored(tmp_path, monkeypatch) -> Path:
     """A copy of the stored runs, in the folder that this process works in."""
     monkeypatch.chdir(tmp_path)
+    Path("pyproject.toml").write_text(PROJECT)
     shutil.copytree(STORED, "runs")
     return tmp_path / "runs"
 
@@ -56,3 +73,24 @@ def test_a_stored_run_is_evaluated_predicts_and_loads(stored):
     assert lockstep.predict(["run=task", "input=test", "trainer.accelerator=cpu"])["count"] == 1000
     assert lockstep.load_model("task")(torch.zeros(2, 1, 6, 6)).shape == (2, 10)
     assert lockstep.load_report("task")["status"] == json.loads((stored / "task/report.json").read_text())["status"]
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `.*_dataloader` but have no", "ignore:.*sync_dist=True")
+@pytest.mark.parametrize("run", ["module", "sweep/1", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_a_stored_run_of_every_kind_goes_on_and_is_evaluated(run, stored, forked):
+    report = lockstep.train([f"run={run}", "resume=auto", "trainer.max_steps=24"])
+    whole = lockstep.train(["run=whole", *LATER[run], "trainer.max_steps=24"])
+    assert (report["status"], report["restarts"], report["train/steps"]) == ("done", 1, 24)
+    weights, expected = (lockstep.load_model(name).state_dict() for name in (run, "whole"))
+    assert list(weights) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4)
+    found = lockstep.evaluate([f"run={run}", "trainer.accelerator=cpu", "strategy=single", "trainer.devices=1"])
+    tested = {name: value for name, value in report.items() if name.startswith("test/")}
+    assert {name: found[name] for name in tested} == pytest.approx(tested, rel=1e-3)
+    assert not whole.keys() - report.keys()
+
+
+def test_the_table_of_a_stored_sweep(stored, capsys):
+    assert [row["status"] for row in (lockstep.load_report(f"sweep/{job}") for job in (0, 1))] == ["done", "done"]
+    assert lockstep.load_report("sweep/0").settings["optim.lr"] == 0.01
