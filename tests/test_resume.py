@@ -167,14 +167,17 @@ def test_a_recipe_that_is_typed_again_keeps_the_normalisation_of_the_run(run_a):
 
 
 @pytest.mark.slow
-def test_a_run_from_weights_can_be_typed_again(train, run_a, crash_at):
+def test_a_run_from_weights_can_be_typed_again(train, run_a, crash_at, capsys):
     best = state(f"a/{run_a['checkpoint']}")
     common = ["init_from=a", "optim=sgd", "optim.lr=0", "trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
     train("run=whole", *common)
     for step in (3, 14):  # before and after its first checkpoint
         crash_at(step)
+        capsys.readouterr()
         with pytest.raises(Crash):
             train("run=x", "resume=auto", *common)
+        told = "runs/x has no checkpoint yet: training starts from step 0."
+        assert (told in capsys.readouterr().err) == (step == 14)
     assert report("x")["resumed_from"] is None
     crash_at(-1)
     assert same(state("x/checkpoints/last.ckpt")["state_dict"], best["state_dict"])

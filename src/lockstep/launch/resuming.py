@@ -163,6 +163,8 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
             raise UserError(
                 f"{place} has no checkpoint, so resume=auto would train it from the start, although {why}. Put its checkpoints back, or rerun the first command with a different run=<name>."
             )
+        if before.has_config() and Settings.of(cfg).world.rank == 0:
+            warn(f"{place} has no checkpoint yet: training starts from step 0.")
         cfg.resume = None
         return same_identity(from_weights(cfg), before)
     before.validate()

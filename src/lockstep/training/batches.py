@@ -72,9 +72,8 @@ class Loaders:
     def notes(self) -> list[str]:
         """What limits the promises, or is ignored."""
         notes, name = [note for loader in self.training for note in loader.notes], type(self.module).__name__
-        if self.attached and (
-            idle := [hook for hook in HOOKS if is_overridden(hook, self.module)]
-        ):  # as under Lightning
+        idle = [hook for hook in HOOKS if self.attached and is_overridden(hook, self.module)]  # as under Lightning
+        if idle:
             notes.append(f"{name}'s {idle[0]} is not used: {type(self.data).__name__} provides the batches")
         if len(self.training) > 1 and self.training[0].division.parts > 1:
             notes.append(SEVERAL)
