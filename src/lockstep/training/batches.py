@@ -88,8 +88,7 @@ class Loaders:
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Before the Trainer asks for a loader."""
-        for part in STAGE_OF:
-            hook = f"{part}_dataloader"
+        for hook in (f"{part}_dataloader" for part in STAGE_OF):
             draw_apart(self.holder, hook, partial(key_of_loader, trainer, hook))
 
     def rows(self, trainer: pl.Trainer, batch_idx: int) -> range | None:
