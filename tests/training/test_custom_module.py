@@ -78,7 +78,7 @@ def train(project, mnist, cache):
     ("Small +callbacks.steps._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler +callbacks.steps.scheduling={0:1}",
      ["GradientAccumulationScheduler changes how many micro-batches a global batch has. Set trainer.accumulate_grad_batches="]),
     ("Small data=none", ["data=none has no batches, and Small has no train_dataloader. Add it to the module, or name the data"]),
-    ("Small data=own data._target_=odd.Data", ["data._target_=odd.Data is a LightningDataModule, and takes no batch_size, eval_batch_size", "Set data=none"]),
+    ("Small data=own data._target_=odd.Data", ["data._target_=odd.Data is a LightningDataModule, and takes no batch_size, eval_batch_size", "Pass data=none data._target_=odd.Data"]),
     ("Small +task.widht=3", ["task.widht is not an argument of odd.Small (did you mean width?)"]),
     ("Small task.monitor=valid_loss", ["checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Set task.monitor=null."]),
     ("Small trainer.sync_batchnorm=true", ["trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"]),

@@ -148,10 +148,11 @@ def data(settings: Settings) -> Iterator[str]:
         if not is_shipped(node):
             yield from wrong_values(settings.cfg, [f"data.{key}" for key in ENGINE_DATA])
         return
-    left = not_its_own(node)
-    if len(left) > 2:
-        yield f"data._target_={node['_target_']} is a LightningDataModule, and takes no {', '.join(left)}. Set data=none, which has no keys, and add its own ones."
-        node = {key: value for key, value in node.items() if key not in left}
+    if (
+        len(left := not_its_own(node)) > 2
+    ):  # of the data set that was chosen before; one sentence instead of one for each
+        yield f"data._target_={node['_target_']} is a LightningDataModule, and takes no {', '.join(left)}. Pass data=none data._target_={node['_target_']}, and its own arguments as +data.<name>=<value>."
+        return
     yield from problems(node, "data")
     if settings.operations:
         yield f"augment.{next(iter(settings.operations))} has no effect: {node['_target_']} makes its own batches. Set augment=none."
@@ -194,10 +195,8 @@ def own_module(settings: Settings) -> Iterator[str]:
     """Groups and keys that a LightningModule as the task does not use."""
     cfg, name = settings.cfg, settings.title("task")
     if groups := [group for group in ("model", "optim", "schedule") if cfg[group]]:
-        yield (
-            f"{', '.join(groups)} would have no effect: {cfg.task._target_} has its own. "
-            f"Set {' '.join(f'{group}=none' for group in groups)}, or begin its config with defaults: [lightning_module]."
-        )
+        options = [f"{group}=none" for group in groups] if "replaces" in cfg.task else ["task=lightning_module"]
+        yield f"{', '.join(groups)} would have no effect: {cfg.task._target_} has its own. Set {' '.join(options)}, or begin its config with defaults: [lightning_module]."
     for operation in (key for key, each in settings.operations.items() if getattr(each, "mixes", False)):
         yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Remove it: ~augment.{operation}."
     if cfg.task.get("metrics"):
