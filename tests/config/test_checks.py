@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from shipped_data import shipped
 
 from lockstep import CONFIGS
-from lockstep.config.checks import OWNED, check
+from lockstep.config.checks import advice, check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted, explain, fixed_keys, tried_alone
 from lockstep.config.instantiate import ENGINE, SPECIAL
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, RECIPES, wrong_values
@@ -65,8 +65,8 @@ def test_every_argument_of_the_trainer_can_be_set_or_says_what_decides_it():
 
     arguments = {f"trainer.{name}" for name in inspect.signature(Trainer.__init__).parameters if name != "self"}
     listed = {f"trainer.{name}" for name in yaml.safe_load((CONFIGS / "trainer/default.yaml").read_text())}
-    assert arguments <= listed | set(OWNED)
-    assert not listed & set(OWNED)
+    assert arguments <= listed | set(advice()["owned"])
+    assert not listed & set(advice()["owned"])
 
 
 def test_every_key_of_a_shipped_component_and_of_a_closed_group_has_a_check():

@@ -1,8 +1,11 @@
 """Every check of a config without torch, whose problems are reported together, and those that need the classes of the user."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,26 +25,19 @@ from lockstep.config.settings import Settings
 from lockstep.config.targets import foreign_names, target_of, unnamed, written_arguments
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean
+from lockstep.run import LOADER
 
 # --- Whether a config has the groups, classes and keys that the engine reads, and no others ---
 
 TRAINED = ("train/loss", "train/lr")  # what the training of every task logs
 MEASURED = ("_per_s", "_memory_gib")  # endings of metrics that depend on the data's unit or on the device
-# Arguments of Lightning's Trainer that Lockstep sets from other keys.
-OWNED = {
-    "trainer.strategy": "choose it with strategy=ddp",
-    "trainer.logger": "choose loggers with logger=[csv,wandb]",
-    "trainer.callbacks": "choose callbacks with callbacks=[default,ema]",
-    "trainer.plugins": "the strategy and the precision set them; see src/lockstep/build_trainer.py",
-    "trainer.default_root_dir": "name the run directory with run=<name>",
-    "trainer.fast_dev_run": "use debug=one_batch, which leaves a report and a checkpoint",
-    "trainer.overfit_batches": "use debug=overfit",
-    "trainer.use_distributed_sampler": "Lockstep's own sampler always distributes the batches",
-    "trainer.barebones": "use logger=csv callbacks=[] trainer.enable_progress_bar=false",
-    "trainer.model_registry": "not used by this project",
-    "trainer.limit_predict_batches": "nothing predicts in training",
-    "trainer.enable_autolog_hparams": "the whole config is logged",
-}
+
+
+@cache
+def advice() -> dict[str, dict[str, str]]:
+    """What to type in place of keys that Lockstep sets itself (`owned`), of `keys` of other tools, and of unknown `options` by group."""
+    table: dict[str, dict[str, str]] = yaml.load(Path(__file__).with_name("advice.yaml").read_text(), LOADER)
+    return table
 
 
 def missing_keys(node: Mapping[Any, Any], group: str = "") -> Iterator[str]:
@@ -92,8 +88,8 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
     for group, node in {"": cfg, **closed}.items():
         known = [*(key for key in KEYS if key.rpartition(".")[0] == group), *(() if group else GROUPS)]
         for key in (f"{group}.{name}".lstrip(".") for name in node):
-            if key in OWNED:
-                yield f"{key} cannot be set: {OWNED[key]}."
+            if key not in known and (why := advice()["owned"].get(key)):
+                yield f"{key} cannot be set: {why}."
             elif key not in known:
                 yield f"{key} is not a key of this project{did_you_mean(key, known)}."
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import CONFIGS
-from lockstep.config.checks import OWNED, check
+from lockstep.config.checks import advice, check
 from lockstep.config.project import command, config_folders
 from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, RECIPES, SEVERAL
 from lockstep.config.settings import sweep_name
@@ -206,15 +206,15 @@ def nearest_key(key: str, more: Sequence[str] = ()) -> str:
     group, _, name = key.rpartition(".")
     known = [each.rpartition(".") for each in (*KEYS, *GROUPS)]
     near = [f"{g}.{n}".lstrip(".") for g, _, n in known
-            if (g == group and did_you_mean(name, [n])) or (n == name and did_you_mean(group, [g]))] + [*more]  # fmt: skip
+            if (g == group and did_you_mean(name, [n])) or (n == name and (not group or did_you_mean(group, [g])))] + [*more]  # fmt: skip
     return f"did you mean {max(near, key=lambda k: SequenceMatcher(None, k, key).ratio())}? " if near else ""
 
 
 def message(error: BaseException, override: str) -> str:
     """Hydra's or OmegaConf's error about one override, on one line."""
-    key, text = key_of(override), f"{error} {error.__cause__ or ''}"
-    if key in OWNED:
-        return f"{key} cannot be set: {OWNED[key]}."
+    key, text, value = key_of(override), f"{error} {error.__cause__ or ''}", override.partition("=")[2]
+    if why := advice()["owned"].get(key):
+        return f"{key} cannot be set: {why}."
     if not key:
         return f"{override} names no key. Pass <key>=<value>; {command('train')} --help shows all."
     if "@" in (name := override.partition("=")[0]):
@@ -222,6 +222,8 @@ def message(error: BaseException, override: str) -> str:
     if key in GROUPS and override.startswith("~"):
         return f"{override}: {key} is not in the config then, and the engine reads it. Choose an option, {key}=<name>."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
+        if instead := advice()["keys"].get(key):
+            return f"{key} is not a key of this project. Pass {instead.format(value=value)}."
         near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]
         if key in KEYS:
@@ -233,11 +235,11 @@ def message(error: BaseException, override: str) -> str:
         return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."
     absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
     if absent and is_group(f"{absent.group(1)}="):
-        group, option = absent.groups()
-        known = options(group)
-        return f"{override}: {group} has no {option}; use one of {', '.join(known)}{did_you_mean(option, known)}."
+        option = absent[2] if absent[1] == key else value  # which may be a path
+        known, more = options(key), advice()["options"].get(key, "").format(value=option)
+        return f"{override}: {key} has no {option}; use one of {', '.join(known)}{did_you_mean(option, known)}. {more}".rstrip()
     if "token recognition error" in text:  # Hydra's grammar
-        return f"{override}: this value needs quotes for Hydra and for the shell. Set '{key}=\"{override.partition('=')[2]}\"'."
+        return f"{override}: this value needs quotes for Hydra and for the shell. Set '{key}=\"{value}\"'."
     return f"{override}: {' '.join(str(error).split())}"
 
 

@@ -1,0 +1,54 @@
+"""What users of other tools type leads to the key here: each suggestion is a command that composes."""
+
+import pytest
+
+from lockstep.config import compose
+from lockstep.config.checks import advice
+from lockstep.errors import UserError
+
+VALUES = {
+    "optim={value}": "adam", "schedule={value}": "cosine", "data={value}": "cifar10", "model={value}": "resnet50d", "logger=[csv,{value}]": "wandb",
+    "trainer.accelerator={value}": "cpu",
+}  # fmt: skip
+WORDS = (" to continue", ", or ", ", the global")  # after what is typed
+
+
+def told(override: str) -> str:
+    with pytest.raises(UserError) as error:
+        compose.composed("train", [override])
+    (problem,) = error.value.problems
+    return problem
+
+
+@pytest.mark.parametrize(("key", "instead"), advice()["keys"].items())
+def test_a_key_of_another_tool_leads_to_a_command_that_composes(key, instead):
+    value = VALUES.get(instead, "1")
+    typed = instead.format(value=value)
+    assert told(f"{key}={value}") == f"{key} is not a key of this project. Pass {typed}."
+    if not instead.startswith(("nothing", "the network")):
+        for words in WORDS:
+            typed = typed.partition(words)[0]
+        compose.composed("train", typed.replace("<name>", "resnet18").replace("<steps>", "5").split())
+
+
+@pytest.mark.parametrize(("typed", "key"), [
+    ("lr=0.1", "optim.lr"), ("batch_size=32", "data.batch_size"), ("max_epochs=5", "trainer.max_epochs"), ("devices=2", "trainer.devices"),
+    ("precision=16", "trainer.precision"), ("num_workers=4", "data.num_workers"), ("weight_decay=0.1", "optim.weight_decay"),
+    ("momentum=0.9", "optim.momentum"), ("accumulate_grad_batches=4", "trainer.accumulate_grad_batches"),
+    ("gradient_clip_val=1", "trainer.gradient_clip_val"), ("label_smoothing=0.1", "task.label_smoothing"),
+])  # fmt: skip
+def test_a_key_without_its_group_leads_to_the_one_within(typed, key):
+    assert f"did you mean {key}? " in told(typed)
+
+
+@pytest.mark.parametrize(("typed", "instead"), [
+    ("model=resnet18", "model=timm model.name=resnet18"), ("data=./photos", "data=folder data.root=./photos"),
+    ("data=imagenet", "data=torchvision data.dataset=imagenet"),
+])  # fmt: skip
+def test_an_unknown_option_leads_to_the_one_that_takes_such_names(typed, instead):
+    assert instead in told(typed)
+    compose.composed("train", instead.split())
+
+
+def test_what_a_list_lacks_is_named_alone():
+    assert "callbacks has no emma; use one of" in told("callbacks=[default,emma]")
