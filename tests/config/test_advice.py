@@ -5,6 +5,7 @@ import pytest
 from lockstep.config import compose
 from lockstep.config.checks import advice
 from lockstep.errors import UserError
+from lockstep.launch.cli import refused_options
 
 VALUES = {
     "optim={value}": "adam", "schedule={value}": "cosine", "data={value}": "cifar10", "model={value}": "resnet50d", "logger=[csv,{value}]": "wandb",
@@ -52,3 +53,17 @@ def test_an_unknown_option_leads_to_the_one_that_takes_such_names(typed, instead
 
 def test_what_a_list_lacks_is_named_alone():
     assert "callbacks has no emma; use one of" in told("callbacks=[default,emma]")
+
+
+@pytest.mark.parametrize(("argv", "typed"), [
+    (["--lr", "0.1"], "optim.lr=<value>"), (["--batch-size=32"], "data.batch_size=<value>"), (["--epochs", "5"], "trainer.max_epochs=<value>"),
+    (["--nosuch"], "nosuch=<value>"),
+])  # fmt: skip
+def test_an_option_with_dashes_leads_to_the_key(argv, typed):
+    assert [*refused_options(argv)] == [f"{argv[0].partition('=')[0]}: keys have no dashes. Pass {typed}."]
+
+
+def test_hydras_options_stay():
+    assert not [
+        *refused_options(["--cfg", "job", "--info", "--hydra-help", "--multirun", "--config-dir=x", "--resolve"])
+    ]

@@ -207,7 +207,7 @@ def nearest_key(key: str, more: Sequence[str] = ()) -> str:
     known = [each.rpartition(".") for each in (*KEYS, *GROUPS)]
     near = [f"{g}.{n}".lstrip(".") for g, _, n in known
             if (g == group and did_you_mean(name, [n])) or (n == name and (not group or did_you_mean(group, [g])))] + [*more]  # fmt: skip
-    return f"did you mean {max(near, key=lambda k: SequenceMatcher(None, k, key).ratio())}? " if near else ""
+    return max(near, key=lambda k: SequenceMatcher(None, k, key).ratio(), default="")
 
 
 def message(error: BaseException, override: str) -> str:
@@ -230,6 +230,7 @@ def message(error: BaseException, override: str) -> str:
             group = key.partition(".")[0]
             return f"{key} is not a key of the chosen {group}. Remove it, or choose another with {group}=<name>."
         meant = nearest_key(key, [".".join(parts)] if parts != key.split(".") else [])
+        meant = meant and f"did you mean {meant}? "
         if not meant and key.partition(".")[0] in (*OPTIONAL, *SEVERAL, "task", "data"):
             meant = f"to add it as an argument of a class, pass +{key}=<value>; "
         return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."

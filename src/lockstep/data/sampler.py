@@ -290,11 +290,8 @@ def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
     """Of the further evaluation sets, whole. Raises UserError: the name of one says not when it is evaluated, or it is empty."""
     names = re.compile("(val|test)/(?!(?:raw|loss|count)$)[^/]+")
     sets = {n: length(dataset, n) if names.fullmatch(n) else 0 for n in dataset.evaluation_sets or ()}
-    raise_problems(
-        f"evaluation_sets: {name!r} is no name of a set with samples. Name it val/<name> or test/<name>, and give it some."
-        for name, count in sets.items()
-        if not count
-    )
+    words = "is no name of a set with samples. Name it val/<name> or test/<name>, and give it some."
+    raise_problems(f"evaluation_sets: {name!r} {words}" for name, count in sets.items() if not count)
     return {name: Split(total=count, first=0, count=count) for name, count in sets.items()}
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lockstep import CONFIGS, PACKAGE
-from lockstep.config import compose, project
+from lockstep.config import checks, compose, project
 from lockstep.config.schema import wrong_values
 from lockstep.config.settings import Settings, folder_of
 from lockstep.errors import RunFailed, UserError, chain, raise_problems
@@ -135,6 +136,10 @@ def command(job: Job, argv: list[str]) -> None:
         raise RunFailed("the failed process printed the reason", max(outcome))
 
 
+# Hydra's options; those that are not possible have a message of their own
+HYDRAS = re.compile("(hydra_)?help|version|cfg|resolve|package|(multi)?run|shell_.*|config_.*|info|experimental_.*")
+
+
 def refused_options(argv: list[str]) -> Iterator[str]:
     """Options and keys of Hydra that would run another config, or have no effect."""
     multirun = {"-m", "--multirun"} & set(argv)
@@ -142,6 +147,10 @@ def refused_options(argv: list[str]) -> Iterator[str]:
         name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
         if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
             yield f"{name} cannot be set: each command has its own config. Pass experiment=<name>, with --config-dir=<folder> for your own."
+        key = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and not HYDRAS.fullmatch(key):  # as with argparse
+            instead = checks.advice()["keys"].get(key, f"{compose.nearest_key(key) or key}={{value}}")
+            yield f"{name}: keys have no dashes. Pass {instead.format(value='<value>')}."
         if name == "debug_rank" and multirun:
             yield f"{arg}: jobs of a multirun have no terminal. Run one job, without -m."
         if name == "hydra.mode":
