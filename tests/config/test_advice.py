@@ -1,6 +1,7 @@
 """What users of other tools type leads to the key here: each suggestion is a command that composes."""
 
 import pytest
+from hydra.errors import HydraException
 
 from lockstep.config import compose
 from lockstep.config.checks import advice
@@ -21,15 +22,33 @@ def told(override: str) -> str:
     return problem
 
 
-@pytest.mark.parametrize(("key", "instead"), advice()["keys"].items())
-def test_a_key_of_another_tool_leads_to_a_command_that_composes(key, instead):
-    value = VALUES.get(instead, "1")
-    typed = instead.format(value=value)
-    assert told(f"{key}={value}") == f"{key} is not a key of this project. Pass {typed}."
-    if not instead.startswith(("nothing", "the network")):
-        for words in WORDS:
-            typed = typed.partition(words)[0]
-        compose.composed("train", typed.replace("<name>", "resnet18").replace("<steps>", "5").split())
+def typed_for(instead: str) -> str:
+    return instead.format(value=VALUES.get(instead, "1"))
+
+
+@pytest.mark.parametrize("key", ["epochs", "trainer.gpus", "model.name", "logger.wandb.offline", "ckpt_path"])
+def test_a_key_of_another_tool_leads_to_the_key_here(key):
+    instead = advice()["keys"][key]
+    assert (
+        told(f"{key}={VALUES.get(instead, '1')}") == f"{key} is not a key of this project. Pass {typed_for(instead)}."
+    )
+
+
+def test_each_key_of_another_tool_has_its_sentence():
+    absent = HydraException("Key 'x' is not in struct")  # as Hydra says it of each: composing all takes a minute
+    for key, instead in advice()["keys"].items():
+        said = compose.message(absent, f"{key}={VALUES.get(instead, '1')}")
+        assert said == f"{key} is not a key of this project. Pass {typed_for(instead)}."
+
+
+@pytest.mark.parametrize(
+    "instead", sorted({i for i in advice()["keys"].values() if not i.startswith(("nothing", "the network"))})
+)
+def test_each_suggestion_composes(instead):
+    typed = typed_for(instead)
+    for words in WORDS:
+        typed = typed.partition(words)[0]
+    compose.composed("train", typed.replace("<name>", "resnet18").replace("<steps>", "5").split())
 
 
 @pytest.mark.parametrize(("typed", "key"), [
