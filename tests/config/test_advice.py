@@ -2,6 +2,7 @@
 
 import pytest
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from lockstep.config import compose
 from lockstep.config.checks import advice
@@ -48,7 +49,11 @@ def test_each_suggestion_composes(instead):
     typed = typed_for(instead)
     for words in WORDS:
         typed = typed.partition(words)[0]
-    compose.composed("train", typed.replace("<name>", "resnet18").replace("<steps>", "5").split())
+    words = typed.replace("<name>", "resnet18").replace("<steps>", "5").split()
+    cfg = compose.composed("train", words)
+    for key, _, value in (word.partition("=") for word in words):
+        if not compose.is_group(f"{key}="):
+            assert str(OmegaConf.select(cfg, key)) == value
 
 
 @pytest.mark.parametrize(("typed", "key"), [

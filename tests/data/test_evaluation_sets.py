@@ -197,7 +197,7 @@ def test_torch_datasets_by_name_with_classes_in_another_order():
     held = "_target_: sets.Held"
     report = lockstep.train([
         *OPTIONS[:3], "data=torch", f"data.train={{{held}, count: 24, seed: 0}}", f"data.test={{{held}, count: 6, seed: 1}}",
-        f"+data.evaluation_sets={{test/same: {{{held}, count: 9, seed: 2}}, test/swapped: {{{held}, count: 9, seed: 2, swap: true}}}}",
+        f"data.evaluation_sets={{test/same: {{{held}, count: 9, seed: 2}}, test/swapped: {{{held}, count: 9, seed: 2, swap: true}}}}",
         "data.batch_size=8", *OPTIONS[7:], "run=torch",
     ])  # fmt: skip
     assert report["test/same/loss"] == report["test/swapped/loss"]

@@ -69,9 +69,8 @@ def open_means(
 
 def save_epoch_means(trainer: pl.Trainer) -> dict[str, tuple[float, float]]:
     """For a checkpoint within an epoch: Lightning 2.6.6 forgets what an epoch has logged so far. All processes call it."""
-    _, of_each = open_means(
-        trainer, trainer.fit_loop.epoch_loop._results
-    )  # those of training, also within a validation
+    results = trainer.fit_loop.epoch_loop._results  # those of training, also within a validation
+    _, of_each = open_means(trainer, results)
     every = (*of_each, trainer._logger_connector.before)  # type: ignore[attr-defined]
     keys = dict.fromkeys(key for values in every for key in values)
     return {key: tuple(map(sum, zip(*(v[key] for v in every if key in v), strict=True))) for key in keys}  # type: ignore[misc]
