@@ -8,6 +8,7 @@ trained network on 100 test samples of the run's data, or on --files, before the
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -47,7 +48,14 @@ def main() -> None:
     folder = args.folder or Path("exports") / name
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
     made = export(path, folder, formats, args.files, args.network)
-    print(inline(f"{path} is exported to {made}. Try it: {shell_line('python', f'{folder}/load.py')} <file>"))
+    model = json.loads((made / "model.json").read_text())
+    reads_files = model["inputs"] is None or model["reader"]
+    use = (
+        f"Try it: {shell_line('python', f'{folder}/load.py')} <file>"
+        if reads_files
+        else "Its README.md shows how to call it."
+    )
+    print(inline(f"{path} is exported to {made}. {use}"))
 
 
 if __name__ == "__main__":

@@ -278,11 +278,15 @@ def outputs_without_lockstep(folder: Path, inputs: tuple, place: Path) -> torch.
     return torch.load(made)
 
 
-def test_a_network_within_the_network_is_exported_alone_and_takes_the_same_images(run, place, tmp_path, monkeypatch):
+def test_a_network_within_the_network_is_exported_alone_and_takes_the_same_images(
+    run, place, tmp_path, monkeypatch, capsys
+):
     """By the command, which also takes run=<name>. The encoder is called twice, and its outputs are changed in place."""
     run("pair")
-    monkeypatch.setattr(sys, "argv", ["export.py", "run=pair", "--network", "encoder"])
-    export_script.main()
+    for network, use in (("decoder.layers", "Its README.md shows how to call it."), ("encoder", "load.py <file>")):
+        monkeypatch.setattr(sys, "argv", ["export.py", "run=pair", "--network", network])
+        export_script.main()
+        assert capsys.readouterr().out.rstrip().endswith(use)
     made = Path("exports/pair-encoder").rename(tmp_path / "exported").resolve()
     encoder = lockstep.load_model("pair").encoder
     images = torch.randint(0, 256, (3, 3, 20, 30), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
