@@ -9,16 +9,16 @@ from lockstep import launch
 
 
 def predict(settings: launch.Settings) -> None:
-    """The part of one process. `settings.cfg.predict` says what is asked for; the rest is the run's config, as for eval.py."""
+    """The part of one process. `settings.request` says what is asked for; the rest is the run's config, as for eval.py."""
     from lockstep import build
     from lockstep.extras import prediction
 
     build.process(settings)
     data = prediction.data(settings)
-    work = build.workload(settings, data, weights=settings.cfg.init_from)
+    work = build.workload(settings, data, weights=settings.checkpoint)
     found = prediction.predict(settings, data, work)
-    if found is not None:  # rank 0
-        asked, path = settings.cfg.predict, settings.evaluation_file("predict")
+    if found is not None and settings.request:  # rank 0
+        asked, path = settings.request, settings.evaluation_file("predict")
         result = {"input": asked.input, "output": asked.output, "count": found.count, "broken": found.broken}
         prediction.show_predictions(path, build.evaluation_info(settings), result, asked.gallery)
 

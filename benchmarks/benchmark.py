@@ -36,7 +36,7 @@ from typing import Any
 import measuring
 from measuring import some_of
 
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.data.sampler import val_count
 from lockstep.errors import TrainingFailed, UserError
@@ -152,14 +152,15 @@ def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> Kinds:
 def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
     """Options of all contenders, and a line about them. The data is prepared here, once."""
     overrides = [
-        *RECIPES[args.recipe], f"data.batch_size={args.batch_size}", f"trainer.accelerator={args.device}",
+        *RECIPES[args.recipe], f"loader.batch_size={args.batch_size}", f"trainer.accelerator={args.device}",
         "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false", *["strategy=ddp"] * (args.world > 1),
         *["data.source=embedded"] * args.quick, *([f"data.root={args.data_root}"] if args.data_root else []),
     ]  # fmt: skip
-    cfg = compose_config("train", overrides)
-    data = create_data(cfg.data)
+    cfg = resolve(overrides)
+    assert cfg.loader
+    data = create_data(cfg.data, cfg.loader)
     data.prepare()
-    images = len(data.train) - val_count(len(data.train), cfg.data.val_fraction)
+    images = len(data.train) - val_count(len(data.train), cfg.loader.val_fraction)
     epochs = math.ceil((1 + args.rounds) * args.segment / (images // args.batch_size))  # as many as the turns need
     learned = f"; accuracy after {epochs} epoch(s) of {images:,} images" if args.accuracy else ""
     source = ["data.source=embedded"] if data.source == "embedded" else []

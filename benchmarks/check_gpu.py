@@ -122,7 +122,7 @@ class Checks:
 
     def of_photos(self, pixels: int, batch: int) -> list[str]:
         length = [f"trainer.max_steps={self.steps}", f"trainer.log_every_n_steps={self.steps // 4}", *TEST_ONE]
-        return [*self.photos, f"data.image_size={pixels}", f"data.batch_size={batch}", *length, NO_CHECKPOINTS]
+        return [*self.photos, f"data.image_size={pixels}", f"loader.batch_size={batch}", *length, NO_CHECKPOINTS]
 
 
 def write_photos(folder: Path) -> None:
@@ -172,7 +172,7 @@ def waits(checks: Checks) -> Iterator[str]:
     places: list[list[str]] = []
     for steps in (100, 200):
         name, length = f"waits-{steps}", [f"trainer.max_steps={steps}", f"trainer.log_every_n_steps={steps // 2}"]
-        options = [*checks.mnist, *length, *TEST_ONE, "data.batch_size=16"]
+        options = [*checks.mnist, *length, *TEST_ONE, "loader.batch_size=16"]
         checks.train(name, *options, script=["-W", "always", "-c", WARNING])
         places.append([found[2] for found in PLACE.finditer(checks.output(name))])
     few, many = map(Counter, places)
@@ -183,7 +183,7 @@ def waits(checks: Checks) -> Iterator[str]:
 
 def transforms(checks: Checks) -> Iterator[str]:
     options = [*checks.photos, "data.image_size=32", "augment=[strong,rotate,rand]", RANKS, *FP32]
-    yield from checks.compared("read", options, {"read-by-workers": ["data.num_workers=4"], "read-ddp": DDP})
+    yield from checks.compared("read", options, {"read-by-workers": ["loader.num_workers=4"], "read-ddp": DDP})
     names = {"crop-flip": "[crop,flip]", "strong": "strong", "mixed": "[crop,flip,mixup,cutmix]"}
     ways = {name: [*checks.net, f"augment={augment}"] for name, augment in names.items()}
     yield from checks.speeds(checks.of_photos(min(checks.pixels, 224), 64), ways)

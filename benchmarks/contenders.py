@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 
 from lockstep import build, models
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.datamodule import DataModule
@@ -205,24 +205,25 @@ class Work:
 
     def __init__(self, overrides: list[str], net: nn.Module | None = None) -> None:
         torch.manual_seed(0)
-        cfg = compose_config("train", overrides)
+        cfg = resolve(overrides)
+        assert cfg.loader and cfg.trainer.max_epochs
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
-        self.epochs, self.batch, self.lr = int(cfg.trainer.max_epochs), int(cfg.data.batch_size), float(cfg.optim.lr)
-        data = create_data(cfg.data)
+        self.epochs, self.batch, self.lr = cfg.trainer.max_epochs, cfg.loader.batch_size, float(cfg.optim.get("lr"))
+        data = create_data(cfg.data, cfg.loader)
         data.prepare()
         total = len(data.train)
-        val = val_count(total, cfg.data.val_fraction)
+        val = val_count(total, cfg.loader.val_fraction)
         train = data.train[Split(total, val, total - val).indices(np.arange(total - val))]
         mnist = data.name == "mnist"
         steps = [transforms.ToTensor(), transforms.Normalize(*(MNIST if mnist else IMAGENET))]
-        resized = [] if mnist else [transforms.Resize((cfg.data.image_size, cfg.data.image_size))]
+        resized = [] if mnist else [transforms.Resize((cfg.data.get("image_size"),) * 2)]
         transform = transforms.Compose([*resized, *steps])
         self.train = Images(train["input"], train["target"], transform)
         self.test = Images(data.test.arrays["input"], data.test.arrays["target"], transform)
         if net is None and not mnist:
             import timm  # not in the memory of those that have no use for it
 
-            net = timm.create_model(cfg.model.name, num_classes=10)
+            net = timm.create_model(cfg.model.get("name"), num_classes=10)
         self.net: nn.Module = net or basic_net()
         self.loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if net else F.nll_loss
 

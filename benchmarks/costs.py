@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import ROOT, build
 from lockstep.checkpoints import saving as checkpoint_saving
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.launch.local import received, run_processes
 from lockstep.machine import process
@@ -123,7 +123,7 @@ def all_of_lockstep(steps: int, *more: str) -> float:
 
 def overhead(args: argparse.Namespace) -> str:
     process.owned = True
-    build.process(Settings.of(compose_config("train", ["trainer.accelerator=cpu"])))
+    build.process(Settings.of(resolve(["trainer.accelerator=cpu"])))
     torch.set_num_threads(1)
     ways = {"bare loop": bare_loop, "Lightning alone": lightning_alone, "Lockstep": all_of_lockstep}
     return overhead_table(in_turns({name: partial(way, args.steps) for name, way in ways.items()}, args.rounds))
@@ -140,7 +140,7 @@ def overhead_table(taken_ms: dict[str, list[float]]) -> str:
 PARAMETERS = "MEASURE_PARAMETERS"  # of the environment of the processes
 SAVING = [
     *SMALL, "trainer.limit_val_batches=0", "trainer.max_epochs=1", "trainer.log_every_n_steps=1000", "trainer.precision=32-true",
-    "callbacks=[]", "data.batch_size=32", "data.num_workers=0",
+    "callbacks=[]", "loader.batch_size=32", "loader.num_workers=0",
 ]  # fmt: skip
 SETUPS = {"single": ["strategy=single"], "shards": ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true"]}
 LAYERS, PIXELS, CLASSES = 8, 28 * 28, 10
@@ -203,7 +203,7 @@ def save_costs(times: dict[str, Any], size_gb: float) -> dict[str, float]:
 def saved_run(args: argparse.Namespace, setup: str, background: bool, runs_dir: str) -> dict[str, float]:
     place = [f"runs_dir={runs_dir}", f"run={setup}-{background}", f"trainer.limit_train_batches={args.steps}"]
     saves = [f"checkpoint.background={str(background).lower()}", f"checkpoint.every_n_steps={args.every}"]
-    settings = Settings.of(compose_config("train", [*SAVING, *SETUPS[setup], *saves, *place]))
+    settings = Settings.of(resolve([*SAVING, *SETUPS[setup], *saves, *place]))
     run_processes(Path(__file__).resolve(), settings)
     checkpoint = settings.folder.checkpoints / "last.ckpt"
     files = [checkpoint] if checkpoint.is_file() else list(checkpoint.iterdir())
@@ -285,7 +285,10 @@ EPOCHS = ["trainer.max_epochs=3"]
 Rows = dict[str, tuple[str, list[str]]]  # name: the run that it is compared with, options
 ADVISED: Rows = {
     DEFAULT: (DEFAULT, EPOCHS),
-    **{key: (DEFAULT, [*EPOCHS, key]) for key in ("data.num_workers=2", "data.batch_size=256", "data.batch_size=1024")},
+    **{
+        key: (DEFAULT, [*EPOCHS, key])
+        for key in ("loader.num_workers=2", "loader.batch_size=256", "loader.batch_size=1024")
+    },
     NORM_NAME: (NORM_NAME, NORM),
     "the same with trainer.sync_batchnorm=true": (NORM_NAME, [*NORM, "trainer.sync_batchnorm=true"]),
 }

@@ -39,7 +39,7 @@ import forked  # processes from a server that has imported torch
 from conftest import write_mnist
 
 COMMAND = [
-    "run=run", "data.root=data", "data.cache_dir=cache", "data.image_size=12", "data.batch_size=28", "data.eval_batch_size=40",
+    "run=run", "data.root=data", "data.cache_dir=cache", "data.image_size=12", "loader.batch_size=28", "loader.eval_batch_size=40",
     "trainer.accelerator=cpu", "trainer.max_epochs=2", "trainer.val_check_interval=10", "trainer.precision=32-true", "trainer.log_every_n_steps=3",
     "trainer.gradient_clip_val=1.0", "trainer.enable_progress_bar=false", "checkpoint.every_n_steps=7", "checkpoint.monitor=val/loss",
     "checkpoint.mode=min", "checkpoint.save_top_k=2", "schedule=cosine", "schedule.warmup_steps=5", "optim.lr=3e-3",

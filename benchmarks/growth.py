@@ -155,7 +155,7 @@ def speed(args: argparse.Namespace, world: int, batch: int, threads: int | None)
     with patch.dict(os.environ):
         os.environ.pop("OMP_NUM_THREADS", None)
         os.environ |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        report = train(args, "strategy=ddp", f"trainer.devices={world}", f"data.batch_size={batch}", *steps)
+        report = train(args, "strategy=ddp", f"trainer.devices={world}", f"loader.batch_size={batch}", *steps)
     return float(report["train/images_per_s"])
 
 
@@ -178,7 +178,7 @@ def world(args: argparse.Namespace) -> str:
 
 # A vision transformer of 1,024 channels, half as deep as ViT-L/16: 4 x 152M x 16 bytes (ddp, AdamW) and the libraries fit into 16 GiB.
 VIT = ["model=timm", "model.name=vit_large_patch16_224", "data=mnist"]
-SHORT = ["data.image_size=32", "data.batch_size=8", "data.eval_batch_size=8", "trainer.max_steps=3", "trainer.precision=32-true"]  # fmt: skip
+SHORT = ["data.image_size=32", "loader.batch_size=8", "loader.eval_batch_size=8", "trainer.max_steps=3", "trainer.precision=32-true"]  # fmt: skip
 BYTES = 16  # of a parameter under AdamW in fp32: weight, gradient, two moments
 
 
@@ -202,7 +202,7 @@ def memory(args: argparse.Namespace) -> str:
 # --- data ---
 
 # Small images and a small network: all that counts is that the whole of the data is read.
-READING = ["strategy=ddp", "data.image_size=8", "data.batch_size=512", "trainer.max_epochs=3"]
+READING = ["strategy=ddp", "data.image_size=8", "loader.batch_size=512", "trainer.max_epochs=3"]
 
 
 def data(args: argparse.Namespace) -> str:
@@ -210,7 +210,7 @@ def data(args: argparse.Namespace) -> str:
     rows, cache = [], (args.folder / "cache").resolve()
     name = "cifar10" if args.data_root else "mnist"
     options = [f"data={name}", *READING]
-    train(args, *options, "trainer.devices=1", "data.limit_train=512")  # decodes
+    train(args, *options, "trainer.devices=1", "loader.limit_train=512")  # decodes
     size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/**/*.npy"))
     for n in args.worlds:
         _, together, _ = watched(args, *options, f"trainer.devices={n}", folder=cache)
@@ -307,7 +307,7 @@ def sampler(_: argparse.Namespace) -> str:
 
 LONG_STEPS = 20_000
 LONG = [
-    *SMALL, "run=long", "data.image_size=8", "data.batch_size=16", "strategy=ddp", "trainer.devices=2", "logger=[csv,tensorboard,wandb]",
+    *SMALL, "run=long", "data.image_size=8", "loader.batch_size=16", "strategy=ddp", "trainer.devices=2", "logger=[csv,tensorboard,wandb]",
     "logger.wandb.mode=offline", "trainer.log_every_n_steps=20", "checkpoint.every_n_steps=200", "checkpoint.save_top_k=3",
     f"trainer.max_steps={LONG_STEPS}",
 ]  # fmt: skip
@@ -337,15 +337,15 @@ def predict(args: argparse.Namespace) -> str:
         (folder / "data" / name).mkdir(parents=True)
         for number in range(10):
             Image.new("L", (8, 8), number).save(folder / "data" / name / f"{number}.png")
-    run = ["run=small", f"runs_dir={folder}/runs", "data.num_workers=0", *CPU]
-    images = ["data=folder", f"data.root={folder}/data", "data.channels=1", "data.image_size=8", "data.batch_size=8"]
+    run = ["run=small", f"runs_dir={folder}/runs", "loader.num_workers=0", *CPU]
+    images = ["data=folder", f"data.root={folder}/data", "data.channels=1", "data.image_size=8", "loader.batch_size=8"]
     lockstep.train([*run, *images, f"data.cache_dir={folder}/cache", "trainer.max_steps=1"])
     with patch.object(Images, "read", lambda self, _: {"input": np.zeros((self.channels, 8, 8), np.uint8)}):
         for count in args.files:
             with (folder / "list.csv").open("w") as file:
                 file.writelines(["path\n", *(f"{PATH.format(number)}\n" for number in range(count))])
             began_s = time.perf_counter()
-            lockstep.predict([*run, f"input={folder}/list.csv", f"output={folder}/{count}.csv", "data.eval_batch_size=1000"])  # fmt: skip
+            lockstep.predict([*run, f"input={folder}/list.csv", f"output={folder}/{count}.csv", "loader.eval_batch_size=1000"])  # fmt: skip
             rate = count / (time.perf_counter() - began_s)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             rows.append([f"{count:,}", f"{peak / MIB:,.0f}", f"{rate:,.0f}"])

@@ -30,7 +30,7 @@ from lockstep.config.settings import Settings
 STEPS = 300
 # 64 bits: in 32, the rounding of sums over two processes or three grows to 1e-6 or to 6e-6 within 300 steps, by the kind of CPU.
 RECIPE = [
-    *SMALL, "data.batch_size=60", "trainer.limit_train_batches=60", "trainer.max_epochs=5", "trainer.limit_val_batches=1",
+    *SMALL, "loader.batch_size=60", "trainer.limit_train_batches=60", "trainer.max_epochs=5", "trainer.limit_val_batches=1",
     "trainer.limit_test_batches=1", "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=10", "schedule=cosine",
     "trainer.gradient_clip_val=0.5", "augment=[shift]", "augment.shift.pixels=2", "trainer.precision=64-true", "optim=sgd",
     "optim.lr=0.001", "model.dropout_conv=0", "model.dropout_fc=0", "resume=auto",

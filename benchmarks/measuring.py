@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import lockstep
 from lockstep.config.compose import compose_config
+from lockstep.config.draft import Draft
 from lockstep.config.settings import Settings
 from lockstep.extras import comparison
 from lockstep.machine import process
@@ -152,4 +153,4 @@ def start_job(job: Callable[[Settings], None], overrides: list[str]) -> None:
     from lockstep.launch import local
     from lockstep.launch.start import start
 
-    start(local.Job("train", local.script("train"), job), compose_config("train", overrides), overrides)
+    start(local.Job("train", local.script("train"), job), Draft(compose_config("train", overrides)), overrides)

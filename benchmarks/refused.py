@@ -32,7 +32,8 @@ from pathlib import Path
 import measuring
 
 from lockstep import ROOT
-from lockstep.config.schema import FLAG, KEYS, TEXT
+from lockstep.config.kinds import FLAG, TEXT
+from lockstep.config.schema import KEYS
 from lockstep.machine.world import cores
 
 sys.path.append(str(ROOT / "tests"))
@@ -147,8 +148,8 @@ WRONG = {
     "number": ("abc", "{a: 1}", "-1", "inf", "nan", "true"),
     "key of another kind": ("{a: {b: 1}}", "''", "[[1]]", "nan"),
 }
-GROUPS = ("task", "model", "data", "strategy", "trainer", "optim", "schedule", "checkpoint", "exact")
-WITHOUT_TARGET = ("trainer", "checkpoint", "exact")
+GROUPS = ("task", "model", "data", "loader", "strategy", "trainer", "optim", "schedule", "checkpoint", "exact")
+WITHOUT_TARGET = ("loader", "trainer", "checkpoint", "exact")
 EMPTY = ("callbacks", "logger")  # groups that may be empty
 
 
@@ -206,7 +207,7 @@ def names() -> Iterator[Case]:
 
 KEY_OF = {  # where the key that a message must name is not that of the last override
     "trainer.devices=2": "devices", "trainer.val_check_interval=3": "val_check_interval", "data.source=abc": "source", "task.monitor=acc": "monitor",
-    "data.limit_train=1": "data.batch_size", "run=a": "resume=auto", "--config-dir=nothing": "nothing", "optim._target_=torch.optim.LBFGS": "optim.",
+    "loader.limit_train=1": "loader.batch_size", "run=a": "resume=auto", "--config-dir=nothing": "nothing", "optim._target_=torch.optim.LBFGS": "optim.",
 }  # fmt: skip
 
 
@@ -252,7 +253,7 @@ WELL, LATE, DIM, TRACEBACK, SILENT = "rejected well", "late", "unclear", "traceb
 LEFT, WORKS, WRONGLY = "left files", "works", "rejected wrongly"
 COLUMNS = (WELL, LATE, DIM, LEFT, TRACEBACK, SILENT)
 STAGES = ("run", "torch", "classes")  # that refused_hook.py notes, the last one first
-BASE = ["data.root=own", "data.source=disk", "data.batch_size=16", "data.image_size=12", "trainer.accelerator=cpu", "trainer.max_steps=2",
+BASE = ["data.root=own", "data.source=disk", "loader.batch_size=16", "data.image_size=12", "trainer.accelerator=cpu", "trainer.max_steps=2",
         "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false"]  # fmt: skip
 
 

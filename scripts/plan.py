@@ -39,21 +39,20 @@ def costs_of(settings: Settings) -> tuple[Any, int]:
     from lockstep.callbacks import Freeze
     from lockstep.extras.planning import costs
 
-    cfg = settings.with_numbers().cfg.copy()
-    settings = settings.but(cfg)
-    for key, nothing in {"pretrained": False, "checkpoint_path": None}.items():
-        if cfg.model.get(key):
-            cfg.model[key] = nothing
+    settings = settings.with_numbers()
+    fetched = {"pretrained": False, "checkpoint_path": None}
+    cfg = settings.cfg
+    settings = settings.but({f"model.{key}": nothing for key, nothing in fetched.items() if cfg.model.get(key)})
     data: Any = build.data(settings)
     with torch.device("meta"):
         work = build.workload(settings, data)
     module: Any = work.module
     if work.task is None:
         raise UserError("only tasks can be planned; a LightningModule defines its own steps.")
-    for name, node in cfg.callbacks.items():
-        kind = locate(node._target_)
+    for name, each in cfg.callbacks.items():
+        kind = locate(each.target)
         if isinstance(kind, type) and issubclass(kind, Freeze):
-            create(node, f"callbacks.{name}").freeze(module.net)
+            create(each, f"callbacks.{name}").freeze(module.net)
     return costs(module, data, module.net.train()), data.train_split.count
 
 
@@ -67,8 +66,8 @@ def plans(settings: Settings, costs: Any, args: argparse.Namespace) -> list[tupl
     from lockstep.extras.planning import DEVICES, Setting, plan
 
     cfg = settings.cfg
-    batch = int(cfg.data.batch_size)
-    copies = sum(getattr(locate(node._target_), "saved_weights", 0) for node in cfg.callbacks.values())
+    batch = settings.steps.batch_size
+    copies = sum(getattr(locate(each.target), "saved_weights", 0) for each in cfg.callbacks.values())
     device, found, logical_ranks = DEVICES[args.on], [], cfg.exact.logical_ranks or 0
     for count in args.devices:
         world = count * args.nodes
@@ -81,7 +80,9 @@ def plans(settings: Settings, costs: Any, args: argparse.Namespace) -> list[tupl
             speed = {"utilisation": args.utilisation, "between_nodes": args.between_nodes}
             found.append((name, of, plan(costs, of, device, **speed)))
     if not found:
-        raise UserError(f"data.batch_size={batch} cannot be divided by any of these numbers of devices. Set --devices.")
+        raise UserError(
+            f"loader.batch_size={batch} cannot be divided by any of these numbers of devices. Set --devices."
+        )
     return found
 
 
@@ -105,7 +106,9 @@ def show(settings: Settings, costs: Any, samples: int, args: argparse.Namespace)
         table.add_row(*row, *([f"{run_s / 3600 * of.world * args.price:,.2f}"] if args.price else []))
     print_wide(table)
     if left_out := [n for n in args.devices if n * args.nodes not in {of.world for _, of, _ in made}]:
-        print_wide(f"not on {', '.join(map(str, left_out))} devices: data.batch_size={batch} cannot be divided by them")
+        print_wide(
+            f"not on {', '.join(map(str, left_out))} devices: loader.batch_size={batch} cannot be divided by them"
+        )
 
 
 def measure(overrides: list[str], costs: Any) -> str:

@@ -7,14 +7,13 @@ python scripts/runs.py failed [<sweep>] [--stale-min 30]
 
 --where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, such as optim.lr=0.001. A run
 without the key meets no condition and is sorted last. `html` writes a page with the curves of the runs, their metrics and the
-settings that differ. `show` prints what differs from the defaults, as overrides.
+settings that differ. `show` prints the overrides, the report and the files.
 
 A run has `died` if its report says `running` but no process on this machine has it: SIGKILL, or power lost. `failed` prints a
 shell command for each run that failed, died, was interrupted, or is `running` on another machine but wrote nothing for
 --stale-min minutes. As in launch/resuming.py,
 - with a complete checkpoint, `run=<name> resume=auto` continues with the run's own config and needs nothing else;
-- without one, resume=auto starts over with what is typed: the job's overrides, if its sweep saved them in the report, or
-  else what in config.yaml is not a default;
+- without one, resume=auto starts over with what is typed: the overrides that its report has;
 - without one, a run that resumed another one cannot use resume=auto; it gets a new name;
 - a job that never began has no config.yaml: the command is `run=<sweep>/<job>` and its overrides.
 If the files say too little, the line is a comment.
@@ -33,14 +32,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints
-from lockstep.config.compose import ABSENT, PLACE, as_overrides, key_of, typed
+from lockstep.config.compose import ABSENT, PLACE, key_of, typed
 from lockstep.config.project import command
+from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, KEYS
-from lockstep.config.settings import title
 from lockstep.config.words import inline, number, shell_line, shown, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras.runs_page import runs_page
@@ -63,14 +61,7 @@ def value_of(run: Report, key: str) -> Any:
     if key in run.settings:
         return run.settings[key]
     node = {name.removeprefix(f"{key}."): value for name, value in run.settings.items() if name.startswith(f"{key}.")}
-    return title(OmegaConf.create(node)) if node.keys() & {"name", "_target_"} else ABSENT
-
-
-def saved_config(run: Report) -> DictConfig | None:
-    """As OmegaConf has it; None if the file is missing or damaged."""
-    with suppress(UserError):
-        return run.run_folder.config()
-    return None
+    return Component.of(node).title if node.keys() & {"name", "_target_"} else ABSENT
 
 
 def written_s(run: Report) -> float:
@@ -186,9 +177,9 @@ def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
 def show(run: Report) -> None:
     files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
     metrics = [f"{key}: {shown(v)}" for key, v in run.items() if key != "run"]
-    config = saved_config(run)
-    changed = as_overrides(config) if config else ["unknown"]
-    for heading, lines in ((f"{run['run']}:", metrics), ("config, besides the defaults:", changed), ("files:", files)):
+    given = run.get("overrides")
+    overrides = ["unknown"] if given is None else shlex.split(given) or ["none"]
+    for heading, lines in ((f"{run['run']}:", metrics), ("overrides:", overrides), ("files:", files)):
         print(*map(inline, (heading, *lines)), sep="\n  ")
 
 
@@ -201,14 +192,13 @@ def has_failed(run: Report, stale_min: float) -> bool:
 def again(run: Report, runs_dir: Path) -> str:
     """The command that runs it again; see the rules at the top."""
     name, begun, given = run["run"], run.run_folder.has_config(), run.get("overrides")
-    config = saved_config(run) if begun else None
-    if (begun and config is None) or (not begun and given is None):
+    saved = begun and next(checkpoints(run.folder), None)
+    if (begun and not run.settings) or (not saved and given is None):
         return f"# {inline(name)}: its files do not say how to run it again"
-    if begun and next(checkpoints(run.folder), None):
+    if saved:
         words = ["resume=auto"]
     else:
-        words = shlex.split(given) if given else as_overrides(config) if config else []
-        words = [word for word in words if not word.startswith("-")]  # an option, such as --config-dir
+        words = [word for word in shlex.split(given) if not word.startswith("-")]  # an option, such as --config-dir
         before = run.get("resumed_from")
         other = before and run.folder.resolve() not in Path(before).resolve().parents
         start = [f"resume={typed(before)}"] if other else ["resume=auto"] if begun else []

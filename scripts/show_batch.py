@@ -35,11 +35,11 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     settings = checked(overrides)
     prepared, samples = prepare_data(settings)
     if prepared is None:
-        raise UserError(f"{settings.cfg.data._target_} makes its own batches, so Lockstep does not know them.")
+        raise UserError(f"{settings.cfg.data.target} makes its own batches, so Lockstep does not know them.")
     from lockstep import build
     from lockstep.data.datamodule import DataModule
 
-    data = build.data(settings.decided(prepared, samples).identified(None).with_numbers())
+    data = build.data(settings.decided(prepared, samples).with_numbers())
     assert isinstance(data, DataModule)
     raw = data.global_batch(epoch, step)
     before = data.finished(raw, training=False)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import lockstep
+from lockstep.config.compose import compose_config
+from lockstep.config.draft import Draft, typed
+from lockstep.config.run_config import RunConfig
 from lockstep.machine.files import write_json
 
 if TYPE_CHECKING:
@@ -26,7 +29,12 @@ class Crash(RuntimeError):
 
 def options(mnist: Path, cache: Path) -> list[str]:
     """An epoch has 12 steps."""
-    return [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", *SMALL]
+    return [f"data.root={mnist}", f"data.cache_dir={cache}", "loader.batch_size=48", *SMALL]
+
+
+def config_of(*overrides: str) -> RunConfig:
+    """Of a command line that is not checked, because it is for another machine."""
+    return typed(Draft(compose_config("train", overrides)).identified())[0]
 
 
 @pytest.fixture

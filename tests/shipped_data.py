@@ -30,12 +30,12 @@ def shipped(group: str, name: str) -> dict[str, Any]:
 
 def prepared(root: Path, cache: Path | None, name: str = "mnist", **changes: object) -> Published:
     """The data set of configs/data/<name>.yaml with the files below `root`."""
-    from omegaconf import OmegaConf
-
     from lockstep.config.instantiate import create_data
+    from lockstep.config.run_config import Component, Loader
 
     own = {"root": str(root), "cache_dir": cache and str(cache), "channels_last": True}
-    dataset: Published = create_data(OmegaConf.merge(shipped("data", name), {**own, **changes}))
+    component = Component.of({**shipped("data", name), **own, **changes})
+    dataset: Published = create_data(component, Loader(**shipped("loader", "default")))
     dataset.prepare()
     return dataset
 

@@ -8,12 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import write_cifar10
+from in_process import config_of
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from pictures import write_classes
 
 import lockstep
 from lockstep import CONFIGS, build
-from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data import Cifar10
@@ -31,7 +31,7 @@ def files(root: Path, cache: Path) -> list[str]:
 
 
 def settings_of(*overrides: str) -> Settings:
-    return Settings.of(compose_config("train", list(overrides)))
+    return Settings.of(config_of(*overrides))
 
 
 def options(group: str) -> list[str]:
@@ -51,19 +51,19 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for option in options(group):
         composed = settings_of(f"{group}={option}", *files(mnist, cache), CPU, "run=a")
-        cfg, settings = composed.cfg, composed.decided(create_data(composed.cfg.data)).identified("disk")
+        cfg, settings = composed.cfg, composed.decided(create_data(composed.cfg.data, composed.cfg.loader))
         data = build.data(settings)
         work = build.workload(settings, data)
         trainer, module = build.trainer(settings, work), work.module
         assert len(trainer.loggers) == (2 if group == "logger" and option != "csv" else 1)
-        assert type(trainer.strategy).__name__ == cfg.strategy._target_.split(".")[-1]
+        assert type(trainer.strategy).__name__ == cfg.strategy.target.split(".")[-1]
         optimizer = module.new_optimizer()
         schedule = scheduler(module.parts.schedule, optimizer, 100)
         for _ in range(100):
             optimizer.step()
             schedule.step()
         falls = group == "schedule" and option in ("cosine", "exponential", "linear", "step")
-        assert (optimizer.param_groups[0]["lr"] < cfg.optim.lr) is falls
+        assert (optimizer.param_groups[0]["lr"] < cfg.optim.get("lr")) is falls
     assert not (tmp_path / "runs").exists()
 
 
@@ -76,7 +76,7 @@ SLOW = ("cifar10_resnet50d", "folder_finetune")
 def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = {"cifar10": cifar10, "mnist": mnist, "folder": tmp_path / "pictures"}[recipe.partition("_")[0]]
-    small = ["data.batch_size=4", "data.eval_batch_size=4", "data.image_size=28", *SMALL]
+    small = ["loader.batch_size=4", "loader.eval_batch_size=4", "data.image_size=28", *SMALL]
     small += ["trainer.enable_checkpointing=false", "schedule.warmup_steps=0"]  # checkpoints: 300 MB of resnet50d
     if root.name == "pictures":
         write_classes(root, 10)
@@ -107,7 +107,7 @@ def test_a_process_multiplies_as_tf32_says_and_keeps_freed_memory_unless_it_shar
     calls = []
     monkeypatch.setattr(build, "keep_freed_memory", lambda: calls.append(1))
     monkeypatch.setattr(build, "threads", lambda _: None)
-    cfg = compose_config("train", [f"strategy={strategy}", f"tf32={str(tf32).lower()}"])
+    cfg = config_of(f"strategy={strategy}", f"tf32={str(tf32).lower()}")
     build.process(Settings(cfg, World("cpu", 2, 1, strategy)))
     assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
     assert len(calls) == kept
@@ -140,7 +140,7 @@ def test_exact_threads_are_of_one_job_of_a_sweep_and_stay_when_lightning_launche
 def test_logical_ranks_ask_for_deterministic_kernels_on_gpus(accelerator, expected):
     settings = settings_of("exact.logical_ranks=8", "trainer.limit_val_batches=2")
     world = replace(settings.world, accelerator=accelerator)
-    made = build.arithmetic(settings).trainer_arguments(settings.cfg.trainer, world)
+    made = build.arithmetic(settings).trainer_arguments(vars(settings.cfg.trainer), world)
     assert bool(made["deterministic"]) == expected
     assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)
 
@@ -148,15 +148,6 @@ def test_logical_ranks_ask_for_deterministic_kernels_on_gpus(accelerator, expect
 @pytest.mark.parametrize(("strategy", "inference"), [("single", True), ("fsdp", False)])
 def test_shards_are_not_gathered_in_inference_mode(strategy, inference, tmp_path):
     """Lightning uses torch.no_grad under gloo, so no evaluation on CPUs shows it."""
-    cfg = compose_config(
-        "train",
-        [
-            f"runs_dir={tmp_path}",
-            "run=a",
-            f"strategy={strategy}",
-            "trainer.accelerator=cpu",
-            "trainer.precision=32-true",
-        ],
-    )
-    trainer = build.evaluator(Settings.of(cfg), Workload(pl.LightningModule(), pl.LightningDataModule()))
+    settings = settings_of(f"runs_dir={tmp_path}", "run=a", f"strategy={strategy}", CPU, "trainer.precision=32-true")
+    trainer = build.evaluator(settings, Workload(pl.LightningModule(), pl.LightningDataModule()))
     assert trainer.validate_loop.inference_mode is trainer.test_loop.inference_mode is inference

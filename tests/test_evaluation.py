@@ -22,7 +22,7 @@ def evaluate(tmp_path_factory, cache, forked):
     for size in SIZES:
         write_mnist(folder / str(size), 64, size)
     common = [f"data.cache_dir={cache}", "trainer.accelerator=cpu"]
-    short = ["data.batch_size=8", "trainer.max_steps=2", "data.image_size=12"]
+    short = ["loader.batch_size=8", "trainer.max_steps=2", "data.image_size=12"]
     lockstep.train([f"runs_dir={folder}/runs", "run=a", f"data.root={folder}/7", *short, *common])
 
     @functools.cache

@@ -15,7 +15,7 @@ from lockstep.training.arithmetic import TreeReduction
 pytestmark = pytest.mark.xdist_group("exact")
 # Dropout, clipping, the average and AdamW's default learning rate are on.
 COMMON = [
-    "exact.logical_ranks=4", "exact.digests=true", "data.batch_size=48", "data.eval_batch_size=20", "trainer.max_steps=8",
+    "exact.logical_ranks=4", "exact.digests=true", "loader.batch_size=48", "loader.eval_batch_size=20", "trainer.max_steps=8",
     "trainer.log_every_n_steps=3", "trainer.gradient_clip_val=0.3", "trainer.accelerator=cpu", "callbacks=[default,ema]",
 ]  # fmt: skip
 PLAIN = ["data.image_size=12", "model.dropout_conv=0.1", "model.dropout_fc=0.3"]

@@ -121,7 +121,7 @@ def test_sigterm_is_named_once_and_the_run_was_preempted(moment, alone, words, f
     """Sent to the command, which passes it on, or to one rank."""
     waits = f"import forked, lockstep.machine.process as p; open({str(tmp_path)!r} + '/at' + rank, 'w').close(); forked.until(lambda: p.received)"
     bodies = {1: "os.kill(os.getpid(), signal.SIGTERM)"} if alone else dict.fromkeys(range(2), waits)
-    options = ["trainer.max_steps=4", "data.eval_batch_size=20"]
+    options = ["trainer.max_steps=4", "loader.eval_batch_size=20"]
     started = forked_command.start("train.py", "run=a", *TWO, *options, env=hook(tmp_path, bodies, moment, "True"))
     if not alone:
         until(lambda: all((tmp_path / f"at{rank}").exists() for rank in range(2)))

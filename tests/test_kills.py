@@ -28,7 +28,7 @@ SETUPS = {
 # All that has a state: dropout, momentum, schedule, average, best scores, early stopping, a mean loss over three steps.
 # Two epochs of 12 steps, of two micro-batches each, validated in mid-epoch; stopped early in the last one.
 OPTIONS = [
-    *SMALL, "data.batch_size=48", "data.eval_batch_size=40", "trainer.max_epochs=2", "trainer.log_every_n_steps=3",
+    *SMALL, "loader.batch_size=48", "loader.eval_batch_size=40", "trainer.max_epochs=2", "trainer.log_every_n_steps=3",
     "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=10", "trainer.gradient_clip_val=1.0", "checkpoint.every_n_steps=4",
     "schedule=cosine", "schedule.warmup_steps=3", "optim.lr=3e-3", "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9",
     "callbacks.early_stopping.patience=2", "callbacks.early_stopping.monitor=val/loss", "callbacks.early_stopping.mode=max",

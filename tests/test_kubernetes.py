@@ -20,6 +20,7 @@ from forked import until
 from lockstep import ROOT
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
+from lockstep.config.draft import Draft
 from lockstep.config.settings import Settings
 from lockstep.machine import world
 
@@ -100,7 +101,7 @@ def test_runs_are_on_the_shared_volume():
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     mounts = {mount["mountPath"]: volumes.pop(mount["name"]) for mount in CONTAINER["volumeMounts"]}
     assert not volumes, "mounted nowhere"
-    runs_dir = str(compose_config("train", OVERRIDES).runs_dir)
+    runs_dir = Draft(compose_config("train", OVERRIDES)).runs_dir
     assert mounts[runs_dir]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
     assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
@@ -114,11 +115,10 @@ def test_the_config_is_possible_in_every_pod(rank, more, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": OPTIONS["rdzv-id"], **sizes}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(world, "gpu_count", lambda: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
-    cfg = compose_config("train", [*OVERRIDES, *more])
+    cfg = check(Draft(compose_config("train", [*OVERRIDES, *more])))
     found = Settings.of(cfg).world
     assert (found.external, found.nodes, found.size, found.rank) == ("torchrun", NODES, NODES * GPUS, rank)
     assert (cfg.resume, bool(cfg.run)) == ("auto", True)
-    assert check(cfg) == []
 
 
 def test_torchrun_takes_its_options(monkeypatch):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import build
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.dataset import Batch
@@ -40,7 +40,7 @@ def options(tmp_path_factory, mnist, cache) -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         yield [
-            f"data.root={mnist}", f"data.cache_dir={cache}", f"data.batch_size={BATCH}", "data.eval_batch_size=25", "data.limit_train=96",
+            f"data.root={mnist}", f"data.cache_dir={cache}", f"loader.batch_size={BATCH}", "loader.eval_batch_size=25", "loader.limit_train=96",
             "checkpoint.monitor=val/loss", "checkpoint.mode=min", "optim=sgd", "optim.momentum=0.5", "optim.lr=0.02",
             f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", "trainer.precision=32-true", "trainer.accelerator=cpu", "model.width=8",
         ]  # fmt: skip
@@ -72,8 +72,8 @@ def weighted_mean(net: nn.Module, batch: Batch) -> Tensor:
 @pytest.fixture(scope="module")
 def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     """Weights, losses and validation loss of a plain loop."""
-    cfg = compose_config("train", ["task._target_=near.Weighted", *options])
-    settings = Settings.of(cfg).decided(create_data(cfg.data))
+    cfg = resolve(["task._target_=near.Weighted", *options])
+    settings = Settings.of(cfg).decided(create_data(cfg.data, cfg.loader))
     build.seed(settings)
     data = build.data(settings)
     module = build.workload(settings, data).module

@@ -14,9 +14,9 @@ from lockstep import ROOT
 FOLDER = ROOT / "docs/migrate"
 QUICK = (
     "run=moved", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "trainer.max_steps=2",
-    "trainer.log_every_n_steps=1", "trainer.accumulate_grad_batches=1", "data.batch_size=16", "logger=csv",
+    "trainer.log_every_n_steps=1", "trainer.accumulate_grad_batches=1", "loader.batch_size=16", "logger=csv",
 )  # fmt: skip
-MNIST = ("data.root={mnist}", "data.cache_dir={cache}", "data.limit_train=48")
+MNIST = ("data.root={mnist}", "data.cache_dir={cache}", "loader.limit_train=48")
 
 
 def write_activity(root: Path) -> None:
@@ -36,7 +36,7 @@ TINY = (
     "data.cache_dir={cache}",
 )
 PAGES = {
-    "plain-loop": ("data.num_workers=0",), "accelerate": ("schedule.warmup_steps=0",), "transformers-trainer": TINY, "lightning-hydra-template": MNIST,
+    "plain-loop": ("loader.num_workers=0",), "accelerate": ("schedule.warmup_steps=0",), "transformers-trainer": TINY, "lightning-hydra-template": MNIST,
 }  # fmt: skip
 
 

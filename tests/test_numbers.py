@@ -19,7 +19,7 @@ from lockstep.reporting.page import headline_parts
 from lockstep.training.workload import headline
 
 HOUSES = [
-    "data=own", "data._target_=houses.Houses", "data.batch_size=12", "model=own", "model._target_=houses.Dense", "optim.lr=1e-2", "trainer.accelerator=cpu",
+    "data=own", "data._target_=houses.Houses", "loader.batch_size=12", "model=own", "model._target_=houses.Dense", "optim.lr=1e-2", "trainer.accelerator=cpu",
     "trainer.max_epochs=2", "trainer.log_every_n_steps=1",
 ]  # fmt: skip
 REGRESSION = ["task=regression", *HOUSES]
@@ -98,7 +98,7 @@ def test_in_bf16_throughout_the_first_lines_say_what_a_prediction_is_worth():
 def test_a_loss_that_is_no_number_names_the_value_that_is_none(odd, more, told):
     kept = [each for each in REGRESSION if "model=none" not in more or not each.startswith(("model", "optim", "task"))]
     with pytest.raises(LossNotFinite) as failed:
-        lockstep.train([*kept, "run=a", "data.val_fraction=0.1", f"+data.odd={odd}", *more])
+        lockstep.train([*kept, "run=a", "loader.val_fraction=0.1", f"+data.odd={odd}", *more])
     assert told in str(failed.value) and "optim.lr" not in str(failed.value)
 
 

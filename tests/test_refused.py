@@ -116,7 +116,7 @@ def test_a_refused_command_leaves_the_run_as_it_was(train, run_a, make_mnist):
     with pytest.raises(UserError, match=r"model.name=resnet50d cannot be changed"):
         train("resume=a", "model=resnet50d")
     # what would repeat samples or be ignored
-    fixed = ["data.val_fraction=0.2", "data.batch_size=24", "seed=3", "optim.lr=0.5"]
+    fixed = ["loader.val_fraction=0.2", "loader.batch_size=24", "seed=3", "optim.lr=0.5"]
     with pytest.raises(UserError) as error:
         train("resume=a", *fixed, "trainer.max_epochs=2")
     assert {problem.split(" cannot")[0] for problem in error.value.problems} == {*fixed}
@@ -288,7 +288,7 @@ TWO = "trainer.accumulate_grad_batches=2"
         (f"run=a {TWO} trainer.val_check_interval=0.3", "after 7 micro-batches, within a step of 2"),
         (f"run=a {TWO} trainer.val_check_interval=5", r"val_check_interval=5 counts micro-batches .* Set trainer.val_check_interval=4"),
         ("run=a data.root=nowhere data.source=disk", r"data.root=nowhere does not exist.*train-images-idx3-ubyte.gz"),
-        ("run=a data.batch_size=100000", r"more than the 576 training images.*data.batch_size=576"),
+        ("run=a loader.batch_size=100000", r"more than the 576 training images.*loader.batch_size=576"),
         ("run=a resume=auto trainer.devices=abc", r"^trainer\.devices=abc is invalid"),
         ("resume=auto trainer.devices=abc", r"^resume=auto continues .*Pass run=<name> as well"),  # before its processes are known
     ],

@@ -143,7 +143,7 @@ def held(place: Path, run: str) -> None:
 
 @pytest.mark.slow
 def test_a_submitted_multirun_gives_the_result_of_one_machine_and_one_job_stops_no_other(cluster, place, data):
-    process = typed(cluster, place, *OPTIONS, "run=sweep", "data.batch_size=63,64", *data)
+    process = typed(cluster, place, *OPTIONS, "run=sweep", "loader.batch_size=63,64", *data)
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 2, out  # of the job that cannot run
     assert sorted(path.name for path in (place / "runs/sweep").iterdir() if path.name.isdigit()) == ["0", "1"]

@@ -20,7 +20,7 @@ import lockstep
 
 STORED = Path(__file__).parent / "stored/0.1"
 OPTIONS = [
-    "trainer.accelerator=cpu", "data.source=embedded", "data.image_size=6", "data.batch_size=16", "data.limit_train=192", "optim=sgd", "optim.lr=0.02",
+    "trainer.accelerator=cpu", "data.source=embedded", "data.image_size=6", "loader.batch_size=16", "loader.limit_train=192", "optim=sgd", "optim.lr=0.02",
     "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.precision=32-true", "checkpoint.every_n_steps=5",
 ]  # fmt: skip
 SHORT = ["schedule=constant", "task.monitor=null"]

@@ -54,7 +54,7 @@ def holding(folder: Path, *jobs: int) -> dict[str, str]:
 
 
 def test_jobs_run_side_by_side_and_one_that_fails_stops_no_other(command):
-    typed = ["strategy=ddp,fsdp", "seed=0,1", "data.batch_size=64,63", "trainer.devices=2", "run=side"]
+    typed = ["strategy=ddp,fsdp", "seed=0,1", "loader.batch_size=64,63", "trainer.devices=2", "run=side"]
     done = command("train.py", "-m", *typed, *SLOTS, *SHORT)
     assert done.code == 2, done
     reports = [command.report(f"side/{job}") for job in range(8)]
@@ -65,7 +65,7 @@ def test_jobs_run_side_by_side_and_one_that_fails_stops_no_other(command):
     ]  # fmt: skip
     assert good[0]["test/loss"] == pytest.approx(good[2]["test/loss"], rel=0.05)  # dropout is on
     assert good[0]["test/loss"] != good[1]["test/loss"]
-    assert "data.batch_size=62 or 64" in (command.folder / "runs/side/1.log").read_text()
+    assert "loader.batch_size=62 or 64" in (command.folder / "runs/side/1.log").read_text()
     begun = [done.out.index(f"side/{job} begins") for job in (0, 1)]
     assert max(begun) < done.out.index("side/0 done")  # the second did not wait for the first
     with (command.folder / "runs/side/results.csv").open() as file:
@@ -147,13 +147,13 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command, tmp_path):
 @pytest.mark.full
 def test_failed_trials_and_such_without_a_number_are_recorded_and_end_nothing(command):
     done = command("train.py", "-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=9", "run=grid",
-                   "optim.lr=1e30,1e-3", "data.batch_size=63,64", "strategy=single", "trainer.accumulate_grad_batches=2", *SHORT)  # fmt: skip
+                   "optim.lr=1e30,1e-3", "loader.batch_size=63,64", "strategy=single", "trainer.accumulate_grad_batches=2", *SHORT)  # fmt: skip
     assert done.code == 0, done
     trials = study(command.folder, "grid").trials
     assert len(trials) == 4
     assert trials[-1].state.name == "FAIL"  # the grid's sampler stops the study at the last one
     good = [t for t in trials if t.state.name == "COMPLETE"]
-    assert [(t.params["optim.lr"], t.params["data.batch_size"]) for t in good] == [(0.001, 64)]
+    assert [(t.params["optim.lr"], t.params["loader.batch_size"]) for t in good] == [(0.001, 64)]
     assert all(t.user_attrs["error"] for t in trials if t.state.name == "FAIL")
 
 

@@ -52,7 +52,7 @@ def test_weights_to_start_from_are_not_needed_again(train, forked, tmp_path):
     weights = tmp_path / "weights.pth"
     torch.save(timm.create_model("test_resnet", num_classes=10, in_chans=1).state_dict(), weights)
     model = ["model=timm", "model.name=test_resnet", f"model.checkpoint_path={weights}"]
-    found = train("run=a", *model, "data.batch_size=63", "debug=one_batch", "data.image_size=28")
+    found = train("run=a", *model, "loader.batch_size=63", "debug=one_batch", "data.image_size=28")
     weights.unlink()
     again = lockstep.evaluate(["run=a", "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"])
     assert again["test/loss"] == pytest.approx(found["test/loss"], rel=1e-5)

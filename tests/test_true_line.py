@@ -68,7 +68,7 @@ MORE = {
 }  # fmt: skip
 QUICK = ("dropout on padded batches", "masked mean")
 SHORT = [
-    "trainer.max_steps=10", "trainer.precision=32-true", "optim=sgd", "optim.lr=0.05", "data.batch_size=16",
+    "trainer.max_steps=10", "trainer.precision=32-true", "optim=sgd", "optim.lr=0.05", "loader.batch_size=16",
     "trainer.accelerator=cpu", "trainer.limit_test_batches=1",
 ]  # fmt: skip
 MODEL = "_target_: coupled.Net\nname: net\n"

@@ -7,12 +7,11 @@ import pytest
 import thin_project
 import torch
 from fake_gpu import DEVICE, fake_gpu
-from in_process import options
+from in_process import config_of, options
 from measuring import ready
 from torch import nn
 
 from lockstep.callbacks.summary import FirstBatch
-from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
 from lockstep.machine.world import World
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Task
@@ -60,19 +59,26 @@ class Reads(pl.Callback):
             pass
 
 
-MUCH = ["augment=[light,erase,mixup_cutmix]", "callbacks=[default,ema]", "data.repeats=2"]
+MUCH = ["augment=[light,erase,mixup_cutmix]", "callbacks=[default,ema]", "loader.repeats=2"]
 CASES = {
-    "32-true": ["data.on_device=true", *MUCH],
-    "bf16-mixed": ["data.on_device=false", "trainer.accumulate_grad_batches=2", "optim=sgd", "optim.fused=false"],
-    "16-mixed": ["data.on_device=true", "trainer.gradient_clip_val=1.0"],
+    "32-true": ["loader.on_device=true", *MUCH],
+    "bf16-mixed": ["loader.on_device=false", "trainer.accumulate_grad_batches=2", "optim=sgd", "optim.fused=false"],
+    "16-mixed": ["loader.on_device=true", "trainer.gradient_clip_val=1.0"],
 }
 
 
 def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> list[str]:
     """Of a run of six micro-batches and one of validation."""
     shape = ["trainer.limit_train_batches=6", "trainer.limit_val_batches=1", "trainer.enable_checkpointing=false"]
-    shape += ["data.num_workers=0", "trainer.max_epochs=1", f"runs_dir={folder}", "run=a", "data.image_size=32"]
-    cfg = compose_config("train", [*given, *shape])
+    shape += [
+        "loader.num_workers=0",
+        "loader.eval_batch_size=64",
+        "trainer.max_epochs=1",
+        f"runs_dir={folder}",
+        "run=a",
+        "data.image_size=32",
+    ]
+    cfg = config_of(*given, *shape)
     with fake_gpu(monkeypatch) as waits:
         work, trainer = ready(Settings(cfg, World("cpu", 1, 1, "single")))
         # The batch in the report is copied once a run.
@@ -95,9 +101,9 @@ def test_no_step_of_a_lightning_module_waits(tmp_path, mnist, cache, monkeypatch
     data = [
         f"data.root={mnist}",
         f"data.cache_dir={cache}",
-        "data.batch_size=48",
+        "loader.batch_size=48",
         "trainer.accelerator=cpu",
-        "data.on_device=true",
+        "loader.on_device=true",
     ]
     module = [
         "task=lightning_module",
@@ -114,7 +120,7 @@ def test_no_step_of_a_lightning_module_waits(tmp_path, mnist, cache, monkeypatch
 @pytest.mark.parametrize(
     ("given", "callbacks", "place"),
     [
-        (["trainer.precision=32-true", "data.on_device=true"], [Reads()], "test_waits.py"),
+        (["trainer.precision=32-true", "loader.on_device=true"], [Reads()], "test_waits.py"),
         ([*CASES["16-mixed"], "trainer.precision=16-mixed", "optim.fused=false"], [], "amp.py"),
     ],
 )

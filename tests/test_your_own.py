@@ -29,7 +29,7 @@ EVERY = (
 )  # fmt: skip
 QUICK = (
     *EVERY, "trainer.max_epochs=null", "trainer.max_steps=8", "checkpoint.every_n_steps=2", "optim=sgd", "optim.lr=0.02",
-    "data.batch_size=8", "data.limit_train=48",
+    "loader.batch_size=8", "loader.limit_train=48",
 )  # fmt: skip
 MNIST = ("data.root={mnist}", "data.cache_dir={cache}")
 PAGES = [
@@ -43,7 +43,7 @@ PAGES = [
     Page("segmentation", ("data.count=70", "data.image_size=16", "model.width=4")),
     Page("language-model", ("model.width=16", "model.dropout=0", "data.sequence_length=16")),
     Page("task", ("model.width=8", *MNIST), generated=True),
-    Page("contrastive", ("model.width=8", "data.eval_batch_size=50", *MNIST), generated=True),
+    Page("contrastive", ("model.width=8", "loader.eval_batch_size=50", *MNIST), generated=True),
     Page("detection", ("model.width=8", "data.count=70", "data.image_size=32", "trainer.check_val_every_n_epoch=1"), generated=True),
 ]  # fmt: skip
 QUICKEST = {"segmentation"}
@@ -74,7 +74,13 @@ class Case:
 
 MODULES = Page("lightning-module", generated=True)
 OF_MODULES = (*EVERY, "trainer.max_epochs=2")
-IMAGES = (*MNIST, "data.batch_size=16", "data.limit_train=96", "data.eval_batch_size=51", "checkpoint.every_n_steps=4")
+IMAGES = (
+    *MNIST,
+    "loader.batch_size=16",
+    "loader.limit_train=96",
+    "loader.eval_batch_size=51",
+    "checkpoint.every_n_steps=4",
+)
 SAME_BATCHES = ("the same batches, exact resume of what state_dict holds and one-format checkpoints hold",)
 CASES = [
     *(Case(page.name, page, page.quick) for page in PAGES),

@@ -59,14 +59,15 @@ class SlotsLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system or Ctrl-C ends the launcher."""
+        from lockstep.config.draft import Draft
         from lockstep.launch import sweeps
         from lockstep.machine import process
 
         free: queue.Queue[dict[str, str]] = queue.Queue()
-        for slot in sweeps.environments(self.config, self.jobs):
+        for slot in sweeps.environments(Draft(self.config), self.jobs):
             free.put(slot)
 
-        def run(job: tuple[DictConfig, list[str]]) -> JobReturn:
+        def run(job: tuple[Draft, list[str]]) -> JobReturn:
             slot = free.get()
             try:
                 return sweeps.run_job(self.script, *job, slot)
@@ -74,13 +75,14 @@ class SlotsLauncher(Launcher):
                 free.put(slot)
 
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        jobs: list[tuple[DictConfig, list[str]]] = []
+        jobs: list[tuple[Draft, list[str]]] = []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             with open_dict(config):
                 config.hydra.job.num = number
             task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-            jobs.append((sweeps.named(task_config, config.hydra), list(filter_overrides(overrides))))
+            draft = sweeps.named(Draft(task_config), config.hydra.sweep.dir, number)
+            jobs.append((draft, list(filter_overrides(overrides))))
         # Warnings and each Ctrl-C are passed on to the running jobs, which save and end, or end at once.
         with process.noted(interrupt=process.on_interrupt), ThreadPoolExecutor(free.qsize()) as pool:
             returns = list(pool.map(run, jobs))

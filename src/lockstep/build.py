@@ -25,8 +25,9 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config.checks import monitor_problems, whole_batch_problems
-from lockstep.config.instantiate import ENGINE, ENGINE_DATA, create, create_custom_module, create_data, network
+from lockstep.config.instantiate import ENGINE, create, create_custom_module, create_data, network
 from lockstep.config.project import of_users_code
+from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
@@ -83,7 +84,7 @@ def set_threads(number: int, variable: str | None) -> None:
 
 def seed(settings: Settings) -> None:
     """The same seed on every rank, so networks start equal. callbacks/step_seed.py seeds what differs by rank."""
-    pl.seed_everything(settings.cfg.seed, workers=True, verbose=False)
+    pl.seed_everything(settings.seed, workers=True, verbose=False)
 
 
 def recorder(settings: Settings) -> Recorder:
@@ -91,17 +92,15 @@ def recorder(settings: Settings) -> Recorder:
 
 
 def data(settings: Settings) -> pl.LightningDataModule:
-    cfg, node = settings.cfg, settings.plain("data")
-    if settings.own_loaders:
+    cfg = settings.cfg
+    if (loader := settings.loader) is None:
         seed(settings)  # an evaluation gets the data that training had
-        return create(node, "data")
-    augment = Augmentation(settings.operations) if cfg.get("augment") else None
+        return create(cfg.data, "data")
+    augment = Augmentation(settings.operations) if cfg.augment else None
     crops = augment is not None and augment.crops_from is not None
-    dataset = create_data(node, keeps_whole=crops, evaluates=settings.evaluates)
+    dataset = create_data(cfg.data, loader, keeps_whole=crops, evaluates=settings.evaluates)
     dataset.prepare()
-    given = {key: node[key] for key in ENGINE_DATA if key in node}
-    given = {"eval_batch_size": node["batch_size"], **given, "shards": cfg.exact.logical_ranks}
-    made = DataModule(dataset, seed=cfg.seed, augment=augment, **given)
+    made = DataModule(dataset, seed=settings.seed, augment=augment, shards=cfg.exact.logical_ranks, **vars(loader))
     made.about = plain(made.about, "about")
     return made
 
@@ -114,7 +113,7 @@ def arithmetic(settings: Settings) -> StepArithmetic:
 def optimizer(settings: Settings) -> dict[str, Any]:
     """Two functions: from parameters to their optimizer, and from a network to the parameters, in groups if a key asks for it."""
     node = settings.optimizer_node
-    made: dict[str, Any] = {"optimizer": create(node, "optim")}
+    made: dict[str, Any] = {"optimizer": create(Component.of(node), "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
     sharding = settings.cfg.strategy.name if settings.spec.is_sharded else None
     made["optimizer"] = arithmetic(settings).optimizer_factory(made["optimizer"], node["_target_"], sharding)
@@ -145,8 +144,7 @@ def workload(settings: Settings, data: Any, weights: str | None = None) -> Workl
         match_names(settings, work.loaders, weights, NAMES)
     except UserError as e:  # it may read no names, or have a new head for them
         console.say(f"WARNING: {e}")
-    given = {"sync_batchnorm": cfg.trainer.sync_batchnorm, "compile": cfg.compile}
-    change = partial(strategies.parallelize_module, **given)
+    change = partial(strategies.parallelize_module, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
     strategies.change_in_place(module, change, configured=weights is not None)
     raise_problems(work.problems(settings))
     return work
@@ -170,14 +168,14 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
         raise_problems(whole_batch_problems(settings))
     if own := ", ".join(goal.state_dict()):
         raise UserError(
-            f"task={settings.title('task')} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
+            f"task={settings.cfg.task.title} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
             "network; register a buffer that never changes with persistent=False."
         )
     offered = plain({**data.dataset.network_arguments(), **goal.network_arguments()}, "network_arguments()")
-    net = network(settings.plain("model"), offered, with_weights=weights is None)
+    net = network(settings.cfg.model, offered, with_weights=weights is None)
     if weights:
         load_into(net.state_dict(), read(Path(weights)).weights, weights)
-    measured = metrics(goal, cfg.task.get("metrics") or {})
+    measured = metrics(goal, cfg.task.parts("metrics"))
     raise_problems(
         f"evaluation_sets: {part!r} is the name of a metric as well. Use another name."
         for part in data.sets
@@ -203,17 +201,17 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
     return TaskWorkload(goal, data)
 
 
-def load_module(node: Mapping[str, Any], path: Path | None) -> pl.LightningModule:
+def load_module(component: Component, path: Path | None) -> pl.LightningModule:
     """A user's LightningModule, with the weights of a checkpoint. Raises UserError if they do not fit."""
-    made = create_custom_module(node)
+    made = create_custom_module(component)
     if path:
         made.configure_model()  # may make its layers
         load_module_weights(made, path)
     return made
 
 
-def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
-    """The metrics of the task and those of the nodes of task.metrics. Raises UserError: the task's are none."""
+def metrics(goal: Task, more: Mapping[str, Component]) -> dict[str, Metric]:
+    """The metrics of the task and those of task.metrics. Raises UserError: the task's are none."""
     found: Any = goal.metrics()
     where = f"task={type(goal).__name__}: `metrics` returns"
     named: Any = (Mapping, MetricCollection)
@@ -222,9 +220,9 @@ def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
     if taken := ", ".join(sorted({"loss", "count"} & {*found.keys()})):
         raise UserError(f"{where} {taken}, which every task already logs. Use another name.")
     found = dict(found.items())
-    for name, node in nodes.items():
-        more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
-        found[str(name)] = create(node, f"task.metrics.{name}", **more)
+    for name, each in more.items():
+        given = {k: v for k, v in accepted(each.target, goal.metric_arguments()).items() if k not in each}
+        found[name] = create(each, f"task.metrics.{name}", **given)
     return found
 
 
@@ -247,19 +245,19 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         return of_sets(named)
     cfg, samples = settings.cfg, settings.batches["micro_batch"]
     samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
-    nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
+    components = (cfg.model, cfg.data, cfg.task, cfg.optim, cfg.schedule)
     trial = DryRun(
         work=work,
         device=trainer.strategy.root_device,
         samples=samples,
         world=settings.world.size,
         steps=settings.steps.steps(work.data.train_split.count),
-        make_net=partial(network, settings.plain("model"), work.network_arguments, with_weights=False),
-        titles={group: settings.title(group) for group in ("model", "data", "task")},
+        make_net=partial(network, settings.cfg.model, work.network_arguments, with_weights=False),
+        titles={"model": cfg.model.title, "data": cfg.data.title, "task": cfg.task.title},
         image_size=cfg.data.get("image_size"),
-        evaluates=any(cfg.trainer[f"limit_{part}_batches"] != 0 for part in ("val", "test")),
+        evaluates=any(limit != 0 for limit in (cfg.trainer.limit_val_batches, cfg.trainer.limit_test_batches)),
         compiled=cfg.compile,
-        shipped=all(str(node.get("_target_")).startswith(TRUSTED) for node in nodes),
+        shipped=all(each.target.startswith(TRUSTED) for each in components),
         is_user_error=of_users_code,
     )
     this_process.notice = IN_DRY_RUN
@@ -314,7 +312,7 @@ def evaluate(
     LightningModule's `test_acc`, `raw/test_acc`.
     """
     step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
-    if settings.cfg.trainer[f"limit_{stage}_batches"] == 0:
+    if settings.cfg.get(f"trainer.limit_{stage}_batches") == 0:
         return {}
     work = workload(settings, data, weights=tested) if isinstance(tested, str) else tested
     if isinstance(tested, str):

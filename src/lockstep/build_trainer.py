@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from omegaconf import DictConfig, OmegaConf
 
 from lockstep.callbacks import step_seed, stopping, summary
 from lockstep.callbacks.hang_detector import HangDetector
@@ -21,7 +20,8 @@ from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import outline
 from lockstep.compat.lightning import LogsNothing, StepsFromOne, log_by, without_sigterm_handler
-from lockstep.config.instantiate import create, to_plain
+from lockstep.config.instantiate import create
+from lockstep.config.run_config import Component
 from lockstep.config.settings import SPARSEST, Settings, log_interval
 from lockstep.config.targets import accepted
 from lockstep.errors import UserError
@@ -44,21 +44,21 @@ def loggers(settings: Settings) -> list[Logger]:
     cfg, folder = settings.cfg, settings.folder.path
     offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
     made: list[Logger] = []
-    for name, node in cfg.logger.items():
+    for name, each in cfg.logger.items():
         if name != "csv":
-            given = accepted(node["_target_"], offered) | labels(settings, node)
-            made.append(create(node, f"logger.{name}", **given))
+            given = accepted(each.target, offered) | labels(settings, each)
+            made.append(create(each, f"logger.{name}", **given))
     return [*made, MetricsCsv(folder)]
 
 
-def labels(settings: Settings, node: DictConfig) -> dict[str, Any]:
+def labels(settings: Settings, logger: Component) -> dict[str, Any]:
     """For a logger with these keys: its `group`, a sweep's name; its `tags`, where `auto` stands for the model, the data and the strategy."""
     values: dict[str, Any] = {}
-    if "group" in node and node.group is None:
+    if "group" in logger and logger.get("group") is None:
         values["group"] = str(settings.cfg.run).rpartition("/")[0] or None
-    if "auto" in (tags := list(node.get("tags") or ())):
+    if "auto" in (tags := list(logger.get("tags") or ())):
         place = tags.index("auto")
-        tags[place : place + 1] = [settings.model_title, settings.title("data"), settings.title("strategy")]
+        tags[place : place + 1] = [settings.model_title, settings.cfg.data.title, settings.cfg.strategy.title]
         values["tags"] = list(dict.fromkeys(tags))
     return values
 
@@ -75,7 +75,7 @@ def module_hooks(settings: Settings, work: Workload, loggers: Sequence[Logger]) 
 
 def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
     by_row = not work.arithmetic.same_bits and not settings.cfg.compile
-    return step_seed.StepSeed(settings.cfg.seed, work.loaders, work.arithmetic, masks_by_row=by_row)
+    return step_seed.StepSeed(settings.seed, work.loaders, work.arithmetic, masks_by_row=by_row)
 
 
 def trainer(settings: Settings, work: Workload) -> pl.Trainer:
@@ -87,7 +87,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     cfg, folder = settings.cfg, settings.folder
     if cfg.resume:
         outline(Path(cfg.resume)).require_position(*work.position, *work.loaders.position)
-    config, data_info = to_plain(cfg), work.loaders.facts
+    data_info = work.loaders.facts
     shared = {
         "is the run": cfg.run,
         "computes in precision": cfg.trainer.precision,
@@ -97,7 +97,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     own: list[pl.Callback] = [
         random_numbers(settings, work),
         stopping.RankAgreement(shared),
-        summary.RunSummary(work, data_info, settings.model_title, settings.title("data"), config),
+        summary.RunSummary(work, data_info, settings.model_title, settings.cfg.data.title, cfg),
         summary.Clock(),
         summary.FirstBatch(),
         CutAtResume(folder),
@@ -110,7 +110,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     save = None
     if cfg.trainer.enable_checkpointing:
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
-            named = {key: cfg.checkpoint[key] for key in ("monitor", "mode", "save_top_k")}
+            named = {key: getattr(cfg.checkpoint, key) for key in ("monitor", "mode", "save_top_k")}
             own.append(saving.ModelCheckpoint(dirpath=folder.checkpoints, **named))
         own.append(
             last := saving.LastCheckpoint(folder.checkpoints / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
@@ -118,9 +118,9 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
         save = last.save_and_wait
     own.append(stopping.Preemption(save))
     if cfg.trainer.max_time:
-        own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
-    chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    position = saving.Position(config)  # before those that log when a batch begins
+        own.append(stopping.Timer(cfg.trainer.max_time))
+    chosen = [create(each, f"callbacks.{name}") for name, each in cfg.callbacks.items()]
+    position = saving.Position(cfg)  # before those that log when a batch begins
     logs = loggers(settings)
     every = [module_hooks(settings, work, logs), position, *chosen, *own]
     return lightning_trainer(settings, work, callbacks=every, logger=logs)
@@ -139,7 +139,7 @@ def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: S
 
 def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Trainer:
     cfg, world, folder = settings.cfg, settings.world, settings.folder.path
-    given = accepted("lightning.pytorch.Trainer", to_plain(cfg.trainer))  # a key of your own is for your callback
+    given = accepted("lightning.pytorch.Trainer", vars(cfg.trainer))  # a key of your own is for your callback
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
@@ -148,10 +148,10 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         given["log_every_n_steps"] = SPARSEST  # callbacks/module_hooks.py decides once the loaders are there
     if given["num_sanity_val_steps"] == "auto":
         given["num_sanity_val_steps"] = work.sanity_val_steps
-    node = cfg.strategy
-    if "timeout_s" in node and process.debug_rank is not None:
-        node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})
-    elif timeout_s := node.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
+    chosen = cfg.strategy
+    if "timeout_s" in chosen and process.debug_rank is not None:
+        chosen = chosen.but(timeout_s=process.DEBUG_TIMEOUT_S)
+    elif timeout_s := chosen.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [HangDetector(timeout_s), *given["callbacks"]]
     if settings.spec.is_sharded:  # torch 2.11 to 2.13 cannot gather the shards of one process in inference mode
         given["inference_mode"] = False
@@ -168,12 +168,12 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         "sharded_checkpoints": cfg.checkpoint.sharded,
         "arithmetic": work.arithmetic,
     }
-    strategy = create(node, "strategy", **accepted(node._target_, offered))
+    strategy = create(chosen, "strategy", **accepted(chosen.target, offered))
     if not isinstance(strategy, DividedBatches):
         raise UserError(
-            f"strategy._target_={node._target_} does not divide batches. Subclass one of lockstep.strategies: SingleDevice, DDP, FSDP2."
+            f"strategy._target_={chosen.target} does not divide batches. Subclass one of lockstep.strategies: SingleDevice, DDP, FSDP2."
         )
-    strategy.seed, strategy.arithmetic, strategy.means = cfg.seed, work.arithmetic, Means()
+    strategy.seed, strategy.arithmetic, strategy.means = settings.seed, work.arithmetic, Means()
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task

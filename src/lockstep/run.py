@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from lockstep.errors import FolderRemoved, OutOfMemory, UserError, naming_memory, outcome_of, raise_problems
 from lockstep.machine import files
 
-PARTS = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")  # every config has these
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
 PATIENCE_S = 1.0  # another process may have looked at the lock just then
 log = logging.getLogger("lockstep")
@@ -49,6 +47,7 @@ def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
 MOST_VALUES, DEEPEST = 1_000_000, 50  # of a config
 BUSY_S = 0.2  # an evaluation writes beside a run that trains
 CONFIG_BYTES, LOG_BYTES, MOST_STEPS = 2**23, 2**26, 2**53
+CONFIG_ADVICE = "Put the file back, or set run=<another name> to start over."
 ROWS_ADVICE = "Repair it, or move it away: the run continues without its earlier rows."
 
 
@@ -134,21 +133,13 @@ class RunFolder:
         """Whether the run has begun."""
         return self.config_file.is_file()
 
-    def settings(self) -> tuple[dict[str, Any], str]:
+    def saved_config(self) -> tuple[dict[str, Any], str]:
         """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
-        with told_if_damaged(self.config_file, "Put the file back, or set run=<another name> to start over."):
+        with told_if_damaged(self.config_file, CONFIG_ADVICE):
             values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
             if (why := foreign(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
                 raise ValueError(why or "it is no config")
         return values, text
-
-    def config(self) -> DictConfig:
-        values, text = self.settings()
-        with told_if_damaged(self.config_file, "Put the file back, or set run=<another name> to start over."):
-            config: Any = OmegaConf.create(text)
-            if any(part not in values for part in PARTS):
-                raise ValueError("it is not the whole config of a run")
-        return config
 
     def report(self) -> dict[str, Any]:
         """Empty without one. A run that is `running` on this machine although no process holds its lock has `died`."""
@@ -174,7 +165,7 @@ class RunFolder:
     def validate(self) -> None:
         """Raises one UserError for all that is wrong with the files that continuing a run reads."""
         problems: list[str] = []
-        for read in (self.config, self.report, self.metrics):
+        for read in (self.saved_config, self.report, self.metrics):
             try:
                 read()
             except UserError as e:
@@ -188,10 +179,7 @@ class RunFolder:
 
     # --- What the run writes ---
 
-    def write_config(self, config: DictConfig) -> None:
-        """Without `resume`: the config says what the run is, not how this start of it began."""
-        saved = OmegaConf.create({**{key: value for key, value in config.items() if key != "resume"}, "resume": None})
-        text = OmegaConf.to_yaml(saved, resolve=True)
+    def write_config(self, text: str) -> None:
         if (size := len(text.encode("utf-8", "backslashreplace"))) > CONFIG_BYTES:
             raise UserError(
                 f"the config has {size:,} bytes, more than {CONFIG_BYTES:,}. Put long lists into a file that your class reads."

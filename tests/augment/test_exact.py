@@ -5,12 +5,12 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 from shipped_data import stand_in_trainer
 
 from lockstep import CONFIGS
 from lockstep.augment import Augmentation
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
+from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.data import Arrays, Images
 from lockstep.data.datamodule import DataModule
@@ -25,8 +25,8 @@ def augmentation(*options: str) -> Augmentation:
 
 
 @cache
-def composed(options: tuple[str, ...]) -> DictConfig:
-    return compose_config("train", ["data.image_size=17", f"augment=[{','.join(options)}]"])
+def composed(options: tuple[str, ...]) -> RunConfig:
+    return resolve(["data.image_size=17", f"augment=[{','.join(options)}]"])
 
 
 def batch_of(index_B: torch.Tensor, channels: int = 3, height: int = 21, width: int = 18) -> dict:

@@ -14,8 +14,9 @@ from lockstep import CONFIGS, ROOT
 from lockstep.augment import Augmentation
 from lockstep.augment.samples import RandAugment, Rotate, TrivialAugment
 from lockstep.config.checks import check_classes
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings, accumulations
+from lockstep.errors import UserError
 
 PAGE = (ROOT / "docs/augment.md").read_text()
 FILES = dict(re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -48,18 +49,20 @@ def project(tmp_path, monkeypatch) -> Iterator[None]:
     forget()
 
 
-def config(*overrides: str):
-    return compose_config("train", ["trainer.accelerator=cpu", *overrides])
+def settings(*overrides: str) -> Settings:
+    return Settings.of(resolve(["trainer.accelerator=cpu", *overrides]))
 
 
 def problems(*overrides: str) -> str:
-    return "\n".join(check_classes(Settings.of(config(*overrides))))
+    try:
+        return "\n".join(check_classes(settings(*overrides)))
+    except UserError as e:
+        return "\n".join(e.problems)
 
 
 def test_the_transforms_of_the_page_change_each_image_by_its_own_numbers(project):
-    cfg = config(*COMMANDS[-1])
     assert problems(*COMMANDS[-1]) == ""
-    change = Augmentation(Settings.of(cfg).operations)
+    change = Augmentation(settings(*COMMANDS[-1]).operations)
     assert list(change.operations) == ["affine", "posterize", "shift", "flip"]
     batch = {"input": torch.full((8, 1, 12, 12), 171, dtype=torch.uint8), "index": torch.arange(8), "count": 8}
     for name in ("affine", "shift"):
@@ -110,8 +113,8 @@ def test_torchvision_gets_an_interpolation_of_its_own_type(option, name, monkeyp
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 def test_copies_lengthen_an_epoch_and_stay_in_one_micro_batch(repeats):
-    cfg = config(f"data.repeats={repeats}", "trainer.accumulate_grad_batches=2", "augment=mixup")
-    assert Settings.of(cfg).steps.epoch(640) == 640 // (64 // repeats) * 2
-    assert Settings.of(cfg).unit[0] == 2 * repeats
+    found = settings(f"loader.repeats={repeats}", "trainer.accumulate_grad_batches=2", "augment=mixup")
+    assert found.steps.epoch(640) == 640 // (64 // repeats) * 2
+    assert found.unit[0] == 2 * repeats
     expected = [count for count in range(1, 25) if 24 % count == 0 and 24 // count % (2 * repeats) == 0]
     assert accumulations(48, 2, 2 * repeats) == expected

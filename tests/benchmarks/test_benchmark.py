@@ -8,6 +8,7 @@ import pytest
 from benchmark import Figures, problems, ratio, table
 
 from lockstep import ROOT
+from lockstep.config.compose import resolve
 
 
 def figures(*rates: float, accuracy: float | None = None, waited_s: float | None = 0.5, **about: object) -> Figures:
@@ -65,12 +66,14 @@ def test_a_peer_that_is_not_installed_is_skipped_with_how_to_install_it(monkeypa
 
 
 def test_peers_multiply_as_tf32_says(mnist, cache, monkeypatch):
+    import contenders
     import torch
-    from contenders import Work
 
+    # a check refuses it on a CPU
+    monkeypatch.setattr(contenders, "resolve", lambda given: resolve(given).but({"tf32": True}))
     for module in (torch.backends.cuda.matmul, torch.backends.cudnn):
         monkeypatch.setattr(module, "allow_tf32", False)
-    Work(["tf32=true", f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.max_epochs=1"])
+    contenders.Work([f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.max_epochs=1"])
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is True
 
 

@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 SMALL = ["trainer.precision=32-true", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
 FROZEN = ["callbacks=[default,freeze]"]
 RESNET = [
-    *SMALL, "optim.weight_decay=0.1", "model=timm", "model.name=test_resnet", "data.image_size=32", "data.batch_size=16",
+    *SMALL, "optim.weight_decay=0.1", "model=timm", "model.name=test_resnet", "data.image_size=32", "loader.batch_size=16",
     "trainer.limit_train_batches=2",
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from lockstep.callbacks import hang_detector
 from lockstep.callbacks.hang_detector import Heartbeat, Monitor, hanging, where
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine import process
 from lockstep.machine.world import World
@@ -106,7 +106,7 @@ def test_an_evaluation_that_hangs_leaves_the_status_of_its_run(trains, status, m
     codes: list[int] = []
     monkeypatch.setattr(hang_detector.os, "_exit", codes.append)
     monitor.folder.write_report({"status": "running"})
-    cfg, world = compose_config("train", ["run=b", f"runs_dir={tmp_path}"]), World("cpu", 2, 1, "ddp", rank=1)
+    cfg, world = resolve(["run=b", f"runs_dir={tmp_path}"]), World("cpu", 2, 1, "ddp", rank=1)
     with Recorder(Settings(cfg, world)) if trains else nullcontext():
         monitor.end("rank 1 of 2 hung", reports=True)
     assert (codes, monitor.folder.report()["status"]) == ([1], status)

@@ -9,7 +9,7 @@ from lockstep.errors import UserError
 from lockstep.extras.progressive_resize import ProgressiveResize
 
 RESIZED = [
-    "callbacks=[default,progressive_resize]", "data.image_size=28", "model=timm", "model.name=test_resnet", "data.batch_size=16",
+    "callbacks=[default,progressive_resize]", "data.image_size=28", "model=timm", "model.name=test_resnet", "loader.batch_size=16",
     "trainer.max_steps=8", "trainer.precision=32-true", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import build
 from lockstep.compat.lightning import LogsNothing, MeansOfAllProcesses, is_open_mean, log_by, without_anonymous
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
 from lockstep.strategies import SingleDevice
@@ -103,7 +103,7 @@ def test_lightning_still_handles_sigterm(mnist, cache, monkeypatch):
     assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(pl.Trainer._run)
     monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", pytest.fail)
     given = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"]
-    cfg = compose_config("train", [*given, "trainer.precision=32-true"])
+    cfg = resolve([*given, "trainer.precision=32-true"])
     work = Workload(pl.LightningModule(), pl.LightningDataModule())
     trainer = build.evaluator(Settings.of(cfg), work)
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()

@@ -5,7 +5,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from lockstep.config import compose
-from lockstep.config.checks import advice
+from lockstep.config.draft import advice
 from lockstep.errors import UserError
 from lockstep.launch.cli import refused_options
 
@@ -57,8 +57,8 @@ def test_each_suggestion_composes(instead):
 
 
 @pytest.mark.parametrize(("typed", "key"), [
-    ("lr=0.1", "optim.lr"), ("batch_size=32", "data.batch_size"), ("max_epochs=5", "trainer.max_epochs"), ("devices=2", "trainer.devices"),
-    ("precision=16", "trainer.precision"), ("num_workers=4", "data.num_workers"), ("weight_decay=0.1", "optim.weight_decay"),
+    ("lr=0.1", "optim.lr"), ("batch_size=32", "loader.batch_size"), ("max_epochs=5", "trainer.max_epochs"), ("devices=2", "trainer.devices"),
+    ("precision=16", "trainer.precision"), ("num_workers=4", "loader.num_workers"), ("weight_decay=0.1", "optim.weight_decay"),
     ("momentum=0.9", "optim.momentum"), ("accumulate_grad_batches=4", "trainer.accumulate_grad_batches"),
     ("gradient_clip_val=1", "trainer.gradient_clip_val"), ("label_smoothing=0.1", "task.label_smoothing"),
 ])  # fmt: skip
@@ -80,7 +80,7 @@ def test_what_a_list_lacks_is_named_alone():
 
 
 @pytest.mark.parametrize(("argv", "typed"), [
-    (["--lr", "0.1"], "optim.lr=<value>"), (["--batch-size=32"], "data.batch_size=<value>"), (["--epochs", "5"], "trainer.max_epochs=<value>"),
+    (["--lr", "0.1"], "optim.lr=<value>"), (["--batch-size=32"], "loader.batch_size=<value>"), (["--epochs", "5"], "trainer.max_epochs=<value>"),
     (["--nosuch"], "nosuch=<value>"),
 ])  # fmt: skip
 def test_an_option_with_dashes_leads_to_the_key(argv, typed):

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from lockstep.config.checks import check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, fixed_keys
+from lockstep.config.draft import Draft
 from lockstep.config.schema import KEYS
+from lockstep.errors import UserError
 
 NUMBERS = st.integers(-3, 3) | st.integers() | st.floats() | st.sampled_from([2**63, 2**64, 1e308, -0.0])
 WORDS = st.sampled_from(
@@ -35,12 +37,17 @@ def typed(value: object) -> str:
 def is_told(override: tuple[str, object], sign: str) -> None:
     key, value = override
     line = ["trainer.accelerator=cpu", f"{sign}{key}={typed(value)}"]
+    problems = [*fixed_keys(line)]
     try:
-        cfg = compose_config("train", line)
-        problems = [*fixed_keys(line), *check(cfg)]
+        tree = compose_config("train", line)
     except CONFIG_ERRORS as e:
         problems = explain(e, "train", line)
         assert problems
+    else:
+        try:
+            check(Draft(tree))
+        except UserError as e:
+            problems += e.problems
     assert all(problem and "\n" not in problem.strip() for problem in problems), problems
     named = any(part in " ".join(problems) for part in (key, *key.rpartition(".")[::2]) if part)
     assert named or not problems, (line, problems)

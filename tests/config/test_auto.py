@@ -1,25 +1,24 @@
 """What `auto` becomes, on machines of all kinds."""
 
 import math
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from lockstep.config import settings
-from lockstep.config.checks import check
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
+from lockstep.errors import UserError
 from lockstep.launch import start
 from lockstep.machine import world
 from lockstep.machine.world import World, threads
 
 WORLD = World("cpu", 1, 1, "single", one_process=True)
-DATA = SimpleNamespace(evaluated=SimpleNamespace(bytes_in_memory=54_880_000))
+DATA = SimpleNamespace(evaluated=SimpleNamespace(bytes_in_memory=54_880_000), eval_batch_size=None, source="embedded")
 
 
-def decided(*overrides: str):
-    cfg = compose_config("train", ["trainer.accelerator=cpu", *overrides])
+def decided(**values: object):
+    cfg = resolve(["trainer.accelerator=cpu"]).but({key.replace("__", "."): value for key, value in values.items()})
     return settings.Settings.of(cfg).decided(DATA).cfg
 
 
@@ -27,7 +26,7 @@ def decided(*overrides: str):
 def test_bf16_is_used_where_there_are_units_for_it(monkeypatch, has, expected):
     monkeypatch.setattr(settings, "multiplies_bf16", lambda _: has)
     assert decided().trainer.precision == expected
-    assert decided("trainer.precision=64-true").trainer.precision == "64-true"
+    assert decided(trainer__precision="64-true").trainer.precision == "64-true"
 
 
 FLAGS = {
@@ -49,10 +48,10 @@ def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path):
 def test_a_run_has_at_least_20_rows_and_at_most_one_every_50_steps():
     for steps, expected in {1: 1, 20: 1, 56: 2, 843: 42, 1000: 50, 10**6: 50, math.inf: 50}.items():
         assert settings.log_interval(steps) == expected
-    cfg = compose_config("train", ["data.batch_size=32", "trainer.max_epochs=8", "trainer.accumulate_grad_batches=2"])
+    cfg = resolve(["loader.batch_size=32", "trainer.max_epochs=8", "trainer.accumulate_grad_batches=2"])
     for given, expected in (("auto", 2), (9, 9)):  # of 56 steps, 7 an epoch
-        cfg.trainer.log_every_n_steps = given
-        assert settings.Settings(cfg, WORLD).decided(DATA, samples=245).cfg.trainer.log_every_n_steps == expected
+        found = settings.Settings(cfg.but({"trainer.log_every_n_steps": given}), WORLD).decided(DATA, samples=245)
+        assert found.cfg.trainer.log_every_n_steps == expected
 
 
 @pytest.fixture
@@ -89,9 +88,9 @@ def gpus(monkeypatch):
 )
 def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expected):
     gpus(*capabilities)
-    cfg = compose_config("train", [f"strategy={strategy}"])
-    assert settings.Settings.of(cfg, {}).world.accelerator == "cuda"
-    assert settings.Settings.of(cfg, {}).decided(DATA).cfg.trainer.precision == expected
+    found = settings.Settings.of(resolve([f"strategy={strategy}"]), {})
+    assert found.world.accelerator == "cuda"
+    assert found.decided(DATA).cfg.trainer.precision == expected
 
 
 UNUSABLE = [
@@ -107,15 +106,16 @@ USABLE = [
 
 
 def test_a_gpu_that_the_installed_torch_cannot_use_is_none(gpus):
-    usual, asked = (compose_config("train", options) for options in ([], ["trainer.accelerator=gpu"]))
+    usual, asked = resolve([]), ["trainer.accelerator=gpu"]
     for shown, why in UNUSABLE:
         gpus(90, **shown)
         assert settings.Settings.of(usual, {}).world.accelerator == "cpu"
-        assert re.search(f"trainer.accelerator=gpu needs a GPU, but the installed torch .*{why}", check(asked)[0])
+        with pytest.raises(UserError, match=f"^trainer.accelerator=gpu needs a GPU, but the installed torch .*{why}"):
+            resolve(asked)
     for shown in USABLE:
         gpus(90, **shown)
         assert settings.Settings.of(usual, {}).world.accelerator == "cuda"
-        assert (check(asked), world.why_no_gpu()) == ([], None)
+        assert (resolve(asked).trainer.accelerator, world.why_no_gpu()) == ("gpu", None)
 
 
 def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypatch):
@@ -137,11 +137,11 @@ def test_workers_load_what_does_not_fit_into_memory_or_has_to_be_decoded(monkeyp
     assert settings.workers(size, replace(WORLD, devices=devices, strategy="ddp", one_process=False)) == expected
 
 
-@pytest.mark.parametrize(("on_device", "expected"), [("auto", 3), ("true", 0)])
+@pytest.mark.parametrize(("on_device", "expected"), [("auto", 3), (True, 0)])
 def test_what_is_kept_on_a_gpu_needs_no_workers(monkeypatch, on_device, expected):
     monkeypatch.setattr(settings, "memory_bytes", lambda: 100)
     monkeypatch.setattr(settings, "cores", lambda: 4)
-    assert decided(f"data.on_device={on_device}").data.num_workers == expected
+    assert decided(loader__on_device=on_device).loader.num_workers == expected
 
 
 def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path):

@@ -11,14 +11,17 @@ from omegaconf import OmegaConf
 from shipped_data import shipped
 
 from lockstep import CONFIGS
-from lockstep.config.checks import advice, check
+from lockstep.config.checks import check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted, explain, fixed_keys, tried_alone
+from lockstep.config.draft import Draft, advice, wrong_values
 from lockstep.config.instantiate import ENGINE, SPECIAL
-from lockstep.config.schema import CLOSED, GROUPS, KEYS, RECIPES, wrong_values
+from lockstep.config.run_config import CLOSED
+from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.config.targets import parameters
 from lockstep.errors import UserError
 from lockstep.launch import resuming
-from lockstep.launch.cli import refused_options
+from lockstep.launch.cli import guarded_job, refused_options
+from lockstep.launch.start import start
 from lockstep.machine import world
 
 OPTIONS = {
@@ -37,12 +40,25 @@ NEEDS = {
 OPEN = ["own", "none", "lightning_module"]
 
 
+def draft(*overrides: str, job: str = "train") -> Draft:
+    return Draft(compose_config(job, overrides))
+
+
+def problems_of(config: Draft) -> list[str]:
+    try:
+        check(config)
+    except UserError as e:
+        return [*e.problems]
+    return []
+
+
 def problems(*overrides: str) -> list[str]:
     """What a user is told about a command line."""
     try:
-        return check(compose_config("train", list(overrides)))
+        composed = draft(*overrides)
     except CONFIG_ERRORS as e:
-        return explain(e, "train", list(overrides))
+        return explain(e, "train", overrides)
+    return problems_of(composed)
 
 
 def lines_of_options() -> list[str]:
@@ -130,30 +146,34 @@ strategy=single trainer.devices=4 trainer.num_nodes=2 exact.digests=true
     exact.digests=true has no effect without exact.logical_ranks
     trainer.devices=4 asks for 4. Set strategy=ddp
     is one process, but trainer.num_nodes=2 ... strategy=ddp
+strategy=single trainer.devices=4 trainer.num_nodes=0 exact.digests=true
+    trainer.num_nodes=0 is invalid
+    exact.digests=true has no effect without exact.logical_ranks
+    trainer.devices=4 asks for 4. Set strategy=ddp
 strategy=dp trainer.devices=2 trainer.sync_batchnorm=true compile=true
     strategy=dp splits batches ... strategy=ddp
     trainer.sync_batchnorm=true has no effect under strategy=dp
     compile=true has no effect under strategy=dp
-strategy=ddp trainer.devices=2 data.batch_size=63 trainer.precision=16-mixed checkpoint.sharded=true tf32=true
-    data.batch_size=63 ... into 2 equal micro-batches. Set data.batch_size=62 or 64
+strategy=ddp trainer.devices=2 loader.batch_size=63 trainer.precision=16-mixed checkpoint.sharded=true tf32=true
+    loader.batch_size=63 ... into 2 equal micro-batches. Set loader.batch_size=62 or 64
     trainer.precision=16-mixed is not supported on a CPU ... bf16-mixed
     checkpoint.sharded=true has no effect under strategy=ddp ... strategy=fsdp
     tf32=true has no effect on cpu ... NVIDIA
-strategy=ddp strategy.comm_hook=fp16 data.on_device=true data.prefetch_factor=4
+strategy=ddp strategy.comm_hook=fp16 loader.on_device=true loader.prefetch_factor=4
     strategy.comm_hook=fp16 has no effect without GPUs
-    data.on_device=true has no effect on a CPU ... data.on_device=auto
-    data.prefetch_factor=4 has no effect without workers ... data.num_workers=2
+    loader.on_device=true has no effect on a CPU ... loader.on_device=auto
+    loader.prefetch_factor=4 has no effect without workers ... loader.num_workers=2
 strategy=ddp trainer.num_nodes=2
     MASTER_ADDR ... torchrun
 strategy=ddp trainer.devices=3 trainer.accumulate_grad_batches=auto
-    data.batch_size=64 ... 63 or 66
+    loader.batch_size=64 ... 63 or 66
 strategy=fsdp trainer.precision=64-true optim=sgd optim.momentum=0 optim.fused=true trainer.check_val_every_n_epoch=null
     trainer.check_val_every_n_epoch=null ... Set trainer.val_check_interval=<number of batches>
     strategy=fsdp does not support trainer.precision=64-true ... bf16-true
     optim.fused=true has no kernel for SGD ... Remove optim.fused
     optim.nesterov=true needs a momentum above 0
-trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 data.repeats=5
-    data.batch_size=64 ... 3 equal micro-batches, each a multiple of 5 samples (data.repeats=5 ... 60 or 75
+trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 loader.repeats=5
+    loader.batch_size=64 ... 3 equal micro-batches, each a multiple of 5 samples (loader.repeats=5 ... 60 or 75
     trainer.limit_train_batches=5 ... whole steps of 3 ... trainer.limit_train_batches=3
 strategy=ddp trainer.accumulate_grad_batches=auto trainer.val_check_interval=5
     trainer.val_check_interval=5 counts micro-batches ... grad_batches=1
@@ -170,13 +190,13 @@ augment=[shift,crop] augment.shift.pixels=28 augment.crop.scale=[1,0.5] trainer.
     augment.crop.scale= ... the lower number comes first
 exact.logical_ranks=8 strategy=dp
     exact.logical_ranks=8 ... strategy=dp ... strategy=ddp
-exact.logical_ranks=8 strategy=ddp trainer.devices=3 data.batch_size=60 trainer.accumulate_grad_batches=2 compile=true
+exact.logical_ranks=8 strategy=ddp trainer.devices=3 loader.batch_size=60 trainer.accumulate_grad_batches=2 compile=true
     exact.logical_ranks=8 cannot be divided among 3 processes ... 1, 2, 4
-    data.batch_size=60 ... 8 equal micro-batches ... 56 or 64
+    loader.batch_size=60 ... 8 equal micro-batches ... 56 or 64
     trainer.accumulate_grad_batches=2 has no effect ... larger exact.logical_ranks
     compile=true computes differently
-exact.logical_ranks=2 strategy=ddp augment=[mixup] data.batch_size=62 strategy.static_graph=true
-    data.batch_size=62 ... mixes pairs ... 60 or 64
+exact.logical_ranks=2 strategy=ddp augment=[mixup] loader.batch_size=62 strategy.static_graph=true
+    loader.batch_size=62 ... mixes pairs ... 60 or 64
     strategy.static_graph=true has no effect
 exact.logical_ranks=8 strategy=fsdp trainer.precision=bf16-true strategy.reduce_each_micro_batch=true
     trainer.precision=bf16-true rounds the last elements ... bf16-mixed
@@ -194,7 +214,7 @@ exact.logical_ranks=8 optim.fused=true strategy=fsdp trainer.devices=2
 exact.logical_ranks=8 optim.fused=true strategy=fsdp trainer.devices=2 trainer.accelerator=cpu
 """
 VALUES = f"""
-checkpoint.save_top_k=99999999999999999999 data.batch_size=0 data.image_size=28.5 data.mean=[nan] data.num_workers=many
+checkpoint.save_top_k=99999999999999999999 loader.batch_size=0 data.image_size=28.5 data.mean=[nan] loader.num_workers=many
 data.crop_pct=0 data.eval_size=-1 data.interpolation=cubic data.resize=fill
 data.std=[inf] exact.logical_ranks=6 optim.betas=5 optim.eps=abc optim.lr=abc run=../x runs_dir={300 * "x"}
 schedule.gamma=inf schedule.milestones=[2,-1] seed=true strategy.bucket_cap_mb=inf strategy.timeout_s=1e18
@@ -237,19 +257,20 @@ def test_each_value_of_a_sweep_is_tried_before_it_starts():
 
 @pytest.mark.slow
 def test_every_group_class_and_key_that_the_engine_reads_is_missed():
-    whole = compose_config("train", [])
+    whole = draft()
     keys = [key for key in KEYS if key.rpartition(".")[0] in CLOSED or "." not in key]
     groups = [group for group in GROUPS if group not in RECIPES]
     targets = [f"{group}._target_" for group in ("task", "model", "data", "strategy", "optim", "schedule")]
-    assert check(whole) == []
+    assert problems_of(whole) == []
     for key in [*keys, *groups, *targets]:
-        cfg = OmegaConf.create(OmegaConf.to_container(whole))
+        cfg = OmegaConf.create(OmegaConf.to_container(whole.tree))
         group, _, name = key.rpartition(".")
         del (cfg[group] if group else cfg)[name]
-        assert any(text.startswith((f"{key} is not in the config", f"{key} is missing")) for text in check(cfg)), key
+        told = problems_of(Draft(cfg))
+        assert any(text.startswith((f"{key} is not in the config", f"{key} is missing")) for text in told), key
         for value in (None, "abc") if key in groups else ():
-            cfg[key] = value
-            assert any(text.startswith(f"{key}=") for text in check(cfg)), (key, value)
+            told = problems_of(whole.but({key: value}))
+            assert any(text.startswith(f"{key}=") for text in told), (key, value)
 
 
 def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypatch):
@@ -291,22 +312,24 @@ OUTSIDE = {
     "run=${oc.env:OUTSIDE}": "run=/elsewhere, from ${oc.env:OUTSIDE}, is invalid",
     "resume=${oc.env:EMPTY}": "resume=, from ${oc.env:EMPTY}, is invalid",
     "optim.lr=${oc.env:OUTSIDE}": "optim.lr=/elsewhere, from",
-    "data.batch_size=${task.monitor}": "data.batch_size=val/acc, from",
+    "loader.batch_size=${task.monitor}": "loader.batch_size=val/acc, from",
     "data.mean=[${oc.env:OUTSIDE}]": "data.mean=['/elsewhere'], from",
     "task.mode=nosuch": "task.mode=nosuch is invalid",  # and checkpoint.mode, which refers to it, is not told
 }
-INSIDE = ['optim.lr="${oc.decode:${oc.env:RATE}}"', "run=${oc.env:NAME}", "data.eval_batch_size=${data.batch_size}"]
+INSIDE = ['optim.lr="${oc.decode:${oc.env:RATE}}"', "run=${oc.env:NAME}", "loader.eval_batch_size=${loader.batch_size}"]
 
 
 def test_an_interpolation_is_judged_by_its_value(monkeypatch):
     for name, value in {"OUTSIDE": "/elsewhere", "EMPTY": "", "RATE": "1e-3", "NAME": "mine"}.items():
         monkeypatch.setenv(name, value)
-    told = list(wrong_values(compose_config("train", [*OUTSIDE])))
-    assert len(told) == len(OUTSIDE)
-    assert all(any(problem.startswith(text) for problem in told) for text in OUTSIDE.values()), told
-    (told,) = wrong_values(compose_config("train", ["run=a/${oc.env:OUTSIDE}"]))
+    told = wrong_values(draft(*OUTSIDE))
+    assert {key: why for key, why in told.items() if not why} == {"checkpoint.mode": ""}
+    for override, text in OUTSIDE.items():
+        assert told.pop(override.partition("=")[0]).startswith(text)
+    assert [*told] == ["checkpoint.mode"]
+    (told,) = wrong_values(draft("run=a/${oc.env:OUTSIDE}")).values()
     assert told.startswith("run=a//elsewhere, from a/${oc.env:OUTSIDE}, is invalid")
-    assert list(wrong_values(compose_config("train", INSIDE))) == []
+    assert wrong_values(draft(*INSIDE)) == {}
 
 
 # --- What a run continues from, and what a command prints ---
@@ -325,17 +348,15 @@ def test_an_interpolation_is_judged_by_its_value(monkeypatch):
 ])  # fmt: skip
 def test_what_is_not_there_cannot_be_continued_or_evaluated(job, overrides, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    resolve = {"train": resuming.for_training, "eval": resuming.for_evaluation}[job]
     with pytest.raises(UserError, match=told):
-        resolve(compose_config(job, overrides), overrides)
+        start(guarded_job(job), draft(*overrides, job=job), overrides)
     assert list(Path.cwd().iterdir()) == []
 
 
 def test_what_a_resumed_run_recalls_without_effect_is_set_aside(capsys):
     cpu = ["trainer.accelerator=cpu", "strategy=single"]
-    cfg = compose_config("train", [*cpu, "checkpoint.sharded=true", "tf32=true"])
-    resuming.set_aside(cfg, [*cpu, "tf32=true"])
-    assert (OmegaConf.select(cfg, "checkpoint.sharded"), cfg.tf32) == (False, True)  # typed ones stay an error
+    left = resuming.set_aside(draft(*cpu, "checkpoint.sharded=true", "tf32=true"), [*cpu, "tf32=true"])
+    assert (left.get("checkpoint.sharded"), left.get("tf32")) == (False, True)  # typed ones stay an error
     assert "checkpoint.sharded=true of the resumed run has no effect here" in capsys.readouterr().err
 
 

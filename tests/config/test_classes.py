@@ -5,6 +5,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import thin_project
@@ -12,8 +13,10 @@ import thin_project
 import lockstep
 from lockstep import PACKAGE
 from lockstep.config import checks, project
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
+from lockstep.config.draft import as_yaml
 from lockstep.config.instantiate import create, network, problems
+from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
 from lockstep.config.targets import accepted, parameters
 from lockstep.errors import UserError
@@ -130,12 +133,12 @@ class Plain:
     pass
 """
 CONFIGS = {
-    "configs/data/bare.yaml": "_target_: mine.Cells\nbatch_size: 8\n",
+    "configs/data/bare.yaml": "_target_: mine.Cells\n",
     "configs/optim/mine.yaml": "_target_: mine.optimizer\n",
     "configs/schedule/mine.yaml": "_target_: mine.schedule\n",
 }
 MODULE = ["task=lightning_module", "task._target_=mine.Module"]
-DATA = ["data=own", "data._target_=mine.Cells", "data.batch_size=8"]
+DATA = ["data=own", "data._target_=mine.Cells", "loader.batch_size=8"]
 CPU = ["trainer.accelerator=cpu"]
 OFFERED = {"in_channels": 1, "num_classes": 10}
 
@@ -198,7 +201,7 @@ ADMITTED = {
 def test_what_is_not_of_the_keys_kind_is_refused(key):
     for target in REFUSED[key]:
         with pytest.raises(UserError, match=f"{key}._target_={target} "):
-            create({"_target_": target}, key)
+            create(Component(target), key)
 
 
 @pytest.mark.parametrize("key", ADMITTED)
@@ -208,40 +211,44 @@ def test_what_is_of_the_keys_kind_may_be_named(key):
 
 @pytest.mark.parametrize("bad", ["timm.models.load_state_dict", "os.system", "lockstep.extras.exported.load"])
 def test_a_node_within_a_node_is_refused_too(bad, tmp_path):
-    node = {"_target_": bad, "checkpoint_path": str(tmp_path)}
+    node = Component(bad, {"checkpoint_path": str(tmp_path)}).node
     for around in ({"given": node}, {"given": [[{"a": node}]]}, {"_args_": [node]}):
         with pytest.raises(UserError, match=rf"model\.\S+\._target_={bad} "):
-            create({"_target_": "mine.Open", "width": 1, **around}, "model")
+            create(Component("mine.Open", {"width": 1, **around}), "model")
 
 
 @pytest.mark.parametrize("escaped", ["", "\\"])
 def test_an_interpolation_brings_no_other_target(escaped):
     with pytest.raises(UserError, match=r"model holds an interpolation .*load_state_dict"):
         given = escaped + "${oc.create:{_target_:timm.models.load_state_dict}}"
-        create({"_target_": "mine.Open", "width": 1, "given": given}, "model")
+        create(Component("mine.Open", {"width": 1, "given": given}), "model")
 
 
 def test_a_name_outside_of_the_list_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"stranger\.Net may not be named"):
-        network({"_target_": "stranger.Net"}, {"num_classes": 2})
+        network(Component("stranger.Net"), {"num_classes": 2})
 
 
 # --- Its arguments ---
 
 
+def made(target: str, key: str = "model", offered: dict[str, object] | None = None, **keys: object):
+    return create(Component(target, keys), key, **(offered or {}))
+
+
 def told(target: str, **keys) -> tuple[str, ...]:
     with pytest.raises(UserError) as error:
-        create({"_target_": target, **keys}, "model", **OFFERED)
+        made(target, offered=OFFERED, **keys)
     return error.value.problems
 
 
 def test_keys_that_fit_make_the_object():
     given = {"rate": 1, "kind": "deep", "layers": [1, 2], "folder": "there", "odd": 3, "anything": {"a": None}}
-    made = create({"_target_": "mine.Net", "width": 3, **given}, "model", **OFFERED)
-    assert made.given == (1, 10, 3, 1, "deep", [1, 2], "there", {"a": None})
-    assert create({"_target_": "mine.Net", "width": 3, "layers": None}, "model", **OFFERED).given[5] is None
+    net = made("mine.Net", offered=OFFERED, width=3, **given)
+    assert net.given == (1, 10, 3, 1, "deep", [1, 2], "there", {"a": None})
+    assert made("mine.Net", offered=OFFERED, width=3, layers=None).given[5] is None
 
 
 def test_keys_that_do_not_fit_are_told_at_once_with_what_does():
@@ -274,29 +281,29 @@ def test_a_class_that_is_not_there_or_not_trusted_is_named(target):
 
 
 def test_an_argument_that_a_function_hands_on_is_checked_by_the_one_that_gets_it():
-    assert create({"_target_": "mine.unsaid", "width": 3}, "model").given[2] == 3
+    assert made("mine.unsaid", width=3).given[2] == 3
     with pytest.raises(UserError, match=r"model\.witdh is not an argument of mine\.unsaid"):
-        create({"_target_": "mine.unsaid", "width": 3, "witdh": 4}, "model")
+        made("mine.unsaid", width=3, witdh=4)
 
 
 def test_an_error_inside_a_component_is_its_own():
     with pytest.raises(ZeroDivisionError):
-        create({"_target_": "mine.half", "width": 0}, "model")
+        made("mine.half", width=0)
     with pytest.raises(TypeError, match="unsupported operand"):
-        create({"_target_": "mine.half", "width": "wide"}, "model")
+        made("mine.half", width="wide")
 
 
 def test_a_class_that_hands_arguments_on_takes_those_of_its_base_classes_too():
     assert list(parameters("mine.Own")) == ["width", "depth", "gamma"]
     assert accepted("mine.Own", {"width": 3, "classes": 10}) == {"width": 3}
-    made = create({"_target_": "mine.Own", "gamma": 1.0, "depth": 2}, "model", width=3)
-    assert (made.width, made.depth, made.gamma) == (3, 2, 1.0)
-    assert create({"_target_": "mine.Narrow", "depth": 2}, "model").width == 1  # which it gives itself
-    assert create({"_target_": "mine.Open", "width": 1, "other": 2}, "model").rest == {"other": 2}
-    assert create({"_target_": "mine.Keeps", "root": "photos"}, "data").rest == {"root": "photos"}
+    net = made("mine.Own", offered={"width": 3}, gamma=1.0, depth=2)
+    assert (net.width, net.depth, net.gamma) == (3, 2, 1.0)
+    assert made("mine.Narrow", depth=2).width == 1  # which it gives itself
+    assert made("mine.Open", width=1, other=2).rest == {"other": 2}
+    assert made("mine.Keeps", "data", root="photos").rest == {"root": "photos"}
     with pytest.raises(UserError, match=r"data\.root is not an argument of mine\.HandsOn"):
-        create({"_target_": "mine.HandsOn", "root": "photos"}, "data")
-    assert create({"_target_": "mine.Saves", "width": 2, "anything": 3}, "task").hparams == {"width": 2, "anything": 3}
+        made("mine.HandsOn", "data", root="photos")
+    assert made("mine.Saves", "task", width=2, anything=3).hparams == {"width": 2, "anything": 3}
     assert list(parameters("mine.Pops")) == ["width", "depth", "gamma"]
     assert accepted("mine.Pops", {"width": 3, "classes": 10}) == {"width": 3}
     assert "num_classes" in parameters("timm.models.VisionTransformerDistilled")
@@ -309,9 +316,14 @@ def test_a_class_that_hands_arguments_on_takes_those_of_its_base_classes_too():
 
 
 def found(*overrides: str) -> list[str]:
-    """What the checks say once the user's classes are imported."""
+    """What is told of a command: by the check that imports nothing, or else once the user's classes are imported."""
     model = [] if MODULE[0] in overrides else ["model=basic_net"]
-    return checks.check_classes(Settings.of(compose_config("train", [*model, *CPU, *overrides])))
+    try:
+        settings = Settings.of(resolve([*model, *CPU, *overrides]))
+    except UserError as e:
+        return [*e.problems]
+    as_yaml(settings.cfg)  # which holds nothing that was refused
+    return checks.check_classes(settings)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +332,7 @@ def found(*overrides: str) -> list[str]:
         [*DATA, "+data.channels=4", "+data.image_size=[224,320]", "+data.mean=[0,0,0,0]", "+data.csv=[a,b]", "+data.source=s3",
          "model=own", "model._target_=mine.Open", "+model.width=3", "+model.pretrained=imagenet", "+model.checkpoint_path=here",
          "optim=mine", "+optim.lr=null", "+optim.nesterov=true", "schedule=mine", "+schedule.gamma=-1"],
-        [*MODULE, "task.mode=train", "data=own", "data._target_=mine.Loaders", "data.num_workers=0", "data.persistent_workers=false",
-         *(f"~data.{key}" for key in ("eval_batch_size", "val_fraction", "val_gap", "limit_train", "on_device", "prefetch_factor", "repeats", "folds", "fold",
-                                      "balance"))],
+        [*MODULE, "task.mode=train", "data=own", "data._target_=mine.Loaders", "+data.batch_size=7", "+data.num_workers=0", "+data.persistent_workers=false"],
         ["data=bare"],
     ],
     ids=["all of a task's", "module and loaders", "bare data"],
@@ -334,13 +344,14 @@ def test_a_key_of_ones_own_class_may_mean_anything(overrides):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([*DATA, "data.batch_size=9", "data.persistent_workers=false", "strategy=ddp", "trainer.devices=2", "model=own", "model._target_=mine.Base",
+        ([*DATA, "loader.batch_size=9", "loader.persistent_workers=false", "strategy=ddp", "trainer.devices=2", "model=own", "model._target_=mine.Base",
           "+model.mode=x", "optim=mine", "+optim.metrics=3", "+optim.lr=high", "+callbacks.bell._target_=mine.Bell", "+callbacks.bell.name=x"],
          ["model.mode is not an argument of mine.Base", "optim.metrics is not an argument of mine.optimizer",
           "optim.lr=high is invalid; expected float | None", "callbacks.bell.name is not an argument",
-          "data.persistent_workers=false has no effect without workers", "Set data.batch_size=8 or 10"]),
-        ([*DATA, "data.batch_size=0"], ["data.batch_size=0 is invalid"]),
-        ([*DATA, "~data.batch_size"], ["data.batch_size is missing: it is the global batch"]),
+          "loader.persistent_workers=false has no effect without workers", "Set loader.batch_size=8 or 10"]),
+        ([*DATA, "loader.batch_size=0"], ["loader.batch_size=0 is invalid"]),
+        ([*DATA, "~loader.batch_size"], ["loader.batch_size is not in the config, and the engine reads it"]),
+        ([*DATA, "+data.batch_size=8"], ["data.batch_size is not an argument of mine.Cells (it is loader.batch_size now); it takes channels"]),
         (["task._target_=mine.Module", "+task.metrics.f1._target_=mine.Bell", "+task.metrics.f1.sond=x"],
          ["task.metrics.f1.sond is not an argument of mine.Bell (did you mean sound?)"]),
         ([*MODULE, "task.monitor=val_loss", "task.mode=train"], ["checkpoint.mode=train is invalid; expected one of max, min"]),
@@ -365,8 +376,10 @@ def test_shipped_classes_are_left_to_the_check_that_imports_nothing(monkeypatch)
 
 
 def test_a_source_that_only_ones_own_data_knows_stays_in_the_config():
-    given = compose_config("train", [*DATA, "+data.source=s3"])
-    assert Settings.of(given).identified("disk").cfg.data.source == "s3"
+    disk = SimpleNamespace(source="disk", eval_batch_size=None, evaluated=SimpleNamespace(bytes_in_memory=0))
+    for given, expected in (("s3", "s3"), ("auto", "disk")):
+        settings = Settings.of(resolve([*DATA, *CPU, f"+data.source={given}"]))
+        assert settings.decided(disk).cfg.data.get("source") == expected
 
 
 def test_all_mistakes_are_told_before_data_is_prepared(monkeypatch):
@@ -381,7 +394,7 @@ def test_all_mistakes_are_told_before_data_is_prepared(monkeypatch):
 
 
 def test_data_without_the_engines_keys_trains_with_an_optimizer_that_says_nothing_of_partials(tmp_path):
-    own = ["data=bare", "model=own", "model._target_=mine.linear", "optim=mine", "+optim.lr=0.1"]
+    own = ["data=bare", "loader.batch_size=8", "model=own", "model._target_=mine.linear", "optim=mine", "+optim.lr=0.1"]
     report = lockstep.train([*own, "run=a", f"runs_dir={tmp_path}", *CPU])
     assert (report["status"], report["train/steps"]) == ("done", 4)
     assert report["evaluated"] == "test/loss | test/count | test/acc"

@@ -14,7 +14,8 @@ from hydra.core.global_hydra import GlobalHydra
 import lockstep
 from lockstep import CONFIGS, ROOT
 from lockstep.config import compose, project
-from lockstep.config.settings import model_title
+from lockstep.config.draft import Draft
+from lockstep.config.run_config import Component
 from lockstep.errors import UserError
 from lockstep.launch import local
 
@@ -47,7 +48,7 @@ def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (project.current().packages, project.config_folders()) == ((), [CONFIGS])
     assert (local.script("train"), local.script("runs")) == (ROOT / "train.py", ROOT / "scripts/runs.py")
-    assert model_title(compose.compose_config("train", [])) == "basic_net"
+    assert compose.resolve([]).model.title == "basic_net"
 
 
 def test_a_mistake_in_the_table_is_said(tmp_path):
@@ -139,7 +140,7 @@ def test_the_environment_names_the_project_of_a_process(bouquet, tmp_path, monke
 )
 def test_typed_wins_over_a_recipe_and_a_recipe_over_the_project(bouquet, name, overrides, expected):
     cfg = compose.compose_config(name, overrides)
-    assert (model_title(cfg), cfg.seed, cfg.optim.lr) == expected
+    assert (Component.of(cfg.model).title, cfg.seed, cfg.optim.lr) == expected
     assert cfg.runs_dir == "runs"  # of Lockstep's defaults
 
 
@@ -169,8 +170,8 @@ def test_a_project_may_replace_any_config(bouquet):
 def test_a_lightning_module_replaces_the_projects_defaults_and_nothing_that_was_chosen(bouquet, overrides, left):
     (bouquet / "configs/task").mkdir()
     (bouquet / "configs/task/lit.yaml").write_text("defaults: [lightning_module]\n_target_: bouquet.net.Lit\n")
-    cfg = compose.without_replaced_defaults(compose.compose_config("train", overrides), overrides)
-    assert [group for group in ("model", "optim", "schedule") if cfg[group]] == left
+    draft = compose.without_replaced_defaults(Draft(compose.compose_config("train", overrides)), overrides)
+    assert [group for group in ("model", "optim", "schedule") if draft.get(group)] == left
 
 
 def test_mistakes_name_the_projects_options_too(bouquet):

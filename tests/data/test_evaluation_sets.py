@@ -105,8 +105,8 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 '''
 OPTIONS = [
-    "task=classification", "model=own", "model._target_=sets.Net", "data=own", "data._target_=sets.Points", "data.batch_size=8",
-    "data.eval_batch_size=4", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=2",
+    "task=classification", "model=own", "model._target_=sets.Net", "data=own", "data._target_=sets.Points", "loader.batch_size=8",
+    "loader.eval_batch_size=4", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=2",
     "trainer.enable_progress_bar=false",
 ]  # fmt: skip
 
@@ -198,7 +198,7 @@ def test_torch_datasets_by_name_with_classes_in_another_order():
     report = lockstep.train([
         *OPTIONS[:3], "data=torch", f"data.train={{{held}, count: 24, seed: 0}}", f"data.test={{{held}, count: 6, seed: 1}}",
         f"data.evaluation_sets={{test/same: {{{held}, count: 9, seed: 2}}, test/swapped: {{{held}, count: 9, seed: 2, swap: true}}}}",
-        "data.batch_size=8", *OPTIONS[7:], "run=torch",
+        "loader.batch_size=8", *OPTIONS[7:], "run=torch",
     ])  # fmt: skip
     assert report["test/same/loss"] == report["test/swapped/loss"]
     assert report["test/same/count"] == 9

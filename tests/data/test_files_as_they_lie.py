@@ -344,7 +344,7 @@ def test_a_list_to_predict_has_its_targets_beside_the_predictions(tmp_path, monk
     tiny(*(Path("photos/im") / f"{number}.png" for number in range(20)))
     Path("photos/labels.csv").write_text(LINES(["path,target", *NUMBERS]))
     data = ["data=folder", "data.root=photos", "data.csv=labels.csv", "data.target=number", "task=regression"]
-    options = ["trainer.accelerator=cpu", "data.cache_dir=cache", "data.image_size=12", "data.batch_size=8"]
+    options = ["trainer.accelerator=cpu", "data.cache_dir=cache", "data.image_size=12", "loader.batch_size=8"]
     lockstep.train([*data, "run=a", "trainer.max_steps=1", "trainer.precision=32-true", *options])
     Path("photos/new.csv").write_text("path,target\nim/1.png,0.25\nim/2.png,\nim/3.png, 7.50\n")
     lockstep.predict(["run=a", "input=photos/new.csv", "output=new.json", "gallery=true", "trainer.accelerator=cpu"])
@@ -599,7 +599,7 @@ def test_a_run_on_what_a_file_server_left(tmp_path, monkeypatch, capfd):
     moved(root / "high/2.png", b"\xe9.png")
     moved(root / "high", b"h\xe9")
     options = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
-    data = ["data=folder", "data.root=photos", "data.image_size=12", "data.batch_size=8", "data.cache_dir=cache"]
+    data = ["data=folder", "data.root=photos", "data.image_size=12", "loader.batch_size=8", "data.cache_dir=cache"]
     report = lockstep.train([*data, "run=a", "trainer.max_steps=30", "optim.lr=1e-3", "seed=1", *options])
     left_out = "2 @eaDir/, 1 .heic, 1 link to listed files"
     assert (report["data/train"], report["test/acc"], report["data/left_out"]) == (32, 1.0, left_out)

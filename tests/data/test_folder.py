@@ -87,7 +87,7 @@ def test_parts_are_taken_as_they_are_and_a_missing_one_from_train(tmp_path, name
     (root / "notes").mkdir()
     assert sizes(made(root)) == ([30, 15, 21] if name else [27, 3, 21])
     if name:
-        with pytest.raises(UserError, match=r"its own validation part. Remove data.folds, or that part"):
+        with pytest.raises(UserError, match=r"its own validation part. Remove loader.folds, or that part"):
             splits(made(root, folds=3), batch_size=2, folds=3)
 
 

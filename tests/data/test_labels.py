@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from in_process import SMALL, state
-from omegaconf import OmegaConf
 from pictures import write_pictures
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 import lockstep
 from lockstep import build
+from lockstep.config.compose import resolve
 from lockstep.data import Arrays, DataSet
 from lockstep.data.datamodule import DataModule
 from lockstep.data.datamodule import named as names_in
@@ -306,9 +306,7 @@ def test_only_the_names_that_a_task_reads_are_matched():
 def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkeypatch, capsys):
     """None: a LightningModule, of which nobody knows what it reads."""
     module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
-    settings: Any = SimpleNamespace(custom_module=needs is None, cfg=OmegaConf.create(
-        {"resume": None, "task": {}, "checkpoint": {"monitor": None}, "exact": {"logical_ranks": None},
-         "trainer": {"sync_batchnorm": False}, "compile": False}), title=str)  # fmt: skip
+    settings: Any = SimpleNamespace(custom_module=needs is None, cfg=resolve(["checkpoint.monitor=null"]))
     monkeypatch.setattr(build, "outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
     task = SimpleNamespace(needs=needs, names="classes", expects=None, bind=lambda _: made.append(1) or 1 / 0)
     monkeypatch.setattr(build, "create", lambda *_: task)
@@ -340,7 +338,7 @@ def test_labels_that_are_known_when_they_are_read_name_part_and_index(tmp_path):
 RUN = [
     *SMALL,
     "data=folder",
-    "data.batch_size=2",
+    "loader.batch_size=2",
     "trainer.max_steps=1",
     "trainer.precision=32-true",
     "data.image_size=12",

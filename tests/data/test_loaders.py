@@ -159,7 +159,7 @@ def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected
     assert batch["file"] == [f"{place}.png" for place in batch["index"].tolist()]
     assert data.example(3)["file"] == ["0.png", "1.png", "2.png"]
     assert data.dataset.show(data.raw("train", [0])) == {}  # a page shows `input`, which this data lacks
-    with pytest.raises(UserError, match=r"data.on_device=true has no effect"):
+    with pytest.raises(UserError, match=r"loader.on_device=true has no effect"):
         DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, on_device=True)  # it is not held in memory
     *_, last = data.test_dataloader()
     assert last["file"][: last["count"]] == [f"{place}.png" for place in range(16, 20)]
@@ -178,9 +178,9 @@ def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch):
 
     monkeypatch.setattr(Indexed, "__getitem__", die)
     # torch may see that it ended before it sees how
-    message = r"DataLoader worker \(pid\D+\d+\) (is killed by signal: Killed|exited unexpectedly).* Try fewer data.num_workers"
+    message = r"DataLoader worker \(pid\D+\d+\) (is killed by signal: Killed|exited unexpectedly).* Try fewer loader.num_workers"
     with pytest.raises(LostProcess, match=message):
-        train("run=a", "data.num_workers=2")
+        train("run=a", "loader.num_workers=2")
     assert report("a")["status"] == "failed"
 
 
@@ -192,7 +192,7 @@ def test_the_workers_of_training_end_before_the_test(train, monkeypatch):
         return made(self)
 
     monkeypatch.setattr(DataModule, "test_dataloader", looked)
-    train("run=a", "data.num_workers=1")
+    train("run=a", "loader.num_workers=1")
     assert left == [set()]
 
 
@@ -246,5 +246,7 @@ def test_workers_that_cannot_be_started_say_why(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
-    with pytest.raises(TrainingFailed, match=r"2 processes that load data .* Too many open files.* data.num_workers=0"):
+    with pytest.raises(
+        TrainingFailed, match=r"2 processes that load data .* Too many open files.* loader.num_workers=0"
+    ):
         list(FromWorkers(Indexed(Reader({}, seed=0)), num_workers=2).batches())

@@ -201,7 +201,7 @@ def test_training_and_validation_images_are_disjoint_and_together_all_for_every_
 )
 def test_a_batch_larger_than_the_training_set_is_rejected(limit_train, val_fraction, possible, held_out):
     how = {"val_fraction": val_fraction, "limit_train": limit_train}
-    with pytest.raises(UserError, match=rf"data\.batch_size=60 .*Set data\.batch_size={possible} or less"):
+    with pytest.raises(UserError, match=rf"loader\.batch_size=60 .*Set loader\.batch_size={possible} or less"):
         splits(data_of(60), batch_size=60, **how)
     train, val, test = splits(data_of(60), batch_size=possible, **how)
     assert (train.count, val.count, test.count) == (possible, held_out, 2)
@@ -238,7 +238,7 @@ def test_folds_divide_the_training_part(total, folds):
         assert sorted(parts[0] + parts[1]) == list(range(total))
         held_out += parts[1]
     assert sorted(held_out) == list(range(total))
-    with pytest.raises(UserError, match=rf"data.folds={total + 1} is more than the {total} training"):
+    with pytest.raises(UserError, match=rf"loader.folds={total + 1} is more than the {total} training"):
         splits(data_of(total), batch_size=1, folds=total + 1)
 
 
@@ -255,7 +255,7 @@ def test_neighbours_are_held_out_and_as_many_as_the_gap_left_out_on_each_side(to
             else [*range(total - round(total / 4), total)]
         )
         if not (left := [place for place in range(total) if far(place, expected)]):
-            with pytest.raises(UserError, match=rf"data\.val_gap={gap} leaves none of the {total} training"):
+            with pytest.raises(UserError, match=rf"loader\.val_gap={gap} leaves none of the {total} training"):
                 splits(data_of(total), batch_size=1, **keys)
             return
         train, val, _ = splits(data_of(total), batch_size=1, **keys)
@@ -270,7 +270,7 @@ def test_neighbours_are_held_out_and_as_many_as_the_gap_left_out_on_each_side(to
 def test_a_gap_beside_a_validation_part_of_the_data_is_refused():
     data = data_of(60)
     data.val = data.train
-    with pytest.raises(UserError, match=r"data\.val_gap has no effect: this data has its own validation part"):
+    with pytest.raises(UserError, match=r"loader\.val_gap has no effect: this data has its own validation part"):
         splits(data, batch_size=1, val_gap=3)
 
 
@@ -291,7 +291,7 @@ def test_folds_have_their_share_of_every_class(sizes, folds):
         ]  # of a random order
         assert set(few.indices(np.arange(few.count))) <= set(parts[0])
     assert (np.ptp(held_out, axis=0) <= 1).all()
-    with pytest.raises(UserError, match=r"data\.folds"):
+    with pytest.raises(UserError, match=r"loader\.folds"):
         splits(data, batch_size=1, folds=total + 1)
     if sizes == [2, 50, 3]:
         assert balanced(train, data.train, "images").indices(np.arange(train.count)).tolist() == parts[0].tolist()
@@ -303,7 +303,7 @@ def test_a_run_with_folds_of_an_earlier_version_cannot_be_resumed():
     module = DataModule(data, batch_size=1, eval_batch_size=1, folds=2)
     state = module.state_dict()
     module.load_state_dict(state)
-    with pytest.raises(UserError, match=r"earlier version, which divided data\.folds differently"):
+    with pytest.raises(UserError, match=r"earlier version, which divided loader\.folds differently"):
         module.load_state_dict({key: value for key, value in state.items() if key != "folds"})
 
 
@@ -360,6 +360,6 @@ def test_data_without_several_classes_is_rejected(arrays, message):
 
 
 def test_a_run_with_both_options_trains(train):
-    train("run=a", "data.balance=true", "task.class_weights=balanced", "trainer.max_steps=2")
+    train("run=a", "loader.balance=true", "task.class_weights=balanced", "trainer.max_steps=2")
     saved = state("a/checkpoints/last.ckpt")["DataModule"]["about"]["class_counts"]
     assert (len(saved), sum(saved)) == (10, 576)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import timm
 import torch
-from omegaconf import open_dict
 from PIL import Image, ImageDraw
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lockstep.augment import Augmentation, Flip, RandomResizedCrop
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import compose_config, resolve
+from lockstep.config.draft import Draft, typed
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data import Arrays, Folder, pixels
@@ -27,7 +27,6 @@ from lockstep.extras.adapters import TorchDataset
 from lockstep.extras.export_parts import in_frame
 from lockstep.launch.resuming import completed, take_decided
 from lockstep.launch.start import prepare_data
-from lockstep.machine.world import World
 
 SIDE = 24
 SHAPES = [(60, 40), (40, 60), (41, 59), (64, 64), (13, 57), (24, 24), (24, 90), (300, 20), (10, 9)]  # width, height
@@ -187,23 +186,23 @@ def test_checkpoints_of_older_versions_are_of_squashed_images(tmp_path):
 
 @pytest.mark.parametrize("name", ["folder", "mnist"])
 def test_runs_of_older_versions_go_on_with_squashed_images(name):
-    saved = compose_config("train", [f"data={name}"])
-    with open_dict(saved):
-        for key in FRAMING:
-            del saved.data[key]
-    node = Settings(completed(saved), World("cpu", 1, 1, "single")).plain("data")
-    assert not {*FRAMING} & node.keys() and Images(image_size=SIDE).frame == Frame(SIDE, "squash", 1.0, "bilinear")
+    saved = Draft(compose_config("train", [f"data={name}"]))
+    for key in FRAMING:
+        saved = saved.without(f"data.{key}")
+    data = typed(completed(saved))[0].data
+    assert not {*FRAMING} & data.kwargs.keys() and Images(image_size=SIDE).frame == Frame(
+        SIDE, "squash", 1.0, "bilinear"
+    )
 
 
 def test_an_evaluation_on_other_files_frames_them_as_its_run():
     """`data=folder data.root=<other>` of eval.py and predict.py brings the defaults, which are of no network."""
-    cfg, saved = (compose_config("train", ["data=folder", "model=timm", "model.name=test_vit"]) for _ in range(2))
-    saved.data.update({"resize": "squash", "crop_pct": 0.9, "interpolation": "bicubic", "mean": [0.5] * 3})
-    with open_dict(saved), open_dict(cfg):
-        del saved.data.std
-        take_decided(cfg, saved)
-    assert {key: cfg.data[key] for key in (*FRAMING, "mean")} == {key: saved.data[key] for key in (*FRAMING, "mean")}
-    assert "std" not in cfg.data
+    composed = Draft(compose_config("train", ["data=folder", "model=timm", "model.name=test_vit"]))
+    own = {"resize": "squash", "crop_pct": 0.9, "interpolation": "bicubic", "mean": [0.5] * 3}
+    saved = composed.but({f"data.{key}": value for key, value in own.items()}).without("data.std")
+    found = take_decided(composed, saved)
+    assert {key: found.get(f"data.{key}") for key in own} == own and {*own} == {*FRAMING, "mean"}
+    assert not found.has("data.std")
 
 
 class Scenes(Dataset):
@@ -287,10 +286,8 @@ def test_boxes_of_images_in_memory_move_with_them(resize, crop_pct, nested):
 def test_pad_and_squash_keep_the_edges_though_the_network_crops():
     """`data.crop_pct=model` is what belongs to the network's own way."""
     for resize, crop_pct in (("model", 0.95), ("crop", 0.95), ("pad", 1.0), ("squash", 1.0)):
-        cfg = compose_config(
-            "train", ["data=folder", "model=timm", "model.name=test_vit", f"data.resize={resize}", "data.root=x"]
-        )
-        assert Settings(cfg, World("cpu", 1, 1, "single")).with_numbers().cfg.data.crop_pct == crop_pct
+        cfg = resolve(["data=folder", "model=timm", "model.name=test_vit", f"data.resize={resize}", "data.root=x"])
+        assert Settings.of(cfg).with_numbers().cfg.data.get("crop_pct") == crop_pct
 
 
 def test_what_lies_on_an_image_moves_with_its_random_crop():
@@ -344,10 +341,8 @@ def test_evaluation_has_timms_pixels(name, tmp_path):
     """In files of every kind and of several shapes, one of them a JPEG that could scale itself."""
     timm_config = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     theirs = timm.data.create_transform(**{**timm_config, "input_size": (3, 48, 48)}, normalize=False)
-    cfg = compose_config(
-        "train", ["data=folder", "model=timm", f"model.name={name}", "data.image_size=48", f"data.root={tmp_path}"]
-    )
-    node = Settings(cfg, World("cpu", 1, 1, "single")).with_numbers().plain("data")
+    cfg = resolve(["data=folder", "model=timm", f"model.name={name}", "data.image_size=48", f"data.root={tmp_path}"])
+    node = Settings.of(cfg).with_numbers().cfg.data.node
     ours = Images(**{key: node[key] for key in ("image_size", "mean", "std", *FRAMING)})
     assert (node["mean"], node["std"]) == (list(timm_config["mean"]), list(timm_config["std"]))
     for kind, (mode, form) in KINDS.items():
@@ -372,14 +367,12 @@ def test_what_a_command_prepares_is_what_its_processes_read(tmp_path, monkeypatc
     for index, name in enumerate(["cat", "dog"] * 20):
         (tmp_path / "photos" / name).mkdir(parents=True, exist_ok=True)
         smooth(60, 40).save(tmp_path / "photos" / name / f"{index}.png")
-    cfg = compose_config(
-        "train", ["data=folder", "model=timm", "model.name=test_vit", "data.image_size=32", "data.batch_size=8"]
-    )
-    cfg.data.root, cfg.data.cache_dir = str(tmp_path / "photos"), str(tmp_path / "cache")
-    settings = Settings(cfg, World("cpu", 1, 1, "single"))
+    where = [f"data.root={tmp_path / 'photos'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    network = ["model=timm", "model.name=test_vit"]
+    settings = Settings.of(resolve(["data=folder", *network, "data.image_size=32", "loader.batch_size=8", *where]))
     prepare_data(settings)
     monkeypatch.setattr("lockstep.data.folder.read_all", None)
-    data = create_data(settings.with_numbers().cfg.data)
+    data = create_data(settings.with_numbers().cfg.data, settings.cfg.loader)
     data.prepare()
     assert data.frame == Frame(32, "crop", 0.95, "bicubic") and isinstance(data.train, Arrays)
 

@@ -14,7 +14,7 @@ from pictures import COLOURS, picture, write_classes
 from shipped_data import stand_in_trainer
 
 import lockstep
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.data.datamodule import DataModule
 from lockstep.data.folder import Folder
@@ -79,7 +79,8 @@ class Case:
     folder: Path
 
     def data(self) -> Any:
-        return create_data(compose_config("train", self.overrides).data)
+        cfg = resolve(self.overrides)
+        return create_data(cfg.data, cfg.loader)
 
     def module(self, workers: int = 0, **place: int) -> DataModule:
         made = DataModule(self.data(), batch_size=BATCH, eval_batch_size=8, num_workers=workers, seed=3)
@@ -103,7 +104,7 @@ def case(request, tmp_path_factory) -> Case:
     place = tmp_path_factory.mktemp(request.param)
     overrides, change = SOURCES[request.param](place / "data")
     cache = [f"data.cache_dir={place / 'cache'}"] if request.param != "torch" else []
-    common = [f"data.image_size={SIZE}", f"data.batch_size={BATCH}", *cache]
+    common = [f"data.image_size={SIZE}", f"loader.batch_size={BATCH}", *cache]
     return Case(request.param, [*overrides, *common], change, place)
 
 

@@ -20,7 +20,7 @@ COSTS = Costs(parameters=1000, trained=1000, weight_bytes=4000, gradient_bytes=4
 
 @pytest.fixture(scope="module")
 def given(mnist, cache) -> list[str]:
-    return [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=32", "trainer.accelerator=cpu"]
+    return [f"data.root={mnist}", f"data.cache_dir={cache}", "loader.batch_size=32", "trainer.accelerator=cpu"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_makes_no_sense_is_refused(args, told, given, monkeypatch):
 
 def test_the_table_has_a_row_for_each_strategy_and_a_measured_run_is_compared(given, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    asked = ["--devices", "1,2,3", "--on", "a100", "--price", "2", "data.repeats=2"]
+    asked = ["--devices", "1,2,3", "--on", "a100", "--price", "2", "loader.repeats=2"]
     monkeypatch.setattr(sys, "argv", ["plan.py", *given, *asked])
     script.main()
     out = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_the_table_has_a_row_for_each_strategy_and_a_measured_run_is_compared(gi
     assert [row[1] for row in rows] == ["single", "ddp", "fsdp"]
     assert [row[3] for row in rows] == ["32", "16", "16"]  # the micro-batch of a device
     assert "a100 at 35% of its peak" in out and "cost" in out and "mixed precision" in out
-    assert "not on 3 devices: data.batch_size=32 cannot be divided by them" in out
+    assert "not on 3 devices: loader.batch_size=32 cannot be divided by them" in out
     assert rows[0][9] == rows[0][10]  # an epoch is the run
     monkeypatch.setattr(sys, "argv", ["plan.py", *given, "trainer.precision=32-true", "--measure"])
     script.main()

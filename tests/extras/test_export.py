@@ -31,7 +31,7 @@ from lockstep.extras.export import export
 
 pytestmark = pytest.mark.xdist_group("export")
 CPU = ["trainer.accelerator=cpu"]
-TRAIN = ["data.batch_size=8", "data.image_size=12", "trainer.max_steps=4", "trainer.precision=32-true", "optim.lr=1e-3", *CPU]  # fmt: skip
+TRAIN = ["loader.batch_size=8", "data.image_size=12", "trainer.max_steps=4", "trainer.precision=32-true", "optim.lr=1e-3", *CPU]  # fmt: skip
 LABELS = ["data=folder", "data.root=photos", "data.cache_dir=cache"]
 PROJECT = {
     "src/garden/__init__.py": "import lockstep  # which an exported folder does without\n",
@@ -244,7 +244,7 @@ def test_the_folder_has_the_files_that_a_network_needs_and_a_card(run, folder, p
     report, card = json.loads((place / "runs/own/report.json").read_text()), (made / "README.md").read_text()
     for said in (
         f"sha256: `{report['data/sha256']}`", "classes: blue, green, red", f"| test/acc | {report['test/acc']:.4f} | 3 |",
-        "- `data.image_size=12`", "- `++model.width=8`", f"with {report['parameters']:,} parameters", "torch 2.", "(MIT)",
+        "- `data.image_size=12`", "- `+model.width=8`", f"with {report['parameters']:,} parameters", "torch 2.", "(MIT)",
         "`source` has the licence of the project", "is not known here", "python load.py <folder or files>",
         "returns probabilities of the 3 classes.", "It needs torch, safetensors, Pillow.",
     ):  # fmt: skip

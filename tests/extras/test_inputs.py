@@ -150,7 +150,7 @@ RUNS = {
     "several": ["data._target_=mywork.data.Several", "+data.root=sounds", "model._target_=mywork.nets.Several", "task._target_=mywork.task.OfSeveral"],
     "numbers": ["data._target_=mywork.data.Numbers", "+data.root=tables", "model._target_=mywork.nets.Dense", "task=regression"],
 }  # fmt: skip
-OPTIONS = [*OWN, "data.batch_size=8", "trainer.max_steps=6", "trainer.precision=32-true", "optim.lr=1e-2", *CPU]
+OPTIONS = [*OWN, "loader.batch_size=8", "trainer.max_steps=6", "trainer.precision=32-true", "optim.lr=1e-2", *CPU]
 
 
 def write_sound(path: Path, hertz: float, length: int = LENGTH) -> None:
@@ -221,7 +221,7 @@ def test_files_are_predicted_as_the_samples_of_the_run_and_by_an_exported_folder
     for row, other in zip(of_part, of_files[1::2], strict=True):
         assert (row["class"], row["probability"]) == (other["class"], pytest.approx(other["probability"], rel=1e-5))
     if kind == "sounds":
-        several = ["strategy=ddp", "trainer.devices=2", "data.eval_batch_size=5"]
+        several = ["strategy=ddp", "trainer.devices=2", "loader.eval_batch_size=5"]
         shared = predicted(f"run={kind}", f"input={files}", *several, output=tmp_path / "ddp.jsonl")
         assert shared == [close(row) for row in of_files]
     assert predicted_by_folder(exports[kind], files) == [close(row) for row in of_files]

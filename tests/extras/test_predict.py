@@ -23,7 +23,7 @@ from lockstep.launch.start import output_problems
 
 pytestmark = pytest.mark.xdist_group("predict")
 CPU = ["trainer.accelerator=cpu"]
-TRAIN = ["data.batch_size=8", "trainer.max_steps=6", "trainer.precision=32-true", "optim.lr=1e-3", *CPU]
+TRAIN = ["loader.batch_size=8", "trainer.max_steps=6", "trainer.precision=32-true", "optim.lr=1e-3", *CPU]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def place(tmp_path_factory, forked) -> Iterator[Path]:
         patch.chdir(place)
         common = ["data.cache_dir=cache", *TRAIN]
         lockstep.train(["run=photos", "data=folder", "data.root=photos", "data.image_size=12", *common])
-        lockstep.train(["run=digits", "data.root=mnist", "data.image_size=12", "data.eval_batch_size=10", *common])
+        lockstep.train(["run=digits", "data.root=mnist", "data.image_size=12", "loader.eval_batch_size=10", *common])
         yield place
 
 
@@ -170,9 +170,9 @@ def test_broken_files_have_a_row_with_the_reason_and_the_others_their_prediction
 
 @pytest.mark.slow
 def test_broken_files_are_where_they_belong_by_workers_and_by_several_processes(predict, broken):
-    asked = ["run=photos", f"input={broken}", "data.eval_batch_size=3"]
+    asked = ["run=photos", f"input={broken}", "loader.eval_batch_size=3"]
     expected = predict(*asked)
-    assert predict(*asked, "data.num_workers=2") == expected
+    assert predict(*asked, "loader.num_workers=2") == expected
     assert close(predict(*asked, "strategy=ddp", "trainer.devices=2"), expected)
 
 

@@ -17,7 +17,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.config import compose
-from lockstep.config.settings import sweep_name
+from lockstep.config.draft import sweep_name
 from lockstep.errors import UserError
 from lockstep.extras import study
 from lockstep.extras.pruning import STORAGE, Pruned, Pruning

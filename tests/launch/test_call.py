@@ -101,17 +101,17 @@ def test_the_callers_process_is_left_as_it_was(as_a_caller_likes_it, mnist, cach
 @pytest.mark.slow
 def test_a_sweep_returns_the_rows_of_its_table_those_of_failed_jobs_too(train, mnist, cache):
     common = [*options(mnist, cache), "trainer.limit_train_batches=2", "trainer.accumulate_grad_batches=2"]
-    rows = lockstep.sweep([*common, "run=s", "data.batch_size=48,47", "seed=0,1"])
+    rows = lockstep.sweep([*common, "run=s", "loader.batch_size=48,47", "seed=0,1"])
     assert [row["run"] for row in rows] == ["s/0", "s/1", "s/2", "s/3"]
     assert [row["status"] for row in rows] == ["done", "done", "failed", "failed"]
     assert [row["seed"] for row in rows[:2]] == [0, 1]
-    assert all("data.batch_size=47" in row["overrides"] for row in rows[2:])
+    assert all("loader.batch_size=47" in row["overrides"] for row in rows[2:])
     assert rows[0] == json.loads(Path("runs/s/0/report.json").read_text()) | {"run": "s/0"}
     with Path("runs/s/results.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [row["status"] for row in table] == [row["status"] for row in rows]
     assert [float(row["test/loss"]) for row in table[:2]] == [row["test/loss"] for row in rows[:2]]
-    assert lockstep.train(["run=alone", "data.batch_size=48", "seed=1", *common])["test/loss"] == rows[1]["test/loss"]
+    assert lockstep.train(["run=alone", "loader.batch_size=48", "seed=1", *common])["test/loss"] == rows[1]["test/loss"]
 
 
 def test_mistakes_are_refused_before_a_sweep_starts(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ OWN = {
     "src/bouquet/task.py": TASK,
     "configs/task/stops.yaml": "defaults: [classification]\n_target_: bouquet.task.Stops\n",
 }
-RUN = ["run=a", "task=stops", "data.batch_size=48", "trainer.max_steps=2", "trainer.limit_test_batches=1", *SMALL]
+RUN = ["run=a", "task=stops", "loader.batch_size=48", "trainer.max_steps=2", "trainer.limit_test_batches=1", *SMALL]
 TWO = ["strategy=ddp", "trainer.devices=2"]
 PROMPT, END_S = "Pdb) ", 10  # another process may print after the first character of a prompt
 

@@ -84,6 +84,6 @@ def test_under_torchrun_rank_0_says_what_is_wrong_before_another_process_ends_al
     if environment:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", environment)
     monkeypatch.setattr(exits.time, "sleep", sleep := Mock())
-    assert exit_code(Mock(side_effect=UserError("data.batch_size=63")), rank=rank) == 2
+    assert exit_code(Mock(side_effect=UserError("loader.batch_size=63")), rank=rank) == 2
     assert sleep.called == waits
-    assert ("data.batch_size=63" in capsys.readouterr().err) == (rank == 0)
+    assert ("loader.batch_size=63" in capsys.readouterr().err) == (rank == 0)

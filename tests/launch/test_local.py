@@ -15,7 +15,7 @@ import torch.distributed
 from forked import until
 
 from lockstep import ROOT
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory, Preempted, RunFailed
 from lockstep.launch import local
@@ -31,7 +31,7 @@ from lockstep.errors import OutOfMemory
 from lockstep.launch import local
 from lockstep.machine import files, process
 job, local_rank, folder = local.received(), os.environ["LOCAL_RANK"], Path(__file__).parent
-files.write_json(folder / f"rank{local_rank}", {"pid": os.getpid(), "run": job.config.run, "rank": job.world.rank,
+files.write_json(folder / f"rank{local_rank}", {"pid": os.getpid(), "run": job.config["run"], "rank": job.world.rank,
                                                 "notebook": process.in_notebook()})
 while not all((folder / f"rank{other}").exists() for other in range(job.world.size)):
     time.sleep(0.01)
@@ -57,13 +57,13 @@ import sys
 from pathlib import Path
 from lockstep.config.settings import Settings
 from lockstep.launch import local
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process
 from lockstep.machine.world import World
 def run():
     with process.noted():
-        local.run_processes(Path(sys.argv[1]), Settings(compose_config("train", ["run=r"]), World("cpu", 2, 1, "ddp")))
+        local.run_processes(Path(sys.argv[1]), Settings(resolve(["run=r"]), World("cpu", 2, 1, "ddp")))
 sys.exit(exit_code(run))
 """
 # A job that is done while gloo's threads still let go of tensors: in 5 of 6 pairs, one was aborted as Python was taken down.
@@ -112,7 +112,7 @@ def started(worker: Path) -> list[int]:
 
 
 def run_both(script: Path) -> None:
-    local.run_processes(script, Settings(compose_config("train", ["run=r"]), WORLD))
+    local.run_processes(script, Settings(resolve(["run=r"]), WORLD))
 
 
 def gone(pid: int) -> bool:
@@ -229,7 +229,7 @@ def test_an_attempt_without_a_checkpoint_of_its_own_does_not_continue_an_abandon
             raise OutOfMemory("a micro-batch of 64 does not fit", 2)
 
     given = [f"runs_dir={tmp_path}", "run=a", "trainer.accumulate_grad_batches=auto", "resume=older"]
-    local.until_it_fits(run, Settings.of(compose_config("train", given)))
+    local.until_it_fits(run, Settings.of(resolve(given)))
     assert attempts == [(1, "older"), (2, str(newest) if saves else "older")]
 
 

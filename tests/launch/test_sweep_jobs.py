@@ -8,11 +8,16 @@ from unittest.mock import Mock
 import pytest
 
 from lockstep.config.compose import compose_config, tried_alone, variants
+from lockstep.config.draft import Draft
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 from lockstep.machine import world
 from lockstep.machine.files import write_text
 from lockstep.run import RunFolder
+
+
+def draft(*overrides: str) -> Draft:
+    return Draft(compose_config("train", overrides))
 
 
 def record(folder: Path, *overrides: str) -> dict[str, str]:
@@ -42,26 +47,29 @@ def test_a_job_that_was_done_before_keeps_its_overrides(tmp_path):
 
 
 GRIDS = [
-    (["seed=0,1", "data.fold=0,1"], None),
-    (["seed=0,1,2", "data.fold=0,1", "trainer.max_epochs=9"], None),
-    (["seed=0", "data.fold=0,1"], None),
-    (["seed=range(2)", "data.fold=range(2)"], None),
+    (["seed=0,1", "loader.fold=0,1"], None),
+    (["seed=0,1,2", "loader.fold=0,1", "trainer.max_epochs=9"], None),
+    (["seed=0", "loader.fold=0,1"], None),
+    (["seed=range(2)", "loader.fold=range(2)"], None),
     (
-        ["seed=0,1", "data.fold=0,2"],
-        "1 of this sweep was run with seed=0 data.fold=1, and would get seed=0 data.fold=2",
+        ["seed=0,1", "loader.fold=0,2"],
+        "1 of this sweep was run with seed=0 loader.fold=1, and would get seed=0 loader.fold=2",
     ),
     (
-        ["seed=0,1", "data.fold=0,1,2"],
-        "2 of this sweep was run with seed=1 data.fold=0, and would get seed=0 data.fold=2",
+        ["seed=0,1", "loader.fold=0,1,2"],
+        "2 of this sweep was run with seed=1 loader.fold=0, and would get seed=0 loader.fold=2",
     ),
-    (["seed=0,1", "data.fold=0,1", "optim.lr=1,2"], "0 of this sweep was run with seed=0 data.fold=0, and would get"),
+    (
+        ["seed=0,1", "loader.fold=0,1", "optim.lr=1,2"],
+        "0 of this sweep was run with seed=0 loader.fold=0, and would get",
+    ),
     (["hydra/sweeper=optuna", "seed=3,4"], None),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "problem"), GRIDS)
 def test_a_grid_with_other_values_does_not_continue_the_jobs_of_these_numbers(overrides, problem, tmp_path):
-    earlier = {"hydra": {"overrides": {"task": ["seed=0,1", "data.fold=0,1"]}}}
+    earlier = {"hydra": {"overrides": {"task": ["seed=0,1", "loader.fold=0,1"]}}}
     write_text(tmp_path / "multirun.yaml", json.dumps(earlier))
     assert not list(sweeps.numbering_problems(tmp_path, ["seed=7,8"]))  # no job has begun
     for place in range(4):
@@ -103,11 +111,11 @@ def test_jobs_that_differ_by_seed_or_fold_have_a_mean_and_a_spread(tmp_path, cap
         return {"run": "s/0", "overrides": overrides, "status": status, "test/acc": acc, "evaluated": "test/acc"}
 
     rows = [row("optim=sgd seed=0", 0.5), row("optim=sgd seed=1", 0.7), row("optim=adam seed=0", 0.9), row("optim=sgd seed=2", None, "failed"),
-            row("data.fold=0 data.folds=2", 0.1), row("data.fold=1 data.folds=2", 0.3)]  # fmt: skip
+            row("loader.fold=0 loader.folds=2", 0.1), row("loader.fold=1 loader.folds=2", 0.3)]  # fmt: skip
     found = sweeps.spread(rows)
     assert [(each["run"], each["overrides"], round(each["test/acc"], 6)) for each in found] == [
         ("mean of 2", "optim=sgd", 0.6), ("deviation of 2", "optim=sgd", 0.141421),
-        ("mean of 2", "data.folds=2", 0.2), ("deviation of 2", "data.folds=2", 0.141421),
+        ("mean of 2", "loader.folds=2", 0.2), ("deviation of 2", "loader.folds=2", 0.141421),
     ]  # fmt: skip
     sweeps.print_table(rows, found, tmp_path / "results.csv")
     assert re.search(r"mean of 2 +│ optim=sgd ", capsys.readouterr().out)
@@ -130,18 +138,18 @@ def test_each_job_has_gpus_of_its_own(monkeypatch):
         monkeypatch.setattr(world, "gpu_count", Mock(return_value=count))
         if visible:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        found = sweeps.environments(compose_config("train", overrides), jobs)
+        found = sweeps.environments(draft(*overrides), jobs)
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == expected
     for jobs, told in ((3, "hydra.launcher.jobs=1"), (0, "auto, or a number"), ("two", "auto, or a number")):
         with pytest.raises(UserError, match=told):
-            sweeps.environments(compose_config("train", ["strategy=ddp", "trainer.devices=2"]), jobs)
+            sweeps.environments(draft("strategy=ddp", "trainer.devices=2"), jobs)
 
 
 def test_jobs_on_a_cpu_share_its_cores(monkeypatch):
     monkeypatch.setattr(world, "gpu_count", lambda: 0)
     monkeypatch.setattr(sweeps, "cores", lambda: 8)
     for overrides, jobs, count, threads in CORES:
-        found = sweeps.environments(compose_config("train", ["trainer.accelerator=cpu", *overrides]), jobs)
+        found = sweeps.environments(draft("trainer.accelerator=cpu", *overrides), jobs)
         assert found == [{"OMP_NUM_THREADS": str(threads)}] * count
 
 

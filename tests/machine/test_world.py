@@ -4,11 +4,13 @@ import re
 
 import pytest
 import torch
+from in_process import config_of
 
 import lockstep
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.config.settings import Settings, name_of_job, stamp
+from lockstep.config.draft import Draft, name_of_job, stamp
+from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.machine import world
 from lockstep.machine.world import external_launcher, launcher_problems, rank_of
@@ -26,8 +28,14 @@ SLURM = {
 CPU = "trainer.accelerator=cpu"
 
 
-def config(*overrides: str):
-    return compose_config("train", list(overrides))
+def draft(*overrides: str) -> Draft:
+    return Draft(compose_config("train", overrides))
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(UserError) as error:
+        check(draft(*overrides))
+    return error.value.problems
 
 
 def without(env: dict[str, str], *names: str) -> dict[str, str]:
@@ -77,14 +85,14 @@ def test_a_part_of_a_set_is_refused_by_name_with_what_to_type(env, parts):
 
 def test_variables_that_contradict_the_config_are_refused(monkeypatch):
     monkeypatch.setenv("NODE_RANK", "1")
-    (problem,) = check(config("strategy=ddp", "trainer.devices=2", CPU))
+    (problem,) = problems("strategy=ddp", "trainer.devices=2", CPU)
     assert re.search("NODE_RANK=1.*run unset NODE_RANK", problem)
     monkeypatch.delenv("NODE_RANK")
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     for strategy in ("dp", "single"):
-        problems = check(config(f"strategy={strategy}", CPU))
-        assert any(re.search("[Ss]et strategy=ddp", problem) for problem in problems), problems
+        told = problems(f"strategy={strategy}", CPU)
+        assert any(re.search("[Ss]et strategy=ddp", problem) for problem in told), told
 
 
 def test_a_process_with_a_stale_rank_reports_it_itself(forked_command, monkeypatch):
@@ -109,7 +117,7 @@ def test_a_process_with_a_stale_rank_reports_it_itself(forked_command, monkeypat
 ])  # fmt: skip
 def test_devices_and_processes(overrides, gpus, devices, size, monkeypatch):
     monkeypatch.setattr(world, "gpu_count", lambda: gpus)
-    found = Settings.of(config(*overrides), {}).world
+    found = Settings.of(config_of(*overrides), {}).world
     assert (found.devices, found.size) == (devices, size)
     assert found.accelerator == ("cpu" if not gpus or CPU in overrides else "cuda")
 
@@ -121,21 +129,21 @@ ALONE = {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}  # an interactive step
     (TORCHRUN, ("torchrun", 2, 3, 6, 3)), (SLURM, ("slurm", 2, 2, 4, 1)), (ALONE, (None, 2, 1, 2, 0)),
 ])  # fmt: skip
 def test_torchrun_and_slurm_say_themselves_who_takes_part(env, expected):
-    found = Settings.of(config("strategy=ddp", "trainer.devices=2", CPU), env).world
+    found = Settings.of(config_of("strategy=ddp", "trainer.devices=2", CPU), env).world
     assert (found.external, found.devices, found.nodes, found.size, found.rank) == expected
 
 
 def test_runs_of_one_second_have_different_names():
     assert len({stamp() for _ in range(20)}) == 20
-    assert Settings.of(config("run=mine")).identified("disk").cfg.run == "mine"
-    assert Settings.of(config()).identified("disk").cfg.run != Settings.of(config()).identified("disk").cfg.run
+    assert draft("run=mine").identified().run == "mine"
+    assert draft().identified().run != draft().identified().run
 
 
 def test_all_ranks_of_a_cluster_job_find_the_same_name():
     ranks = [{**TORCHRUN, "RANK": str(rank)} for rank in range(6)]
-    assert {name_of_job(config(), env) for env in ranks} == {"basic_net-mnist-job7"}
+    assert {name_of_job(draft().model_and_data, env) for env in ranks} == {"basic_net-mnist-job7"}
     tasks = [{**SLURM, "SLURM_PROCID": str(rank)} for rank in range(4)]
-    assert {name_of_job(config(), env) for env in tasks} == {"basic_net-mnist-99.0"}
+    assert {name_of_job(draft().model_and_data, env) for env in tasks} == {"basic_net-mnist-99.0"}
 
 
 # --- What is read from torch's files is what torch itself says ---

@@ -27,13 +27,13 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:You passed in a `.*_dataloader` but have no", "ignore:.*LeafSpec"),
 ]
-TASK = ["task=own", "data=own", "model=own", "data.batch_size=8"]
+TASK = ["task=own", "data=own", "model=own", "loader.batch_size=8"]
 MODULE = ["task=lightning_module", "data=none"]
 # The overrides of each project, of one process. An epoch should have at least five steps.
 PROJECTS: dict[str, list[str]] = {
     "series": [
         *TASK, "task._target_=series.Forecast", "data._target_=series.Windows", "model._target_=series.Mlp",
-        "data.val_gap=15", "task.monitor=val/mae",
+        "loader.val_gap=15", "task.monitor=val/mae",
     ],
     "text": [*MODULE, "task._target_=text.Adapted", "task.monitor=val/loss"],
     "distillation": [

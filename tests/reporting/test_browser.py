@@ -10,6 +10,7 @@ import pytest
 from your_own import Page, forget
 
 import lockstep
+from lockstep.config.draft import Draft, typed
 from lockstep.reporting import page as pages
 from lockstep.run import RunFolder
 from lockstep.training.workload import Workload
@@ -23,7 +24,7 @@ pytestmark = [
 ]
 QUICK = (
     "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "trainer.max_steps=8",
-    "trainer.log_every_n_steps=2", "data.batch_size=8", "data.limit_train=48",
+    "trainer.log_every_n_steps=2", "loader.batch_size=8", "loader.limit_train=48",
 )  # fmt: skip
 PAGES = {
     "folder": ("data.image_size=16", "data.cache_dir={cache}"),
@@ -76,7 +77,12 @@ def page(request, tmp_path_factory, mnist, cache, run_folder) -> Path:
             more = [text.format(cache=cache) for text in PAGES[name]]
             lockstep.train(["run=x", *page.typed[0], *QUICK, *more])
         else:
-            options = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
+            options = [
+                f"data.root={mnist}",
+                f"data.cache_dir={cache}",
+                "loader.batch_size=48",
+                "trainer.accelerator=cpu",
+            ]
             lockstep.train(["run=x", "task=lit_classifier", *options, "trainer.log_every_n_steps=2"])
     forget()
     return root / "runs/x/report.html"
@@ -86,7 +92,6 @@ def page(request, tmp_path_factory, mnist, cache, run_folder) -> Path:
 def run_folder(tmp_path_factory, mnist, cache) -> Path:
     """Two runs that differ, one that failed, and the page of all three."""
     import runs as ledger
-
     from lockstep.callbacks import FiniteLoss
 
     folder = tmp_path_factory.mktemp("runs")
@@ -97,11 +102,11 @@ def run_folder(tmp_path_factory, mnist, cache) -> Path:
         raise RuntimeError("as it happens" * 20)
 
     for lr in (1e-3, 1e-5):
-        lockstep.train([f"run=lr-{lr}", f"optim.lr={lr}", "data.batch_size=48", *options])
+        lockstep.train([f"run=lr-{lr}", f"optim.lr={lr}", "loader.batch_size=48", *options])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FiniteLoss, "on_train_end", crash)
         with pytest.raises(RuntimeError):
-            lockstep.train(["run=bad", "data.batch_size=64", *options])
+            lockstep.train(["run=bad", "loader.batch_size=64", *options])
         patch.setattr("sys.argv", ["runs.py", "html", "--runs-dir", str(folder), "-o", str(folder / "runs.html")])
         ledger.main()
     return folder
@@ -189,7 +194,7 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, js
 
     def write(step: int, ago_s: float = 0) -> None:
         now = {**progress, "step": step, "written_s": time.time() - ago_s}
-        pages.write_page(folder, folder.config(), report | {"status": "running"}, work, (), now)
+        pages.write_page(folder, typed(Draft.of_run(folder))[0], report | {"status": "running"}, work, (), now)
 
     def until(script: str, wanted: object) -> None:
         deadline_s = time.monotonic() + 20

@@ -119,7 +119,7 @@ def kept(monkeypatch) -> Kept:
 
 
 def test_a_logger_gets_config_metrics_page_checkpoint_and_status(train, kept):
-    found = train("run=a", "logger=tensorboard", "trainer.log_every_n_steps=4", "data.limit_train=100")
+    found = train("run=a", "logger=tensorboard", "trainer.log_every_n_steps=4", "loader.limit_train=100")
     config = kept.calls.log_hyperparams.call_args_list[0].args[0]
     assert (config["optim"]["lr"], config["run"], config["facts"]["git_sha"]) == (1e-3, "a", found["git_sha"])
     logged = [(metrics[SEEN], step) for (metrics, step), _ in kept.calls.log_metrics.call_args_list]

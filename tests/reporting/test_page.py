@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from in_process import logged_steps
-from omegaconf import OmegaConf
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.regression import MeanSquaredError
 from your_own import Page
@@ -17,6 +16,7 @@ import lockstep
 from lockstep import build
 from lockstep.callbacks import FiniteLoss
 from lockstep.callbacks.summary import Clock, samples_of
+from lockstep.config.draft import Draft, typed
 from lockstep.config.settings import Settings
 from lockstep.panel import Bars, Gallery, Matrix, Panel, Sample
 from lockstep.reporting import page as pages
@@ -46,7 +46,7 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
     counts = [part.count("<img") for part in section(page, "samples").split("<h3>")[1:]]
     assert counts == [24, 16, 16]  # the largest losses, random samples, the first batch
     assert page.count('data-right="right"') + page.count('data-right="wrong"') == 24 + 16
-    assert "<td>data.batch_size</td>" in page.replace(' class="mono"', "")
+    assert "<td>loader.batch_size</td>" in page.replace(' class="mono"', "")
     assert " run=a" in section(page, "commands")
     assert "resume=a trainer.max_epochs=2" in section(page, "commands")
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")  # it needs no network
@@ -59,7 +59,7 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
 def test_matrix_and_samples_are_those_of_the_checkpoints_predictions(run_a):
-    settings = Settings.of(OmegaConf.load("runs/a/config.yaml"))
+    settings = Settings.of(typed(Draft.of_run(RunFolder("runs/a")))[0])
     data = build.data(settings)
     net = build.workload(settings, data, weights=str(Path("runs/a", run_a["checkpoint"]))).module.net.eval()
     batch = data.finished(data.raw("test", range(103)), training=False)
@@ -77,7 +77,7 @@ def test_names_classes_and_values_are_text(run_a):
     evil = "<script>alert(3)</script>"
     report = {**run_a, "run": evil, "model": evil, "status": "failed", "error": "<script>alert(1)</script>"}
     folder = RunFolder("runs/a")
-    config = OmegaConf.merge(folder.config(), {"data": {"root": "<script>alert(2)</script>"}})
+    config, _ = typed(Draft.of_run(folder).but({"data.root": "<script>alert(2)</script>"}))
     panels = [
         Matrix(evil, [evil, "b"], [[1, 2], [3, 4]], evil),
         Bars(evil, evil, evil, [0, 1, 2], [1, 2]),
@@ -133,7 +133,7 @@ def test_a_panel_of_the_users_is_shown_and_one_that_fails_costs_no_figure(tmp_pa
     known = Classification.test_panels
     monkeypatch.setattr(Classification, "test_panels", lambda self: {"own": Broken(), **known(self)})
     monkeypatch.chdir(Page("panel").write(tmp_path))
-    options = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
+    options = [f"data.root={mnist}", f"data.cache_dir={cache}", "loader.batch_size=48", "trainer.accelerator=cpu"]
     report = lockstep.train(["run=b", *Page("panel").typed[0], *options, "trainer.max_steps=2"])
     assert (report["status"], report["test/count"]) == ("done", 103)
     assert "the report lacks the panel own, which failed: LookupError: no such thing" in page_of("b")

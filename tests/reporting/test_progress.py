@@ -149,7 +149,7 @@ def test_no_bar_no_line(train, all_lines, capsys):
 
 def test_predict_tells_how_far_it_is(run_a, all_lines, capsys):
     assert run_a["status"] == "done"
-    found = lockstep.predict(["run=a", "input=test", "data.eval_batch_size=25", "trainer.accelerator=cpu"])
+    found = lockstep.predict(["run=a", "input=test", "loader.eval_batch_size=25", "trainer.accelerator=cpu"])
     lines = [line for line in lines_of(capsys) if line.startswith("predict · ")]
     assert [line.split(" · ")[1] for line in lines] == [f"batch {i}/5" for i in range(1, 6)]
     assert all(re.search(r"\d:\d\d left · [\d,]+ images/s$", line) for line in lines)

@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 import lockstep
+from lockstep.config.draft import Draft, typed
 from lockstep.errors import UserError
 from lockstep.panel import Gallery, Lines, Picture, Sample
 from lockstep.reporting import page as pages
@@ -90,7 +91,7 @@ class Untold(Predicted):
         return [{"target": batch["target"][place], **row} for place, row in enumerate(super().describe(output, batch))]
 """
 DOCUMENTED = your_own.Page("panel").files["src/mywork/samples.py"]
-OPTIONS = ["data=own", "model=own", "task=own", "data.batch_size=8", "trainer.max_steps=60", "optim.lr=1e-2", "trainer.accelerator=cpu"]  # fmt: skip
+OPTIONS = ["data=own", "model=own", "task=own", "loader.batch_size=8", "trainer.max_steps=60", "optim.lr=1e-2", "trainer.accelerator=cpu"]  # fmt: skip
 CODER = ["data._target_=mywork.data.Circles", "model._target_=mywork.nets.Coder"]
 AHEAD = ["data._target_=mywork.data.Demand", "model._target_=mywork.nets.Ahead"]
 
@@ -157,7 +158,7 @@ def test_the_gallery_of_predictions_shows_the_same(place, tmp_path, more):
     shown = {}
     for run in ("coder", "ahead"):
         asked = [f"run={run}", "input=test", "gallery=true", f"output={tmp_path}/{run}.csv", "trainer.accelerator=cpu"]
-        lockstep.predict([*asked, "data.eval_batch_size=8", *more])
+        lockstep.predict([*asked, "loader.eval_batch_size=8", *more])
         in_predictions = figures((tmp_path / f"{run}.csv.html").read_text().split("<dialog")[0])
         in_report = figures(samples_of(run)[0].split('<div class="wide">')[1])
         assert in_predictions.keys() == in_report.keys() == set(range(20))
@@ -179,7 +180,7 @@ def test_the_gallery_of_predictions_shows_the_same(place, tmp_path, more):
 def test_a_gallery_without_pictures_says_why(place, tmp_path, task, said, capsys):
     """A `describe` that needs the target of files is no mistake."""
     asked = ["run=coder", "input=test", "gallery=true", f"output={tmp_path}/a.csv", "trainer.accelerator=cpu"]
-    lockstep.predict([*asked, "data.eval_batch_size=8", f"task._target_=mywork.shouting.{task}"])
+    lockstep.predict([*asked, "loader.eval_batch_size=8", f"task._target_=mywork.shouting.{task}"])
     printed = "".join(capsys.readouterr())
     assert printed.count("describe") == printed.count(said or "describe") == bool(said)
     assert (tmp_path / "a.csv.html").read_text().count("<img ") == 20
@@ -243,7 +244,7 @@ def test_large_pictures_and_curves_are_small_in_the_file_and_on_the_page(tmp_pat
     curve = Lines("long", "x", "y", {"a": enumerate(noise_CHW[0].flatten())})
     gallery = Gallery("large", [Sample(0, {"noise": Picture(noise_CHW), "curve": curve})])
     folder = RunFolder("runs/a")
-    pages.write_page(folder, folder.config(), run_a, None, [gallery])
+    pages.write_page(folder, typed(Draft.of_run(folder))[0], run_a, None, [gallery])
     assert max(path.stat().st_size for path in (folder.panels_file, folder.page_file)) < 60_000
     facts = read_panels(folder.panels_file)[0].samples[0].facts
     assert facts["noise"].image_CHW.shape == (3, SIDE, 90)

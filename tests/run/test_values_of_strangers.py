@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import compose_config, resolve
+from lockstep.config.draft import Draft, as_yaml
 from lockstep.errors import UserError
 from lockstep.extras import comparison
 from lockstep.launch import resuming, sweeps
@@ -38,7 +38,7 @@ DIGESTS = "step,what,name,digest\n1,gradient of rank 0,w,aa\n"
 
 @functools.cache
 def config_text() -> str:
-    return OmegaConf.to_yaml(compose_config("train", ["run=a"]), resolve=True)
+    return as_yaml(resolve(["run=a"]))
 
 
 @pytest.fixture
@@ -68,12 +68,12 @@ def called(main: Callable[[], Any], *argv: str) -> Callable[[], int]:
 
 
 def resumed_config() -> Any:
-    return resuming.for_training(compose_config("train", ["run=a", "resume=auto"]), ["run=a", "resume=auto"])
+    typed = ["run=a", "resume=auto"]
+    return resuming.for_training(Draft(compose_config("train", typed)), typed)
 
 
 def finished(folder: RunFolder) -> Any:
-    cfg = compose_config("train", ["run=a"])
-    cfg.resume = "runs/a/checkpoints/last.ckpt"
+    cfg = resolve(["run=a", "resume=runs/a/checkpoints/last.ckpt"])
     return resuming.already_finished(resuming.Settings.of(cfg), 10)
 
 

@@ -42,7 +42,7 @@ def test_a_range_of_rates_is_trained_and_drawn(strategy, tmp_path, mnist, cache,
     monkeypatch.chdir(tmp_path)
     own = ["schedule=cosine", "++schedule.warmup_steps=100", "trainer.max_epochs=1"]  # keys that the test sets itself
     devices = ["trainer.devices=2"] if strategy in ("ddp", "fsdp") else []
-    given = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=16", "run=a", "runs_dir=elsewhere"]
+    given = [f"data.root={mnist}", f"data.cache_dir={cache}", "loader.batch_size=16", "run=a", "runs_dir=elsewhere"]
     length = ["--steps", "20", "--high", "0.1"]
     options = [*given, *own, "trainer.accelerator=cpu", f"strategy={strategy}", *devices, *length]
     monkeypatch.setattr(sys, "argv", ["lr_range.py", *options])

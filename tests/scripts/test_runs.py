@@ -18,13 +18,15 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from lockstep import ROOT
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import LOOP
 from lockstep.config.compose import compose_config
+from lockstep.config.draft import Draft
 from lockstep.config.schema import GROUPS
+from lockstep.config.words import plain
 from lockstep.errors import UserError
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
@@ -48,7 +50,8 @@ def write(folder: Path, report: dict[str, Any] | str, *overrides: str, config: b
     (folder / "checkpoints").mkdir(parents=True)
     if config:
         (folder / "config.yaml").write_text(config_yaml(folder.name, *overrides))
-    (folder / "report.json").write_text(report if isinstance(report, str) else json.dumps(report))
+    own = {"overrides": shlex.join(overrides)} if config else {}
+    (folder / "report.json").write_text(report if isinstance(report, str) else json.dumps(own | report))
     return folder
 
 
@@ -208,7 +211,7 @@ def test_damaged_files_hide_no_run(runs, call, content):
     rows = {row["run"]: row["status"] for row in json.loads(call("--format", "json")[1])}
     assert (len(rows), rows["several"]) == (6, "no report" if content is None else "damaged")
     assert listed(call, "--where", "optim.lr>0") == ["old", "sweep/0", "half"]
-    assert "config, besides the defaults:\n  unknown" in call("show", "several")[1]
+    assert "overrides:\n  unknown" in call("show", "several")[1]
 
 
 def test_show_tells_the_report_the_config_and_the_files(runs, call):
@@ -217,8 +220,9 @@ def test_show_tells_the_report_the_config_and_the_files(runs, call):
     assert code == 0
     assert lines[0] == "several:"
     assert {"  status: done", "  world_size: 4", "  test/acc: 0.91", "  train/images_per_s: null"} <= set(lines)
-    config = lines[lines.index("config, besides the defaults:") + 1 : lines.index("files:")]
-    assert config == ["  strategy=ddp", "  optim.lr=1e-05"]
+    overrides = lines[lines.index("overrides:") + 1 : lines.index("files:")]
+    assert overrides == ["  strategy=ddp", "  optim.lr=1e-5"]
+    assert "overrides:\n  none\n" in call("show", "here")[1]
     assert lines[lines.index("files:") + 1 :] == ["  config.yaml", "  report.json"]
     assert call("show", "runs/several/") == (0, out, "")  # as a shell completes it
     headings = [line for line in call("show", "sweep")[1].splitlines() if not line.startswith(" ")]
@@ -270,15 +274,13 @@ def commands(call, *args: str) -> dict[str, list[str]]:
     return found
 
 
-def started(overrides: list[str]) -> DictConfig:
+def started(overrides: list[str]) -> Draft:
     """The config with which train.py would begin: what launch/resuming.py makes of the command."""
-    cfg = resuming.for_training(compose_config("train", overrides), overrides)
-    OmegaConf.resolve(cfg)
-    return cfg
+    return resuming.for_training(Draft(compose_config("train", overrides)), overrides)
 
 
 def without(cfg: Any, *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in OmegaConf.to_container(cfg).items() if key not in ("resume", "run", *keys)}
+    return {key: value for key, value in plain(cfg).items() if key not in ("resume", "run", *keys)}
 
 
 def test_what_failed_and_what_wrote_nothing_for_long_is_run_again(runs, call):
@@ -299,7 +301,8 @@ def test_what_failed_and_what_wrote_nothing_for_long_is_run_again(runs, call):
     for name, minutes in {**dict.fromkeys((*states, "here"), 31), "half": 29}.items():
         written(runs / name, minutes * 60)
     assert sorted(commands(call)) == ["here", "preempted", "running", "stopped", "sweep/0", "sweep/1"]
-    assert "half" in commands(call, "--stale-min", "28")
+    half = "# half: its files do not say how to run it again"  # its report is cut off
+    assert half in call("failed", "--stale-min", "28")[1].splitlines()
     os.utime(runs / "here" / "metrics.csv")
     assert "here" not in commands(call)
 
@@ -323,9 +326,9 @@ def test_a_run_with_a_checkpoint_needs_nothing_else(runs, call):
     folder = write(runs / "ended", report("failed", 0), "optim.lr=0.5", "strategy=ddp", "trainer.max_epochs=7")
     checkpoint(folder)
     assert commands(call)["ended"] == ["run=ended", "resume=auto"]
-    cfg = started(["run=ended", "resume=auto"])
-    assert cfg.resume == "runs/ended/checkpoints/last.ckpt"
-    assert without(cfg) == without(OmegaConf.load(folder / "config.yaml"))
+    draft = started(["run=ended", "resume=auto"])
+    assert draft.resume == "runs/ended/checkpoints/last.ckpt"
+    assert without(draft.tree) == without(OmegaConf.load(folder / "config.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -343,10 +346,10 @@ def test_a_run_without_a_checkpoint_begins_anew_with_its_own_config(runs, call, 
     folder = write(runs / "early", report("failed", 0), *overrides)
     command = commands(call)["early"]
     assert command[:2] == ["run=early", "resume=auto"]
-    cfg, own = started(command), OmegaConf.load(folder / "config.yaml")
-    assert cfg.resume is None
-    assert without(cfg) == without(own)
-    assert list(cfg.augment) == list(own.augment)  # operations run in this order
+    draft, own = started(command), OmegaConf.load(folder / "config.yaml")
+    assert draft.resume is None
+    assert without(draft.tree) == without(own)
+    assert list(draft.get("augment")) == list(own.augment)  # operations run in this order
 
 
 def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
@@ -357,9 +360,9 @@ def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
     write(runs / "on", report("failed", 0, resumed_from=other), *typed)
     write(runs / "own", report("failed", 0, resumed_from="runs/own/checkpoints/last.ckpt"))
     found = commands(call)
-    assert found["on-again"] == ["run=on-again", f"resume={other}", "trainer.max_epochs=9", "optim.lr=0.01"]
-    cfg = started(found["on-again"])
-    assert (cfg.resume, cfg.optim.lr, cfg.trainer.max_epochs) == (other, 0.01, 9)
+    assert found["on-again"] == ["run=on-again", f"resume={other}", "optim.lr=1e-2", "trainer.max_epochs=9"]
+    draft = started(found["on-again"])
+    assert (draft.resume, draft.get("optim.lr"), draft.get("trainer.max_epochs")) == (other, 0.01, 9)
     assert found["own"] == ["run=own", "resume=auto"]
     with pytest.raises(UserError, match="is another run"):
         started(["run=on", *found["on-again"][1:]])

@@ -26,7 +26,7 @@ def runs(tmp_path_factory, mnist, cache) -> Path:
     """Two runs that differ by their seed, one more like the first, and one of a network of timm with an average."""
     runs = tmp_path_factory.mktemp("scripts") / "runs"
     base = [
-        f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu",
+        f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "loader.batch_size=48", "trainer.accelerator=cpu",
         "trainer.max_steps=6", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "checkpoint.every_n_steps=3",
     ]  # fmt: skip
     timm = ["model=timm", "model.name=test_resnet", "callbacks=[default,ema]"]

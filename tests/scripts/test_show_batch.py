@@ -14,7 +14,7 @@ from lockstep.training.task import Task
 
 @pytest.mark.slow
 def test_it_shows_the_samples_of_a_step_as_training_gets_them(train, mnist, cache, tmp_path, monkeypatch):
-    given = ["augment=strong", "data.repeats=2", "data.image_size=28", "seed=3"]
+    given = ["augment=strong", "loader.repeats=2", "data.image_size=28", "seed=3"]
     show_batch.show([*options(mnist, cache), *given], count=10, step=4, epoch=1, out=tmp_path / "a.png")
     seen, step = {}, Task.training_step
 

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep import CONFIGS, build, tasks
 from lockstep.config.checks import monitor_problems
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.instantiate import create
 from lockstep.config.settings import Settings
 from lockstep.errors import UserError
@@ -24,7 +24,7 @@ REPORT = {"test/count": 1000, "unit": "images", **{f"test/{metric}": 0.5 for met
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_builds_its_task_and_names_a_metric_of_it(name):
-    cfg = compose_config("train", [f"task={name}", "+task.metrics.more._target_=torchmetrics.MeanMetric"])
+    cfg = resolve([f"task={name}", "+task.metrics.more._target_=torchmetrics.MeanMetric"])
     task: Task = create(cfg.task, "task")
     with pytest.raises(UserError, match=f"needs {', '.join(task.needs)} in the `about`"):
         task.bind({"channels": 3})
@@ -32,19 +32,18 @@ def test_a_config_builds_its_task_and_names_a_metric_of_it(name):
     expected = (f"test {HEADLINES[name]}", "0.5000 on 1,000 images")
     if name == "classification":
         expected = ("test accuracy", "50.00% of 1,000 images")
-    assert task.headline({**REPORT, "monitor": cfg.task.monitor}) == expected
-    assert set(build.metrics(task, cfg.task.metrics)) == {*task.metrics(), "more"}
+    assert task.headline({**REPORT, "monitor": cfg.checkpoint.monitor}) == expected
+    assert set(build.metrics(task, cfg.task.parts("metrics"))) == {*task.metrics(), "more"}
     shown = {column for _, _, columns in task.curves() for column in columns}
     assert shown == {"train/loss", "val/loss", *(f"val/{figure}" for figure in task.metrics())}
-    assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == (cfg.task.monitor, cfg.task.mode)
-    for argument in {"class_weights", "pos_weight"} & set(cfg.task):
-        cfg.task[argument] = [1.0, 2.0, 3.0]
+    assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == (cfg.task.get("monitor"), cfg.task.get("mode"))
+    for argument in {"class_weights", "pos_weight"} & cfg.task.kwargs.keys():
         with pytest.raises(UserError, match=f"task.{argument} has 3 numbers; the data has 2"):
-            create(cfg.task, "task").bind(ABOUT)
+            create(cfg.task.but(**{argument: [1.0, 2.0, 3.0]}), "task").bind(ABOUT)
 
 
 def test_every_task_has_a_config():
-    targets = {compose_config("train", [f"task={name}"]).task["_target_"] for name in NAMES}
+    targets = {resolve([f"task={name}"]).task.target for name in NAMES}
     assert targets == {f"lockstep.tasks.{name}" for name in tasks.__all__ if name not in ("Targets", "Task")}
 
 
@@ -55,7 +54,7 @@ def test_every_task_has_a_config():
     "callbacks=[default,lr_monitor,early_stopping] callbacks.early_stopping.monitor=val/nosuch",
 ])  # fmt: skip
 def test_a_monitor_that_nothing_logs_is_told_by_its_key(wrong):
-    settings = Settings.of(compose_config("train", ["trainer.accelerator=cpu", *wrong.split()]))
+    settings = Settings.of(resolve(["trainer.accelerator=cpu", *wrong.split()]))
     (problem,) = monitor_problems(settings, ["acc"])
     assert wrong.split()[-1] in problem
 
@@ -63,5 +62,5 @@ def test_a_monitor_that_nothing_logs_is_told_by_its_key(wrong):
 @pytest.mark.parametrize("monitor", ["train/loss", "train/lr", "val/loss", "train/images_per_s"])
 def test_a_callback_may_watch_what_a_run_logs(monitor):
     typed = ["callbacks=[default,early_stopping]", f"callbacks.early_stopping.monitor={monitor}"]
-    settings = Settings.of(compose_config("train", ["trainer.accelerator=cpu", *typed]))
+    settings = Settings.of(resolve(["trainer.accelerator=cpu", *typed]))
     assert list(monitor_problems(settings, ["acc"])) == []

@@ -13,7 +13,7 @@ from in_process import options
 
 import lockstep
 from lockstep import build
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.data import Arrays, Images
 from lockstep.data.datamodule import DataModule
@@ -32,8 +32,8 @@ class Black(Images):
 
 
 def flops_per_sample(channels: int, image_size: int, *overrides: str) -> int | None:
-    given = [*overrides, "data.batch_size=2", f"data.image_size={image_size}", "trainer.accelerator=cpu"]
-    cfg = compose_config("train", given)
+    given = [*overrides, "loader.batch_size=2", f"data.image_size={image_size}", "trainer.accelerator=cpu"]
+    cfg = resolve(given)
     work = build.workload(Settings.of(cfg), DataModule(Black(channels, image_size), batch_size=2, eval_batch_size=2))
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), callbacks=[])
     build.dry_run(Settings.of(cfg), trainer, work)
@@ -90,7 +90,7 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
     (f"model._target_=torch.nn.Identity {PLAIN}", r"model=identity, data=mnist .* do not fit together: the network gives .*\(2, 1, 12, 12\)"),
     (f"model._target_=torchvision.models.squeezenet1_0 {PLAIN}", r"model=squeezenet1_0, .* to have 3 channels, but got 1 channels"),
     ("+model.num_classes=5", r"model.num_classes=5 has no effect: the data and the task need 10"),
-    ("model=timm model.name=test_resnet data.batch_size=1", r"Expected more than 1 value .* Change one of them: data.batch_size, because a micro-batch has 1 sample; model"),
+    ("model=timm model.name=test_resnet loader.batch_size=1", r"Expected more than 1 value .* Change one of them: loader.batch_size, because a micro-batch has 1 sample; model"),
     ("task=segmentation", r"is int64 of shape \(\); expected a class number for each pixel from 0 to 9, or 255"),
     ("optim._target_=torch.optim.SparseAdam ~optim.fused ~optim.weight_decay", r"optim: SparseAdam does not support dense gradients"),
     (f"{ONE_CYCLE} +schedule.max_lr=1 trainer.max_epochs=-1", r"schedule: .*total_steps"),

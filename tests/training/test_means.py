@@ -193,7 +193,7 @@ def test_a_task_logs_parts_of_its_loss_and_knows_its_step(more, mnist, cache, fo
     data = [
         f"data.root={mnist}",
         f"data.cache_dir={cache}",
-        "data.batch_size=48",
+        "loader.batch_size=48",
         "data.image_size=12",
         "trainer.accelerator=cpu",
     ]

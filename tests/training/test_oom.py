@@ -13,7 +13,7 @@ from in_process import report
 from omegaconf import OmegaConf
 
 from lockstep import ROOT
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory
 from lockstep.extras import comparison
@@ -25,7 +25,7 @@ from lockstep.training.oom import ran_out
 AUTO = "trainer.accumulate_grad_batches=auto"
 # 192 images of 48 pixels need some 250 MiB for their activations alone, and 16 of them 31.
 LARGE = [
-    "trainer.precision=32-true", "data.image_size=48", "data.batch_size=192", "trainer.max_steps=2", "checkpoint.every_n_steps=1", "data.eval_batch_size=16",
+    "trainer.precision=32-true", "data.image_size=48", "loader.batch_size=192", "trainer.max_steps=2", "checkpoint.every_n_steps=1", "loader.eval_batch_size=16",
     "trainer.limit_val_batches=0", "trainer.limit_test_batches=1", "optim=sgd", "optim.lr=0.01", "callbacks=[]",
     "model.dropout_conv=0", "model.dropout_fc=0", "trainer.log_every_n_steps=1",
 ]  # fmt: skip
@@ -84,7 +84,7 @@ def test_one_message_names_a_micro_batch_that_fits_and_auto_ends_as_the_run_with
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_auto_starts_all_processes_again_when_one_has_too_little(strategy, little):
-    two = [f"strategy={strategy}", "trainer.devices=2", "data.batch_size=384", CPU]
+    two = [f"strategy={strategy}", "trainer.devices=2", "loader.batch_size=384", CPU]
     told = little("run=auto", AUTO, *two, **{limited.RANK: "1"})
     assert 1 <= len(told) <= 3  # fsdp tries one after the other
     assert all(re.fullmatch(r"a micro-batch of \d+ does not fit in memory; continuing with .*", w) for w in told)
@@ -127,7 +127,15 @@ def container(tmp_path):
 
 @pytest.mark.slow
 def test_auto_goes_on_after_the_kernel_has_ended_a_process(container, command):
-    options = [*LARGE, "data.image_size=64", "data.batch_size=512", CPU, "run=auto", AUTO, f"data.root={command.data}"]
+    options = [
+        *LARGE,
+        "data.image_size=64",
+        "loader.batch_size=512",
+        CPU,
+        "run=auto",
+        AUTO,
+        f"data.root={command.data}",
+    ]
     train = [sys.executable, str(ROOT / "train.py"), *options, f"data.cache_dir={command.cache}"]
     inside = ["sh", "-c", f'echo $$ > {container}/cgroup.procs && exec "$@"', "sh", *train]
     kills = local.kernel_kills()
@@ -158,15 +166,15 @@ def fits(monkeypatch):
 
 
 @pytest.mark.parametrize(("phase", "most", "options", "accumulate", "parts"), [
-    ("training", 20, ["data.batch_size=60"], 3, ["of 60 does not", "One of 20 does", "grad_batches=3;"]),
-    pytest.param("training", 20, ["data.batch_size=60", "trainer.precision=bf16-true"], 3, ["One of 20 does"], marks=pytest.mark.slow),
-    pytest.param("training", 7, ["data.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "One of 6 does"], marks=pytest.mark.slow),
-    ("training", 0, ["data.batch_size=4"], None, ["of 4 does not fit", "No smaller one does.", "bf16-mixed"]),
-    pytest.param("training", 0, ["data.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"], marks=pytest.mark.slow),
-    ("training", 20, ["data.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "One of 12 does", "set exact.logical_ranks=8 in a new run;"]),
-    ("evaluation", 16, ["trainer.val_check_interval=1"], None, ["an evaluation's batch of 64", "data.eval_batch_size=32;"]),
-    pytest.param("evaluation", 5, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation's batch of 8 does", "data.eval_batch_size=32;"], marks=pytest.mark.slow),
-    pytest.param("evaluation", 70, ["trainer.max_epochs=1"], None, ["an evaluation's batch of 103", "data.eval_batch_size=51;"], marks=pytest.mark.slow),
+    ("training", 20, ["loader.batch_size=60"], 3, ["of 60 does not", "One of 20 does", "grad_batches=3;"]),
+    pytest.param("training", 20, ["loader.batch_size=60", "trainer.precision=bf16-true"], 3, ["One of 20 does"], marks=pytest.mark.slow),
+    pytest.param("training", 7, ["loader.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "One of 6 does"], marks=pytest.mark.slow),
+    ("training", 0, ["loader.batch_size=4"], None, ["of 4 does not fit", "No smaller one does.", "bf16-mixed"]),
+    pytest.param("training", 0, ["loader.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"], marks=pytest.mark.slow),
+    ("training", 20, ["loader.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "One of 12 does", "set exact.logical_ranks=8 in a new run;"]),
+    ("evaluation", 16, ["trainer.val_check_interval=1"], None, ["an evaluation's batch of 64", "loader.eval_batch_size=32;"]),
+    pytest.param("evaluation", 5, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation's batch of 8 does", "loader.eval_batch_size=32;"], marks=pytest.mark.slow),
+    pytest.param("evaluation", 70, ["trainer.max_epochs=1"], None, ["an evaluation's batch of 103", "loader.eval_batch_size=51;"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_message_names_what_fits(phase, most, options, accumulate, parts, train, fits):
     fits(phase, most)
@@ -198,13 +206,13 @@ def test_auto_goes_on_with_a_micro_batch_that_fits_and_a_resumed_run_begins_with
     monkeypatch.setattr(local, "run_processes", lambda _, settings, **__: local.in_run(local.job("train"), settings))
     fits("training", 20)
     for more in ("trainer.max_steps=1", "trainer.max_steps=2"):
-        found = train("run=a", AUTO, "data.batch_size=60", "resume=auto", more)
+        found = train("run=a", AUTO, "loader.batch_size=60", "resume=auto", more)
         assert (found["accumulate_grad_batches"], found["status"]) == (3, "done")
     told = ["a micro-batch of 60 does not fit in memory; continuing with 20 x 3 accumulated"]  # once
     assert [line for line in capsys.readouterr().err.splitlines() if "does not fit" in line] == told
     fits("training", 0)
     with pytest.raises(OutOfMemory, match="No smaller one does"):
-        train("run=b", AUTO, "data.batch_size=4")
+        train("run=b", AUTO, "loader.batch_size=4")
 
 
 def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
@@ -216,8 +224,8 @@ def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_words_for_a_killed_process_name_keys_of_its_own_command(trains):
-    two = Settings(compose_config("train", []), World("cpu", 2, 1, "ddp"))
+    two = Settings(resolve([]), World("cpu", 2, 1, "ddp"))
     said = local.killed(two, 1, by_kernel=True, trains=trains)
     assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains == (said.accumulate == 2)
     assert str(said).startswith("rank 1 ")
-    assert "data.eval_batch_size" in str(said)
+    assert "loader.eval_batch_size" in str(said)

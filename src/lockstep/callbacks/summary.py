@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lockstep.config.run_config import RunConfig, Saved
 from lockstep.config.words import counted
 from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
@@ -38,7 +39,7 @@ class RunSummary(Callback):
     data_info: Mapping[str, Any]
     model: str
     data_name: str
-    config: Mapping[str, Any]  # plain values, as in the checkpoint
+    config: RunConfig
     changes: list[str] = field(default_factory=list)
     across_processes: str | None = None
     batch: dict[str, int | None] = field(default_factory=dict)  # what its loader says, if it is a user's
@@ -51,8 +52,8 @@ class RunSummary(Callback):
         """What a resumed run may change, and a reader of its metrics must know."""
         here = self.state_dict()
         saved = checkpoint["callbacks"].get(self.state_key) or here
-        then = comparable(checkpoint["config"], checkpoint.get("network", {}), saved)
-        now = comparable(self.config, self.work.network_arguments, here)
+        then = comparable(Saved(checkpoint["config"]), checkpoint.get("network", {}), saved)
+        now = comparable(Saved(self.config.plain()), self.work.network_arguments, here)
         different = [key for key in {**then, **now} if then.get(key) != now.get(key)]
         self.changes = [f"{key} was {then.get(key)} and is {now.get(key)}" for key in different]
 
@@ -65,8 +66,8 @@ class RunSummary(Callback):
         steps = total_steps(trainer)
         length = "no fixed number of steps" if math.isinf(steps) else counted(steps, "step")
         say(
-            f"{self.config['run']}: {self.model} ({parameters:,} parameters) · {self.data_name}{self.samples()} · "
-            f"{self.config['strategy']['name']}, {replicas} · {work.loaders.title(trainer)} · {trainer.precision} · {length}{done}"
+            f"{self.config.run}: {self.model} ({parameters:,} parameters) · {self.data_name}{self.samples()} · "
+            f"{self.config.strategy.name}, {replicas} · {work.loaders.title(trainer)} · {trainer.precision} · {length}{done}"
         )
         self.across_processes = work.across_processes(SYNCHRONISED, str(trainer.precision))
         say(f"result: {self.across_processes}")
@@ -87,10 +88,14 @@ class RunSummary(Callback):
         return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else source
 
 
-def comparable(config: Mapping[str, Any], network: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+def comparable(config: Saved, network: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **{f"{group}.{key}": value for group in ("model", "task") for key, value in (config[group] or {}).items()},
-        **{f"data.{key}": config["data"].get(key) for key in ("mean", "std")},
+        **{
+            f"{group}.{key}": value
+            for group in ("model", "task")
+            for key, value in config.component(group).node.items()
+        },
+        **{f"data.{key}": config.component("data").get(key) for key in ("mean", "std")},
         **{f"the network's argument {key}": value for key, value in network.items()},
         **state["versions"],
         "the SHA-256 of the data": state["data"],

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.compat.lightning import load_epoch_means, save_epoch_means, save_logged_step, set_logged_step
+from lockstep.config.run_config import RunConfig
 from lockstep.errors import (
     Damaged,
     FolderRemoved,
@@ -248,8 +249,8 @@ class Position(Callback):
     an epoch (NOTEBOOK.md). The public hooks here correct them on saving and on loading.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config  # plain values, kept in every checkpoint
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config  # kept in every checkpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A ModelCheckpoint of the module's own saves into the run's folder, and not over the run's own checkpoints."""
@@ -258,7 +259,7 @@ class Position(Callback):
                 callback.dirpath = str(Path(trainer.default_root_dir) / "own-checkpoints")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["config"] = self.config
+        checkpoint["config"] = self.config.plain()
         checkpoint["global_step"] = steps_done(trainer)  # Lightning's counts every optimizer's; it loads `loops`
         # exact.logical_ranks changes the config's
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches

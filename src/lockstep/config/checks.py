@@ -1,171 +1,108 @@
 """Every check of a config without torch, whose problems are reported together, and those that need the classes of the user."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from lockstep.config import rules
+from lockstep.config.draft import Draft, typed
 from lockstep.config.instantiate import (
     ENGINE,
-    ENGINE_DATA,
     SPECIAL,
     data_set_problems,
     not_its_own,
     not_taken,
     problems,
-    to_plain,
 )
-from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, is_shipped, wrong_values
+from lockstep.config.renames import RENAMES
+from lockstep.config.run_config import COMPONENTS, Component, Invalid, Refused, RunConfig
+from lockstep.config.schema import KEYS
 from lockstep.config.settings import Settings
-from lockstep.config.targets import foreign_names, target_of, unnamed, written_arguments
+from lockstep.config.targets import foreign_names, target_of, written_arguments
 from lockstep.config.words import shown
-from lockstep.errors import UserError, did_you_mean
-from lockstep.run import LOADER
-
-# --- Whether a config has the groups, classes and keys that the engine reads, and no others ---
+from lockstep.errors import UserError, did_you_mean, raise_problems
 
 TRAINED = ("train/loss", "train/lr")  # what the training of every task logs
 MEASURED = ("_per_s", "_memory_gib")  # endings of metrics that depend on the data's unit or on the device
 
-
-@cache
-def advice() -> dict[str, dict[str, str]]:
-    """What to type in place of keys that Lockstep sets itself (`owned`), of `keys` of other tools, and of unknown `options` by group."""
-    table: dict[str, dict[str, str]] = yaml.load(Path(__file__).with_name("advice.yaml").read_text(), LOADER)
-    return table
-
-
-def missing_keys(node: Mapping[Any, Any], group: str = "") -> Iterator[str]:
-    """Keys of a group that the engine reads and that are not in its node; of "", those outside of groups."""
-    names = [str(name) for name in node.keys()]  # noqa: SIM118  # `in` denies those that are ???
-    for key, kind in KEYS.items():
-        within, _, name = key.rpartition(".")
-        if within == group and name not in names and (group in ("", *CLOSED) or name in NEEDED.get(group, ())):
-            yield f"{key} is not in the config, and the engine reads it. For example: {key}={kind.example}."
-
-
-def structure_problems(cfg: DictConfig) -> Iterator[str]:
-    """Groups that are missing or hold no keys; classes and keys that are missing in them."""
-    yield from missing_keys(cfg)
-    for group in (name for name in GROUPS if name not in RECIPES):
-        try:
-            node: Any = cfg.get(group)
-            node = OmegaConf.to_container(node) if isinstance(node, DictConfig) else node
-        except OmegaConfBaseException as e:  # it refers to what there is not
-            node = str(e).partition("\n")[0]
-        if not isinstance(node, Mapping):
-            there = f"{group}={shown(node)} is invalid" if group in cfg else f"{group} is not in the config"
-            yield f"{there}: the engine reads the keys of this group. Choose an option, {group}=<name>, or set single keys, {group}.<key>=<value>."
-        elif group in CLOSED:
-            yield from missing_keys(node, group)
-        elif group in SEVERAL:
-            yield from named_nodes(node, group)
-        elif node or group not in OPTIONAL:
-            yield from unnamed(node, group)
-            if group != "data" or is_shipped(node):  # other data is asked once its class is imported
-                yield from missing_keys(node, group)
-            if group == "task" and "metrics" in node:
-                yield from named_nodes(node["metrics"], "task.metrics")
-
-
-def named_nodes(nodes: Any, key: str) -> Iterator[str]:
-    """Problems of a group of named nodes, such as `callbacks`."""
-    if not isinstance(nodes, Mapping):
-        yield f"{key}={shown(nodes)} is invalid: it holds classes by name. For example: {key}={{}}."
-        return
-    for name, node in nodes.items():
-        yield from unnamed(node, f"{key}.{name}")
-
-
-def unknown_keys(cfg: DictConfig) -> Iterator[str]:
-    """Keys added with `+key=value` that nothing reads."""
-    closed = {group: cfg[group] for group in CLOSED if isinstance(cfg.get(group), DictConfig)}
-    for group, node in {"": cfg, **closed}.items():
-        known = [*(key for key in KEYS if key.rpartition(".")[0] == group), *(() if group else GROUPS)]
-        for key in (f"{group}.{name}".lstrip(".") for name in node):
-            if key not in known and (why := advice()["owned"].get(key)):
-                yield f"{key} cannot be set: {why}."
-            elif key not in known:
-                yield f"{key} is not a key of this project{did_you_mean(key, known)}."
-
-
 # --- Signatures ---
 
 
-def class_nodes(cfg: DictConfig) -> dict[str, Any]:
-    """The nodes that name classes, by their keys. Without `data`."""
-    nodes: dict[str, Any] = {key: cfg[key] for key in ("task", "model", "strategy", "optim", "schedule") if cfg[key]}
-    for key, group in (("task.metrics", cfg.task.get("metrics")), ("callbacks", cfg.callbacks), ("logger", cfg.logger)):
-        nodes |= {f"{key}.{name}": node for name, node in (group or {}).items()}
-    return nodes
+def components(cfg: RunConfig) -> dict[str, Component]:
+    """All components by their keys. Without `data`."""
+    found = {key: getattr(cfg, key) for key in COMPONENTS if key != "data" and getattr(cfg, key)}
+    for key, group in (
+        ("task.metrics", cfg.task.parts("metrics")),
+        ("callbacks", cfg.callbacks),
+        ("logger", cfg.logger),
+    ):
+        found |= {f"{key}.{name}": component for name, component in group.items()}
+    return found
 
 
-def unread_arguments(cfg: DictConfig) -> Iterator[str]:
+def unread_arguments(cfg: RunConfig) -> Iterator[str]:
     """Keys without a Kind that a shipped class does not take. Its source is read, because it takes seconds to import.
 
     Beside classes of the user's, `check_classes` reports them, with the keys of those.
     """
-    nodes = class_nodes(cfg)
-    for key, node in nodes.items() if all(map(is_shipped, (*nodes.values(), cfg.data))) else ():
+    found = components(cfg)
+    for key, component in found.items() if all(each.is_shipped for each in (*found.values(), cfg.data)) else ():
         left_out = (*SPECIAL, *ENGINE.get(key, ()))
-        asked = [name for name in node if name not in left_out and f"{key}.{name}" not in KEYS]
-        known = written_arguments(node._target_) if asked and is_shipped(node) else None
-        yield from not_taken(node._target_, key, asked, known) if known is not None else ()
+        asked = [name for name in component.kwargs if name not in left_out and f"{key}.{name}" not in KEYS]
+        known = written_arguments(component.target) if asked else None
+        yield from not_taken(component.target, key, asked, known) if known is not None else ()
 
 
 def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
     """Keys that a class of the user's does not take, and of the `shipped` ones too, which take seconds to import. Without `data`."""
-    nodes = class_nodes(settings.cfg)
-    nodes |= {"optim": settings.optimizer_node} if "optim" in nodes else {}
-    for key, node in nodes.items():
-        if shipped or not is_shipped(node):
+    for key, component in components(settings.cfg).items():
+        if shipped or not component.is_shipped:
             from lockstep.compat import others  # noqa: F401  # before Lightning
 
-            yield from problems(to_plain(node), key)
+            yield from problems(settings.optimizer_node if key == "optim" else component.node, key)
 
 
 # --- The classes of data and task ---
 
 
 def data(settings: Settings) -> Iterator[str]:
-    """The keys of `data`, by its class. Lockstep's own data sets import no torch; adapters of other libraries wait."""
-    node = to_plain(settings.cfg.data)
-    if not settings.imported and not str(node["_target_"]).startswith("lockstep.data."):
-        return
+    """The keys of `data`, by its class."""
+    component = settings.cfg.data
+    left = [name for name in not_its_own(component) if f"data.{name}" not in RENAMES]
+    if len(left) > 2:  # of the data that was chosen before; one sentence instead of one for each
+        yield f"data._target_={component.target} takes no {', '.join(left)}. Pass data=own data._target_={component.target}, and its own arguments as +data.<name>=<value>."
+    else:
+        yield from problems(component.node, "data") if settings.own_loaders else data_set_problems(component)
+
+
+def own_loaders(settings: Settings) -> Iterator[str]:
+    """What a LightningDataModule leaves without effect."""
+    component = settings.cfg.data
     if not settings.own_loaders:
-        yield from data_set_problems(node)
-        if "batch_size" not in node:
-            yield "data.batch_size is missing: it is the global batch of one optimizer step. Set +data.batch_size=64."
-        if not is_shipped(node):
-            yield from wrong_values(settings.cfg, [f"data.{key}" for key in ENGINE_DATA])
         return
-    if (
-        len(left := not_its_own(node)) > 2
-    ):  # of the data set that was chosen before; one sentence instead of one for each
-        yield f"data._target_={node['_target_']} is a LightningDataModule, and takes no {', '.join(left)}. Pass data=none data._target_={node['_target_']}, and its own arguments as +data.<name>=<value>."
-        return
-    yield from problems(node, "data")
+    for key, value in unusual_of_loader(settings.cfg).items():
+        yield f"loader.{key}={shown(value)} has no effect: {component.target} makes its own batches. Remove it; a class that has this argument gets it with {'' if key in component else '+'}data.{key}={shown(value)}."
     if settings.operations:
-        yield f"augment.{next(iter(settings.operations))} has no effect: {node['_target_']} makes its own batches. Set augment=none."
-    if settings.knows("task") and not settings.custom_module:
+        yield f"augment.{next(iter(settings.operations))} has no effect: {component.target} makes its own batches. Set augment=none."
+    if not settings.custom_module:
         yield (
-            f"task={settings.title('task')} needs a data set that describes itself; data={settings.title('data')} is a LightningDataModule with its own dataloaders. "
+            f"task={settings.cfg.task.title} needs a data set that describes itself; data={settings.cfg.data.title} is a LightningDataModule with its own dataloaders. "
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
     if settings.cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={settings.title('data')} makes its own. Set a number."
-    if node.get("num_workers") == "auto":
-        yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={settings.title('data')} has its own. Set a number."
+        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={settings.cfg.data.title} makes its own. Set a number."
+
+
+def unusual_of_loader(cfg: RunConfig) -> dict[str, Any]:
+    """What a command or a recipe has set of the loader."""
+    from lockstep.config.compose import compose_config  # which checks what it composes
+
+    usual = compose_config("train", []).loader
+    return {key: value for key, value in vars(cfg.loader).items() if value != usual[key]} if cfg.loader else {}
 
 
 def task(settings: Settings) -> Iterator[str]:
     cfg = settings.cfg
-    if not is_shipped(cfg.task) and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
+    if not cfg.task.is_shipped and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
         yield f"checkpoint.mode={cfg.checkpoint.mode} is invalid; expected one of max, min. Set checkpoint.mode=min."
     yield from (own_module if settings.custom_module else own_task)(settings)
 
@@ -173,26 +110,35 @@ def task(settings: Settings) -> Iterator[str]:
 def own_task(settings: Settings) -> Iterator[str]:
     """Of a Task."""
     cfg = settings.cfg
-    if not settings.knows("task"):
-        return
-    added = cfg.task.get("metrics") or ()
-    for name in sorted({"loss", "count"} & set(added)):
+    for name in sorted({"loss", "count"} & cfg.task.parts("metrics").keys()):
         yield f"task.metrics.{name}: every task already logs {name}. Use another name."
-    for group in [group for group in ("model", "optim", "schedule") if not cfg[group]]:
+    for group in [group for group in ("model", "optim", "schedule") if not getattr(cfg, group)]:
         yield (
-            f"{group}=none is for a LightningModule with its own {group}; task={settings.title('task')} is a Task, which needs one. Choose it with "
+            f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose it with "
             f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
         )
-    if not is_shipped(cfg.task) and getattr(target_of(cfg.task._target_, "task"), "between_samples", False):
+    if not cfg.task.is_shipped and getattr(target_of(cfg.task.target, "task"), "between_samples", False):
         yield from whole_batch_problems(settings)
+
+
+def replacing(settings: Settings) -> Iterator[str]:
+    """Groups without effect on task=lightning_module, which says so before its class is known."""
+    if "replaces" in settings.cfg.task:
+        yield from replaced(settings)
+
+
+def replaced(settings: Settings, advice: str = "") -> Iterator[str]:
+    cfg = settings.cfg
+    if groups := [group for group in ("model", "optim", "schedule") if getattr(cfg, group)]:
+        options = advice or " ".join(f"{group}=none" for group in groups)
+        yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]."
 
 
 def own_module(settings: Settings) -> Iterator[str]:
     """Groups and keys that a LightningModule as the task does not use."""
-    cfg, name = settings.cfg, settings.title("task")
-    if groups := [group for group in ("model", "optim", "schedule") if cfg[group]]:
-        options = [f"{group}=none" for group in groups] if "replaces" in cfg.task else ["task=lightning_module"]
-        yield f"{', '.join(groups)} would have no effect: {cfg.task._target_} has its own. Set {' '.join(options)}, or begin its config with defaults: [lightning_module]."
+    cfg, name = settings.cfg, settings.cfg.task.title
+    if "replaces" not in cfg.task:
+        yield from replaced(settings, "task=lightning_module")
     for operation in (key for key, each in settings.operations.items() if getattr(each, "mixes", False)):
         yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Remove it: ~augment.{operation}."
     if cfg.task.get("metrics"):
@@ -206,14 +152,14 @@ def own_module(settings: Settings) -> Iterator[str]:
 
 def whole_batch_problems(settings: Settings) -> Iterator[str]:
     """What divides the global batch of a task that compares its samples (`Task.between_samples`)."""
-    why = f"task={settings.title('task')} compares the samples of a batch (between_samples)"
+    why = f"task={settings.cfg.task.title} compares the samples of a batch (between_samples)"
     cfg, given = settings.cfg, settings.cfg.trainer.accumulate_grad_batches
     if cfg.exact.logical_ranks:
         yield f"exact.logical_ranks={cfg.exact.logical_ranks} divides the global batch into logical ranks, but {why}. Remove it."
     elif given != 1:
         yield (
             f"trainer.accumulate_grad_batches={given} divides the global batch into micro-batches, but {why}. "
-            "Set trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller data.batch_size."
+            "Set trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller loader.batch_size."
         )
 
 
@@ -222,8 +168,8 @@ def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
     cfg = settings.cfg
     first = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
     monitors = {first: cfg.checkpoint.monitor}
-    monitors |= {f"callbacks.{name}.monitor": node.get("monitor") for name, node in cfg.callbacks.items()}
-    own = all(str(node.get("_target_")).startswith("lockstep.") for node in cfg.callbacks.values())
+    monitors |= {f"callbacks.{name}.monitor": each.get("monitor") for name, each in cfg.callbacks.items()}
+    own = all(each.target.startswith("lockstep.") for each in cfg.callbacks.values())
     for key, monitor in monitors.items():
         of_callback = key != first
         if monitor is None or (of_callback and monitor == cfg.checkpoint.monitor):  # told once
@@ -263,75 +209,76 @@ def step_problems(settings: Settings, samples: int) -> Iterator[str]:
 
 # --- All of them ---
 
-EVALUATION = (rules.devices, rules.strategy, data, rules.loading, task, rules.processes)
-TRAINING = (
-    *EVALUATION,
-    rules.exact_training,
-    rules.images,
-    rules.division,
-    rules.accumulation,
-    rules.optimizer,
-    rules.checkpoints,
-    rules.length,
-)
+Rule = Callable[[Settings], Iterator[str]]
+
+# Each rule, and the groups whose classes it asks: it waits until those of the user's are imported.
+EVALUATION: dict[Rule, tuple[str, ...]] = {
+    rules.devices: (),
+    rules.strategy: (),
+    data: ("data",),
+    own_loaders: ("data", "task", "augment"),
+    rules.loading: ("data", "augment"),
+    replacing: (),
+    task: ("task", "augment"),
+    rules.processes: (),
+}
+TRAINING: dict[Rule, tuple[str, ...]] = EVALUATION | {
+    rules.exact_training: (),
+    rules.images: ("augment",),
+    rules.division: ("data", "augment"),
+    rules.accumulation: (),
+    rules.optimizer: ("optim",),
+    rules.monitored: (),
+    rules.checkpoints: (),
+    rules.length: (),
+}
 
 
-def check(cfg: DictConfig, *, evaluating: bool = False, with_data: bool = True) -> list[str]:
-    """All problems of a composed config that need neither torch nor the user's classes; an empty list without any. Reads no data."""
-    structure, wrong = list(structure_problems(cfg)), list(wrong_values(cfg))
-    found = [*structure, *unknown_keys(cfg), *wrong]
-    if structure:  # the rules read these keys
-        return found
-    for group in GROUPS:
-        found += foreign_names(to_plain(cfg[group]), group) if isinstance(cfg.get(group), DictConfig) else ()
-    try:
-        settings = Settings.of(cfg, imported=False)
-    except BUGS:
-        if not wrong:  # otherwise a value that is already reported caused it
-            raise
-        return found
+def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> RunConfig:
+    """The values of a draft. Imports neither torch nor the user's classes, and reads no data.
+
+    Raises:
+        UserError: all problems that need neither.
+    """
+    cfg, found = typed(draft)
+    for key, component in {
+        **components(cfg),
+        "data": cfg.data,
+        **{f"augment.{k}": c for k, c in cfg.augment.items()},
+    }.items():
+        found += foreign_names(component.node, key)
     found += unread_arguments(cfg)
-    return broken_rules(settings, found, evaluating=evaluating, with_data=with_data)
+    try:
+        settings = Settings.of(cfg)
+    except Refused:  # nobody knows the processes
+        world: Any = Invalid()
+        settings = Settings(cfg, world)
+    left_out = () if with_data else (data,)
+    raise_problems(broken_rules(settings, found, evaluating=evaluating, early=True, left_out=left_out))
+    return cfg
 
 
 def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool = False) -> list[str]:
-    """The problems that `check` cannot see: imports the user's classes, checks their signatures, and applies the rules to them.
+    """The problems that `check` cannot see: imports the user's classes, checks their signatures, and applies the rules that ask them.
 
     The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
     """
     found = [] if evaluating else list(signature_problems(settings, shipped=shipped))  # what has trained is right
-    return broken_rules(settings, found, evaluating=evaluating)
+    return broken_rules(settings, found, evaluating=evaluating, early=False)
 
 
-BUGS = (TypeError, ValueError, ArithmeticError, OmegaConfBaseException)
-Rule = Callable[[Settings], Iterator[str]]
-
-
-def broken_rules(settings: Settings, found: list[str], *, evaluating: bool, with_data: bool = True) -> list[str]:
-    """`found` and the problems of the rules. A rule may fail for a value that has been reported."""
-    for rule in EVALUATION if evaluating else TRAINING:
+def broken_rules(
+    settings: Settings, found: list[str], *, evaluating: bool, early: bool, left_out: Collection[Rule] = ()
+) -> list[str]:
+    """`found` and the problems of the rules that run `early`, before the user's classes are imported, or of the others. A rule ends where it
+    reads a value that is refused already."""
+    for rule, groups in (EVALUATION if evaluating else TRAINING).items():
+        if rule in left_out or early != all(settings.is_known(group, reads=rule is data) for group in groups):
+            continue
         try:
-            found += rule(settings) if with_data or rule is not data else ()
+            found += rule(settings)
         except UserError as e:
             found += e.problems
-        except BUGS:
-            if not found or is_bug(rule, settings):
-                raise
+        except Refused:
+            pass
     return list(dict.fromkeys(found))
-
-
-def is_bug(rule: Rule, settings: Settings) -> bool:
-    """Whether a rule fails with an example in place of each wrong or missing value as well."""
-    cfg = settings.cfg.copy()
-    OmegaConf.set_struct(cfg, False)
-    wrong = [key for key in KEYS if any(wrong_values(cfg, [key]))] + ["data.batch_size"] * (
-        "batch_size" not in cfg.data
-    )
-    cfg.merge_with_dotlist([f"{key}={KEYS[key].example}" for key in wrong])
-    try:
-        list(rule(Settings.of(cfg, imported=settings.imported)))
-    except UserError:
-        return False
-    except BUGS:
-        return True
-    return False

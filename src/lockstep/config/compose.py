@@ -8,23 +8,24 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import CONFIGS
-from lockstep.config.checks import advice, check
+from lockstep.config.checks import check
+from lockstep.config.draft import Draft, advice, sweep_name
 from lockstep.config.project import command, config_folders
-from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, RECIPES, SEVERAL
-from lockstep.config.settings import sweep_name
-from lockstep.config.words import plain, shown
+from lockstep.config.renames import RENAMES, renamed_overrides
+from lockstep.config.run_config import SEVERAL, RunConfig
+from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, RECIPES
+from lockstep.config.words import shown, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
-from lockstep.run import LOADER
+from lockstep.machine.world import rank_of
 
 # --- Dotted keys of a config ---
 
@@ -40,7 +41,7 @@ def dotted(tree: Any, key: str = "") -> dict[str, Any]:
     }
 
 
-# --- A config as what to type: its differences from the defaults, in Hydra's syntax ---
+# --- Values and overrides in Hydra's syntax ---
 
 PLACE = ("run", "runs_dir", "resume")  # keys that say where a run is, not what it is
 ABSENT = object()
@@ -55,46 +56,11 @@ def typed(value: Any) -> str:
     return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
 
 
-def chosen_options(group: str, own: dict[str, Any]) -> list[str]:
-    """The option of a group that best matches the config `own`; of a group of several, all that match, in the order of their nodes."""
-    matches: list[tuple[int, int, str, list[str]]] = []
-    for name in options(group):
-        nodes = yaml.load(config_file(f"{group}/{name}").read_text(), LOADER) or {}
-        option = dotted(nodes, group)
-        what = {k: v for k, v in option.items() if k.endswith(("._target_", ".name"))}
-        fits = all(v in (own.get(k), "???") for k, v in what.items())
-        if fits and (nodes or f"{group}._target_" not in own):  # an option without keys means no class
-            same, more = (
-                sum(v == own.get(k) for k, v in what.items()),
-                option.keys() - own.keys() - {f"{group}.defaults"},
-            )
-            matches.append((-same, len(more), name, [node for node in nodes if node != "defaults"]))
-    if group not in SEVERAL:
-        return [name for *_, name, _ in sorted(matches)[:1]]
-    left = list(dict.fromkeys(key.split(".")[1] for key in own if key.startswith(f"{group}.")))
-    place: dict[str, int] = {}
-    for *_, name, nodes in sorted(matches):
-        if nodes and set(nodes) <= set(left):
-            place[name] = left.index(nodes[0])
-            left = ["" if node in nodes else node for node in left]  # each node comes from one option
-    return sorted(place, key=place.__getitem__)
-
-
-def as_overrides(config: DictConfig) -> list[str]:
-    """The overrides that give this config: group options, then keys. A key that the config lacks is newer than the run."""
-    own, composed, chosen = dotted(plain(config)), compose_config("train", []), []
-    usual = dotted(plain(composed))
-    for group in filter(is_group, map(str, config)):
-        if (choice := chosen_options(group, own)) != chosen_options(group, usual):
-            chosen += (
-                [f"{group}={typed(choice if group in SEVERAL else choice[0])}"] if choice or group in SEVERAL else []
-            )
-    if chosen:
-        composed = compose_config("train", chosen)
-    OmegaConf.resolve(composed)
-    base = dotted(plain(composed))
-    changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key, ABSENT))]
-    return chosen + [f"{'' if key in base else '++'}{key}={typed(own[key])}" for key in changed]
+def kept(overrides: Sequence[str], earlier: Sequence[str] = ()) -> tuple[str, ...]:
+    """What a run says of its overrides: without its place, after those of the run that it continues."""
+    new = [o for o in overrides if key_of(o) not in PLACE and not o.startswith("+callbacks.pruning.")]
+    keys = [*map(key_of, new)]
+    return (*(o for o in earlier if key_of(o) not in keys), *new)
 
 
 # --- Composes a config, and reports everything that is wrong with a command line at once ---
@@ -150,22 +116,37 @@ def composed(
         raise UserError(*explain(e, config_name, overrides, always)) from None
 
 
-def without_replaced_defaults(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def resolve(overrides: Sequence[str]) -> RunConfig:
+    """The config of `python train.py <overrides>`. Raises UserError: all that is wrong with it."""
+    overrides = of_today("train", overrides)
+    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).identified())
+
+
+def of_today(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
+    """A command's overrides under the keys of today, with a line that says the new key."""
+    if not any(override.partition("=")[0] in RENAMES for override in overrides):
+        return list(overrides)
+    with suppress(*CONFIG_ERRORS):  # explained later
+        chosen = [o for o in overrides if o.startswith(("data=", "experiment=")) and "," not in o]
+        draft = Draft(compose_config(config_name, [*always, *chosen]))
+        overrides, told = renamed_overrides(overrides, draft.has)
+        if told and rank_of() == 0:
+            warn(f"{', '.join(told)}.")
+    return list(overrides)
+
+
+def without_replaced_defaults(draft: Draft, overrides: Sequence[str]) -> Draft:
     """Without the project's default network, optimizer and schedule, if the task has its own. What a command or a recipe chooses stays,
     and is rejected later."""
-    task = cfg.get("task")
+    task = draft.tree.get("task")
     named = task.get("replaces", ()) if isinstance(task, DictConfig) else ()
-    replaced = [group for group in named if isinstance(cfg.get(group), DictConfig) and cfg[group]]
+    replaced = [group for group in named if isinstance(draft.tree.get(group), DictConfig) and draft.tree[group]]
     if not replaced:
-        return cfg
-    own: Any = OmegaConf.to_container(cfg)
+        return draft
+    own: Any = OmegaConf.to_container(draft.tree)
     default: Any = OmegaConf.to_container(compose_config("train", []))
-    typed, cfg = [key_of(override).partition(".")[0] for override in overrides], cfg.copy()
-    with open_dict(cfg):
-        for group in (group for group in replaced if group not in typed):
-            if own[group].items() <= default[group].items():
-                cfg[group] = {}
-    return cfg
+    typed = [key_of(override).partition(".")[0] for override in overrides]
+    return draft.but({g: {} for g in replaced if g not in typed and own[g].items() <= default[g].items()})
 
 
 def key_of(override: str) -> str:
@@ -221,8 +202,10 @@ def message(error: BaseException, override: str) -> str:
         return f"{name} cannot be set: a group stands under its own name. Set {key}=<option>."
     if key in GROUPS and override.startswith("~"):
         return f"{override}: {key} is not in the config then, and the engine reads it. Choose an option, {key}=<name>."
+    if key in RENAMES and override.startswith("~"):
+        return f"{override}: {key} is {RENAMES[key]} now, and every run has it. Remove {override}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
-        if instead := advice()["keys"].get(key):
+        if instead := advice()["keys"].get(key) or (RENAMES[key] + "={value}" if key in RENAMES else None):
             return f"{key} is not a key of this project. Pass {instead.format(value=value)}."
         near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]
@@ -303,7 +286,9 @@ def explain(error: BaseException, config_name: str, overrides: Sequence[str], al
         if config_name == "train":  # the config of eval is merged with that of the run first
             # a data set's class is imported only for the sake of a command that is about it
             with_data = any(key_of(o).partition(".")[0] in ("data", *RECIPES) for o in good)
-            problems += check(without_replaced_defaults(composed, good), with_data=with_data)
+            check(without_replaced_defaults(Draft(composed), good), with_data=with_data)
+    except UserError as e:
+        problems += e.problems
     except CONFIG_ERRORS as e:
         error = e
     return problems or [" ".join(str(error).split())]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import targets
-from lockstep.config.schema import KEYS, is_shipped
+from lockstep.config.renames import RENAMES
+from lockstep.config.run_config import Component, Loader
+from lockstep.config.schema import KEYS
 from lockstep.config.targets import accepted, locate, parameters, takes_one, target_of, type_problem, unnamed
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
@@ -34,14 +35,14 @@ ENGINE = {
 PARTIAL = ("optim", "schedule")  # the engine adds parameters or the optimizer, and makes the object
 
 
-def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
-    """Creates the object of a `_target_` node. `given` are arguments from the engine; `key` is the node's place in the config.
+def create(component: Component, key: str, **given: Any) -> Any:
+    """Creates the object of a component. `given` are arguments from the engine; `key` is the component's place in the config.
 
     Raises:
         UserError: a key is unknown, missing or has a wrong type, or the target may not be named.
         Exception: whatever the class itself raises.
     """
-    plain = {**to_plain(node), **({"_partial_": True} if key in PARTIAL else {})}
+    plain = {**component.node, **({"_partial_": True} if key in PARTIAL else {})}
     raise_problems(problems(plain, key, given=given))
     if "${" in str(plain):  # Hydra would resolve it, and find nodes that were not checked
         raise UserError(f"{key} holds an interpolation in an escaped form: {shown(plain)}. Write its value.")
@@ -69,72 +70,50 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
             meant = did_you_mean(wrong[1], [*(named or {}), *ENGINE.get(key, ())])
             raise UserError(f"{key}.{wrong[1]} is not an argument of {plain['_target_']}{meant}.") from None
         lacking = re.search(r"missing \d+ required .*?'(\w+)'", str(e))  # one that a shipped class passes on
-        if lacking and is_shipped(plain):
+        if lacking and component.is_shipped:
             raise UserError(f"{key}.{lacking[1]} is missing, and {plain['_target_']} needs it.") from None
         raise
 
 
-# Keys of a `data` node that the engine reads. They are passed on to the class only if its signature names them.
-ENGINE_DATA = (
-    "batch_size", "eval_batch_size", "val_fraction", "val_gap", "folds", "fold", "limit_train", "balance", "repeats", "num_workers",
-    "prefetch_factor", "persistent_workers", "on_device",
-)  # fmt: skip
-
-
-def is_a(node: DictConfig, key: str, base: str, *nearer: str) -> bool:
-    """Whether a node names a subclass of `base`, which is known by its name: only the class is imported. Lockstep ships none. A subclass
+def is_a(component: Component, key: str, base: str, *nearer: str) -> bool:
+    """Whether a component is a subclass of `base`, which is known by its name: only the class is imported. Lockstep ships none. A subclass
     of one of `nearer` is no such class."""
-    path = node.get("_target_")
-    target = target_of(path, key) if isinstance(path, str) and not is_shipped(node) else None
+    target = target_of(component.target, key) if component and not component.is_shipped else None
     found = [home for home in map(targets.home, getattr(target, "__mro__", ())) if home in (base, *nearer)]
     return found[:1] == [base]
 
 
-def data_set_node(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The `data` node without the engine's keys, except those that the class names as well."""
-    named = parameters(node["_target_"]) or {}
-    return {key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}
-
-
-def not_its_own(node: Mapping[str, Any]) -> list[str]:
-    """Keys of Lockstep's data sets that a class does not take."""
-    named = parameters(node["_target_"])
+def not_its_own(data: Component) -> list[str]:
+    """Arguments that a class does not take."""
+    named = parameters(data.target)
     if named is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
         return []
-    return [key for key in ENGINE_DATA if key in node and key not in named]
+    return [name for name in data.kwargs if name not in (*named, *SPECIAL, *ENGINE["data"])]
 
 
-def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
-    """Problems of the node of a data set: its class, the checks of the class itself, and its keys."""
-    if wrong := list(target_problems({"data": node})):
+def data_set_problems(data: Component) -> Iterator[str]:
+    """Problems of a data set: its class, the checks of the class itself, and its keys."""
+    if wrong := list(target_problems({"data": data.node})):
         yield from wrong
         return
-    yield from getattr(target_of(node["_target_"], "data"), "problems", lambda _: ())(node)
-    yield from problems(data_set_node(node), "data")
+    yield from getattr(target_of(data.target, "data"), "problems", lambda _: ())(data.kwargs)
+    yield from problems(data.node, "data")
 
 
-def create_data(node: Mapping[str, Any], *, keeps_whole: bool = False, evaluates: bool = False) -> Any:
-    """Creates the data set of a `data` node, without its dataloaders. `keeps_whole` and `evaluates`: see DataSet."""
-    node = to_plain(node)
-    raise_problems(data_set_problems(node))
-    data = create(data_set_node(node), "data")
-    data.keeps_whole, data.evaluates = keeps_whole, evaluates
-    return data
+def create_data(data: Component, loader: Loader, *, keeps_whole: bool = False, evaluates: bool = False) -> Any:
+    """Creates a data set, without its dataloaders; its class gets the keys of `loader` that it names. `keeps_whole` and `evaluates`: see DataSet."""
+    raise_problems(data_set_problems(data))
+    given = {name: value for name, value in accepted(data.target, vars(loader)).items() if name not in data}
+    made = create(data, "data", **given)
+    made.keeps_whole, made.evaluates = keeps_whole, evaluates
+    return made
 
 
-def create_custom_module(node: Mapping[str, Any]) -> "pl.LightningModule":
-    """Creates the LightningModule of a `task` node. It runs unchanged, with its own steps, optimizers and metrics."""
-    task = to_plain(node)
-    partials = {name: node for name, node in task.items() if isinstance(node, Mapping) and node.get("_partial_")}
-    made = {name: create(node, f"task.{name}") for name, node in partials.items()}
-    return create({k: v for k, v in task.items() if k not in made}, "task", **made)
-
-
-def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(node, DictConfig):
-        content: Any = OmegaConf.to_container(node, resolve=True)
-        return {str(key): value for key, value in content.items()}
-    return dict(node)
+def create_custom_module(task: Component) -> "pl.LightningModule":
+    """Creates the LightningModule of a task. It runs unchanged, with its own steps, optimizers and metrics."""
+    partials = {name: node for name, node in task.kwargs.items() if isinstance(node, Mapping) and node.get("_partial_")}
+    made = {name: create(Component.of(node), f"task.{name}") for name, node in partials.items()}
+    return create(task.without(*made), "task", **made)
 
 
 def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
@@ -151,7 +130,8 @@ def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
 def not_taken(target: str, key: str, names: Iterable[str], known: Sequence[str]) -> Iterator[str]:
     """Those of `names` that are not among the arguments that a target is `known` to take."""
     for name in (name for name in names if name not in known):
-        meant = did_you_mean(name, [*known, *ENGINE.get(key, ())])
+        now = RENAMES.get(f"{key}.{name}")
+        meant = f" (it is {now} now)" if now else did_you_mean(name, [*known, *ENGINE.get(key, ())])
         yield f"{key}.{name} is not an argument of {target}{meant}; it takes {', '.join(known) or 'none'}."
 
 
@@ -170,7 +150,9 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
     for name in (name for name in node if name not in (*SPECIAL, *engine)):
         if name in known:
-            if f"{key}.{name}" not in KEYS or not is_shipped(node):  # config/schema.py has the better message
+            if (
+                f"{key}.{name}" not in KEYS or not Component.of(node).is_shipped
+            ):  # config/schema.py has the better message
                 yield from type_problem(named[name], f"{key}.{name}", node[name])
         elif not takes_any:
             yield from not_taken(target, key, [name], known)
@@ -184,19 +166,18 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
 # --- The operations of the `augment` group. Lockstep's own are free of torch, so a check makes them to check their arguments ---
 
 
-def operations(nodes: Mapping[str, Any], image_size: int | None) -> dict[str, Any]:
-    """The operations of the `augment` node by name, in its order. The data offers them `image_size`.
+def operations(components: Mapping[str, Component], image_size: int | None) -> dict[str, Any]:
+    """The operations of `augment` by name, in its order. The data offers them `image_size`.
 
     Raises:
         UserError: all that is wrong with their arguments.
     """
     made: dict[str, Any] = {}
     wrong: list[str] = []
-    for name, each in nodes.items():
-        node = to_plain(each)
-        offered = accepted(str(node.get("_target_")), {"image_size": image_size})
+    for name, each in components.items():
+        offered = accepted(each.target, {"image_size": image_size})
         try:
-            made[name] = create(node, f"augment.{name}", **{k: v for k, v in offered.items() if k not in node})
+            made[name] = create(each, f"augment.{name}", **{k: v for k, v in offered.items() if k not in each})
         except UserError as e:
             wrong += e.problems
     raise_problems(wrong)
@@ -206,15 +187,15 @@ def operations(nodes: Mapping[str, Any], image_size: int | None) -> dict[str, An
 # --- The network, for the data and the task ---
 
 
-def pretraining(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """What `model` stands for as a value of the `data` node: what the network was pretrained with, else what the data has."""
-    network, kind = locate(model["_target_"]) if model else None, locate(data["_target_"])
+def pretraining(model: Component, data: Component) -> dict[str, Any]:
+    """What `model` stands for as a value in `data`: what the network was pretrained with, else what the data has."""
+    network, kind = locate(model.target) if model else None, locate(data.target)
     raise_problems(
-        f"{node['_target_']}: `normalisation` is now `{now}`, which returns a dict with mean and std. Rename it."
-        for node, found, now in ((model, network, "preprocessing"), (data, kind, "defaults"))
+        f"{component.target}: `normalisation` is now `{now}`, which returns a dict with mean and std. Rename it."
+        for component, found, now in ((model, network, "preprocessing"), (data, kind, "defaults"))
         if hasattr(found, "normalisation")
     )
-    values, own = getattr(network, "preprocessing", lambda _: None)(model.get("name")) or {}, kind.defaults(data)
+    values, own = getattr(network, "preprocessing", lambda _: None)(model.name) or {}, kind.defaults(data.kwargs)
     if len(values.get("mean", own["mean"])) != len(own["mean"]):  # of colour images, used on grey ones
         values = {**values, "mean": own["mean"], "std": own["std"]}
     if data.get("resize") not in ("model", values.get("resize")):  # what is padded or squashed is not cropped as well
@@ -225,8 +206,8 @@ def pretraining(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, 
 WEIGHTS = ("pretrained", "checkpoint_path")  # keys that fetch weights to start from
 
 
-def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weights: bool = True) -> "nn.Module":
-    """The network of a `model` node. It gets the `offered` arguments that its signature names.
+def network(model: Component, offered: Mapping[str, Any], *, with_weights: bool = True) -> "nn.Module":
+    """The network of `model`. It gets the `offered` arguments that its signature names.
 
     With with_weights=False, pretrained weights are not loaded, because a checkpoint provides them.
 
@@ -234,11 +215,11 @@ def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weight
         UserError: a key is unknown, missing, of a wrong type, or contradicts what is offered.
     """
     fetched = () if with_weights else [key for key in WEIGHTS if key in model]
-    skipped = {key: False if isinstance(model[key], bool) else None for key in fetched}
-    given = accepted(model["_target_"], offered)
+    skipped = {key: False if isinstance(model.get(key), bool) else None for key in fetched}
+    given = accepted(model.target, offered)
     raise_problems(
-        f"model.{name}={model[name]} has no effect: the data and the task need {value}. Remove it."
+        f"model.{name}={model.get(name)} has no effect: the data and the task need {value}. Remove it."
         for name, value in given.items()
-        if name in model and model[name] != value
+        if name in model and model.get(name) != value
     )
-    return create({**model, **skipped}, "model", **given)
+    return create(model.but(**skipped), "model", **given)

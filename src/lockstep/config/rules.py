@@ -4,10 +4,10 @@ import math
 import os
 from collections.abc import Iterator
 
-from lockstep.config.schema import is_devices, is_shipped
+from lockstep.config.kinds import is_devices
 from lockstep.config.settings import Settings
 from lockstep.config.targets import written_value
-from lockstep.config.words import plain, shown
+from lockstep.config.words import shown
 from lockstep.machine.world import available, number, why_no_gpu
 
 # What `exact.logical_ranks` excludes: a key, its usual value, and why it cannot have another one. In training and in evaluation:
@@ -44,7 +44,7 @@ COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "va
 def devices(settings: Settings) -> Iterator[str]:
     """Whether the machine and its launcher have the devices and processes that a config asks for."""
     cfg, world, splits = settings.cfg, settings.world, settings.spec.splits_batches
-    ids = plain(cfg.trainer.devices)
+    ids = cfg.trainer.devices
     given, there = shown(ids), available(world.accelerator)
     if world.accelerator == "cuda" and not there:
         yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'this machine shows none'}. Set trainer.accelerator=cpu."
@@ -128,7 +128,7 @@ def processes(settings: Settings) -> Iterator[str]:
             "exact.logical_ranks; an evaluation with exact.logical_ranks=null gives metrics that are equal up to rounding."
         )
     if not settings.spec.adds_in_fixed_order:
-        yield f"{exact} needs strategy=single, ddp or fsdp: strategy={settings.title('strategy')} adds gradients in an order of its own."
+        yield f"{exact} needs strategy=single, ddp or fsdp: strategy={settings.cfg.strategy.title} adds gradients in an order of its own."
     if settings.spec.splits_batches:
         yield f"{exact} is not possible with strategy={world.strategy}, which divides batches by the number of GPUs. Set strategy=ddp."
     if world.accelerator == "mps":
@@ -149,8 +149,9 @@ def exact_training(settings: Settings) -> Iterator[str]:
         yield from settings.excluded({"exact.threads": (1, alone), "exact.digests": (False, alone)})
         return
     for key in COUNTED:
-        if isinstance(trainer[key], float) and trainer[key] not in (0.0, 1.0):
-            yield f"trainer.{key}={trainer[key]} is a fraction of a process's micro-batches; with {exact} it takes a number of steps. Set trainer.{key}=10."
+        count = settings.cfg.get(f"trainer.{key}")
+        if isinstance(count, float) and count not in (0.0, 1.0):
+            yield f"trainer.{key}={count} is a fraction of a process's micro-batches; with {exact} it takes a number of steps. Set trainer.{key}=10."
     yield from settings.excluded(EXACT_TRAINING)
     if settings.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
         yield f"trainer.precision={trainer.precision} rounds the last elements of a shard in another way, so {exact} is not possible with strategy={settings.world.strategy}. Set trainer.precision=bf16-mixed."
@@ -160,44 +161,47 @@ def exact_training(settings: Settings) -> Iterator[str]:
 
 
 def loading(settings: Settings) -> Iterator[str]:
-    data, workers = settings.loader, settings.loader.get("num_workers")
-    if data.get("on_device") is True and settings.world.accelerator == "cpu":
-        yield "data.on_device=true has no effect on a CPU: the samples are in its memory already. Set data.on_device=auto."
-    if data.get("on_device") is True and workers not in (0, "auto"):
-        yield f"data.on_device=true leaves nothing for data.num_workers={workers} to load. Remove one of them."
-    if data.get("on_device") is True and settings.transforms:
-        yield f"data.on_device=true: augment.{settings.transforms[0]} changes samples where they are read, before they are on a device. Remove one of them."
-    for key in ("prefetch_factor", "persistent_workers"):
-        if data.get(key) is not None and workers in (0, "auto"):
-            yield f"data.{key}={shown(data[key])} has no effect without workers. Set data.num_workers=2 as well, or remove it."
+    if (loader := settings.loader) is None:
+        return
+    if loader.on_device is True and settings.world.accelerator == "cpu":
+        yield "loader.on_device=true has no effect on a CPU: the samples are in its memory already. Set loader.on_device=auto."
+    if loader.on_device is True and loader.num_workers not in (0, "auto"):
+        yield f"loader.on_device=true leaves nothing for loader.num_workers={loader.num_workers} to load. Remove one of them."
+    if loader.on_device is True and settings.transforms:
+        yield f"loader.on_device=true: augment.{settings.transforms[0]} changes samples where they are read, before they are on a device. Remove one of them."
+    for key, value in {
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }.items():
+        if value is not None and loader.num_workers in (0, "auto"):
+            yield f"loader.{key}={shown(value)} has no effect without workers. Set loader.num_workers=2 as well, or remove it."
 
 
 def images(settings: Settings) -> Iterator[str]:
-    side, target = settings.cfg.data.get("image_size"), settings.cfg.model.get("_target_")
-    smallest = written_value(target, "smallest_image") if type(side) is int and is_shipped(settings.cfg.model) else None
+    side, model = settings.cfg.data.get("image_size"), settings.cfg.model
+    smallest = written_value(model.target, "smallest_image") if type(side) is int and model.is_shipped else None
     if smallest and side < smallest:
-        yield f"data.image_size={side}: {target.rpartition('.')[2]} needs images of at least {smallest} pixels."
+        yield f"data.image_size={side}: {model.target.rpartition('.')[2]} needs images of at least {smallest} pixels."
     _ = settings.operations  # raises all that is wrong with their arguments
 
 
 def division(settings: Settings) -> Iterator[str]:
     """The global batch must divide into processes x micro-batches, each with whole pairs and copies; evaluation batches need not."""
-    batch = settings.loader.get("batch_size")
-    folds, fold = settings.loader.get("folds"), settings.loader.get("fold", 0)
-    if folds is None and fold:
-        yield f"data.fold={fold} has no effect without data.folds. Set data.folds=5 as well."
-    if folds is not None and fold >= folds:
-        yield f"data.fold={fold} is invalid with data.folds={folds}; folds are counted from 0 to {folds - 1}."
-    if batch is None:  # missing, or decided elsewhere
+    if (loader := settings.loader) is None:
         return
+    batch, folds, fold = loader.batch_size, loader.folds, loader.fold
+    if folds is None and fold:
+        yield f"loader.fold={fold} has no effect without loader.folds. Set loader.folds=5 as well."
+    if folds is not None and fold >= folds:
+        yield f"loader.fold={fold} is invalid with loader.folds={folds}; folds are counted from 0 to {folds - 1}."
     whole, why = settings.unit
     count = settings.steps.micro_batches(settings.world.size)
     if batch % (unit := count * whole):
         low, high = batch // unit * unit, (batch // unit + 1) * unit
         each = f", each a multiple of {whole} samples ({why} within a micro-batch)" if whole > 1 else ""
         yield (
-            f"data.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches{each}. "
-            f"Set data.batch_size={f'{low} or {high}' if low else high}, or change trainer.devices, trainer.accumulate_grad_batches or "
+            f"loader.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches{each}. "
+            f"Set loader.batch_size={f'{low} or {high}' if low else high}, or change trainer.devices, trainer.accumulate_grad_batches or "
             "exact.logical_ranks, which divide it."
         )
 
@@ -213,7 +217,7 @@ def accumulation(settings: Settings) -> Iterator[str]:
             "if a micro-batch does not fit, the error names a number that does."
         )
     for key in ("limit_train_batches", "val_check_interval"):
-        count = trainer[key]
+        count = settings.cfg.get(f"trainer.{key}")
         share = isinstance(count, float) and key == "limit_train_batches"
         if is_auto and count and (share or isinstance(count, int)):
             yield (
@@ -238,7 +242,7 @@ def length(settings: Settings) -> Iterator[str]:
         yield f"trainer.min_steps={trainer.min_steps} is more than trainer.max_steps={trainer.max_steps}. Remove one of them."
     if trainer.check_val_every_n_epoch is None and not isinstance(trainer.val_check_interval, int):
         yield "trainer.check_val_every_n_epoch=null counts batches over epochs. Set trainer.val_check_interval=<number of batches> as well."
-    schedule = str(settings.cfg.schedule.get("_target_"))
+    schedule = settings.cfg.schedule.target
     if math.isinf(epochs) and trainer.max_steps == -1 and schedule.startswith(SCHEDULES) and schedule not in ENDLESS:
         yield "schedule: the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
     if trainer.limit_train_batches == 0:
@@ -249,33 +253,38 @@ def optimizer(settings: Settings) -> Iterator[str]:
     optim, trainer = settings.cfg.optim, settings.cfg.trainer
     if optim.get("fused") is True and (why := settings.why_not_fused):
         yield f"optim.fused=true {why}. Remove optim.fused."
-    if optim.get("nesterov") is True and "momentum" in optim and not optim.momentum:
+    if optim.get("nesterov") is True and "momentum" in optim and not optim.get("momentum"):
         yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."
-    if optim.get("no_decay") is True and "weight_decay" in optim and not optim.weight_decay:
+    if optim.get("no_decay") is True and "weight_decay" in optim and not optim.get("weight_decay"):
         yield "optim.no_decay=true has no effect with optim.weight_decay=0. Remove it, or set optim.weight_decay=0.05."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Set trainer.gradient_clip_val=1.0 as well."
 
 
-def checkpoints(settings: Settings) -> Iterator[str]:
-    """What is kept and started from: the monitored metric, saving, and weights."""
+def monitored(settings: Settings) -> Iterator[str]:
+    """What makes a checkpoint the best, and ends a run early."""
     cfg, checkpoint = settings.cfg, settings.cfg.checkpoint
-    modes = {cfg.task.monitor: cfg.task.mode, "val/loss": "min", None: checkpoint.mode}
+    modes = {cfg.task.get("monitor"): cfg.task.get("mode"), "val/loss": "min", None: checkpoint.mode}
     if (good := modes.get(checkpoint.monitor, checkpoint.mode)) != checkpoint.mode:
         yield f"checkpoint.monitor={checkpoint.monitor} with checkpoint.mode={checkpoint.mode} would keep the worst checkpoint. Set checkpoint.mode={good}."
-    for name, node in cfg.callbacks.items():
-        if "monitor" not in node or not is_shipped(node):
+    for name, callback in cfg.callbacks.items():
+        if "monitor" not in callback or not callback.is_shipped:
             continue
         if cfg.trainer.limit_val_batches == 0:
             yield f"callbacks=[{name}] has no effect with trainer.limit_val_batches=0: nothing is validated. Remove one of them."
-        if node.monitor is None:
+        if callback.get("monitor") is None:
             yield f"callbacks=[{name}] needs a metric to watch, and callbacks.{name}.monitor is null. Set checkpoint.monitor=<a validation metric>."
+
+
+def checkpoints(settings: Settings) -> Iterator[str]:
+    """What is kept and started from: saving, and weights."""
+    cfg, checkpoint = settings.cfg, settings.cfg.checkpoint
     if not cfg.trainer.enable_checkpointing:
         idle = {
             "checkpoint.every_n_steps": checkpoint.every_n_steps,
             "checkpoint.background=false": not checkpoint.background,
         }
-        idle |= {f"logger.{name}.log_model": node.get("log_model") for name, node in cfg.logger.items()}
+        idle |= {f"logger.{name}.log_model": logger.get("log_model") for name, logger in cfg.logger.items()}
         for key in (key for key, is_set in idle.items() if is_set):
             yield f"{key} has no effect with trainer.enable_checkpointing=false. Remove one of them."
     pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")

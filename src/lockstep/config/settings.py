@@ -6,21 +6,15 @@ A resumed run and its evaluation compute as the run began. Processes that decide
 
 import math
 import os
-import re
-import secrets
-import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-
-from lockstep.config.instantiate import ENGINE_DATA, is_a, operations, pretraining, to_plain
-from lockstep.config.schema import is_shipped
-from lockstep.config.words import plain, shown
-from lockstep.errors import UserError
+from lockstep.config.instantiate import is_a, operations, pretraining
+from lockstep.config.run_config import Component, Loader, Request, RunConfig, Trainer
+from lockstep.config.words import shown
 from lockstep.machine.world import (
     SLURM,
     TORCHRUN,
@@ -43,56 +37,8 @@ from lockstep.run import RunFolder
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
 
-# --- The name of a run, a sweep or a node ---
-
-SWEEP = "LOCKSTEP_SWEEP"
 # Keys of `data` that may be `model`: as in pretraining.
 OF_NETWORK = ("mean", "std", "resize", "crop_pct", "interpolation")
-
-
-def stamp() -> str:
-    """A timestamp and four random hex digits, so runs started in the same second get different names."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-
-
-def sweep_name(run: object, env: MutableMapping[str, str] = os.environ) -> str:
-    """The directory of a multirun. Kept in the environment for the sweep's other processes."""
-    srun = env.get("SLURM_JOB_ID") if "SLURM_STEP_ID" in env else None
-    ours = env.get("TORCHELASTIC_RUN_ID") or srun  # there, every process runs Hydra itself
-    return env.setdefault(SWEEP, str(run or f"sweep-{ours or stamp()}"))
-
-
-def restarted(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether SLURM requeued this job, or torchrun restarted its workers after a failure."""
-    return any(int(env.get(name, "0")) > 0 for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
-
-
-def title(node: DictConfig) -> str:
-    """The display name of a node: its `name`, or its class name in the same form."""
-    target = str(node.get("_target_") or "none").rpartition(".")[2]
-    return str(node.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target).lower())
-
-
-def model_title(cfg: DictConfig) -> str:
-    """The display name of the model, or of a task that makes its own network."""
-    return title(cfg.model if cfg.model else cfg.task)
-
-
-def model_and_data(cfg: DictConfig) -> str:
-    """What the name of a run begins with."""
-    return f"{model_title(cfg).replace('/', '-')}-{title(cfg.data)}"
-
-
-def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | None:
-    """Under torchrun and SLURM, a name with the job's id, so all ranks and restarts agree without communicating."""
-    if "TORCHELASTIC_RUN_ID" in env:
-        if env["TORCHELASTIC_RUN_ID"] == "none":
-            raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Set run=<name>.")
-        return f"{model_and_data(cfg)}-{env['TORCHELASTIC_RUN_ID']}"
-    if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
-        return f"{model_and_data(cfg)}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
-    return None
-
 
 # --- How a global batch is divided into micro-batches, and the length of a run ---
 
@@ -167,93 +113,102 @@ def log_interval(steps: float) -> int:
 # --- The settings ---
 
 
+def world_of(strategy: Component, trainer: Trainer, env: Mapping[str, str] = os.environ) -> World:
+    """The processes that a config asks for; under torchrun and SLURM, those that they started."""
+    spec, accelerator = spec_of(strategy.target), accelerator_of(str(trainer.accelerator))
+    devices = device_count(trainer.devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
+    nodes, external, rank = trainer.num_nodes, external_launcher(env), rank_of(env)
+    if external == TORCHRUN:
+        devices, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
+    elif external == SLURM:
+        nodes = number(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+        devices = int(env["SLURM_NTASKS"]) // nodes
+    else:
+        rank = int(env.get("NODE_RANK", "0")) * devices
+    return World(accelerator, devices, nodes, str(strategy.name), rank, external, spec.one_process)
+
+
 @dataclass(frozen=True)
 class Settings:
-    """The config of a run, its processes, and what follows from both. Nobody changes `cfg`: a changed copy goes into `but`."""
+    """The config of a run, its processes, and what follows from both."""
 
-    cfg: DictConfig
+    cfg: RunConfig
     world: World
-    imported: bool = True  # whether the user's classes may be imported; until then rules are about Lockstep's own
+    request: Request | None = None  # of predict.py
+    overrides: tuple[str, ...] = ()  # with which the run was begun and resumed
 
     @classmethod
-    def of(cls, cfg: DictConfig, env: Mapping[str, str] = os.environ, *, imported: bool = True) -> "Settings":
-        """With the processes that the config asks for; under torchrun and SLURM, those that they started."""
-        spec, trainer = spec_of(cfg.strategy), cfg.trainer
-        accelerator = accelerator_of(str(trainer.accelerator))
-        devices = device_count(trainer.devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
-        nodes, external, rank = int(trainer.num_nodes), external_launcher(env), rank_of(env)
-        if external == TORCHRUN:
-            devices, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
-        elif external == SLURM:
-            nodes = number(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-            devices = int(env["SLURM_NTASKS"]) // nodes
-        else:
-            rank = int(env.get("NODE_RANK", "0")) * devices
-        world = World(accelerator, devices, nodes, str(cfg.strategy.name), rank, external, spec.one_process)
-        return cls(cfg, world, imported)
+    def of(cls, cfg: RunConfig, env: Mapping[str, str] = os.environ) -> "Settings":
+        return cls(cfg, world_of(cfg.strategy, cfg.trainer, env))
 
-    def but(self, cfg: DictConfig) -> "Settings":
-        return replace(self, cfg=cfg)
+    def but(self, values: Mapping[str, Any]) -> "Settings":
+        """With other values of dotted keys."""
+        return replace(self, cfg=self.cfg.but(values))
 
     # --- The names of its parts ---
 
-    def title(self, group: str) -> str:
-        return title(self.cfg[group])
-
     @property
     def model_title(self) -> str:
-        return model_title(self.cfg)
+        """The display name of the model, or of a task that makes its own network."""
+        return (self.cfg.model or self.cfg.task).title
 
     @property
     def folder(self) -> RunFolder:
-        return folder_of(self.cfg)
+        return RunFolder(Path(self.cfg.runs_dir) / str(self.cfg.run))
+
+    @property
+    def seed(self) -> int:
+        assert self.cfg.seed is not None  # Draft.identified has drawn one
+        return self.cfg.seed
+
+    @property
+    def checkpoint(self) -> str:
+        """The one that an evaluation is of."""
+        assert self.cfg.init_from
+        return self.cfg.init_from
 
     def evaluation_file(self, job: str = "eval") -> Path:
         """Where eval.py and predict.py write: the run's <job>.json, or a file beside a checkpoint that is not in a run directory."""
         folder = self.folder.path
-        return folder / f"{job}.json" if folder.is_dir() else Path(self.cfg.init_from).with_suffix(f".{job}.json")
+        return folder / f"{job}.json" if folder.is_dir() else Path(self.checkpoint).with_suffix(f".{job}.json")
 
     # --- Its classes ---
 
     @cached_property
     def spec(self) -> StrategySpec:
-        return spec_of(self.cfg.strategy)
+        return spec_of(self.cfg.strategy.target)
 
-    def plain(self, group: str) -> dict[str, Any]:
-        """The node of a group as plain values."""
-        return to_plain(self.cfg[group])
-
-    def knows(self, group: str) -> bool:
-        """Whether the class of a group may be looked at."""
-        return self.imported or is_shipped(self.cfg[group])
+    def is_known(self, group: str, *, reads: bool = False) -> bool:
+        """Whether all that a rule may ask of the components of a group is known without importing classes of the user's. What data `reads`
+        says its class, and only Lockstep's own data sets import no torch."""
+        value = getattr(self.cfg, group)
+        of_group = [value] if isinstance(value, Component) else value.values()
+        return all(
+            each.target.startswith("lockstep.data.") if reads else each.is_shipped or not each for each in of_group
+        )
 
     @cached_property
     def own_loaders(self) -> bool:
         """Whether `data` is a LightningDataModule, which has its own dataloaders."""
-        return self.imported and is_a(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
+        return is_a(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
 
     @cached_property
-    def loader(self) -> dict[str, Any]:
-        """The keys of `data` by which Lockstep makes batches: none if the data has its own dataloaders, or its class is not known yet."""
-        unknown = not self.knows("data") or self.own_loaders
-        return {} if unknown else {key: self.cfg.data[key] for key in ENGINE_DATA if key in self.cfg.data}
+    def loader(self) -> Loader | None:
+        """None if the data has its own dataloaders."""
+        return None if self.own_loaders else self.cfg.loader
 
     @cached_property
     def custom_module(self) -> bool:
         """Whether the task is the user's LightningModule: task=lightning_module says so; of another task, its class."""
-        task, (base, ours) = (
-            self.cfg.task,
-            ("lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"),
-        )
+        task, base, ours = self.cfg.task, "lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"
         if "replaces" in task:
-            return not (self.imported and is_a(task, "task", ours, base))
-        return self.imported and is_a(task, "task", base, ours)
+            return not is_a(task, "task", ours, base)
+        return is_a(task, "task", base, ours)
 
     @cached_property
     def operations(self) -> dict[str, Any]:
         """The operations of `augment` by name. Raises UserError: all that is wrong with their arguments."""
-        nodes, image_size = self.cfg.get("augment") or {}, self.cfg.data.get("image_size")
-        return operations({k: v for k, v in nodes.items() if self.imported or is_shipped(v)}, image_size)
+        return operations(self.cfg.augment, self.cfg.data.get("image_size"))
 
     @property
     def evaluates(self) -> bool:
@@ -269,11 +224,12 @@ class Settings:
 
     @cached_property
     def steps(self) -> StepPlan:
-        data, trainer = self.cfg.data, self.cfg.trainer
+        loader, trainer = self.cfg.loader, self.cfg.trainer
+        accumulate = trainer.accumulate_grad_batches
         return StepPlan(
-            batch_size=data.get("batch_size", 0),
-            repeats=data.get("repeats", 1),
-            accumulate=1 if trainer.accumulate_grad_batches == "auto" else trainer.accumulate_grad_batches,
+            batch_size=loader.batch_size if loader else 0,
+            repeats=loader.repeats if loader else 1,
+            accumulate=1 if accumulate == "auto" else accumulate,
             logical_ranks=self.cfg.exact.logical_ranks,
             max_epochs=trainer.max_epochs,
             max_steps=trainer.max_steps,
@@ -283,21 +239,22 @@ class Settings:
     @property
     def unit(self) -> tuple[int, str]:
         """A micro-batch has a multiple of so many samples, and why: copies and partners are made within it."""
-        repeats = int(self.cfg.data.get("repeats", 1))
+        repeats = self.loader.repeats if self.loader else 1
         pairs = [name for name, operation in self.operations.items() if getattr(operation, "mixes", False)]
-        copies = [f"data.repeats={repeats} copies each sample"] if repeats > 1 else []
+        copies = [f"loader.repeats={repeats} copies each sample"] if repeats > 1 else []
         reasons = [*copies, *(f"augment.{name} mixes pairs" for name in pairs)]
         return repeats * (2 if pairs else 1), " and ".join(reasons)
 
     @property
     def accumulations(self) -> list[int]:
         """The possible values of trainer.accumulate_grad_batches, smallest first."""
-        return accumulations(self.cfg.data.batch_size, self.world.size, self.unit[0])
+        return accumulations(self.steps.batch_size, self.world.size, self.unit[0])
 
     @property
     def batches(self) -> dict[str, Any]:
         """For the report: the global batch and how it is divided; None for the user's own dataloaders."""
-        accumulate, batch = self.steps.micro_batches(self.world.size) // self.world.size, self.loader.get("batch_size")
+        accumulate = self.steps.micro_batches(self.world.size) // self.world.size
+        batch = self.loader.batch_size if self.loader else None
         return {
             "batch_size": batch,
             "accumulate_grad_batches": accumulate,
@@ -314,7 +271,7 @@ class Settings:
             return None  # training/arithmetic.py
         if exact and is_sharded:
             return f"was not tried on shards of GPUs, so exact.logical_ranks={exact} is not possible"
-        if cfg.optim.get("_target_") not in SGD and not (self.imported and is_a(cfg.optim, "optim", SGD[1])):
+        if cfg.optim.target not in SGD and not is_a(cfg.optim, "optim", SGD[1]):
             return None
         if is_sharded:
             return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
@@ -327,7 +284,7 @@ class Settings:
     @property
     def optimizer_node(self) -> dict[str, Any]:
         """The `optim` node, with `fused: auto` decided for the strategy of this process."""
-        node = self.plain("optim")
+        node = self.cfg.optim.node
         if node.get("fused") != "auto":
             return node
         # with exact.logical_ranks all strategies compute as shards do
@@ -338,12 +295,12 @@ class Settings:
 
     def given(self, key: str) -> str:
         """A key and its value, as messages show them."""
-        return f"{key}={shown(plain(OmegaConf.select(self.cfg, key)))}"
+        return f"{key}={shown(self.cfg.get(key))}"
 
     def excluded(self, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
         """Keys of a table that differ from their usual value, with why they must not."""
         for key, (usual, why) in table.items():
-            if OmegaConf.select(self.cfg, key, default=usual) not in (usual, None):
+            if self.cfg.get(key, usual) not in (usual, None):
                 yield f"{self.given(key)} {why.format(exact=self.given('exact.logical_ranks'))}."
 
     # --- What a run decides once ---
@@ -353,45 +310,28 @@ class Settings:
 
         `data` is None for a LightningDataModule, which knows its length only when it trains (callbacks/module_hooks.py).
         """
-        cfg = self.cfg.copy()
-        with open_dict(cfg):
-            if cfg.trainer.precision == "auto":
-                best = precision(self.world.accelerator, self.spec.precisions)
-                cfg.trainer.precision = "32-true" if self.custom_module else best  # Lightning's default
-            if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
-                cfg.trainer.log_every_n_steps = log_interval(self.steps.steps(samples))
-            if data is not None and cfg.data.get("num_workers") == "auto":
-                on_device = cfg.data.get("on_device") is True
+        cfg, found = self.cfg, dict[str, Any]()
+        if cfg.trainer.precision == "auto":
+            best = precision(self.world.accelerator, self.spec.precisions)
+            found["trainer.precision"] = "32-true" if self.custom_module else best  # Lightning's default
+        if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
+            found["trainer.log_every_n_steps"] = log_interval(self.steps.steps(samples))
+        if (loader := self.loader) is None:
+            found["loader"] = {}
+        elif data is not None:
+            if loader.num_workers == "auto":
                 in_memory = None if self.transforms else data.evaluated.bytes_in_memory
-                cfg.data.num_workers = 0 if on_device else workers(in_memory, self.world)
-        return self.but(cfg)
-
-    def identified(self, data_source: str | None, experiment: str | None = None) -> "Settings":
-        """With a name, a seed, the source of the data, and the loggers' ids; the experiment among their tags."""
-        cfg = self.cfg.copy()
-        OmegaConf.set_struct(cfg, False)
-        cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
-        if data_source and cfg.data.get("source") == "auto":
-            cfg.data.source = data_source
-        if cfg.seed is None:
-            cfg.seed = secrets.randbelow(2**31)
-        for logger in cfg.logger.values():
-            if "id" in logger and logger.id is None:
-                logger.id = secrets.token_hex(4)
-            if experiment and "auto" in (tags := logger.get("tags") or ()) and experiment not in tags:
-                logger.tags = [experiment, *tags]
-        if cfg.trainer.max_epochs is None and cfg.trainer.max_steps == -1:
-            cfg.trainer.max_epochs = 1
-        return self.but(cfg)
+                found["loader.num_workers"] = 0 if loader.on_device is True else workers(in_memory, self.world)
+            if loader.eval_batch_size is None:
+                found["loader.eval_batch_size"] = data.eval_batch_size or loader.batch_size
+        if data is not None and data.source and cfg.data.get("source") == "auto":
+            found["data.source"] = data.source
+        return self.but(found)
 
     def with_numbers(self) -> "Settings":
         """With values in place of `model` in `data`, so a newer timm cannot change a resumed run."""
-        cfg = self.cfg.copy()
-        if wanted := [key for key in OF_NETWORK if cfg.data.get(key) == "model"]:
-            values = pretraining(cfg.model, self.plain("data"))
-            cfg.data.update({key: values[key] for key in wanted})
-        return self.but(cfg)
-
-
-def folder_of(cfg: DictConfig) -> RunFolder:
-    return RunFolder(Path(cfg.runs_dir) / str(cfg.run))
+        data = self.cfg.data
+        if not (wanted := [key for key in OF_NETWORK if data.get(key) == "model"]):
+            return self
+        values = pretraining(self.cfg.model, data)
+        return self.but({f"data.{key}": values[key] for key in wanted})

@@ -105,7 +105,7 @@ class DataModule(pl.LightningDataModule):
             augment.check(self.raw("train", self.train_split.indices(np.arange(min(READ, self.train_split.count)))))
         if on_device is True and dataset.bytes_in_memory is None:
             raise UserError(
-                "data.on_device=true has no effect: these samples are read one by one, not held in memory. Set data.on_device=auto."
+                "loader.on_device=true has no effect: these samples are read one by one, not held in memory. Set loader.on_device=auto."
             )
 
     @property
@@ -128,7 +128,7 @@ class DataModule(pl.LightningDataModule):
         }
 
     def home(self, arrays: Arrays) -> torch.device | None:
-        """The GPU, if data.on_device asks for it or the arrays are small; None leaves them where they are."""
+        """The GPU, if loader.on_device asks for it or the arrays are small; None leaves them where they are."""
         device, wanted = self.device, self.on_device
         if wanted == "auto":
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
@@ -360,7 +360,7 @@ class DataModule(pl.LightningDataModule):
         here = self.dataset.fingerprint
         if self.folds and "folds" not in state:
             raise UserError(
-                "the checkpoint is of an earlier version, which divided data.folds differently: this run would validate samples that were "
+                "the checkpoint is of an earlier version, which divided loader.folds differently: this run would validate samples that were "
                 "trained on. Resume it with that version, or start a new run."
             )
         if self.transforms and state.get("transforms") != self.transforms:

@@ -1,6 +1,4 @@
-"""The base class of data sets, and the kinds of samples that they may have. A data set knows nothing about processes, devices or
-checkpoints. Free of torch and Lightning.
-"""
+"""The base class of data sets, and the kinds of samples that they may have. Free of torch and Lightning, of processes, devices and checkpoints."""
 
 import contextlib
 import hashlib
@@ -267,6 +265,7 @@ class DataSet:
 
     unit: ClassVar[str] = "samples"  # the word for samples in output: images, sentences, ...
     source: str | None = None  # where the data came from: disk, download, ...
+    eval_batch_size: int | None = None  # where loader.eval_batch_size is null; None: as many as in training
     notice: str | None = None  # a warning printed before training, e.g. that only a subset is used
     # By part, names such as `classes` in the order of the part's own numbers, where that is not the order in `about`.
     part_names: Mapping[str, Mapping[str, Any]] = {}

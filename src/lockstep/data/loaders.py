@@ -165,7 +165,7 @@ def lost(error: BaseException) -> str | None:
     # the first error names the signal
     memory = " Memory probably ran out." if "signal: Killed" in of_worker[-1] else ""
     return (
-        f"{of_worker[-1].rstrip('. ')}.{memory} Try fewer data.num_workers, or data.num_workers=0 to load data in the main process. A "
+        f"{of_worker[-1].rstrip('. ')}.{memory} Try fewer loader.num_workers, or loader.num_workers=0 to load data in the main process. A "
         "training run continues from its last checkpoint with resume=auto."
     )
 
@@ -237,14 +237,14 @@ class FromWorkers:
         except OSError as e:
             raise TrainingFailed(
                 f"{self.loader.num_workers} processes that load data could not be started: {e.strerror}. They need room in /dev/shm and open "
-                "files (ulimit -n). Raise these limits, or set fewer data.num_workers, or data.num_workers=0."
+                "files (ulimit -n). Raise these limits, or set fewer loader.num_workers, or loader.num_workers=0."
             ) from None
         for batch in batches:
             if isinstance(batch, bytes) and not self.warned:
                 self.warned = True
                 log.warning(
                     "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Enlarge it "
-                    "(docker run --shm-size=8g), or set fewer data.num_workers.",
+                    "(docker run --shm-size=8g), or set fewer loader.num_workers.",
                     self.loader.num_workers,
                 )
             yield pickle.loads(batch) if isinstance(batch, bytes) else batch

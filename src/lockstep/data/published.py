@@ -200,6 +200,7 @@ class Mnist(Published):
     """Handwritten digits, 28 by 28 pixels: 60,000 for training, 10,000 for testing."""
 
     name = "mnist"
+    eval_batch_size = 1000
     folders = ("MNIST/raw", "raw", ".")
     md5: ClassVar = {
         "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",

@@ -169,21 +169,23 @@ def splits(
 
     def problems() -> Iterator[str]:
         if folds and has_val:
-            yield "data.folds has no effect: this data has its own validation part. Remove data.folds, or that part."
+            yield "loader.folds has no effect: this data has its own validation part. Remove loader.folds, or that part."
         if folds and folds > total:
-            yield f"data.folds={folds} is more than the {total} training {unit}. Set a smaller number."
+            yield f"loader.folds={folds} is more than the {total} training {unit}. Set a smaller number."
         for part in PARTS:
             if getattr(dataset, part) is not None and not length(dataset, part):
                 yield f"the {part} part of the data has no {unit}. Add some, or choose other data."
         if in_blocks and has_val:
-            yield "data.val_gap has no effect: this data has its own validation part. Remove data.val_gap, or that part."
+            yield "loader.val_gap has no effect: this data has its own validation part. Remove loader.val_gap, or that part."
         if left < 1:
-            names = [f"data.val_fraction={val_fraction}"] * (not folds) + [f"data.val_gap={val_gap}"] * bool(val_gap)
+            names = [f"loader.val_fraction={val_fraction}"] * (not folds) + [f"loader.val_gap={val_gap}"] * bool(
+                val_gap
+            )
             yield f"{' with '.join(names)} leaves none of the {total} training {unit} to train with. Set a smaller number."
         if limit_train is not None and limit_train > max(batch_size, left):
-            yield f"data.limit_train={limit_train} is more than the {left} training {unit}. Set a smaller number, or null."
+            yield f"loader.limit_train={limit_train} is more than the {left} training {unit}. Set a smaller number, or null."
         if batch_size > count:
-            yield f"data.batch_size={batch_size} is more than the {count} training {unit}. Set data.batch_size={count} or less."
+            yield f"loader.batch_size={batch_size} is more than the {count} training {unit}. Set loader.batch_size={count} or less."
 
     raise_problems(islice(problems(), 1))  # the others would follow from it
     whole_val, test = (Split(n, 0, n, shuffled=False) for n in (val_total, test_total))
@@ -345,11 +347,11 @@ def balanced(split: Split, part: Any, unit: str) -> Balanced:
     class_N = classes_of(part)
     if class_N is None:
         raise UserError(
-            f"data.balance=true needs the classes of the training {unit} as one array: `target` of Arrays, or an attribute {' or '.join(CLASSES)} "
+            f"loader.balance=true needs the classes of the training {unit} as one array: `target` of Arrays, or an attribute {' or '.join(CLASSES)} "
             "of your samples. This data has none. Remove the key."
         )
     own = class_N[split.indices(np.arange(split.count))]
     members = tuple(np.flatnonzero(own == number) for number in np.unique(own))
     if len(members) < 2:
-        raise UserError(f"data.balance=true has no effect: all training {unit} have one class. Remove it.")
+        raise UserError(f"loader.balance=true has no effect: all training {unit} have one class. Remove it.")
     return Balanced(**vars(split), members=members)

@@ -80,7 +80,7 @@ class Wrapped(Images):
         if bytes_of(self.train) is None:
             self.notice = (
                 "data.train returns different samples when it is seeded alike once more: it draws from something that cannot be seeded. Batches "
-                "then depend on data.num_workers, and a resumed run differs. Keep its generators in attributes of the data set (docs/augment.md)."
+                "then depend on loader.num_workers, and a resumed run differs. Keep its generators in attributes of the data set (docs/augment.md)."
             )
 
     @property

@@ -3,10 +3,11 @@
 import inspect
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy as copied
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -23,10 +23,11 @@ from lockstep.build import load_module
 from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, mapped
 from lockstep.checkpoints.saving import Position
 from lockstep.checkpoints.weights import load_into, read
-from lockstep.config.compose import as_overrides
+from lockstep.config.draft import as_yaml
 from lockstep.config.instantiate import WEIGHTS, create, create_data
 from lockstep.config.instantiate import network as make_network
-from lockstep.config.settings import Settings, model_title, title
+from lockstep.config.run_config import Component, RunConfig
+from lockstep.config.settings import Settings
 from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.config.words import warn
 from lockstep.data import dataset, pixels
@@ -37,6 +38,7 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
 from lockstep.extras.tables import input_files
+from lockstep.launch.resuming import config_of
 from lockstep.machine.files import remove, replacing
 from lockstep.reporting.render import MARKDOWN
 from lockstep.run import RunFolder, tested, versions
@@ -67,7 +69,7 @@ class Call:
 class Exported:
     """What is exported: a network, what its task and data say of it, and samples to compare it on. Raises UserError: it cannot be."""
 
-    config: Mapping[str, Any]
+    config: RunConfig
     offered: Mapping[str, Any]  # arguments of the network
     task: Task
     whole: nn.Module  # what the task calls
@@ -171,8 +173,7 @@ class Exported:
 
     def write_network(self, folder: Path) -> dict[str, Any]:
         """Copies the source files of the network, unless a library has it; returns how to make it."""
-        model = dict(self.config["model"])
-        target = model.pop("_target_")
+        target, model = self.config.model.target, dict(self.config.model.kwargs)
         if target == TIMM:
             name = model.pop("name")
             given = (*WEIGHTS, "in_channels", "num_classes", "image_size")
@@ -225,7 +226,7 @@ class Exported:
         # as bytes, because save_file makes a file that only its owner can read, whatever the umask; cloned, because some are tied
         weights = {name: tensor.detach().contiguous().clone() for name, tensor in self.net.state_dict().items()}
         (part / "model.safetensors").write_bytes(save(weights))
-        (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(self.config))))
+        (part / "config.yaml").write_text(as_yaml(self.config))
         for name, source in {"preprocess.py": pixels, "load.py": exported}.items():
             shutil.copyfile(inspect.getfile(source), part / name)
         model = exported.load(part)
@@ -251,7 +252,7 @@ class Exportable(pl.Callback):
         config = next(each.config for each in trainer.callbacks if isinstance(each, Position))  # type: ignore[attr-defined]
         if not is_task(config):
             raise UserError(
-                f"callbacks.exportable: {config['task']['_target_']} is a LightningModule, which cannot be exported as a whole. Remove the "
+                f"callbacks.exportable: {config.task.target} is a LightningModule, which cannot be exported as a whole. Remove the "
                 "callback. scripts/export.py <run> --network=<name> exports one of its networks."
             )
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -262,8 +263,8 @@ class Exportable(pl.Callback):
             what.write(Path(folder), self.formats)
 
 
-def is_task(config: Mapping[str, Any]) -> bool:
-    kind: Any = target_of(config["task"]["_target_"], "task")
+def is_task(config: RunConfig) -> bool:
+    kind: Any = target_of(config.task.target, "task")
     return isinstance(kind, type) and issubclass(kind, Task)
 
 
@@ -285,20 +286,20 @@ class OfModule(Task):
             ) from e
 
 
-def network_of_module(config: Mapping[str, Any], path: Path, network: str) -> tuple[Task, nn.Module, str]:
+def network_of_module(config: RunConfig, path: Path, network: str) -> tuple[Task, nn.Module, str]:
     """A LightningModule with its weights, a task that stands for it, and the argument that makes the network, which the folder has to
     make again without Lightning. Raises UserError: no argument does."""
-    node, argument = config["task"], network.partition(".")[0]
+    argument = network.partition(".")[0]
     known = [
         name
-        for name, each in node.items()
+        for name, each in config.task.kwargs.items()
         if isinstance(each, Mapping) and "_target_" in each and not each.get("_partial_")
     ]
-    module = load_module(node, path).eval()
+    module = load_module(config.task, path).eval()
     kept = [name for name in known if isinstance(getattr(module, name, None), nn.Module)]
     if argument not in kept:
         raise UserError(
-            f"{path}: {node['_target_']} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network "
+            f"{path}: {config.task.target} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network "
             f"that its config makes, by a `_target_`, and that it keeps under the argument's name, as self.net = net"
             f"{did_you_mean(argument, kept)}: {', '.join(kept) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
         )
@@ -318,16 +319,16 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     exists = [f"{folder} exists. Pass another folder, or remove it."] if folder.exists() else []
     raise_problems([*exists, *parts.missing(formats)])
     checkpoint = read(path)
-    config, about, offered = checkpoint.config, checkpoint.metadata, checkpoint.network or {}
-    made = ""
+    config = config_of(checkpoint)
+    about, offered, made = checkpoint.metadata, checkpoint.network or {}, ""
     if is_task(config):
-        task: Task = create(config["task"], "task")
-        net = make_network(config["model"], offered, with_weights=False).eval()
+        task: Task = create(config.task, "task")
+        net = make_network(config.model, offered, with_weights=False).eval()
         load_into(net.state_dict(), checkpoint.weights, path)
     else:
         task, net, made = network_of_module(config, path, network)
-        offered = config["task"][made]
-        config = {**config, "model": offered}
+        offered = config.task.get(made)
+        config = replace(config, model=Component.of(offered))
     task.bind(about)
     data, batch = samples_to_compare(config, about, files)
     what = Exported(config, offered, task, net, data, batch, network, made)
@@ -339,18 +340,17 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     return folder
 
 
-def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], files: str | None) -> tuple[DataSet, Batch]:
+def samples_to_compare(config: RunConfig, about: Mapping[str, Any], files: str | None) -> tuple[DataSet, Batch]:
     """Samples to compare on, as they are stored, and the data set that prepares them. Raises UserError: they cannot be read."""
-    cfg: Any = OmegaConf.create(dict(config))
     if files is not None:
-        inputs = input_files(files, cfg.data, about, "remove --files: the run's own data is used")
+        inputs = input_files(files, config.data, about, "remove --files: the run's own data is used")
         batch = Reader(inputs, seed=0)(np.arange(min(COMPARED, len(inputs))))
         good = [place for place, problem in enumerate(batch.pop("problem")) if not problem]
         return inputs.reader, samples_at(batch, good, len(batch["index"]))
     try:
-        if Settings.of(cfg).own_loaders:
+        if (loader := Settings.of(config).loader) is None:
             raise UserError("it has its own dataloaders.")
-        data: DataSet = create_data(cfg.data, evaluates=True)
+        data: DataSet = create_data(config.data, loader, evaluates=True)
         data.prepare()
         samples = samples_of(data.evaluated.test)
         return data.evaluated, Reader(samples, seed=0)(np.arange(min(COMPARED, len(samples))))
@@ -363,9 +363,10 @@ def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], file
 
 def card(checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, float]) -> str:
     """`found`: by file, the largest difference of its outputs from the trained network's."""
-    cfg: Any = OmegaConf.create(dict(checkpoint.config))
+    config = config_of(checkpoint)
     run = checkpoint.path.resolve().parent.parent
     report = RunFolder(run).report()
+    overrides = shlex.split(report.get("overrides") or "")
     if report.get("checkpoint") != os.path.relpath(checkpoint.path.resolve(), run):
         report = {}  # the run tested a different checkpoint
     model = json.loads((part / "model.json").read_text())
@@ -374,10 +375,11 @@ def card(checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, fl
         shape = ", ".join(["batch", *map(str, x.shape[1:])])
         inputs.append(f"{x.dtype} of shape ({shape})".removeprefix("torch."))
     values = {
-        "model": model_title(cfg),
-        "data_name": title(cfg.data),
+        "run": config.run,
+        "model": (config.model or config.task).title,
+        "data_name": config.data.title,
         "parameters": sum(p.numel() for p in what.net.parameters()),
-        "task_name": title(cfg.task).replace("_", " "),
+        "task_name": config.task.title.replace("_", " "),
         "what": what,
         "checkpoint": checkpoint,
         "data": checkpoint.values[DATA],
@@ -388,7 +390,7 @@ def card(checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, fl
         "differences": found,
         "library": model["target"].partition(".")[0],
         "files": [each.name for each in part.iterdir()],
-        "settings": as_overrides(cfg),
+        "settings": overrides,
         "versions": versions(),
     }
     return MARKDOWN.get_template("card.md.j2").render(values) + "\n"

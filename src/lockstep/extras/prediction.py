@@ -21,6 +21,7 @@ from torch import Tensor
 from lockstep import build
 from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
+from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
 from lockstep.config.words import counted, warn
 from lockstep.data import Images, Sound
@@ -191,11 +192,11 @@ class Writer(pl.Callback):
     """
 
     def __init__(
-        self, loaders: Loaders, task: Task | None, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]
+        self, loaders: Loaders, task: Task | None, asked: Request, made: Callable[[Any], Columns], names: Sequence[str]
     ) -> None:
         self.loaders, self.task, self.asked, self.made, self.names = loaders, task, asked, made, names
         self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
-        self.output = self.folder = Path(asked.output)
+        self.output = self.folder = Path(str(asked.output))
         self.own = ExitStack()  # of rank 0: the folder of the parts
         dataset = getattr(loaders.data, "dataset", None)
         self.files = dataset.test if isinstance(dataset, Inputs) else None
@@ -292,18 +293,23 @@ class Writer(pl.Callback):
 
 def data(settings: Settings) -> pl.LightningDataModule:
     """The part of the run's data that is asked for, or the files."""
-    cfg = settings.cfg
-    if cfg.predict.part:
+    cfg, request = settings.cfg, settings.request
+    assert request
+    if request.part:
         return build.data(settings)
-    checkpoint = read(Path(cfg.init_from))
+    checkpoint = read(Path(settings.checkpoint))
     instead = "pass input=test, or val or train: a part of the run's own data"
-    files = input_files(cfg.predict.input, cfg.data, checkpoint.metadata, instead)
+    files = input_files(request.input, cfg.data, checkpoint.metadata, instead)
     if files.left_out and settings.world.rank == 0:
-        warn(f"left out of input={cfg.predict.input}: {files.left_out}")
+        warn(f"left out of input={request.input}: {files.left_out}")
     if isinstance(files.reader, Images):
         files.reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
-    batch, workers = cfg.data.get("eval_batch_size") or cfg.data.batch_size, cfg.data.get("num_workers", 0)
-    return DataModule(Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=batch, num_workers=workers)
+    loader = cfg.loader
+    assert loader and loader.num_workers != "auto"
+    batch = loader.eval_batch_size or loader.batch_size
+    return DataModule(
+        Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=batch, num_workers=loader.num_workers
+    )
 
 
 @contextmanager
@@ -318,8 +324,9 @@ def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
 
 def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
     """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
-    cfg, world = settings.cfg, settings.world
-    asked, output = cfg.predict, Path(cfg.predict.output)
+    world, asked = settings.world, settings.request
+    assert asked and asked.output
+    output = Path(asked.output)
     work.loaders.predict_on(asked.part, gallery=asked.gallery)
     writer = Writer(work.loaders, work.task, asked, *work.columns(asked.top_k))
     trainer = evaluator(settings, work, writer)
@@ -332,7 +339,9 @@ def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
         parts = Parts(output, writer.folder, world.size)
         parts.write()
         if asked.gallery:
-            parts.gallery(gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name})
+            parts.gallery(
+                gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(settings.checkpoint).name}
+            )
         if parts.broken:
             what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
             warn(f"{what}:{listed(parts.reasons, parts.broken)}")

@@ -21,7 +21,7 @@ from lockstep.run import tested
 
 METRICS, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
 # Decided by Lockstep, not by a person.
-DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision", "trainer.log_every_n_steps")
+DERIVED = ("logger.", "data.source", "loader.num_workers", "trainer.precision", "trainer.log_every_n_steps")
 Values = dict[str, Any]
 
 

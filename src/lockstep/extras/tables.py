@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 
 from lockstep.config.project import of_users_code
-from lockstep.config.settings import title
+from lockstep.config.run_config import Component
 from lockstep.config.targets import target_of
 from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
@@ -148,16 +147,16 @@ def target_check(about: Mapping[str, Any]) -> Check:
     return check
 
 
-def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead: str) -> InputFiles:
+def input_files(given: str, data: Component, about: Mapping[str, Any], instead: str) -> InputFiles:
     """The files that `given` names, read by the class of a run's `data`. Raises UserError: it reads no files, or there are none."""
-    kind: Any = target_of(data._target_, "data")
+    kind: Any = target_of(data.target, "data")
     if not hasattr(kind, "for_files"):
         raise UserError(
-            f"input={given} needs a data set that describes itself, and data={title(data)} has its own dataloaders: {instead}, or input=predict."
+            f"input={given} needs a data set that describes itself, and data={data.title} has its own dataloaders: {instead}, or input=predict."
         )
     if kind.read is DataSet.read:
         raise UserError(
-            f"input={given}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
+            f"input={given}: data={data.title} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
         )
     return InputFiles(kind.for_files(about), find_inputs(given, kind.endings, kind.unit, target_check(about)))
 

@@ -17,7 +17,7 @@ from lockstep.launch import cli, local
 STEPS = 8
 QUICK = [
     "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", f"trainer.max_steps={STEPS}",
-    "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "data.batch_size=8", "data.eval_batch_size=16",
+    "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "loader.batch_size=8", "loader.eval_batch_size=16",
     "optim=sgd", "optim.lr=0.01", "checkpoint.every_n_steps=2",
 ]  # fmt: skip
 TWO = ["strategy=ddp", "trainer.devices=2"]

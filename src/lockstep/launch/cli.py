@@ -17,9 +17,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lockstep import CONFIGS, PACKAGE
-from lockstep.config import checks, compose, project
-from lockstep.config.schema import wrong_values
-from lockstep.config.settings import Settings, folder_of
+from lockstep.config import compose, project
+from lockstep.config.draft import Draft, advice, wrong_values
+from lockstep.config.settings import Settings
 from lockstep.errors import RunFailed, UserError, chain, raise_problems
 from lockstep.launch import local
 from lockstep.launch.exits import AGAIN, INTERRUPTED, exit_code
@@ -68,7 +68,7 @@ def main(run: Run, name: str) -> None:
         elif handover.world:
             local.report_end(job.run, handover)
         else:
-            start(job, handover.config, list(handover.overrides))
+            start(job, Draft.of_values(handover.config), list(handover.overrides))
 
     with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
         ended.append(exit_code(work, rank, again_of(job)))
@@ -91,8 +91,11 @@ def command(job: Job, argv: list[str]) -> None:
 
         print(help.text(job, argv))
         return
-    overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = compose.search_path(argv)
+    given = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
+    overrides = compose.of_today(job.name, given, always)
+    today = dict(zip(given, overrides, strict=True))
+    sys.argv[1:] = [today.get(arg, arg) for arg in argv]  # which Hydra reads
     multirun = {"-m", "--multirun"} & set(argv)
     if multirun:  # check now: Hydra writes multirun.yaml before it finds a mistake
         if not job.trains:
@@ -102,11 +105,11 @@ def command(job: Job, argv: list[str]) -> None:
             raise UserError(f"-m: this sweep has more than {compose.MOST_JOBS:,} jobs. Sweep over fewer values.")
         raise_problems(compose.tried_alone(job.name, overrides, always)[0])
         names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
-        first = compose.compose_config(job.name, [*always, *names])
-        raise_problems(wrong_values(first, FIRST))
+        first = Draft(compose.compose_config(job.name, [*always, *names]))
+        raise_problems(filter(None, wrong_values(first, FIRST).values()))
         from lockstep.launch import sweeps
 
-        raise_problems(sweeps.numbering_problems(Path(first.runs_dir) / str(first.run), overrides))
+        raise_problems(sweeps.numbering_problems(first.folder.path, overrides))
     # A launcher may pickle it for another process, so it must not refer to anything of this one.
     outcome: list[int] = []
     task: Any = partial(one_job, job, outcome)
@@ -149,7 +152,7 @@ def refused_options(argv: list[str]) -> Iterator[str]:
             yield f"{name} cannot be set: each command has its own config. Pass experiment=<name>, with --config-dir=<folder> for your own."
         key = name.removeprefix("--").replace("-", "_")
         if name.startswith("--") and not HYDRAS.fullmatch(key):  # as with argparse
-            instead = checks.advice()["keys"].get(key, f"{compose.nearest_key(key) or key}={{value}}")
+            instead = advice()["keys"].get(key, f"{compose.nearest_key(key) or key}={{value}}")
             yield f"{name}: keys have no dashes. Pass {instead.format(value='<value>')}."
         if name == "debug_rank" and multirun:
             yield f"{arg}: jobs of a multirun have no terminal. Run one job, without -m."
@@ -168,21 +171,21 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
     hydra_cfg = HydraConfig.get()
     overrides = list(hydra_cfg.overrides.task)
     multirun = hydra_cfg.mode == RunMode.MULTIRUN
+    draft, result = Draft(cfg), list[dict[str, Any]]()
     if multirun:
         from lockstep.launch import sweeps  # with rich, which a command that is refused need not wait for
 
-        cfg = sweeps.named(cfg, hydra_cfg)
-    result: list[dict[str, Any]] = []
-    code = exit_code(lambda: result.append(start(job, cfg, overrides)), rank_of(), again_of(job))
+        draft = sweeps.named(draft, hydra_cfg.sweep.dir, hydra_cfg.job.num)
+    code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of(), again_of(job))
     if not multirun:
         outcome.append(code)
         return None
     if rank_of() == 0:
-        sweeps.record(folder_of(cfg), overrides, failed=bool(code))
+        sweeps.record(draft.folder, overrides, failed=bool(code))
     if code == INTERRUPTED or process.received:
         raise KeyboardInterrupt  # ends a multirun as a whole
     if code:
-        raise RunFailed(f"{cfg.run} failed", code)  # Hydra marks the job as failed and continues
+        raise RunFailed(f"{draft.run} failed", code)  # Hydra marks the job as failed and continues
     return result[0]
 
 
@@ -193,8 +196,8 @@ def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` and leaves this process as it was."""
     raise_problems(launcher_problems(os.environ))
     with process.restored():
-        cfg = compose.composed(name, overrides)
-        return start(guarded_job(name), cfg, overrides)
+        overrides = compose.of_today(name, overrides)
+        return start(guarded_job(name), Draft(compose.composed(name, overrides)), overrides)
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from lockstep.config import compose as configs
-from lockstep.config.schema import GROUPS, KEYS, PREDICT, SEVERAL
+from lockstep.config.run_config import SEVERAL
+from lockstep.config.schema import GROUPS, KEYS, PREDICT
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean
 from lockstep.launch.local import Job
@@ -21,7 +22,7 @@ from lockstep.run import LOADER
 SET_BY_CHOICE = ("_target_", "strategy.name", "replaces")  # keys that an option sets and nobody else should
 EVALUATION = (  # keys of a run that an evaluation may change
     "strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.precision", "data.root",
-    "data.eval_batch_size", "data.num_workers",
+    "loader.eval_batch_size", "loader.num_workers",
 )  # fmt: skip
 INDENT = 34  # columns of a key and its default
 COMMENTED = re.compile(r"( *)([\w/ ]+):(?: .*?)??(?: +# *(.*))?")  # a line of a config: indentation, key, comment

@@ -16,11 +16,10 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from lockstep import PACKAGE, ROOT, WHEEL
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
+from lockstep.config.run_config import Request, RunConfig
 from lockstep.config.settings import Settings
 from lockstep.errors import LostProcess, OutOfMemory, Preempted, RunFailed, UserError, did_you_mean
 from lockstep.launch.exits import INTERRUPTED
@@ -96,9 +95,10 @@ VARIABLE = "LOCKSTEP_JOB"  # the file of the hand-over: an environment string ho
 class Handover:
     """For a rank of a run, which has a `world`; or for a job of a multirun, a command of its own."""
 
-    config: Any  # plain values; in the process that receives it, a DictConfig
-    overrides: Sequence[str] = ()  # of a job of a multirun
+    config: Any  # plain values
+    overrides: Sequence[str] = ()
     world: World | None = None
+    request: dict[str, Any] | None = None  # of predict.py
     debug_rank: int | None = None
     from_notebook: bool = False
     end_file: str = ""  # where a rank reports that its part is done (empty), or that memory ran out
@@ -125,7 +125,7 @@ def received() -> Handover | None:
         if not isinstance(given["config"], dict):
             raise TypeError
         world = World(**given["world"]) if given["world"] else None
-        handover = Handover(**{**given, "config": OmegaConf.create(given["config"]), "world": world})
+        handover = Handover(**{**given, "world": world})
         Path(file).unlink()
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
@@ -194,8 +194,11 @@ def report_end(run: Run, handover: Handover) -> None:
     """
     assert handover.world is not None
     end_file = Path(handover.end_file)
+    request = Request(**handover.request) if handover.request else None
     try:
-        in_run(run, Settings(handover.config, handover.world), end_file)
+        in_run(
+            run, Settings(RunConfig.of(handover.config), handover.world, request, tuple(handover.overrides)), end_file
+        )
     except OutOfMemory as e:
         write_text(end_file, json.dumps(e.args))
         time.sleep(GRACE_S)
@@ -214,8 +217,9 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     world, debug_rank, kills = settings.world, process.debug_rank, kernel_kills()
     if trains or debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
-    config = OmegaConf.to_container(settings.cfg, resolve=True)
-    job = Handover(config, debug_rank=debug_rank, from_notebook=process.in_notebook())
+    request = asdict(settings.request) if settings.request else None
+    config, overrides = settings.cfg.plain(), settings.overrides
+    job = Handover(config, overrides, request=request, debug_rank=debug_rank, from_notebook=process.in_notebook())
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, held_port() as port:
         end_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
@@ -295,25 +299,23 @@ def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
     Raises:
         OutOfMemory: a smaller micro-batch does not help, or does not exist.
     """
-    cfg, folder = settings.cfg.copy(), settings.folder
-    batch = cfg.data.batch_size
+    folder, batch, key = settings.folder, settings.steps.batch_size, "trainer.accumulate_grad_batches"
     had = max(1, folder.report().get("micro_batch") or batch)  # of a resumed run
     fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
-    cfg.trainer.accumulate_grad_batches = next(fits)
+    settings = settings.but({key: next(fits)})
     while True:
         earlier = newest_saved(folder)
         try:
-            return run(settings.but(cfg))
+            return run(settings)
         except OutOfMemory as e:
             if e.accumulate is None or process.received:
                 raise
-            before = settings.but(cfg).batches["micro_batch"]
-            cfg.trainer.accumulate_grad_batches = e.accumulate
+            before, settings = settings.batches["micro_batch"], settings.but({key: e.accumulate})
         if (newest := newest_saved(folder)) and newest != earlier:  # otherwise it may be of an abandoned continuation
-            cfg.resume = newest[0]
-        if not cfg.resume:
+            settings = settings.but({"resume": newest[0]})
+        if not settings.cfg.resume:
             folder.discard()
-        now = settings.but(cfg).batches
+        now = settings.batches
         words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
         print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)
 
@@ -334,12 +336,12 @@ def killed(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> O
     """The error for a process ended by SIGKILL, which usually means that the kernel ran out of memory."""
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
     who = f"rank {rank}" if settings.world.size > 1 else "the process"
-    advice, more = "fewer data.num_workers, or a smaller data.eval_batch_size", None
+    advice, more = "fewer loader.num_workers, or a smaller loader.eval_batch_size", None
     batch, now = settings.batches["batch_size"], settings.cfg.trainer.accumulate_grad_batches
     if batch is None:
-        advice = f"smaller batches or fewer workers in {settings.cfg.data._target_}"
+        advice = f"smaller batches or fewer workers in {settings.cfg.data.target}"
     elif trains:
-        more = next((k for k in settings.accumulations if k > now), None)
+        more = next((k for k in settings.accumulations if now != "auto" and k > now), None)
         parts = (
             f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
         )

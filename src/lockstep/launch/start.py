@@ -7,18 +7,19 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, open_dict
-
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import check, check_classes, missing_keys, step_problems
-from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
-from lockstep.config.schema import PREDICT, problem_of, wrong_values
-from lockstep.config.settings import OF_NETWORK, Settings, folder_of, restarted, workers
+from lockstep.config.checks import check, check_classes, step_problems
+from lockstep.config.compose import beyond_schema, fixed_keys, key_of, resolve, without_replaced_defaults
+from lockstep.config.draft import Draft, missing_keys, problem_of, restarted, wrong_values
+from lockstep.config.run_config import Request
+from lockstep.config.schema import PREDICT
+from lockstep.config.settings import OF_NETWORK, Settings, workers
 from lockstep.config.words import inline, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
@@ -46,17 +47,17 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
     from lockstep.config.instantiate import create_data
     from lockstep.data.sampler import splits
 
-    if settings.own_loaders:
+    if (loader := settings.loader) is None:
         return None, None
     # How images become squares may depend on the network, whose library takes seconds to import.
     by_network = "model" in (settings.cfg.data.get(key) for key in OF_NETWORK[2:])
-    node = (settings.with_numbers() if by_network else settings).cfg.data
+    component = (settings.with_numbers() if by_network else settings).cfg.data
     crops = Augmentation(settings.operations).crops_from is not None
-    data: DataSet = create_data(node, keeps_whole=crops, evaluates=settings.evaluates)
+    data: DataSet = create_data(component, loader, keeps_whole=crops, evaluates=settings.evaluates)
     if rank_of() == 0 and (plan := data.storage_plan()):
         print(plan, file=sys.stderr)
     data.prepare()
-    train, *_ = splits(data, **{key: node[key] for key in SPLITTING if key in node})
+    train, *_ = splits(data, **{key: getattr(loader, key) for key in SPLITTING})
     if not evaluating:
         raise_problems(step_problems(settings, train.count))
     if data.notice and rank_of() == 0:
@@ -69,9 +70,7 @@ def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[Data
 def checked(overrides: list[str]) -> Settings:
     """The settings of a training, for scripts that train differently. Raises UserError: they are wrong."""
     project.make_importable()
-    cfg = composed("train", overrides)
-    raise_problems(check(cfg))
-    settings = Settings.of(cfg)
+    settings = Settings.of(resolve(overrides))
     raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
     return settings
 
@@ -81,7 +80,7 @@ def runs_here(world: World) -> bool:
     return world.external is not None or world.one_process
 
 
-def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
+def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
     """Runs `job` in as many processes as the config asks for; returns the result that it wrote.
 
     Before the config and the data are checked, nothing is written to the run directory, and torch is imported only to check
@@ -93,32 +92,31 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         TrainingFailed: training failed for a known reason, such as out of memory.
     """
     project.make_importable()
-    raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
+    raise_problems([*fixed_keys(overrides), *missing_keys(draft)])
     kinds = PREDICT if job.name == "predict" else {}
-    asked_for = [problem for key, kind in kinds.items() for problem in problem_of(cfg, key, key, kind)]
-    raise_problems([*wrong_values(cfg, FIRST), *asked_for])
-    cfg = cfg.copy()
-    for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
-        cfg[key] = cfg[key]
-    # `run=0` is a name
-    cfg.update({name: str(cfg[name]) for name in ("run", "resume", "init_from") if cfg.get(name) is not None})
-    process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
-    return (start_training if job.trains else start_evaluation)(job, cfg, overrides)
+    asked_for = (problem_of(draft.tree, key, key, kind) for key, kind in kinds.items())
+    raise_problems(filter(None, [*wrong_values(draft, FIRST).values(), *asked_for]))
+    # What was judged is what is used: `${now:%S}` would be another name at each look. `run=0` is a name.
+    first = {key: draft.get(key) for key in FIRST}
+    named = {key: str(first[key]) for key in ("run", "resume", "init_from") if first[key] is not None}
+    process.debug_rank = first["debug_rank"]  # of this command, not of the run
+    draft = draft.but({**first, **named, "debug_rank": None})
+    return (start_training if job.trains else start_evaluation)(job, draft, overrides)
 
 
-def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
-    again = cfg.resume == "auto" or restarted()
-    cfg = without_replaced_defaults(cfg, overrides)
-    fresh = not cfg.resume  # otherwise the run's own config is loaded first
-    if fresh:
-        raise_problems(check(cfg))
+def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
+    draft = resuming.named(without_replaced_defaults(draft, overrides))
+    again = draft.resume == "auto"
+    draft = resuming.for_training(draft, overrides)
+    experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
+    settings = replace(
+        Settings.of(check(draft.identified(experiment))), overrides=resuming.overrides_of(draft, overrides)
+    )
     if rank_of() == 0:
-        files.refuse_unwritable(folder_of(cfg).path if cfg.run else Path(cfg.runs_dir), "runs_dir")
-    cfg = resuming.for_training(cfg, overrides)
-    # a fresh run has got no more than its name and the path of its weights
-    raise_problems(wrong_values(cfg, FIRST) if fresh and not cfg.resume else check(cfg))
-    settings = Settings.of(cfg)
-    world = settings.world
+        files.refuse_unwritable(settings.folder.path, "runs_dir")
+    if not settings.cfg.resume:
+        settings = resuming.begun(settings, again=again)
+    cfg, world = settings.cfg, settings.world
     try:
         raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
         raise_problems(debug_problems(world))
@@ -127,21 +125,20 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
         if project.of_users_code(e):
             from lockstep.reporting.recorder import Recorder
 
-            recorder = Recorder(settings.identified(None))
+            recorder = Recorder(settings)
             if not recorder.folder.has_config():  # a run that has begun keeps its report
                 recorder.__exit__(type(e), e, e.__traceback__)
         raise
     from lockstep.reporting.report import Report
 
-    experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
-    settings = settings.decided(data, samples).identified(data.source if data else None, experiment)
+    settings = settings.decided(data, samples)
     left = weakref.ref(data) if data else None
     del data  # the run reads it again: two of them would not fit into memory
     collect(left)
     if told := resuming.already_finished(settings, samples):
         if world.rank == 0:
             print(inline(told))
-        return Report(RunFolder(Path(cfg.resume).resolve().parent.parent))
+        return Report(RunFolder(Path(str(cfg.resume)).resolve().parent.parent))
     folder = settings.folder
     lock = folder.locked(RESTART_S if restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
     with lock:  # before any file is changed
@@ -153,22 +150,22 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
     return Report(folder)
 
 
-def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[str, Any]:
-    cfg = resuming.for_evaluation(asked, overrides, job.name)
-    raise_problems(check(cfg, evaluating=True))
-    settings = Settings.of(cfg)
-    requested = with_request(settings, asked, overrides) if job.name == "predict" else settings
+def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, Any]:
+    draft = resuming.for_evaluation(asked, overrides, job.name)
+    settings = Settings.of(check(draft.identified(), evaluating=True))
+    if job.name == "predict":
+        settings = with_request(settings, asked, overrides)
     raise_problems(check_classes(settings, evaluating=True, shipped=beyond_schema(overrides)))
     raise_problems(debug_problems(settings.world))
-    reads_files = job.name == "predict" and requested.cfg.predict.part is None
+    reads_files = settings.request is not None and settings.request.part is None
     data = None if reads_files else prepare_data(settings, evaluating=True)[0]
-    requested = requested.decided(data).identified(data.source if data else None)
+    settings = settings.decided(data)
     left = weakref.ref(data) if data else None
     del data  # as in training
     collect(left)
-    path = requested.evaluation_file(job.name)
+    path = settings.evaluation_file(job.name)
     before = path.stat().st_mtime_ns if path.exists() else None
-    execute(job, requested)
+    execute(job, settings)
     # another node's disk may have it, and a read-only one keeps an earlier evaluation's
     result: dict[str, Any] = (
         json.loads(files.read_text(path)) if path.exists() and path.stat().st_mtime_ns != before else {}
@@ -196,10 +193,8 @@ def execute(job: Job, settings: Settings) -> None:
     cfg, world, folder = settings.cfg, settings.world, settings.folder
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         warn(f"running on the CPU: {why}.")
-    if process.debug_rank is not None and "num_workers" in cfg.data:
-        cfg = cfg.copy()
-        cfg.data.num_workers = 0  # workers have no terminal
-        settings = settings.but(cfg)
+    if process.debug_rank is not None and cfg.loader:
+        settings = settings.but({"loader.num_workers": 0})  # workers have no terminal
     if process.debug_rank is not None and world.size > 1:
         logs = folder.path / "logs"
         print(f"rank {process.debug_rank} has the terminal; each rank also prints to {inline(logs)}", file=sys.stderr)
@@ -226,38 +221,39 @@ TABLES = (".csv", ".json", ".jsonl", ".parquet")  # endings of what prediction w
 FEW = 256  # files that need no workers
 
 
-def with_request(settings: Settings, asked: DictConfig, overrides: list[str]) -> Settings:
-    """The settings of a run with the node `predict`, made of the keys at the top level of `asked`.
+def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Settings:
+    """The settings of a run with the request of a command line.
 
     Raises:
-        UserError: all that is wrong with them.
+        UserError: all that is wrong with it.
     """
     from lockstep.data.listing import LISTS, find_inputs
     from lockstep.data.pixels import ENDINGS
     from lockstep.data.sampler import PARTS
 
-    cfg, folder = settings.cfg.copy(), settings.folder.path
-    folder = folder if folder.is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
-    output = Path(asked.output or folder / "predictions.csv").expanduser()
-    part = asked.input if asked.input in (*PARTS, "predict") else None
-    problems, count = list(output_problems(output, asked.overwrite, asked.gallery)), 0
+    cfg, folder = settings.cfg, settings.folder.path
+    folder = folder if folder.is_dir() else Path(settings.checkpoint).parent  # of a checkpoint that was moved
+    request = Request(**{key: asked.get(key) for key in PREDICT})
+    output = Path(request.output or folder / "predictions.csv").expanduser()
+    part = request.input if request.input in (*PARTS, "predict") else None
+    problems, count = list(output_problems(output, request.overwrite, request.gallery)), 0
     try:
-        shipped = str(cfg.data._target_).startswith("lockstep.")
+        shipped = cfg.data.target.startswith("lockstep.")
         endings = ENDINGS if shipped else ("",)  # a class of the user's says later which files it reads
-        count = 0 if part else len(find_inputs(asked.input, endings).paths)
-        if count == 1 and not shipped and Path(asked.input).suffix.lower() in LISTS:  # a list of files, or data itself
-            with files.open_plain(Path(asked.input).expanduser(), follows=True) as file:
+        count = 0 if part else len(find_inputs(request.input, endings).paths)
+        if (
+            count == 1 and not shipped and Path(request.input).suffix.lower() in LISTS
+        ):  # a list of files, or data itself
+            with files.open_plain(Path(request.input).expanduser(), follows=True) as file:
                 count = sum(1 for _ in file)
     except UserError as e:
         problems += e.problems
     raise_problems(problems)
     files.refuse_unwritable(output.parent, "output")
-    with open_dict(cfg):
-        cfg.predict = {**{key: asked[key] for key in PREDICT}, "output": str(output), "part": part}
-        typed = "data.num_workers" in map(key_of, overrides) and cfg.data.num_workers != "auto"
-        if part is None and not typed:
-            cfg.data.num_workers = workers(None, settings.world) if count > FEW else 0
-    return settings.but(cfg)
+    typed = "loader.num_workers" in map(key_of, overrides) and cfg.loader and cfg.loader.num_workers != "auto"
+    if part is None and not typed:
+        settings = settings.but({"loader.num_workers": workers(None, settings.world) if count > FEW else 0})
+    return replace(settings, request=replace(request, output=str(output), part=part))
 
 
 def gallery_of(output: Path) -> Path:

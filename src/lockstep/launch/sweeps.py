@@ -11,11 +11,14 @@ from typing import Any
 
 import yaml
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.table import Table
 
-from lockstep.config.compose import MOST_JOBS, key_of, variants
-from lockstep.config.settings import Settings, folder_of
+from lockstep.config.compose import MOST_JOBS, kept, key_of, variants
+from lockstep.config.draft import Draft
+from lockstep.config.renames import renamed_override
+from lockstep.config.run_config import Component, Trainer
+from lockstep.config.settings import world_of
 from lockstep.config.words import counted, inline, number
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
@@ -28,18 +31,14 @@ from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, tested, told_if_damage
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
-INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to those of a job
-REPEATS = ("seed=", "data.fold=")  # jobs that differ by these alone repeat one experiment
+REPEATS = ("seed=", "loader.fold=")  # jobs that differ by these alone repeat one experiment
 last: list[dict[str, Any]] = []  # the rows of the last multirun of this process, for lockstep.sweep
 
 
-def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
+def named(draft: Draft, sweep_dir: str, number: int) -> Draft:
     """The config of a multirun's job. Its run directory is inside the multirun's, unless the sweep is over `run` itself."""
-    sweep_dir = Path(hydra_cfg.sweep.dir)
-    name = str(sweep_dir.relative_to(cfg.runs_dir))
-    if cfg.run is None or str(cfg.run) == name:
-        cfg.run = f"{name}/{hydra_cfg.job.num}"
-    return cfg
+    name = str(Path(sweep_dir).relative_to(draft.runs_dir))
+    return draft.but({"run": f"{name}/{number}"}) if draft.run is None or str(draft.run) == name else draft
 
 
 def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
@@ -49,7 +48,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
         return
     with told_if_damaged(file, "Set run=<another name>."):
         earlier = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]  # as text: OmegaConf would resolve it
-        grids = [earlier["overrides"]["task"], overrides]
+        grids = [[renamed_override(o) for o in earlier["overrides"]["task"]], overrides]
         sweeper = earlier.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
         if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
             return
@@ -58,7 +57,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     for place, (then, now) in enumerate(islice(zip_longest(*jobs), MOST_JOBS)):
         job = RunFolder(folder / str(place))
         if own := job.report().get("overrides"):  # of an earlier sweep than multirun.yaml, perhaps
-            then = [o for o in shlex.split(own) if key_of(o) in varied]
+            then = [o for o in map(renamed_override, shlex.split(own)) if key_of(o) in varied]
         if None not in (then, now) and {*then} != {*now} and job.has_config():
             yield (
                 f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(now)}. Set a different "
@@ -75,18 +74,13 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(["status", *sorted(of_test), *monitored, "train/steps", *rates, "wall_s"]))
 
 
-def typed(overrides: list[str]) -> list[str]:
-    """The overrides that the user typed for a job."""
-    return [o for o in overrides if not o.startswith(INNER)]
-
-
 def record(folder: RunFolder, overrides: list[str], *, failed: bool) -> None:
     """Adds a job's overrides to its report; a job that failed before it had one gets one."""
     folder.path.mkdir(parents=True, exist_ok=True)
     report = {"status": "failed"} | folder.report()
     if failed and report["status"] in ("done", "running"):
         return  # the report belongs to another run, which kept its directory
-    own = {"overrides": shlex.join(typed(overrides))}
+    own = {"overrides": shlex.join(kept(overrides))}
     folder.write_report(report | own if failed else own | report)  # one that has them is of a run that was done before
 
 
@@ -149,7 +143,7 @@ def write_table(sweep_dir: Path) -> None:
 # --- Runs jobs of a multirun side by side on one machine: assigns devices and starts a process per job ---
 
 
-def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
+def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
     """One environment per simultaneous job: its GPUs, or its share of the cores.
 
     Raises:
@@ -157,10 +151,12 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     """
     if jobs != "auto" and not (type(jobs) is int and jobs > 0):
         raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
-    if isinstance(cfg.trainer.devices, ListConfig) or "," in str(cfg.trainer.devices):
+    devices = draft.get("trainer.devices")
+    if isinstance(devices, list) or "," in str(devices):
         advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<how many per job>"
-        raise UserError(f"trainer.devices={cfg.trainer.devices}: {advice}.")
-    world, gpus = Settings.of(cfg).world, visible_gpus()
+        raise UserError(f"trainer.devices={devices}: {advice}.")
+    world = world_of(Component.of(draft.group("strategy")), Trainer(**draft.group("trainer")))
+    gpus = visible_gpus()
     on_gpus, each = world.accelerator == "cuda", world.devices
     there = len(gpus) if on_gpus else cores()
     count = max(1, there // each) if jobs == "auto" else int(jobs)
@@ -173,22 +169,22 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
 
 
-def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str, str]) -> JobReturn:
+def run_job(script: Path, draft: Draft, overrides: list[str], slot: dict[str, str]) -> JobReturn:
     """Runs `script` for one job and waits; only reports one that a warning came before. A killed process gets a report too."""
-    done = JobReturn(overrides=overrides, cfg=cfg, status=JobStatus.FAILED)
+    done = JobReturn(overrides=overrides, cfg=draft.tree, status=JobStatus.FAILED)
     if process.received:
-        done.return_value = RunFailed(f"{cfg.run} was not started")
+        done.return_value = RunFailed(f"{draft.run} was not started")
         return done
-    folder = folder_of(cfg)
+    folder = draft.folder
     output = folder.path.with_name(f"{folder.path.name}.log")
     where = f" on GPU {slot['CUDA_VISIBLE_DEVICES']}" if "CUDA_VISIBLE_DEVICES" in slot else ""
     print(
-        f"{cfg.run} begins{where}: {inline(' '.join(typed(overrides)))}\n", end="", flush=True
+        f"{draft.run} begins{where}: {inline(' '.join(kept(overrides)))}\n", end="", flush=True
     )  # in one write: threads print
     output.parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job around all jobs: the launcher requeues that one.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    job = local.Handover(OmegaConf.to_container(cfg), overrides)
+    job = local.Handover(OmegaConf.to_container(draft.tree), overrides)
     # In a session of its own, so the terminal's Ctrl-C reaches it through the launcher alone.
     with (
         open_log(output) as log,
@@ -204,7 +200,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
         folder.record_end(RunFailed(f"its process ended with exit code {code}", code))
     record(folder, overrides, failed=bool(code))
     report = folder.report()
-    print(f"{cfg.run} {report.get('status')}\n", end="", flush=True)
+    print(f"{draft.run} {report.get('status')}\n", end="", flush=True)
     done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
-    done.return_value = RunFailed(f"{cfg.run} failed; see {output}", 2 if code == 2 else 1) if code else report
+    done.return_value = RunFailed(f"{draft.run} failed; see {output}", 2 if code == 2 else 1) if code else report
     return done

@@ -13,8 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from lockstep.machine import process
 
 if TYPE_CHECKING:
@@ -236,8 +234,8 @@ SPECS = {  # by the `_target_` of the strategy; any other one is unknown, and ta
 }
 
 
-def spec_of(strategy: DictConfig) -> StrategySpec:
-    return SPECS.get(strategy._target_, StrategySpec(adds_in_fixed_order=False))
+def spec_of(strategy: str) -> StrategySpec:
+    return SPECS.get(strategy, StrategySpec(adds_in_fixed_order=False))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lockstep.compat.lightning import without_anonymous
 from lockstep.config.compose import dotted
 from lockstep.config.project import of_users_code
+from lockstep.config.run_config import RunConfig
 from lockstep.errors import UserError, chain
 from lockstep.panel import Content, Matrix, Share, Table
 from lockstep.run import RunFolder
@@ -119,7 +120,7 @@ class RunEnd:
     checkpoint: Path | None = None  # the one that was tested: a file, or the folder of a sharded one
 
 
-def begin_run(name: str, logger: Logger, config: Mapping[str, Any], report: Mapping[str, Any]) -> Background:
+def begin_run(name: str, logger: Logger, config: RunConfig, report: Mapping[str, Any]) -> Background:
     """Connects a logger and hands it the config. Call it on rank 0. Raises UserError: its client refuses to start."""
     try:
         _ = getattr(logger, "experiment", None)
@@ -135,7 +136,7 @@ def begin_run(name: str, logger: Logger, config: Mapping[str, Any], report: Mapp
             f"(set: {', '.join(variables) or 'none'}){local}."
         ) from e
     background = Background(logger, name)
-    logger.log_hyperparams({**config, "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
+    logger.log_hyperparams({**config.plain(), "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
     write, batch, seen = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
 
     def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
@@ -173,9 +174,9 @@ def end_run(
         raise bugs[0]
 
 
-def flat(config: dict[Any, Any]) -> dict[str, Any]:
+def flat(params: dict[Any, Any]) -> dict[str, Any]:
     """Keys as they are passed, `optim.lr`; values that are no number, flag or text become one."""
-    values = dotted(config).items()
+    values = dotted(params).items()
     return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoints.finding import found_in
-from lockstep.config.compose import as_overrides, typed
+from lockstep.config.compose import typed
+from lockstep.config.draft import as_yaml
 from lockstep.config.project import command
+from lockstep.config.run_config import RunConfig
 from lockstep.config.words import counted, is_fraction, metric, number, seconds, size
 from lockstep.errors import NotSaved
 from lockstep.machine.files import write_json, write_text
@@ -107,14 +108,14 @@ def labels(names: Sequence[str]) -> list[str]:
 # --- The page ---
 
 
-def in_runs_dir(config: DictConfig) -> str:
+def in_runs_dir(config: RunConfig) -> str:
     """The override that commands need to find the run."""
     return "" if config.runs_dir == "runs" else f" {shlex.quote(f'runs_dir={typed(str(config.runs_dir))}')}"
 
 
 def write_page(
     folder: RunFolder,
-    config: DictConfig,
+    config: RunConfig,
     report: dict[str, Any],
     work: "Workload | None",
     panels: Sequence[Content],
@@ -129,14 +130,14 @@ def write_page(
     if failed and metrics:
         report = {"train/steps": int(metrics[-1]["step"]), **report}
     twice = {"max_epochs": 2 * (report.get("train/epochs") or 1), "max_steps": 2 * (report.get("train/steps") or 1)}
-    limits = [name for name in twice if (config.trainer[name] or 0) > 0] or ["max_epochs"]
+    limits = [name for name in twice if (config.get(f"trainer.{name}") or 0) > 0] or ["max_epochs"]
     values: dict[str, Any] = {
         "run": typed(str(config.run)),
         "folder": shlex.quote(str(folder.path)) if there else config.run,
         "there": there,
         "longer": " ".join(f"trainer.{name}={twice[name]}" for name in limits),
-        "overrides": as_overrides(config),
-        "config": OmegaConf.to_yaml(config, resolve=True),
+        "overrides": shlex.split(report.get("overrides") or ""),
+        "config": as_yaml(config),
         "report": report,
         "progress": progress,
         "unit": report.get("unit", "samples"),
@@ -163,7 +164,7 @@ class LivePage(pl.Callback):
 
     EVERY_S, PAUSE = 10.0, 100  # PAUSE: as a multiple of what a page takes
 
-    def __init__(self, folder: RunFolder, config: DictConfig, work: "Workload") -> None:
+    def __init__(self, folder: RunFolder, config: RunConfig, work: "Workload") -> None:
         self.folder, self.config, self.work = folder, config, work
         self.first_step, self.began_s, self.due_s = 0, 0.0, math.inf
 
@@ -214,7 +215,7 @@ class LivePage(pl.Callback):
 # --- The end of a run, an evaluation or a prediction on the terminal ---
 
 
-def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], work: "Workload") -> None:
+def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work: "Workload") -> None:
     from lockstep.reporting.loggers import wandb_sync_line
 
     unit = report["unit"]
@@ -224,7 +225,7 @@ def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], work
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
     main = work.headline(report)[:2]
-    of_test = [f"test/{name}" for name in ("loss", *(config.task.get("metrics") or ()))]
+    of_test = [f"test/{name}" for name in ("loss", *config.task.parts("metrics"))]
     rows = [
         main,
         *(

@@ -3,18 +3,19 @@
 import logging
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from lockstep import ROOT, WHEEL
 from lockstep.checkpoints.finding import found_in, step_of
 from lockstep.config import project
+from lockstep.config.draft import as_yaml
 from lockstep.config.settings import Settings
 from lockstep.config.words import warn
 from lockstep.errors import UserError, outcome_of
@@ -44,7 +45,7 @@ def first_report(settings: Settings) -> dict[str, Any]:
     return {
         "status": "running",
         "run": cfg.run,
-        "task": settings.title("task"),
+        "task": settings.cfg.task.title,
         "model": settings.model_title,
         "strategy": cfg.strategy.name,
         "world_size": world.size,
@@ -56,8 +57,9 @@ def first_report(settings: Settings) -> dict[str, Any]:
         "seed": cfg.seed,
         "monitor": cfg.checkpoint.monitor,
         "monitor_mode": cfg.checkpoint.mode,
-        "data/name": settings.title("data"),
+        "data/name": settings.cfg.data.title,
         "resumed_from": cfg.resume,
+        "overrides": shlex.join(settings.overrides),
         "restarts": 0,
         **provenance(project.current().root or (None if WHEEL else ROOT)),
     }
@@ -100,10 +102,9 @@ class Recorder:
             self.open()
             from lockstep.reporting.loggers import begin_run
 
-            config: Any = OmegaConf.to_container(self.config, resolve=True)
-            names = [name for name in config["logger"] if name != "csv"]
+            names = [name for name in self.config.logger if name != "csv"]
             for name, logger in zip(names, trainer.loggers[:-1], strict=True):  # the last is metrics.csv
-                self.loggers.append(begin_run(name, logger, config, self.report))
+                self.loggers.append(begin_run(name, logger, self.config, self.report))
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
@@ -119,7 +120,7 @@ class Recorder:
             raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
         self.restore = folder.restorer()
         self.open_log()
-        folder.write_config(self.config)
+        folder.write_config(as_yaml(replace(self.config, resume=None)))
         folder.write_report(self.report)
 
     def open_log(self) -> None:

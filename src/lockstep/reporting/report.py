@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from lockstep.config.compose import dotted
+from lockstep.config.renames import renamed
 from lockstep.config.words import metric
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
@@ -49,7 +50,7 @@ class Report(dict[str, Any]):
     def settings(self) -> dict[str, Any]:
         """The config by dotted keys, empty if it is missing or damaged."""
         with suppress(UserError):
-            return dotted(self.run_folder.settings()[0])
+            return dotted(renamed(self.run_folder.saved_config()[0]))
         return {}
 
     @cached_property

@@ -3,7 +3,7 @@ processes (`exact.logical_ranks`, docs/exact.md)."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +85,7 @@ class StepArithmetic:
         """What the random numbers of a batch of an evaluation depend on, besides the run's seed."""
         return batch_idx, trainer.global_rank
 
-    def trainer_arguments(self, config: dict[str, Any], world: World) -> dict[str, Any]:
+    def trainer_arguments(self, given: Mapping[str, Any], world: World) -> dict[str, Any]:
         """Arguments of the Trainer in place of those of the config."""
         return {}
 
@@ -156,11 +156,11 @@ class LogicalRanks(StepArithmetic):
     def evaluation_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, ...]:
         return (batch_idx * trainer.world_size + trainer.global_rank,)
 
-    def trainer_arguments(self, config: dict[str, Any], world: World) -> dict[str, Any]:
+    def trainer_arguments(self, given: Mapping[str, Any], world: World) -> dict[str, Any]:
         """Deterministic kernels on GPUs. The config counts steps, on any number of processes, where the Trainer counts micro-batches."""
         parts = self.count // world.size
-        counts = {key: config[key] * parts for key in COUNTED if type(config[key]) is int}
-        deterministic = config["deterministic"] or world.accelerator == "cuda"
+        counts = {key: given[key] * parts for key in COUNTED if type(given[key]) is int}
+        deterministic = given["deterministic"] or world.accelerator == "cuda"
         return {**counts, "accumulate_grad_batches": parts, "deterministic": deterministic}
 
     def evaluation_sum(self, module: "Task", batch_idx: int) -> int:

@@ -271,7 +271,7 @@ class DryRun:
         size = "" if self.image_size is None else f" at data.image_size={self.image_size}"
         keys = "model, data, task" if self.image_size is None else "model, data, task, data.image_size"
         if len(batch["index"]) == 1:  # batch normalisation has no statistics of it
-            keys = f"data.batch_size, because a micro-batch has 1 sample; {keys}"
+            keys = f"loader.batch_size, because a micro-batch has 1 sample; {keys}"
         return (
             f"model={self.titles['model']}, data={self.titles['data']}{size} and task={self.titles['task']} do not fit together: {{}}. "
             f"A batch holds {', '.join(shapes)}. Change one of them: {keys}."

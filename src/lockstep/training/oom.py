@@ -69,7 +69,7 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
         parts = {TrainerFn.TESTING: data.test_split, TrainerFn.PREDICTING: data.predicted_split[1]}
         split = parts.get(trainer.state.fn or TrainerFn.FITTING, data.val_split)
         batch = min(data.eval_batch_size, split.count)
-        smaller = f"Try data.eval_batch_size={batch // 2}; the metrics stay the same." if batch > 1 else OTHERWISE
+        smaller = f"Try loader.eval_batch_size={batch // 2}; the metrics stay the same." if batch > 1 else OTHERWISE
         share = -(-batch // max(arithmetic.evaluation_sums, world))
         return OutOfMemory(f"an evaluation's batch of {share} does not fit in memory. {smaller}")
     if not loop.batch_progress.total.ready:

@@ -148,12 +148,12 @@ class Workload:
         """What the module and the data define but would be ignored, or cannot do."""
         cfg, manual = settings.cfg, not self.module.automatic_optimization
         if not any(map(self.loaders.provides, HOOKS)):
-            yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=none data._target_=<your LightningDataModule>."
+            yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=own data._target_=<your LightningDataModule>."
         if self.arithmetic.same_bits and manual:
             yield f"exact.logical_ranks computes each step several times, but {self.title} has manual optimization, whose steps change the weights. Remove it."
         for key in ("accumulate_grad_batches", "gradient_clip_val") if manual else ():
-            if cfg.trainer[key] not in (None, 1 if key == "accumulate_grad_batches" else None):
-                yield f"trainer.{key}={cfg.trainer[key]} has no effect: {self.title} has manual optimization, and does this itself. Remove it."
+            if (value := cfg.get(f"trainer.{key}")) not in (None, 1 if key == "accumulate_grad_batches" else None):
+                yield f"trainer.{key}={value} has no effect: {self.title} has manual optimization, and does this itself. Remove it."
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             yield f"{self.title}.training_step takes dataloader_iter, so nobody else knows its batches. Let it take batch and batch_idx."
         if (monitor := cfg.checkpoint.monitor) and not self.evaluates("validation", "val"):

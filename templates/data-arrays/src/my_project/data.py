@@ -11,6 +11,7 @@ class Digits(Images):
     """Two files of arrays in `root`: train.npz and test.npz."""
 
     mean, std = (0.5,), (0.5,)
+    eval_batch_size = 256  # where loader.eval_batch_size is null
 
     def __init__(self, *, root: str, **images: Any) -> None:
         super().__init__(**images)

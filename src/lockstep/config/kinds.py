@@ -1,0 +1,154 @@
+"""Kinds of values that keys of a config accept: a test, a description, an example to type. Free of torch."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.words import shown
+
+MOST = 2**63 - 1  # what the libraries' integers hold
+LONGEST = 255  # bytes in a name of a file
+TIME_UNITS = ("weeks", "days", "hours", "minutes", "seconds")  # timedelta's
+RUN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a key takes: a test, its description, and an example to type."""
+
+    accepts: Callable[[Any], bool]
+    takes: str
+    example: str
+
+    def or_word(self, word: str | None) -> "Kind":
+        return Kind(lambda v: v == word or self.accepts(v), f"{self.takes}, or {shown(word)}", self.example)
+
+    def or_null(self) -> "Kind":
+        return self.or_word(None)
+
+
+def whole(low: int, example: int, what: str = "a whole number", high: int = MOST) -> Kind:
+    text = f"{what} of at least {low}" + (f" and at most {high}" if high < MOST else "")
+    return Kind(lambda v: type(v) is int and low <= v <= high, text, str(example))
+
+
+def counted(example: int) -> Kind:
+    """A number of epochs or steps; -1 is no limit. 0 would train nothing."""
+    return Kind(
+        lambda v: type(v) is int and (v == -1 or 1 <= v <= MOST),
+        "a whole number of at least 1, or -1 for no limit",
+        str(example),
+    )
+
+
+def is_number(v: Any) -> bool:
+    """A number that a float holds: neither infinite nor too large."""
+    return (type(v) is int and abs(v) <= MOST) or (type(v) is float and math.isfinite(v))
+
+
+def number(
+    low: float, example: float | str, *, above: bool = False, below: float = math.inf, high: float = math.inf
+) -> Kind:
+    """A finite number within bounds: `above` excludes `low`, `below` is excluded, `high` is not."""
+
+    def accepts(v: Any) -> bool:
+        return is_number(v) and (v > low if above else v >= low) and v < below and v <= high
+
+    bounds = [f"{'above' if above else 'of at least'} {low:g}", *([f"below {below:g}"] if below < math.inf else ()),
+              *([f"at most {high:g}"] if high < math.inf else ())]  # fmt: skip
+    return Kind(accepts, f"a number {' and '.join(bounds)}", str(example))
+
+
+def numbers(each: Kind, example: str, count: int | None = None, *, rising: bool = False) -> Kind:
+    def accepts(v: Any) -> bool:
+        good = isinstance(v, list) and count in (None, len(v)) and all(map(each.accepts, v))
+        return good and (not rising or v == sorted(set(v)))
+
+    takes = each.takes.removeprefix("a number ")
+    return Kind(
+        accepts, f"a list of {'rising ' if rising else ''}{count or ''} numbers {takes}".replace("  ", " "), example
+    )
+
+
+def one_of(*values: Any, example: Any = None) -> Kind:
+    takes = f"one of {', '.join(map(shown, values))}"
+    return Kind(lambda v: any(v == a and type(v) is type(a) for a in values), takes, str(example or values[0]))
+
+
+def is_batches(v: Any) -> bool:
+    return (type(v) is int and 0 <= v <= MOST) or (type(v) is float and 0 <= v <= 1)
+
+
+def is_devices(v: Any) -> bool:
+    if type(v) is int:
+        return v == -1 or v > 0
+    if isinstance(v, list):
+        return len(v) > 0 and all(type(i) is int and i >= 0 for i in v) and len(set(v)) == len(v)
+    return v == "auto" or bool(re.fullmatch(r"\d+(,\d+)*,?", str(v)))
+
+
+def is_duration(v: Any) -> bool:
+    """Lightning's `max_time`: above 0, and short enough for a timedelta."""
+    if isinstance(v, dict):
+        return set(v) <= set(TIME_UNITS) and all(is_number(n) and 0 <= n < 1e6 for n in v.values()) and any(v.values())
+    return bool(re.fullmatch(r"\d{1,6}:\d\d:\d\d:\d\d", str(v))) and any(char in "123456789" for char in str(v))
+
+
+def is_text(v: Any) -> bool:
+    """Also a path: each name in it can be one of a file, and UTF-8, as the config is saved."""
+    is_utf8 = isinstance(v, str) and v != "" and "\0" not in v and v.encode(errors="replace").decode() == v
+    return is_utf8 and all(len(n.encode()) <= LONGEST for n in v.split("/"))
+
+
+def is_texts(v: Any) -> bool:
+    return isinstance(v, list) and all(map(is_text, v))
+
+
+def is_unfrozen(v: Any) -> bool:
+    pairs = isinstance(v, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in v)
+    return pairs and all(is_text(pattern) and whole(0, 1).accepts(epoch) for pattern, epoch in v)
+
+
+# --- Kinds of several keys ---
+
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
+
+FLAG = one_of(True, False, example="true")
+TEXT = Kind(is_text, f"a text in UTF-8, with at most {LONGEST} bytes between slashes", "name")
+TRAINED = Kind(
+    lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
+).or_null()
+BATCHES = Kind(is_batches, "a number of batches (an integer) or a fraction of them (0.0 to 1.0)", "10").or_null()
+SHARE = number(0, 0.5, high=1)
+TIMEOUT = number(1, 1800, high=1e8)  # seconds; NCCL counts milliseconds, timedelta at most 1e9 days
+CHANNELS = Kind(
+    lambda v: v == "model" or (isinstance(v, list) and len(v) in (1, 3) and all(map(is_number, v))),
+    "`model`, or one number for each channel",
+    "[0.5]",
+)
+MONITOR = Kind(TEXT.accepts, "the name of a validation metric", "val/loss").or_null()
+DEVICES = Kind(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2")
+NAME = Kind(
+    lambda v: type(v) in (str, int) and bool(RUN_NAME.fullmatch(str(v))) and is_text(str(v)),
+    f"a name of letters, digits and . _ - + with at most {LONGEST} of them between slashes",
+    "first",
+).or_null()
+PRECISION = Kind(lambda v: str(v) in PRECISIONS, f"one of {', '.join(PRECISIONS[:7])}", "bf16-mixed")
+DURATION = Kind(
+    is_duration, f"days:hours:minutes:seconds above 0, or numbers of {', '.join(TIME_UNITS)}", "00:01:30:00"
+).or_null()
+INTERVAL = Kind(
+    lambda v: is_batches(v) and v > 0,
+    "a number of batches (an integer) or a fraction of an epoch (up to 1.0), above 0",
+    "0.5",
+).or_null()
+POWER_OF_TWO = Kind(
+    lambda v: type(v) is int and 1 <= v <= 1024 and v.bit_count() == 1, "a power of two, up to 1024", "8"
+).or_null()
+INPUT = Kind(
+    lambda v: isinstance(v, str) and v != "" and "\0" not in v,
+    "a folder, a glob, a CSV, a file, or one of test, val, train",
+    "photos",
+)

@@ -1,0 +1,43 @@
+"""Keys that had another name in an earlier version: one table for command lines, saved configs and checkpoints. Free of torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# 0.1 had the keys of the loader in `data`.
+LOADER = (
+    "batch_size", "eval_batch_size", "val_fraction", "val_gap", "folds", "fold", "limit_train", "balance", "repeats", "num_workers",
+    "prefetch_factor", "persistent_workers", "on_device",
+)  # fmt: skip
+RENAMES = {f"data.{name}": f"loader.{name}" for name in LOADER}
+OF_DATA_SETS = (
+    "batch_size",
+    "val_fraction",
+    "num_workers",
+)  # in 0.1; without one of them, keys of `data` are of a LightningDataModule
+
+
+def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config of any version under the keys of today: a renamed key keeps its value."""
+    data = config.get("data")
+    if "loader" in config or not isinstance(data, Mapping):
+        return dict(config)
+    moved = {key: data[key] for key in LOADER if key in data} if all(key in data for key in OF_DATA_SETS) else {}
+    left = {key: value for key, value in data.items() if key not in moved}
+    return {**config, "data": left, "loader": moved}
+
+
+def renamed_override(override: str, is_there: Callable[[str], bool] = lambda _: False) -> str:
+    """An override under the key of today. `is_there`: whether the config has a key itself, as an argument of a class of the user's."""
+    key, equals, value = override.partition("=")
+    return f"{RENAMES[key]}{equals}{value}" if key in RENAMES and not is_there(key) else override
+
+
+def renamed_overrides(overrides: Sequence[str], is_there: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """Overrides under the keys of today, and what to say of those that had another one."""
+    new = [renamed_override(override, is_there) for override in overrides]
+    told = [
+        f"{old.partition('=')[0]} is {now.partition('=')[0]} now"
+        for old, now in zip(overrides, new, strict=True)
+        if old != now
+    ]
+    return new, told

@@ -1,0 +1,279 @@
+"""The config of a run as frozen values; the bounds and an example of each key are its annotation. Free of torch and of Hydra."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
+
+from lockstep.config import kinds
+from lockstep.config.kinds import FLAG, Kind, counted, number, one_of, whole
+
+SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
+Auto = Literal["auto"]
+Flag = Annotated[bool, FLAG]
+OptionalFlag = Annotated[bool | None, one_of(True, False, None, example="true")]
+
+
+class Refused(Exception):
+    """A rule reads a value that is refused already."""
+
+
+class Invalid:
+    """In place of a value that is refused: whatever computes with it or shows it raises Refused."""
+
+    def refuse(self, *_: object) -> NoReturn:
+        raise Refused
+
+    __getattr__ = refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __len__ = __iter__ = refuse
+    __str__ = __repr__ = __format__ = __int__ = __float__ = __index__ = __getitem__ = __contains__ = refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = refuse
+    __rfloordiv__ = __truediv__ = __rtruediv__ = refuse
+
+
+@dataclass(frozen=True)
+class Component:
+    """A class or function that the config names with `_target_`, and its arguments; without a target: none."""
+
+    target: str = ""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any]) -> "Component":
+        return cls(node.get("_target_", ""), {name: value for name, value in node.items() if name != "_target_"})
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it comes with Lockstep. Its keys are known without importing it."""
+        return str(self.target).startswith(SHIPPED)
+
+    @property
+    def node(self) -> dict[str, Any]:
+        """As Hydra writes it."""
+        return {"_target_": self.target, **self.kwargs} if self else {}
+
+    @property
+    def name(self) -> str | None:
+        return self.kwargs.get("name")
+
+    @property
+    def title(self) -> str:
+        """Its display name: its `name`, or its class name in the same form."""
+        name = (self.target or "none").rpartition(".")[2]
+        return str(self.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+
+    def __bool__(self) -> bool:
+        return bool(self.target)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.kwargs
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.kwargs.get(name, default)
+
+    def parts(self, name: str) -> "dict[str, Component]":
+        """The components of an argument that holds several by name, such as `metrics` of a task."""
+        return {str(key): Component.of(node) for key, node in (self.get(name) or {}).items()}
+
+    def but(self, **kwargs: Any) -> "Component":
+        return Component(self.target, {**self.kwargs, **kwargs})
+
+    def without(self, *names: str) -> "Component":
+        return Component(self.target, {name: value for name, value in self.kwargs.items() if name not in names})
+
+
+Components = Mapping[str, Component]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The config of a run as a checkpoint has it, of any version: nobody has judged its values."""
+
+    values: Mapping[str, Any]
+
+    def component(self, group: str) -> Component:
+        return Component.of(self.values[group] or {})
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Arguments of lightning.pytorch.Trainer."""
+
+    accelerator: Annotated[str, one_of("auto", "cpu", "gpu", "cuda", "mps")]
+    devices: Annotated[int | str | list[int], kinds.DEVICES]
+    num_nodes: Annotated[int, whole(1, 2)]
+    precision: Annotated[str, kinds.PRECISION]
+    max_epochs: Annotated[int | None, counted(5).or_null()]
+    min_epochs: Annotated[int | None, whole(0, 1).or_null()]
+    max_steps: Annotated[int, counted(200)]
+    min_steps: Annotated[int | None, whole(0, 100).or_null()]
+    max_time: Annotated[str | dict[str, int] | None, kinds.DURATION]
+    limit_train_batches: Annotated[int | float | None, kinds.BATCHES]
+    limit_val_batches: Annotated[int | float | None, kinds.BATCHES]
+    limit_test_batches: Annotated[int | float | None, kinds.BATCHES]
+    val_check_interval: Annotated[int | float | None, kinds.INTERVAL]
+    check_val_every_n_epoch: Annotated[int | None, whole(1, 1).or_null()]
+    num_sanity_val_steps: Annotated[int | Auto | None, whole(-1, 2).or_word("auto").or_null()]
+    log_every_n_steps: Annotated[int | Auto, whole(1, 50).or_word("auto")]
+    enable_checkpointing: Flag
+    enable_progress_bar: Flag
+    enable_model_summary: Flag
+    accumulate_grad_batches: Annotated[int | Auto, whole(1, 2).or_word("auto")]
+    gradient_clip_val: Annotated[float | None, number(0, 1.0, above=True).or_null()]
+    gradient_clip_algorithm: Annotated[str | None, one_of("norm", "value", None)]
+    deterministic: Annotated[bool | str | None, one_of(True, False, "warn", None, example="true")]
+    benchmark: OptionalFlag
+    inference_mode: Flag
+    profiler: Annotated[str | None, one_of("simple", "advanced", "pytorch", None)]
+    detect_anomaly: Flag
+    sync_batchnorm: Flag
+    reload_dataloaders_every_n_epochs: Annotated[int, whole(0, 0)]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """How the samples of a data set become batches; not of data that has its own dataloaders."""
+
+    batch_size: Annotated[int, whole(1, 64)]
+    eval_batch_size: Annotated[int | None, whole(1, 1000).or_null()]
+    val_fraction: Annotated[float, number(0, 0.1, above=True, below=1)]
+    val_gap: Annotated[int | None, whole(0, 24).or_null()]
+    folds: Annotated[int | None, whole(2, 5).or_null()]
+    fold: Annotated[int, whole(0, 0)]
+    limit_train: Annotated[int | None, whole(1, 1000).or_null()]
+    balance: Flag
+    repeats: Annotated[int, whole(1, 2)]
+    num_workers: Annotated[int | Auto, whole(0, 4, high=1024).or_word("auto")]
+    on_device: Annotated[bool | Auto, one_of(True, False, "auto", example="false")]
+    prefetch_factor: Annotated[int | None, whole(1, 4).or_null()]
+    persistent_workers: OptionalFlag
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Which checkpoints are kept, and how they are saved."""
+
+    monitor: Annotated[str | None, kinds.MONITOR]
+    mode: Annotated[str, one_of("max", "min")]
+    save_top_k: Annotated[int, whole(1, 1)]
+    every_n_steps: Annotated[int | None, whole(1, 100).or_null()]
+    sharded: Flag
+    background: Flag
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The same bits on any number of processes."""
+
+    logical_ranks: Annotated[int | None, kinds.POWER_OF_TWO]
+    threads: Annotated[int, whole(1, 1, high=1024)]
+    digests: Flag
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line of predict.py asks for."""
+
+    input: Annotated[str, kinds.INPUT]
+    output: Annotated[str | None, kinds.TEXT.or_null()]
+    overwrite: Flag
+    top_k: Annotated[int, whole(1, 5)]
+    probabilities: Flag
+    gallery: Flag
+    part: str | None = None  # the part of the run's own data that `input` names
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All that a run is: what it trains, on what, how and where. Nobody changes one: `but` makes another."""
+
+    task: Component
+    model: Component
+    data: Component
+    loader: Loader | None  # None of data with dataloaders of its own
+    augment: Components
+    strategy: Component
+    trainer: Trainer
+    optim: Component
+    schedule: Component
+    callbacks: Components
+    logger: Components
+    checkpoint: Checkpoint
+    exact: Exact
+    seed: Annotated[int | None, whole(0, 0, high=2**32 - 1).or_null()]  # NumPy's generators take no larger one
+    run: Annotated[str | None, kinds.NAME]
+    runs_dir: Annotated[str, kinds.TEXT]
+    resume: Annotated[str | None, kinds.TRAINED]
+    init_from: Annotated[str | None, kinds.TRAINED]
+    debug_rank: Annotated[int | None, whole(0, 1, "the number of a rank").or_null()]
+    compile: Flag
+    channels_last: Flag
+    tf32: Flag
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """Of the tree of plain values that `plain` returns."""
+        parts: dict[str, Any] = {}
+        for name in (each.name for each in fields(cls)):
+            value = values[name]
+            if name in CLOSED:
+                value = (
+                    CLOSED[name](**{each.name: value[each.name] for each in fields(CLOSED[name])}) if value else None
+                )
+            elif name in COMPONENTS:
+                value = Component.of(value)
+            elif name in SEVERAL:
+                value = {key: Component.of(node) for key, node in value.items()}
+            parts[name] = value
+        return cls(**parts)
+
+    def plain(self) -> dict[str, Any]:
+        """As a tree of plain values, as YAML and checkpoints hold it."""
+        parts = {each.name: plain(getattr(self, each.name)) for each in fields(self)}
+        return parts | {"loader": parts["loader"] or {}}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key."""
+        value: Any = self.plain()
+        for name in key.split("."):
+            if not isinstance(value, Mapping) or name not in value:
+                return default
+            value = value[name]
+        return value
+
+    def but(self, values: Mapping[str, Any]) -> "RunConfig":
+        """With other values of dotted keys."""
+        tree = self.plain()
+        for key, value in values.items():
+            *path, name = key.split(".")
+            node = tree
+            for part in path:
+                node[part] = node = {**node[part]}
+            node[name] = plain(value)
+        return RunConfig.of(tree)
+
+
+COMPONENTS = ("task", "model", "data", "strategy", "optim", "schedule")
+SEVERAL = ("augment", "callbacks", "logger")  # groups of named components
+CLOSED: dict[str, type[Any]] = {
+    "loader": Loader,
+    "trainer": Trainer,
+    "checkpoint": Checkpoint,
+    "exact": Exact,
+}  # groups that take no other keys
+
+
+def plain(value: Any) -> Any:
+    """A part of a config as plain values."""
+    if isinstance(value, Component):
+        return value.node
+    if isinstance(value, tuple(CLOSED.values())):
+        return dict(vars(value))
+    return {key: plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
+
+
+def annotated(group: type[Any], prefix: str = "") -> Iterator[tuple[str, Kind]]:
+    """The keys of a group with their kinds."""
+    for name, hint in get_type_hints(group, include_extras=True).items():
+        for kind in getattr(hint, "__metadata__", ()):
+            yield prefix + name, kind
