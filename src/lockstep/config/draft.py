@@ -88,7 +88,11 @@ class Draft:
         return OmegaConf.select(self.tree, group) if group else self.tree
 
     def get(self, key: str, default: Any = None) -> Any:
-        return plain(OmegaConf.select(self.tree, key, default=default))
+        return plain(self.node(key, default))
+
+    def node(self, key: str, default: Any = None) -> Any:
+        """A group with the references in it, which then lead to keys of the tree that takes it."""
+        return OmegaConf.select(self.tree, key, default=default)
 
     def but(self, values: Mapping[str, Any], merge: Collection[str] = ()) -> "Draft":
         """With other values of dotted keys; those of `merge` are merged with what is there."""

@@ -92,7 +92,7 @@ def merged(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
         raise UserError(f"{recipes[0]}= cannot be changed for an existing run. Set the individual keys instead.")
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
-    new = {key: composed.get(key) for key in keys}
+    new = {key: composed.node(key) for key in keys}
     return saved.but(new, merge=[key for key in new if not is_group(key)])
 
 
