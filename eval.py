@@ -15,7 +15,7 @@ def evaluate(settings: launch.Settings) -> None:
 
     build.process(settings)
     data = build.data(settings)
-    metrics = build.evaluate(settings, data, settings.checkpoint)
+    metrics = build.evaluate(settings, data, settings.tested_checkpoint)
     if settings.world.rank == 0:
         show_evaluation(settings.evaluation_file(), build.evaluation_info(settings), metrics)
 

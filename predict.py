@@ -15,7 +15,7 @@ def predict(settings: launch.Settings) -> None:
 
     build.process(settings)
     data = prediction.data(settings)
-    work = build.workload(settings, data, weights=settings.checkpoint)
+    work = build.workload(settings, data, weights=settings.tested_checkpoint)
     found = prediction.predict(settings, data, work)
     if found is not None and settings.request:  # rank 0
         asked, path = settings.request, settings.evaluation_file("predict")

@@ -35,10 +35,11 @@ from typing import Any
 from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints
-from lockstep.config.compose import ABSENT, PLACE, key_of, typed
+from lockstep.config.compose import PLACE, key_of, typed
 from lockstep.config.project import command
+from lockstep.config.renames import RENAMES, overrides_of
 from lockstep.config.run_config import Component
-from lockstep.config.schema import GROUPS, KEYS
+from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.config.words import inline, number, shell_line, shown, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras.runs_page import runs_page
@@ -51,11 +52,13 @@ from lockstep.run import run_folders
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",
 }  # fmt: skip
+ABSENT = object()
 COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}  # fmt: skip
 
 
 def value_of(run: Report, key: str) -> Any:
     """Of report.json or config.yaml; ABSENT without the key. A group has the value of its title."""
+    key = RENAMES.get(key, key)
     if key in run or key.partition(".")[0] not in (*GROUPS, *KEYS):
         return run.get(key, ABSENT)  # config.yaml is read when it is needed
     if key in run.settings:
@@ -177,8 +180,8 @@ def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
 def show(run: Report) -> None:
     files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
     metrics = [f"{key}: {shown(v)}" for key, v in run.items() if key != "run"]
-    given = run.get("overrides")
-    overrides = ["unknown"] if given is None else shlex.split(given) or ["none"]
+    given = overrides_of(run)
+    overrides = ["unknown"] if given is None else given or ["none"]
     for heading, lines in ((f"{run['run']}:", metrics), ("overrides:", overrides), ("files:", files)):
         print(*map(inline, (heading, *lines)), sep="\n  ")
 
@@ -191,19 +194,19 @@ def has_failed(run: Report, stale_min: float) -> bool:
 
 def again(run: Report, runs_dir: Path) -> str:
     """The command that runs it again; see the rules at the top."""
-    name, begun, given = run["run"], run.run_folder.has_config(), run.get("overrides")
+    name, begun, given = run["run"], run.run_folder.has_config(), overrides_of(run)
     saved = begun and next(checkpoints(run.folder), None)
     if (begun and not run.settings) or (not saved and given is None):
         return f"# {inline(name)}: its files do not say how to run it again"
     if saved:
         words = ["resume=auto"]
     else:
-        words = [word for word in shlex.split(given) if not word.startswith("-")]  # an option, such as --config-dir
+        words = [word for word in given or () if not word.startswith("-")]  # an option, such as --config-dir
         before = run.get("resumed_from")
         other = before and run.folder.resolve() not in Path(before).resolve().parents
         start = [f"resume={typed(before)}"] if other else ["resume=auto"] if begun else []
         name += "-again" if begun and other else ""
-        left_out = (*PLACE, "init_from") if other else PLACE  # what the other run started from
+        left_out = (*PLACE, "init_from", *RECIPES) if other else PLACE  # what the other run started from
         words = [*start, *(o for o in words if key_of(o) not in left_out)]
     place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
     line = shell_line(*shlex.split(command("train")), f"run={typed(name)}", *place, *words)

@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.config.compose import compose_config
-from lockstep.config.draft import Draft, typed
+from lockstep.config.draft import Draft, values_of
 from lockstep.config.run_config import RunConfig
 from lockstep.machine.files import write_json
 
@@ -34,7 +34,7 @@ def options(mnist: Path, cache: Path) -> list[str]:
 
 def config_of(*overrides: str) -> RunConfig:
     """Of a command line that is not checked, because it is for another machine."""
-    return typed(Draft(compose_config("train", overrides)).identified())[0]
+    return values_of(Draft(compose_config("train", overrides)).identified())[0]
 
 
 @pytest.fixture

@@ -91,6 +91,19 @@ def test_a_stored_run_of_every_kind_goes_on_and_is_evaluated(run, stored, forked
     assert not whole.keys() - report.keys()
 
 
+def test_a_command_of_an_earlier_version_trains_as_that_of_today(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    of_then = [override.replace("loader.", "data.") for override in OPTIONS]
+    assert of_then != OPTIONS
+    lockstep.train(["run=then", *of_then])
+    told = "data.batch_size is loader.batch_size now, data.limit_train is loader.limit_train now."
+    assert f"WARNING: {told}\n" in capsys.readouterr().err
+    lockstep.train(["run=now", *OPTIONS])
+    assert "WARNING: data." not in capsys.readouterr().err
+    assert rows(tmp_path / "runs/then") == rows(tmp_path / "runs/now")
+    assert lockstep.load_report("then")["overrides"] == lockstep.load_report("now")["overrides"]
+
+
 def test_the_table_of_a_stored_sweep(stored, capsys):
     assert [row["status"] for row in (lockstep.load_report(f"sweep/{job}") for job in (0, 1))] == ["done", "done"]
     assert lockstep.load_report("sweep/0").settings["optim.lr"] == 0.01

@@ -90,6 +90,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     data_info = work.loaders.facts
     shared = {
         "is the run": cfg.run,
+        "has the seed": cfg.seed,
         "computes in precision": cfg.trainer.precision,
         "starts from": cfg.resume or cfg.init_from or "new weights",
         "has data with SHA-256": data_info["data/sha256"],

@@ -97,6 +97,11 @@ class HandsOn(LightningDataModule):
     def __init__(self, **rest: object) -> None:
         super().__init__(**rest)
 
+class Folds(DataSet):
+    def __init__(self, folds: int | None = None):
+        self.given = folds
+
+
 class Cells(DataSet):
     train = Arrays(input=np.zeros((40, 3), np.float32), target=np.zeros(40, np.int64))
     test = Arrays(input=np.zeros((9, 3), np.float32), target=np.zeros(9, np.int64))
@@ -351,7 +356,8 @@ def test_a_key_of_ones_own_class_may_mean_anything(overrides):
           "loader.persistent_workers=false has no effect without workers", "Set loader.batch_size=8 or 10"]),
         ([*DATA, "loader.batch_size=0"], ["loader.batch_size=0 is invalid"]),
         ([*DATA, "~loader.batch_size"], ["loader.batch_size is not in the config, and the engine reads it"]),
-        ([*DATA, "+data.batch_size=8"], ["data.batch_size is not an argument of mine.Cells (it is loader.batch_size now); it takes channels"]),
+        ([*DATA, "+data.batch_size=8"], ["data.batch_size=8 is loader.batch_size now. Set loader.batch_size=8; a class"]),
+        (["data=own", "data._target_=mine.Folds", "+data.folds=3"], ["data.folds=3 is loader.folds now. Set loader.folds=3; a class"]),
         (["task._target_=mine.Module", "+task.metrics.f1._target_=mine.Bell", "+task.metrics.f1.sond=x"],
          ["task.metrics.f1.sond is not an argument of mine.Bell (did you mean sound?)"]),
         ([*MODULE, "task.monitor=val_loss", "task.mode=train"], ["checkpoint.mode=train is invalid; expected one of max, min"]),

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 
 from lockstep.augment import Augmentation, Flip, RandomResizedCrop
 from lockstep.config.compose import compose_config, resolve
-from lockstep.config.draft import Draft, typed
+from lockstep.config.draft import Draft, values_of
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data import Arrays, Folder, pixels
@@ -189,7 +189,7 @@ def test_runs_of_older_versions_go_on_with_squashed_images(name):
     saved = Draft(compose_config("train", [f"data={name}"]))
     for key in FRAMING:
         saved = saved.without(f"data.{key}")
-    data = typed(completed(saved))[0].data
+    data = values_of(completed(saved))[0].data
     assert not {*FRAMING} & data.kwargs.keys() and Images(image_size=SIDE).frame == Frame(
         SIDE, "squash", 1.0, "bilinear"
     )

@@ -188,7 +188,7 @@ def test_what_is_known_without_torch_is_refused_by_the_check(overrides, words):
     ["schedule=cosine", "trainer.max_epochs=-1", "trainer.max_steps=5"],
 ], ids=" ".join)  # fmt: skip
 def test_what_is_right_is_accepted(overrides):
-    assert isinstance(check(draft(*overrides)), RunConfig)
+    assert isinstance(check(draft(*overrides)).cfg, RunConfig)
 
 
 @pytest.mark.parametrize("path", ["os.nosuch", "nosuch.X", "X", "lockstep.models.from_timm", "lockstep.nosuch.X"])
@@ -286,7 +286,7 @@ def test_a_check_asks_no_optimizer_that_it_would_have_to_import():
     sharded = ["strategy=fsdp", "optim=sgd", "trainer.accelerator=cpu", "optim.fused=true"]
     with pytest.raises(UserError, match="no kernel for SGD"):
         check(draft(*sharded))
-    assert check(draft(*sharded, "optim._target_=torchvision.nosuch.NotSGD")).optim.get("fused")
+    assert check(draft(*sharded, "optim._target_=torchvision.nosuch.NotSGD")).cfg.optim.get("fused")
 
 
 @pytest.mark.parametrize("name", ["ema", "average"])

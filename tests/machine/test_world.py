@@ -8,7 +8,7 @@ from in_process import config_of
 
 import lockstep
 from lockstep.config.checks import check
-from lockstep.config.compose import compose_config
+from lockstep.config.compose import compose_config, resolve
 from lockstep.config.draft import Draft, name_of_job, stamp
 from lockstep.config.settings import Settings
 from lockstep.errors import UserError
@@ -162,3 +162,18 @@ def test_a_build_without_cuda_has_none(tmp_path, monkeypatch):
         assert world.version_of_torch.__wrapped__("cuda") == expected
     (tmp_path / "version.py").write_text("cuda = None\nhip: Optional[str] = '6.4.43483-a187df25c'\n")
     assert world.version_of_torch.__wrapped__("hip") == "6.4.43483-a187df25c"
+
+
+def test_what_each_process_would_draw_for_itself_is_refused(monkeypatch):
+    ddp = ["strategy=ddp", "trainer.accelerator=cpu", "seed=null"]
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="seed=null would be drawn separately by each process that slurm started"):
+        resolve(ddp)
+    for name in SLURM:
+        monkeypatch.delenv(name)
+    for name, value in {"MASTER_ADDR": "host", "MASTER_PORT": "29400", "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"needs MASTER_ADDR, MASTER_PORT and NODE_RANK .* and run=<name>"):
+        resolve([*ddp, "trainer.num_nodes=2"])
+    assert resolve([*ddp, "trainer.num_nodes=2", "run=a"]).seed is not None

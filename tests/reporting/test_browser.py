@@ -10,7 +10,7 @@ import pytest
 from your_own import Page, forget
 
 import lockstep
-from lockstep.config.draft import Draft, typed
+from lockstep.config.draft import Draft, values_of
 from lockstep.reporting import page as pages
 from lockstep.run import RunFolder
 from lockstep.training.workload import Workload
@@ -195,7 +195,7 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, js
 
     def write(step: int, ago_s: float = 0) -> None:
         now = {**progress, "step": step, "written_s": time.time() - ago_s}
-        pages.write_page(folder, typed(Draft.of_run(folder))[0], report | {"status": "running"}, work, (), now)
+        pages.write_page(folder, values_of(Draft.of_run(folder))[0], report | {"status": "running"}, work, (), now)
 
     def until(script: str, wanted: object) -> None:
         deadline_s = time.monotonic() + 20

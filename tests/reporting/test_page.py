@@ -16,7 +16,7 @@ import lockstep
 from lockstep import build
 from lockstep.callbacks import FiniteLoss
 from lockstep.callbacks.summary import Clock, samples_of
-from lockstep.config.draft import Draft, typed
+from lockstep.config.draft import Draft, values_of
 from lockstep.config.settings import Settings
 from lockstep.panel import Bars, Gallery, Matrix, Panel, Sample
 from lockstep.reporting import page as pages
@@ -59,7 +59,7 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
 def test_matrix_and_samples_are_those_of_the_checkpoints_predictions(run_a):
-    settings = Settings.of(typed(Draft.of_run(RunFolder("runs/a")))[0])
+    settings = Settings.of(values_of(Draft.of_run(RunFolder("runs/a")))[0])
     data = build.data(settings)
     net = build.workload(settings, data, weights=str(Path("runs/a", run_a["checkpoint"]))).module.net.eval()
     batch = data.finished(data.raw("test", range(103)), training=False)
@@ -77,7 +77,7 @@ def test_names_classes_and_values_are_text(run_a):
     evil = "<script>alert(3)</script>"
     report = {**run_a, "run": evil, "model": evil, "status": "failed", "error": "<script>alert(1)</script>"}
     folder = RunFolder("runs/a")
-    config, _ = typed(Draft.of_run(folder).but({"data.root": "<script>alert(2)</script>"}))
+    config, _ = values_of(Draft.of_run(folder).but({"data.root": "<script>alert(2)</script>"}))
     panels = [
         Matrix(evil, [evil, "b"], [[1, 2], [3, 4]], evil),
         Bars(evil, evil, evil, [0, 1, 2], [1, 2]),

@@ -356,7 +356,12 @@ def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
     """launch/resuming.py refuses resume=<other> in a folder that is taken."""
     checkpoint(runs / "old")
     other = "runs/old/checkpoints/last.ckpt"
-    typed = ["optim.lr=1e-2", "trainer.max_epochs=9", "init_from=what/old/began/from.ckpt"]
+    typed = [
+        "optim.lr=1e-2",
+        "trainer.max_epochs=9",
+        "init_from=what/old/began/from.ckpt",
+        "experiment=mnist_basic_net",
+    ]
     write(runs / "on", report("failed", 0, resumed_from=other), *typed)
     write(runs / "own", report("failed", 0, resumed_from="runs/own/checkpoints/last.ckpt"))
     found = commands(call)

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from lockstep.config.run_config import RunConfig, Saved
+from lockstep.config.run_config import Component, RunConfig
 from lockstep.config.words import counted
 from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
@@ -52,8 +52,10 @@ class RunSummary(Callback):
         """What a resumed run may change, and a reader of its metrics must know."""
         here = self.state_dict()
         saved = checkpoint["callbacks"].get(self.state_key) or here
-        then = comparable(Saved(checkpoint["config"]), checkpoint.get("network", {}), saved)
-        now = comparable(Saved(self.config.plain()), self.work.network_arguments, here)
+        earlier = {group: Component.of(checkpoint["config"][group] or {}) for group in COMPARED}
+        ours = {group: getattr(self.config, group) for group in COMPARED}
+        then = comparable(earlier, checkpoint.get("network", {}), saved)
+        now = comparable(ours, self.work.network_arguments, here)
         different = [key for key in {**then, **now} if then.get(key) != now.get(key)]
         self.changes = [f"{key} was {then.get(key)} and is {now.get(key)}" for key in different]
 
@@ -88,14 +90,15 @@ class RunSummary(Callback):
         return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else source
 
 
-def comparable(config: Saved, network: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+COMPARED = ("model", "task", "data")
+
+
+def comparable(
+    components: Mapping[str, Component], network: Mapping[str, Any], state: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
-        **{
-            f"{group}.{key}": value
-            for group in ("model", "task")
-            for key, value in config.component(group).node.items()
-        },
-        **{f"data.{key}": config.component("data").get(key) for key in ("mean", "std")},
+        **{f"{group}.{key}": value for group in COMPARED[:2] for key, value in components[group].node.items()},
+        **{f"data.{key}": components["data"].get(key) for key in ("mean", "std")},
         **{f"the network's argument {key}": value for key, value in network.items()},
         **state["versions"],
         "the SHA-256 of the data": state["data"],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.renames import renamed
-from lockstep.config.run_config import Saved
+from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, RECIPES
 from lockstep.config.words import warn
 from lockstep.errors import ForeignObjects, OutOfMemory, UserError, naming_memory
@@ -73,9 +73,9 @@ def most_values(path: Path) -> int:
     return max(MOST_VALUES, file.stat().st_size if file.exists() else 0)
 
 
-def is_config(config: Saved) -> bool:
-    groups = all(isinstance(config.values.get(group), dict) for group in GROUPS if group not in RECIPES)
-    found = list(leaves(config.values))
+def is_config(tree: dict[str, Any]) -> bool:
+    groups = all(isinstance(tree.get(group), dict) for group in GROUPS if group not in RECIPES)
+    found = list(leaves(tree))
     keys = {type(key) for place, _ in found for key in place}
     return groups and keys <= {str, int} and all(isinstance(v, bool | int | float | str | None) for _, v in found)
 
@@ -86,7 +86,7 @@ class Checkpoint:
 
     path: Path
     values: dict[str, Any]  # everything, as Lightning's hooks get it
-    config: Saved  # of the run that saved it
+    config: dict[str, Any]  # of the run that saved it, under the keys of today
     state_dict: dict[str, Any]  # the weights under the module's keys; if the run averaged its weights, the average
     raw_state_dict: dict[str, Any] | None  # then the weights with which training continues
     network: dict[str, Any] | None  # the network's arguments; None if a custom module makes its own network
@@ -102,9 +102,7 @@ class Checkpoint:
             why = f"it has no {' and no '.join(missing)}"
         elif wrong := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
             why = f"its {wrong[0]} is a {type(values[wrong[0]]).__name__}"
-        elif (problem := foreign(values["config"], most=most_values(path))) or not is_config(
-            Saved(renamed(values["config"]))
-        ):
+        elif (problem := foreign(values["config"], most=most_values(path))) or not is_config(renamed(values["config"])):
             why = f"its config is not the config of a run{f': {problem}' if problem else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             why = "it does not say what its data is"
@@ -117,8 +115,11 @@ class Checkpoint:
             )
         raw, network = values.get("current_model_state"), values.get("network")
         metadata = values.get(DATA, {}).get("about", {})
-        config = Saved(renamed(values["config"]))
+        config = renamed(values["config"])
         return cls(path, values, config, values["state_dict"], raw, network, metadata)
+
+    def component(self, group: str) -> Component:
+        return Component.of(self.config[group] or {})
 
     @property
     def weights(self) -> dict[str, Any]:

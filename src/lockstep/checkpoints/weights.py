@@ -191,7 +191,7 @@ def load_network(path: Path) -> nn.Module | None:
     checkpoint = read(path)
     if checkpoint.network is None:
         return None
-    net = network(checkpoint.config.component("model"), checkpoint.network, with_weights=False)
+    net = network(checkpoint.component("model"), checkpoint.network, with_weights=False)
     load_into(net.state_dict(), checkpoint.weights, path)
     return net.eval()
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from lockstep.config import rules
-from lockstep.config.draft import Draft, typed
+from lockstep.config.draft import Draft, values_of
 from lockstep.config.instantiate import (
     ENGINE,
     SPECIAL,
@@ -13,7 +13,7 @@ from lockstep.config.instantiate import (
     not_taken,
     problems,
 )
-from lockstep.config.renames import RENAMES
+from lockstep.config.renames import LOADER_KEYS, RENAMES
 from lockstep.config.run_config import COMPONENTS, Component, Invalid, Refused, RunConfig
 from lockstep.config.schema import KEYS
 from lockstep.config.settings import Settings
@@ -30,13 +30,8 @@ MEASURED = ("_per_s", "_memory_gib")  # endings of metrics that depend on the da
 def components(cfg: RunConfig) -> dict[str, Component]:
     """All components by their keys. Without `data`."""
     found = {key: getattr(cfg, key) for key in COMPONENTS if key != "data" and getattr(cfg, key)}
-    for key, group in (
-        ("task.metrics", cfg.task.parts("metrics")),
-        ("callbacks", cfg.callbacks),
-        ("logger", cfg.logger),
-    ):
-        found |= {f"{key}.{name}": component for name, component in group.items()}
-    return found
+    groups = {"task.metrics": cfg.task.parts("metrics"), "callbacks": cfg.callbacks, "logger": cfg.logger}
+    return found | {f"{key}.{name}": each for key, group in groups.items() for name, each in group.items()}
 
 
 def unread_arguments(cfg: RunConfig) -> Iterator[str]:
@@ -66,12 +61,17 @@ def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
 
 def data(settings: Settings) -> Iterator[str]:
     """The keys of `data`, by its class."""
-    component = settings.cfg.data
-    left = [name for name in not_its_own(component) if f"data.{name}" not in RENAMES]
+    component, own = settings.cfg.data, settings.own_loaders
+    if not own:
+        for key, value in component.kwargs.items():
+            if now := RENAMES.get(f"data.{key}"):
+                yield f"data.{key}={shown(value)} is {now} now. Set {now}={shown(value)}; a class that has this argument gets it from there."
+        component = component.without(*LOADER_KEYS)
+    left = not_its_own(component)
     if len(left) > 2:  # of the data that was chosen before; one sentence instead of one for each
         yield f"data._target_={component.target} takes no {', '.join(left)}. Pass data=own data._target_={component.target}, and its own arguments as +data.<name>=<value>."
     else:
-        yield from problems(component.node, "data") if settings.own_loaders else data_set_problems(component)
+        yield from problems(component.node, "data") if own else data_set_problems(component)
 
 
 def own_loaders(settings: Settings) -> Iterator[str]:
@@ -79,7 +79,7 @@ def own_loaders(settings: Settings) -> Iterator[str]:
     component = settings.cfg.data
     if not settings.own_loaders:
         return
-    for key, value in unusual_of_loader(settings.cfg).items():
+    for key, value in changed_loader_keys(settings.cfg).items():
         yield f"loader.{key}={shown(value)} has no effect: {component.target} makes its own batches. Remove it; a class that has this argument gets it with {'' if key in component else '+'}data.{key}={shown(value)}."
     if settings.operations:
         yield f"augment.{next(iter(settings.operations))} has no effect: {component.target} makes its own batches. Set augment=none."
@@ -92,7 +92,7 @@ def own_loaders(settings: Settings) -> Iterator[str]:
         yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={settings.cfg.data.title} makes its own. Set a number."
 
 
-def unusual_of_loader(cfg: RunConfig) -> dict[str, Any]:
+def changed_loader_keys(cfg: RunConfig) -> dict[str, Any]:
     """What a command or a recipe has set of the loader."""
     from lockstep.config.compose import compose_config  # which checks what it composes
 
@@ -139,8 +139,6 @@ def own_module(settings: Settings) -> Iterator[str]:
     cfg, name = settings.cfg, settings.cfg.task.title
     if "replaces" not in cfg.task:
         yield from replaced(settings, "task=lightning_module")
-    for operation in (key for key, each in settings.operations.items() if getattr(each, "mixes", False)):
-        yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Remove it: ~augment.{operation}."
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
     if settings.spec.is_sharded:
@@ -148,6 +146,13 @@ def own_module(settings: Settings) -> Iterator[str]:
         yield from settings.excluded({"exact.logical_ranks": (None, own)})
     if settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
+
+
+def mixing(settings: Settings) -> Iterator[str]:
+    """Operations that a LightningModule as the task does not know."""
+    mixing = [key for key, each in settings.operations.items() if getattr(each, "mixes", False)]
+    for operation in mixing if settings.custom_module else ():
+        yield f"augment.{operation} mixes the losses of two targets, which a task computes and {settings.cfg.task.title} does not. Remove it: ~augment.{operation}."
 
 
 def whole_batch_problems(settings: Settings) -> Iterator[str]:
@@ -219,7 +224,8 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
     own_loaders: ("data", "task", "augment"),
     rules.loading: ("data", "augment"),
     replacing: (),
-    task: ("task", "augment"),
+    task: ("task",),
+    mixing: ("task", "augment"),
     rules.processes: (),
 }
 TRAINING: dict[Rule, tuple[str, ...]] = EVALUATION | {
@@ -234,28 +240,25 @@ TRAINING: dict[Rule, tuple[str, ...]] = EVALUATION | {
 }
 
 
-def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> RunConfig:
-    """The values of a draft. Imports neither torch nor the user's classes, and reads no data.
+def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> Settings:
+    """The settings of a draft. Imports neither torch nor the user's classes, and reads no data.
 
     Raises:
         UserError: all problems that need neither.
     """
-    cfg, found = typed(draft)
-    for key, component in {
-        **components(cfg),
-        "data": cfg.data,
-        **{f"augment.{k}": c for k, c in cfg.augment.items()},
-    }.items():
+    cfg, found = values_of(draft)
+    augment = {f"augment.{name}": each for name, each in cfg.augment.items()}
+    for key, component in (components(cfg) | augment | {"data": cfg.data}).items():
         found += foreign_names(component.node, key)
     found += unread_arguments(cfg)
     try:
-        settings = Settings.of(cfg)
+        world: Any = Settings.of(cfg).world
     except Refused:  # nobody knows the processes
-        world: Any = Invalid()
-        settings = Settings(cfg, world)
+        world = Invalid()
+    settings = Settings(cfg, world, drawn=draft.drawn)
     left_out = () if with_data else (data,)
     raise_problems(broken_rules(settings, found, evaluating=evaluating, early=True, left_out=left_out))
-    return cfg
+    return settings
 
 
 def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool = False) -> list[str]:

@@ -44,7 +44,6 @@ def dotted(tree: Any, key: str = "") -> dict[str, Any]:
 # --- Values and overrides in Hydra's syntax ---
 
 PLACE = ("run", "runs_dir", "resume")  # keys that say where a run is, not what it is
-ABSENT = object()
 
 
 def typed(value: Any) -> str:
@@ -118,11 +117,11 @@ def composed(
 
 def resolve(overrides: Sequence[str]) -> RunConfig:
     """The config of `python train.py <overrides>`. Raises UserError: all that is wrong with it."""
-    overrides = of_today("train", overrides)
-    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).identified())
+    overrides = renamed_command("train", overrides)
+    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).identified()).cfg
 
 
-def of_today(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
+def renamed_command(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
     """A command's overrides under the keys of today, with a line that says the new key."""
     if not any(override.partition("=")[0] in RENAMES for override in overrides):
         return list(overrides)

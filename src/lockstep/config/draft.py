@@ -1,4 +1,4 @@
-"""A config that is not judged yet: composed of a command line, or read back from a run. `typed` makes values of it. Free of torch."""
+"""A config that is not judged yet: composed of a command line, or read back from a run. `values_of` makes values of it. Free of torch."""
 
 import os
 import re
@@ -61,6 +61,7 @@ class Draft:
     """A tree as Hydra composes it, with references between its keys. Nobody changes one: `but` makes another."""
 
     tree: DictConfig
+    drawn: frozenset[str] = frozenset()  # keys that this process has drawn, which others would draw differently
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> "Draft":
@@ -94,17 +95,15 @@ class Draft:
         """A group with the references in it, which then lead to keys of the tree that takes it."""
         return OmegaConf.select(self.tree, key, default=default)
 
-    def but(self, values: Mapping[str, Any], merge: Collection[str] = ()) -> "Draft":
-        """With other values of dotted keys; those of `merge` are merged with what is there."""
+    def but(self, values: Mapping[str, Any], merge: Collection[str] = (), without: Collection[str] = ()) -> "Draft":
+        """With other values of dotted keys, those of `merge` merged with what is there, and without some."""
         tree = self.tree.copy()
         OmegaConf.set_struct(tree, False)
         for key, value in values.items():
             OmegaConf.update(tree, key, value, force_add=True, merge=key in merge)
+        for group, _, name in (key.rpartition(".") for key in without):
+            del OmegaConf.select(tree, group)[name]
         return Draft(tree)
-
-    def without(self, key: str) -> "Draft":
-        group, _, name = key.rpartition(".")
-        return self.but({group: {k: v for k, v in self.get(group).items() if k != name}})
 
     # The keys by which a run is found, which are judged first.
 
@@ -136,7 +135,7 @@ class Draft:
         return name if RUN_NAME.fullmatch(name) else f"run{name}"
 
     def group(self, name: str) -> dict[str, Any]:
-        """The values of a group; none of one that is wrong, which `typed` says."""
+        """The values of a group; none of one that is wrong, which `values_of` says."""
         try:
             node = self.get(name)
         except OmegaConfBaseException:
@@ -158,21 +157,13 @@ class Draft:
         trainer = self.group("trainer")
         if trainer.get("max_steps") == -1 and trainer.get("max_epochs", 1) is None:
             drawn["trainer.max_epochs"] = 1
-        return self.but(drawn)
+        return Draft(self.but(drawn).tree, frozenset(drawn))
 
 
 # --- Whether a tree has the groups, classes and keys that the engine reads, and no others ---
 
-WHOLE = (
-    "run",
-    "seed",
-    "data",
-    "augment",
-    "strategy",
-    "trainer",
-    "checkpoint",
-    "exact",
-)  # every config of a run has these
+# Every config of a run has these.
+WHOLE = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")
 
 
 @cache
@@ -259,9 +250,13 @@ def written(node: DictConfig) -> dict[Any, Any]:
     return values
 
 
-def is_ours(node: DictConfig) -> bool:
-    """Whether a node is a group without a class, or names one that comes with Lockstep."""
-    return "_target_" not in (values := written(node)) or Component.of(values).is_shipped
+def is_ours(node: Any) -> bool:
+    """Whether a node is a group without a class, or names one that comes with Lockstep; also what is none."""
+    return (
+        not isinstance(node, DictConfig)
+        or "_target_" not in (values := written(node))
+        or Component.of(values).is_shipped
+    )
 
 
 def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> str | None:
@@ -279,7 +274,7 @@ def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> str | None:
     return f"{key}={given} is invalid; expected {kind.takes}, for example {key}={kind.example}."
 
 
-def typed(draft: Draft) -> tuple[RunConfig, list[str]]:
+def values_of(draft: Draft) -> tuple[RunConfig, list[str]]:
     """The values of a draft, and what is wrong with them: a wrong value is Invalid, so no rule judges it.
 
     Raises:

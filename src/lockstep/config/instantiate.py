@@ -10,7 +10,6 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from lockstep.config import targets
-from lockstep.config.renames import RENAMES
 from lockstep.config.run_config import Component, Loader
 from lockstep.config.schema import KEYS
 from lockstep.config.targets import accepted, locate, parameters, takes_one, target_of, type_problem, unnamed
@@ -103,8 +102,7 @@ def data_set_problems(data: Component) -> Iterator[str]:
 def create_data(data: Component, loader: Loader, *, keeps_whole: bool = False, evaluates: bool = False) -> Any:
     """Creates a data set, without its dataloaders; its class gets the keys of `loader` that it names. `keeps_whole` and `evaluates`: see DataSet."""
     raise_problems(data_set_problems(data))
-    given = {name: value for name, value in accepted(data.target, vars(loader)).items() if name not in data}
-    made = create(data, "data", **given)
+    made = create(data, "data", **accepted(data.target, vars(loader)))
     made.keeps_whole, made.evaluates = keeps_whole, evaluates
     return made
 
@@ -130,8 +128,7 @@ def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
 def not_taken(target: str, key: str, names: Iterable[str], known: Sequence[str]) -> Iterator[str]:
     """Those of `names` that are not among the arguments that a target is `known` to take."""
     for name in (name for name in names if name not in known):
-        now = RENAMES.get(f"{key}.{name}")
-        meant = f" (it is {now} now)" if now else did_you_mean(name, [*known, *ENGINE.get(key, ())])
+        meant = did_you_mean(name, [*known, *ENGINE.get(key, ())])
         yield f"{key}.{name} is not an argument of {target}{meant}; it takes {', '.join(known) or 'none'}."
 
 

@@ -1,28 +1,27 @@
 """Keys that had another name in an earlier version: one table for command lines, saved configs and checkpoints. Free of torch."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # 0.1 had the keys of the loader in `data`.
-LOADER = (
+LOADER_KEYS = (
     "batch_size", "eval_batch_size", "val_fraction", "val_gap", "folds", "fold", "limit_train", "balance", "repeats", "num_workers",
     "prefetch_factor", "persistent_workers", "on_device",
 )  # fmt: skip
-RENAMES = {f"data.{name}": f"loader.{name}" for name in LOADER}
-OF_DATA_SETS = (
-    "batch_size",
-    "val_fraction",
-    "num_workers",
-)  # in 0.1; without one of them, keys of `data` are of a LightningDataModule
+RENAMES = {f"data.{name}": f"loader.{name}" for name in LOADER_KEYS}
 
 
 def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved config of any version under the keys of today: a renamed key keeps its value."""
+    """A saved config of any version under the keys of today: a renamed key keeps its value. A class of the user's keeps those of `data` as
+    well, because only the class says whose they are (launch/resuming.py)."""
     data = config.get("data")
     if "loader" in config or not isinstance(data, Mapping):
         return dict(config)
-    moved = {key: data[key] for key in LOADER if key in data} if all(key in data for key in OF_DATA_SETS) else {}
-    left = {key: value for key, value in data.items() if key not in moved}
+    moved = {key: data[key] for key in LOADER_KEYS if key in data}
+    left = dict(data)
+    if str(data.get("_target_")).startswith("lockstep."):
+        left = {key: value for key, value in data.items() if key not in moved}
     return {**config, "data": left, "loader": moved}
 
 
@@ -35,9 +34,11 @@ def renamed_override(override: str, is_there: Callable[[str], bool] = lambda _: 
 def renamed_overrides(overrides: Sequence[str], is_there: Callable[[str], bool]) -> tuple[list[str], list[str]]:
     """Overrides under the keys of today, and what to say of those that had another one."""
     new = [renamed_override(override, is_there) for override in overrides]
-    told = [
-        f"{old.partition('=')[0]} is {now.partition('=')[0]} now"
-        for old, now in zip(overrides, new, strict=True)
-        if old != now
-    ]
-    return new, told
+    pairs = [(old.partition("=")[0], now.partition("=")[0]) for old, now in zip(overrides, new, strict=True)]
+    return new, [f"{old} is {now} now" for old, now in pairs if old != now]
+
+
+def overrides_of(report: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Those that a report keeps, under the keys of today; None if it keeps none, as of an earlier version."""
+    kept = report.get("overrides")
+    return None if kept is None else tuple(map(renamed_override, shlex.split(kept)))

@@ -62,7 +62,7 @@ def devices(settings: Settings) -> Iterator[str]:
         yield f"strategy={world.strategy} is one process, but trainer.num_nodes={world.nodes} needs several. Set strategy=ddp, or trainer.num_nodes=1."
     if not world.external:
         absent = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-        if world.nodes > 1 and not world.one_process and (absent or not cfg.run):
+        if world.nodes > 1 and not world.one_process and (absent or "run" in settings.drawn):
             yield (
                 f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
                 "environment of each node, and run=<name>. Run torchrun --nnodes=... train.py, or trainer.num_nodes=1."
@@ -79,7 +79,7 @@ def devices(settings: Settings) -> Iterator[str]:
         yield f"strategy={world.strategy} is one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one, or set strategy=ddp."
     if cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Remove trainer.devices."
-    if cfg.seed is None and cfg.resume is None:
+    if "seed" in settings.drawn and cfg.resume is None:
         yield f"seed=null would be drawn separately by each process that {world.external} started. Set seed=<number>."
     if cfg.trainer.num_nodes not in (1, world.nodes):
         yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Remove trainer.num_nodes."
@@ -169,10 +169,8 @@ def loading(settings: Settings) -> Iterator[str]:
         yield f"loader.on_device=true leaves nothing for loader.num_workers={loader.num_workers} to load. Remove one of them."
     if loader.on_device is True and settings.transforms:
         yield f"loader.on_device=true: augment.{settings.transforms[0]} changes samples where they are read, before they are on a device. Remove one of them."
-    for key, value in {
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }.items():
+    for key in ("prefetch_factor", "persistent_workers"):
+        value = getattr(loader, key)
         if value is not None and loader.num_workers in (0, "auto"):
             yield f"loader.{key}={shown(value)} has no effect without workers. Set loader.num_workers=2 as well, or remove it."
 

@@ -26,9 +26,8 @@ class Invalid:
 
     __getattr__ = refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __len__ = __iter__ = refuse
-    __str__ = __repr__ = __format__ = __int__ = __float__ = __index__ = __getitem__ = __contains__ = refuse  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = refuse
-    __rfloordiv__ = __truediv__ = __rtruediv__ = refuse
+    __str__ = __repr__ = __format__ = __int__ = __float__ = __getitem__ = __contains__ = __mod__ = __rmod__ = refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = refuse
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,6 @@ class Component:
 
 
 Components = Mapping[str, Component]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The config of a run as a checkpoint has it, of any version: nobody has judged its values."""
-
-    values: Mapping[str, Any]
-
-    def component(self, group: str) -> Component:
-        return Component.of(self.values[group] or {})
 
 
 @dataclass(frozen=True)
@@ -255,12 +244,8 @@ class RunConfig:
 
 COMPONENTS = ("task", "model", "data", "strategy", "optim", "schedule")
 SEVERAL = ("augment", "callbacks", "logger")  # groups of named components
-CLOSED: dict[str, type[Any]] = {
-    "loader": Loader,
-    "trainer": Trainer,
-    "checkpoint": Checkpoint,
-    "exact": Exact,
-}  # groups that take no other keys
+# Groups that take no other keys.
+CLOSED: dict[str, type[Any]] = {"loader": Loader, "trainer": Trainer, "checkpoint": Checkpoint, "exact": Exact}
 
 
 def plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.instantiate import is_a, operations, pretraining
-from lockstep.config.run_config import Component, Loader, Request, RunConfig, Trainer
+from lockstep.config.run_config import Component, Loader, Request, RunConfig
 from lockstep.config.words import shown
 from lockstep.machine.world import (
     SLURM,
@@ -113,19 +113,25 @@ def log_interval(steps: float) -> int:
 # --- The settings ---
 
 
-def world_of(strategy: Component, trainer: Trainer, env: Mapping[str, str] = os.environ) -> World:
+def world_of(
+    strategy: Component,
+    accelerator: str,
+    devices: int | str | list[int],
+    nodes: int,
+    env: Mapping[str, str] = os.environ,
+) -> World:
     """The processes that a config asks for; under torchrun and SLURM, those that they started."""
-    spec, accelerator = spec_of(strategy.target), accelerator_of(str(trainer.accelerator))
-    devices = device_count(trainer.devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
-    nodes, external, rank = trainer.num_nodes, external_launcher(env), rank_of(env)
+    spec, accelerator = spec_of(strategy.target), accelerator_of(str(accelerator))
+    count = device_count(devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
+    external, rank = external_launcher(env), rank_of(env)
     if external == TORCHRUN:
-        devices, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
+        count, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
     elif external == SLURM:
         nodes = number(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-        devices = int(env["SLURM_NTASKS"]) // nodes
+        count = int(env["SLURM_NTASKS"]) // nodes
     else:
-        rank = int(env.get("NODE_RANK", "0")) * devices
-    return World(accelerator, devices, nodes, str(strategy.name), rank, external, spec.one_process)
+        rank = int(env.get("NODE_RANK", "0")) * count
+    return World(accelerator, count, nodes, str(strategy.name), rank, external, spec.one_process)
 
 
 @dataclass(frozen=True)
@@ -135,11 +141,13 @@ class Settings:
     cfg: RunConfig
     world: World
     request: Request | None = None  # of predict.py
-    overrides: tuple[str, ...] = ()  # with which the run was begun and resumed
+    overrides: tuple[str, ...] | None = ()  # with which the run was begun and resumed; None: unknown
+    drawn: frozenset[str] = frozenset()  # see Draft
 
     @classmethod
     def of(cls, cfg: RunConfig, env: Mapping[str, str] = os.environ) -> "Settings":
-        return cls(cfg, world_of(cfg.strategy, cfg.trainer, env))
+        trainer = cfg.trainer
+        return cls(cfg, world_of(cfg.strategy, trainer.accelerator, trainer.devices, trainer.num_nodes, env))
 
     def but(self, values: Mapping[str, Any]) -> "Settings":
         """With other values of dotted keys."""
@@ -162,7 +170,7 @@ class Settings:
         return self.cfg.seed
 
     @property
-    def checkpoint(self) -> str:
+    def tested_checkpoint(self) -> str:
         """The one that an evaluation is of."""
         assert self.cfg.init_from
         return self.cfg.init_from
@@ -170,7 +178,7 @@ class Settings:
     def evaluation_file(self, job: str = "eval") -> Path:
         """Where eval.py and predict.py write: the run's <job>.json, or a file beside a checkpoint that is not in a run directory."""
         folder = self.folder.path
-        return folder / f"{job}.json" if folder.is_dir() else Path(self.checkpoint).with_suffix(f".{job}.json")
+        return folder / f"{job}.json" if folder.is_dir() else Path(self.tested_checkpoint).with_suffix(f".{job}.json")
 
     # --- Its classes ---
 

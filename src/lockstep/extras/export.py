@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy as copied
@@ -26,6 +25,7 @@ from lockstep.checkpoints.weights import load_into, read
 from lockstep.config.draft import as_yaml
 from lockstep.config.instantiate import WEIGHTS, create, create_data
 from lockstep.config.instantiate import network as make_network
+from lockstep.config.renames import overrides_of
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import accepted, nodes, parameters, target_of
@@ -366,7 +366,7 @@ def card(checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, fl
     config = config_of(checkpoint)
     run = checkpoint.path.resolve().parent.parent
     report = RunFolder(run).report()
-    overrides = shlex.split(report.get("overrides") or "")
+    overrides = overrides_of(report) or ()
     if report.get("checkpoint") != os.path.relpath(checkpoint.path.resolve(), run):
         report = {}  # the run tested a different checkpoint
     model = json.loads((part / "model.json").read_text())

@@ -297,7 +297,7 @@ def data(settings: Settings) -> pl.LightningDataModule:
     assert request
     if request.part:
         return build.data(settings)
-    checkpoint = read(Path(settings.checkpoint))
+    checkpoint = read(Path(settings.tested_checkpoint))
     instead = "pass input=test, or val or train: a part of the run's own data"
     files = input_files(request.input, cfg.data, checkpoint.metadata, instead)
     if files.left_out and settings.world.rank == 0:
@@ -340,7 +340,7 @@ def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
         parts.write()
         if asked.gallery:
             parts.gallery(
-                gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(settings.checkpoint).name}
+                gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(settings.tested_checkpoint).name}
             )
         if parts.broken:
             what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"

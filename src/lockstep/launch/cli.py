@@ -68,7 +68,7 @@ def main(run: Run, name: str) -> None:
         elif handover.world:
             local.report_end(job.run, handover)
         else:
-            start(job, Draft.of_values(handover.config), list(handover.overrides))
+            start(job, Draft.of_values(handover.config), list(handover.overrides or ()))
 
     with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
         ended.append(exit_code(work, rank, again_of(job)))
@@ -93,7 +93,7 @@ def command(job: Job, argv: list[str]) -> None:
         return
     always = compose.search_path(argv)
     given = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
-    overrides = compose.of_today(job.name, given, always)
+    overrides = compose.renamed_command(job.name, given, always)
     today = dict(zip(given, overrides, strict=True))
     sys.argv[1:] = [today.get(arg, arg) for arg in argv]  # which Hydra reads
     multirun = {"-m", "--multirun"} & set(argv)
@@ -196,7 +196,7 @@ def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` and leaves this process as it was."""
     raise_problems(launcher_problems(os.environ))
     with process.restored():
-        overrides = compose.of_today(name, overrides)
+        overrides = compose.renamed_command(name, overrides)
         return start(guarded_job(name), Draft(compose.composed(name, overrides)), overrides)
 
 

@@ -96,7 +96,7 @@ class Handover:
     """For a rank of a run, which has a `world`; or for a job of a multirun, a command of its own."""
 
     config: Any  # plain values
-    overrides: Sequence[str] = ()
+    overrides: Sequence[str] | None = ()
     world: World | None = None
     request: dict[str, Any] | None = None  # of predict.py
     debug_rank: int | None = None
@@ -195,9 +195,12 @@ def report_end(run: Run, handover: Handover) -> None:
     assert handover.world is not None
     end_file = Path(handover.end_file)
     request = Request(**handover.request) if handover.request else None
+    overrides = None if handover.overrides is None else tuple(handover.overrides)
     try:
         in_run(
-            run, Settings(RunConfig.of(handover.config), handover.world, request, tuple(handover.overrides)), end_file
+            run,
+            Settings(RunConfig.of(handover.config), handover.world, request, overrides),
+            end_file,
         )
     except OutOfMemory as e:
         write_text(end_file, json.dumps(e.args))

@@ -1,7 +1,6 @@
 """The config of a run that starts from an earlier one: resume=, init_from=, and run= or checkpoint= of eval.py and predict.py. Free of torch."""
 
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import Checkpoint, outline, step_of
 from lockstep.config.compose import compose_config, dotted, is_group, kept, key_of
-from lockstep.config.draft import Draft, name_of_job, restarted, structure_problems, typed
+from lockstep.config.draft import Draft, name_of_job, restarted, structure_problems, values_of
 from lockstep.config.instantiate import is_a
 from lockstep.config.project import command
+from lockstep.config.renames import LOADER_KEYS, overrides_of
 from lockstep.config.rules import without_effect
 from lockstep.config.run_config import CLOSED, Component, Refused, RunConfig
 from lockstep.config.schema import KEYS, PREDICT, RECIPES
@@ -70,8 +70,15 @@ TRAINING = (  # keys without effect in an evaluation
 )  # fmt: skip
 
 
+DATA_MODULE = "lightning.pytorch.core.datamodule.LightningDataModule"
+
+
 def completed(saved: Draft) -> Draft:
     """The config of a run, with the defaults of keys that are newer than the run. Raises UserError: its groups have other values."""
+    data = Component.of(saved.group("data"))
+    if saved.group("loader").keys() & data.kwargs.keys():  # of 0.1, see renames.py
+        own = is_a(data, "data", DATA_MODULE)
+        saved = saved.but({"loader": {}} if own else {"data": data.without(*LOADER_KEYS).node})
     groups = [group for group in ("", *CLOSED) if not group or isinstance(saved.tree.get(group), Mapping)]
     if newer := [key for key in KEYS if key.rpartition(".")[0] in groups and not saved.has(key)]:
         defaults = Draft(compose_config("train", []))
@@ -82,7 +89,9 @@ def completed(saved: Draft) -> Draft:
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
     """The config of the run that saved a checkpoint. Raises UserError: it is damaged."""
-    return typed(completed(Draft.of_values(checkpoint.config.values)))[0]
+    config, problems = values_of(completed(Draft.of_values(checkpoint.config)))
+    raise_problems(problems)
+    return config
 
 
 def merged(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
@@ -205,26 +214,25 @@ def resumed(draft: Draft, overrides: list[str]) -> Draft:
     return same_identity(result, before) if result.run == own_name else result
 
 
-def overrides_of(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Those of the run that this one continues, and of this command."""
+def all_overrides(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...] | None:
+    """Those of the run that this one continues, and of this command; None if that run keeps none."""
     if not draft.resume or any(key_of(o) in RECIPES for o in overrides):
         return kept(overrides)
-    before = RunFolder(Path(draft.resume).resolve().parent.parent).report()
-    return kept(overrides, shlex.split(before.get("overrides") or ""))
+    before = overrides_of(RunFolder(Path(draft.resume).resolve().parent.parent).report())
+    return None if before is None else kept(overrides, before)
 
 
 def take_decided(new: Draft, saved: Draft) -> Draft:
     """With the values of what was decided when the run first began."""
     open_keys = [key for key, undecided in AUTO.items() if new.get(key) == undecided]
-    new = new.but({key: saved.get(key) for key in open_keys if saved.has(key)})
-    for key in (key for key in open_keys if new.has(key) and not saved.has(key)):
-        new = new.without(key)  # of an older version, which has the default of the class
-    return new
+    # a key that the saved config lacks is of an older version, which has the default of the class
+    absent = [key for key in open_keys if new.has(key) and not saved.has(key)]
+    return new.but({key: saved.get(key) for key in open_keys if saved.has(key)}, without=absent)
 
 
 def set_aside(draft: Draft, overrides: list[str]) -> Draft:
     """Without recalled values that have no effect under the new strategy or device, with a warning. Those passed now stay an error."""
-    passed, config = [key_of(override) for override in overrides], typed(draft)[0]
+    passed, config = [key_of(override) for override in overrides], values_of(draft)[0]
     try:
         idle = without_effect(Settings.of(config))
     except Refused:  # told by the check of all
@@ -267,7 +275,7 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
         checkpoint = outline(finding.complete_checkpoint(Path(str(path)), "checkpoint"))
         folder = RunFolder(checkpoint.path.resolve().parent.parent)
     # a checkpoint that was moved out of its run directory has the config as well
-    saved = completed(Draft.of_run(folder) if folder.has_config() else Draft.of_values(checkpoint.config.values))
+    saved = completed(Draft.of_run(folder) if folder.has_config() else Draft.of_values(checkpoint.config))
     if folder.has_config():
         folder.refuse_links()
     predicts = job == "predict"
@@ -329,7 +337,7 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     if 0 < cfg.trainer.max_steps <= steps:
         longer.append(f"trainer.max_steps={2 * steps}")
     reached = bool(longer and per_epoch)
-    now, then = dotted(cfg.plain()), dotted(plain(Draft.of_run(folder).tree))
+    now, then = dotted(cfg.plain()), dotted(plain(completed(Draft.of_run(folder)).tree))
     if not reached and any(now.get(key) != then.get(key) for key in {**now, **then} if not key.startswith(PLACE)):
         return None
     early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []

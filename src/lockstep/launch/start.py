@@ -109,9 +109,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     again = draft.resume == "auto"
     draft = resuming.for_training(draft, overrides)
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
-    settings = replace(
-        Settings.of(check(draft.identified(experiment))), overrides=resuming.overrides_of(draft, overrides)
-    )
+    settings = replace(check(draft.identified(experiment)), overrides=resuming.all_overrides(draft, overrides))
     if rank_of() == 0:
         files.refuse_unwritable(settings.folder.path, "runs_dir")
     if not settings.cfg.resume:
@@ -152,7 +150,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
 
 def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, Any]:
     draft = resuming.for_evaluation(asked, overrides, job.name)
-    settings = Settings.of(check(draft.identified(), evaluating=True))
+    settings = check(draft.identified(), evaluating=True)
     if job.name == "predict":
         settings = with_request(settings, asked, overrides)
     raise_problems(check_classes(settings, evaluating=True, shipped=beyond_schema(overrides)))
@@ -193,8 +191,8 @@ def execute(job: Job, settings: Settings) -> None:
     cfg, world, folder = settings.cfg, settings.world, settings.folder
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         warn(f"running on the CPU: {why}.")
-    if process.debug_rank is not None and cfg.loader:
-        settings = settings.but({"loader.num_workers": 0})  # workers have no terminal
+    if process.debug_rank is not None and (cfg.loader or "num_workers" in cfg.data):  # workers have no terminal
+        settings = settings.but({f"{'loader' if cfg.loader else 'data'}.num_workers": 0})
     if process.debug_rank is not None and world.size > 1:
         logs = folder.path / "logs"
         print(f"rank {process.debug_rank} has the terminal; each rank also prints to {inline(logs)}", file=sys.stderr)
@@ -232,7 +230,7 @@ def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Sett
     from lockstep.data.sampler import PARTS
 
     cfg, folder = settings.cfg, settings.folder.path
-    folder = folder if folder.is_dir() else Path(settings.checkpoint).parent  # of a checkpoint that was moved
+    folder = folder if folder.is_dir() else Path(settings.tested_checkpoint).parent  # of a checkpoint that was moved
     request = Request(**{key: asked.get(key) for key in PREDICT})
     output = Path(request.output or folder / "predictions.csv").expanduser()
     part = request.input if request.input in (*PARTS, "predict") else None

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from lockstep.config.compose import MOST_JOBS, kept, key_of, variants
 from lockstep.config.draft import Draft
-from lockstep.config.renames import renamed_override
-from lockstep.config.run_config import Component, Trainer
+from lockstep.config.renames import overrides_of, renamed_override
+from lockstep.config.run_config import Component
 from lockstep.config.settings import world_of
 from lockstep.config.words import counted, inline, number
 from lockstep.errors import RunFailed, UserError
@@ -48,19 +48,20 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
         return
     with told_if_damaged(file, "Set run=<another name>."):
         earlier = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]  # as text: OmegaConf would resolve it
-        grids = [[renamed_override(o) for o in earlier["overrides"]["task"]], overrides]
+        grids = [[*map(renamed_override, grid)] for grid in (earlier["overrides"]["task"], overrides)]
         sweeper = earlier.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
         if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
             return
         varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
+        written = {renamed_override(each): each for o in overrides for each in variants(o)}
         jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
     for place, (then, now) in enumerate(islice(zip_longest(*jobs), MOST_JOBS)):
         job = RunFolder(folder / str(place))
-        if own := job.report().get("overrides"):  # of an earlier sweep than multirun.yaml, perhaps
-            then = [o for o in map(renamed_override, shlex.split(own)) if key_of(o) in varied]
+        if own := overrides_of(job.report()):  # of an earlier sweep than multirun.yaml, perhaps
+            then = [o for o in own if key_of(o) in varied]
         if None not in (then, now) and {*then} != {*now} and job.has_config():
             yield (
-                f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(now)}. Set a different "
+                f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(written.get(o, o) for o in now)}. Set a different "
                 "run=<name>. A sweep can be continued with more values at the end of its first list; the other lists stay as they are."
             )
             return
@@ -81,7 +82,8 @@ def record(folder: RunFolder, overrides: list[str], *, failed: bool) -> None:
     if failed and report["status"] in ("done", "running"):
         return  # the report belongs to another run, which kept its directory
     own = {"overrides": shlex.join(kept(overrides))}
-    folder.write_report(report | own if failed else own | report)  # one that has them is of a run that was done before
+    has_own = not failed and report.get("overrides") is not None
+    folder.write_report(own | report if has_own else report | own)  # one that has them is of a run that was done before
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -89,8 +91,8 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["status"] == "done":
-            kept = [o for o in shlex.split(row.get("overrides") or "") if not o.startswith(REPEATS)]
-            groups.setdefault(shlex.join(kept), []).append(row)
+            alike = [o for o in overrides_of(row) or () if not o.startswith(REPEATS)]
+            groups.setdefault(shlex.join(alike), []).append(row)
     summaries = []
     for own, jobs in groups.items():
         metrics: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
@@ -103,7 +105,7 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """For each job, the overrides that not all jobs share, as one string."""
-    each = [shlex.split(row.get("overrides") or "") for row in rows]
+    each = [overrides_of(row) or () for row in rows]
     shared = set[str].intersection(*map(set, each))
     return [shlex.join(o for o in own if o not in shared) for own in each]
 
@@ -155,7 +157,8 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
     if isinstance(devices, list) or "," in str(devices):
         advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<how many per job>"
         raise UserError(f"trainer.devices={devices}: {advice}.")
-    world = world_of(Component.of(draft.group("strategy")), Trainer(**draft.group("trainer")))
+    limits = [draft.get(f"trainer.{key}") for key in ("accelerator", "devices", "num_nodes")]
+    world = world_of(Component.of(draft.group("strategy")), *limits)
     gpus = visible_gpus()
     on_gpus, each = world.accelerator == "cuda", world.devices
     there = len(gpus) if on_gpus else cores()

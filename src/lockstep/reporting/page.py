@@ -15,6 +15,7 @@ from lockstep.checkpoints.finding import found_in
 from lockstep.config.compose import typed
 from lockstep.config.draft import as_yaml
 from lockstep.config.project import command
+from lockstep.config.renames import overrides_of
 from lockstep.config.run_config import RunConfig
 from lockstep.config.words import counted, is_fraction, metric, number, seconds, size
 from lockstep.errors import NotSaved
@@ -136,7 +137,7 @@ def write_page(
         "folder": shlex.quote(str(folder.path)) if there else config.run,
         "there": there,
         "longer": " ".join(f"trainer.{name}={twice[name]}" for name in limits),
-        "overrides": shlex.split(report.get("overrides") or ""),
+        "overrides": overrides_of(report),
         "config": as_yaml(config),
         "report": report,
         "progress": progress,

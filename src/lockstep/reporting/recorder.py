@@ -59,7 +59,7 @@ def first_report(settings: Settings) -> dict[str, Any]:
         "monitor_mode": cfg.checkpoint.mode,
         "data/name": settings.cfg.data.title,
         "resumed_from": cfg.resume,
-        "overrides": shlex.join(settings.overrides),
+        "overrides": None if settings.overrides is None else shlex.join(settings.overrides),
         "restarts": 0,
         **provenance(project.current().root or (None if WHEEL else ROOT)),
     }
