@@ -115,7 +115,7 @@ def test_the_config_is_possible_in_every_pod(rank, more, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": OPTIONS["rdzv-id"], **sizes}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(world, "gpu_count", lambda: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
-    cfg = check(Draft(compose_config("train", [*OVERRIDES, *more])))
+    cfg = check(Draft(compose_config("train", [*OVERRIDES, *more]))).cfg
     found = Settings.of(cfg).world
     assert (found.external, found.nodes, found.size, found.rank) == ("torchrun", NODES, NODES * GPUS, rank)
     assert (cfg.resume, bool(cfg.run)) == ("auto", True)

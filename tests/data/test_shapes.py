@@ -188,7 +188,7 @@ def test_checkpoints_of_older_versions_are_of_squashed_images(tmp_path):
 def test_runs_of_older_versions_go_on_with_squashed_images(name):
     saved = Draft(compose_config("train", [f"data={name}"]))
     for key in FRAMING:
-        saved = saved.without(f"data.{key}")
+        saved = saved.but({}, without=[f"data.{key}"])
     data = values_of(completed(saved))[0].data
     assert not {*FRAMING} & data.kwargs.keys() and Images(image_size=SIDE).frame == Frame(
         SIDE, "squash", 1.0, "bilinear"
@@ -199,7 +199,7 @@ def test_an_evaluation_on_other_files_frames_them_as_its_run():
     """`data=folder data.root=<other>` of eval.py and predict.py brings the defaults, which are of no network."""
     composed = Draft(compose_config("train", ["data=folder", "model=timm", "model.name=test_vit"]))
     own = {"resize": "squash", "crop_pct": 0.9, "interpolation": "bicubic", "mean": [0.5] * 3}
-    saved = composed.but({f"data.{key}": value for key, value in own.items()}).without("data.std")
+    saved = composed.but({f"data.{key}": value for key, value in own.items()}, without=["data.std"])
     found = take_decided(composed, saved)
     assert {key: found.get(f"data.{key}") for key in own} == own and {*own} == {*FRAMING, "mean"}
     assert not found.has("data.std")
