@@ -466,7 +466,7 @@ def test_dataloaders_that_the_data_replaces_are_told_once(train, capsys):
     assert capsys.readouterr().out.count(told) == 1
 
 
-def test_batches_that_are_not_divided_are_not_resumed_with_another_accumulation(train, crash_at):
+def test_batches_that_are_not_divided_are_not_resumed_with_another_accumulation(train, crash_at, capsys):
     data = ["data=own", "data._target_=odd.Alike", "+data.num_workers=0"]
     options = ["run=alike", *data, "checkpoint.every_n_steps=1", "trainer.max_epochs=2"]
     crash_at(3)
@@ -478,6 +478,8 @@ def test_batches_that_are_not_divided_are_not_resumed_with_another_accumulation(
     ):
         train("Small", *options, "resume=auto", "trainer.accumulate_grad_batches=2")
     train("Small", *options, "resume=auto")
+    train("Small", *options, "resume=auto")
+    assert "alike is already finished" in capsys.readouterr().out
 
 
 def test_a_run_of_a_version_that_did_not_divide_batches_is_not_resumed(train):

@@ -337,7 +337,8 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     if 0 < cfg.trainer.max_steps <= steps:
         longer.append(f"trainer.max_steps={2 * steps}")
     reached = bool(longer and per_epoch)
-    now, then = dotted(cfg.plain()), dotted(plain(completed(Draft.of_run(folder)).tree))
+    before = plain(completed(Draft.of_run(folder)).tree)
+    now, then = dotted(cfg.plain()), dotted(before if cfg.loader else before | {"loader": {}})  # which does not use it
     if not reached and any(now.get(key) != then.get(key) for key in {**now, **then} if not key.startswith(PLACE)):
         return None
     early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []

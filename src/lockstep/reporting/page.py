@@ -161,7 +161,7 @@ def write_page(
 
 class LivePage(pl.Callback):
     """Keeps report.html up to date while the run trains: every EVERY_S seconds, first after a fifth of that, and at most a hundredth of
-    the time. Rank 0 writes. A page composes the default config, which takes 0.1 s: a short run is better off without one."""
+    the time. Rank 0 writes. A short run is better off without one."""
 
     EVERY_S, PAUSE = 10.0, 100  # PAUSE: as a multiple of what a page takes
 
