@@ -147,9 +147,8 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
     for name in (name for name in node if name not in (*SPECIAL, *engine)):
         if name in known:
-            if (
-                f"{key}.{name}" not in KEYS or not Component.of(node).is_shipped
-            ):  # config/schema.py has the better message
+            # config/schema.py has the better message
+            if f"{key}.{name}" not in KEYS or not Component.of(node).is_shipped:
                 yield from type_problem(named[name], f"{key}.{name}", node[name])
         elif not takes_any:
             yield from not_taken(target, key, [name], known)

@@ -178,9 +178,8 @@ def splits(
         if in_blocks and has_val:
             yield "loader.val_gap has no effect: this data has its own validation part. Remove loader.val_gap, or that part."
         if left < 1:
-            names = [f"loader.val_fraction={val_fraction}"] * (not folds) + [f"loader.val_gap={val_gap}"] * bool(
-                val_gap
-            )
+            names = [f"loader.val_fraction={val_fraction}"] * (not folds)
+            names += [f"loader.val_gap={val_gap}"] * bool(val_gap)
             yield f"{' with '.join(names)} leaves none of the {total} training {unit} to train with. Set a smaller number."
         if limit_train is not None and limit_train > max(batch_size, left):
             yield f"loader.limit_train={limit_train} is more than the {left} training {unit}. Set a smaller number, or null."
