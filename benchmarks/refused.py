@@ -129,7 +129,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("strategy.bucket_cap_mb", "strategy.gradient_as_bucket_view", "strategy.static_graph",
                      "strategy.find_unused_parameters", "strategy.comm_hook", "strategy.timeout_s"), ("strategy=ddp",)),
     **dict.fromkeys(("strategy.reshard_after_forward", "strategy.blocks"), ("strategy=fsdp",)),
-    **dict.fromkeys(("data.csv", "data.channels", "data.decode", "data.skip_broken", "data.test_fraction"),
+    **dict.fromkeys(("data.csv", "data.channels", "data.decode", "data.skip_broken", "data.test_fraction", "data.presize"),
                     ("data=folder", "data.root=own")),
     **dict.fromkeys(("model.name", "model.pretrained", "model.checkpoint_path"), ("model=timm", "model.name=test_resnet")),
     "schedule.gamma": ("schedule=step",), "schedule.milestones": ("schedule=step",),

@@ -436,3 +436,9 @@ def test_code_of_the_project_is_the_users_wherever_it_is_installed(folder, file,
     (folder / "pyproject.toml").write_text('[tool.lockstep]\npackages = ["monai"]\n')
     assert project.of_users_code(raised(file, module)) is users
     assert not project.of_users_code(UserError("a refusal"))
+
+
+def test_what_is_no_name_of_a_class_is_told_although_runs_are_named_by_it():
+    with pytest.raises(UserError) as error:
+        resolve(["data._target_=5", "model._target_=[1]"])
+    assert [text.partition(" ")[0] for text in error.value.problems] == ["model._target_=[1]", "data._target_=5"]

@@ -39,7 +39,8 @@ class Component:
 
     @classmethod
     def of(cls, node: Mapping[str, Any]) -> "Component":
-        return cls(node.get("_target_", ""), {name: value for name, value in node.items() if name != "_target_"})
+        kwargs = {name: value for name, value in node.items() if name != "_target_"}
+        return cls(str(node.get("_target_") or ""), kwargs)  # a text, whatever it names: its title is asked before it is judged
 
     @property
     def is_shipped(self) -> bool:

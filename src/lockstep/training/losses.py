@@ -250,7 +250,7 @@ class Targets:
         """The place of the first sample whose target is something else, and what it is."""
         most = names - 1 if self.most is None else self.most
         limits = (f" from 0 to {most}" if self.whole else "") + ("" if self.ignored is None else f", or {self.ignored}")
-        expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}."
+        expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}; for other targets, set task=<another one>."
         if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in "biuf":
             return 0, f"{target_N.dtype} of shape {target_N.shape[1:]}; {expected}"
         rows = max(1, AT_ONCE * len(target_N) // max(1, target_N.size))  # masks may fill the memory
