@@ -40,7 +40,8 @@ class Component:
     @classmethod
     def of(cls, node: Mapping[str, Any]) -> "Component":
         kwargs = {name: value for name, value in node.items() if name != "_target_"}
-        return cls(str(node.get("_target_") or ""), kwargs)  # a text, whatever it names: its title is asked before it is judged
+        # A text, whatever was named: its title is asked before it is judged.
+        return cls(str(node.get("_target_") or ""), kwargs)
 
     @property
     def is_shipped(self) -> bool:
