@@ -5,22 +5,27 @@ python eval.py run=first data.root=<folder>                evaluate it on differ
 python eval.py checkpoint=<path> strategy=ddp trainer.devices=4
 """
 
+from typing import TYPE_CHECKING
+
 from lockstep import launch
+from train import data, module
+
+if TYPE_CHECKING:
+    from lockstep.data import DataSet
 
 
-def evaluate(settings: launch.Settings) -> None:
-    """The part of one process: the run's settings with the strategy and devices of this command line."""
+def evaluate(config: launch.Settings, data: "DataSet") -> None:
+    """The part of one process: the run's config with the strategy and devices of this command line."""
     from lockstep import build
     from lockstep.reporting.page import show_evaluation
 
-    build.process(settings)
-    data = build.data(settings)
-    metrics = build.evaluate(settings, data, settings.tested_checkpoint)
-    if settings.world.rank == 0:
-        show_evaluation(settings.evaluation_file(), build.evaluation_info(settings), metrics)
+    batches = build.batches(config, data)
+    metrics = build.evaluate(config, module, batches, config.tested_checkpoint)
+    if config.world.rank == 0:
+        show_evaluation(config.evaluation_file(), build.evaluation_info(config), metrics)
 
 
-JOB = evaluate
+JOB = launch.Job("eval", evaluate, data)
 
 if __name__ == "__main__":
-    launch.main(JOB, "eval")
+    launch.main(JOB)

@@ -5,25 +5,27 @@ python predict.py run=first input=test gallery=true        the test data, and a 
 python predict.py run=first input=<folder> output=predictions.parquet top_k=5
 """
 
+from typing import TYPE_CHECKING
+
 from lockstep import launch
+from train import data, module
+
+if TYPE_CHECKING:
+    from lockstep.data import DataSet
 
 
-def predict(settings: launch.Settings) -> None:
-    """The part of one process. `settings.request` says what is asked for; the rest is the run's config, as for eval.py."""
+def predict(config: launch.Settings, data: "DataSet | None") -> None:
+    """The part of one process. `config.request` holds what is asked for; the rest is the run's config, as for eval.py."""
     from lockstep import build
     from lockstep.extras import prediction
 
-    build.process(settings)
-    data = prediction.data(settings)
-    work = build.workload(settings, data, weights=settings.tested_checkpoint)
-    found = prediction.predict(settings, data, work)
-    if found is not None and settings.request:  # rank 0
-        asked, path = settings.request, settings.evaluation_file("predict")
-        result = {"input": asked.input, "output": asked.output, "count": found.count, "broken": found.broken}
-        prediction.show_predictions(path, build.evaluation_info(settings), result, asked.gallery)
+    batches = prediction.batches(config, data)  # of a part of the data, or of the files
+    found = prediction.predict(config, module(config, batches), batches)
+    if found is not None:  # rank 0
+        prediction.show_predictions(config, build.evaluation_info(config), found)
 
 
-JOB = predict
+JOB = launch.Job("predict", predict, data)
 
 if __name__ == "__main__":
-    launch.main(JOB, "predict")
+    launch.main(JOB)

@@ -1,36 +1,55 @@
-"""Train and test a model: config -> check -> data -> task -> strategy -> trainer.fit -> checkpoint -> report.
+"""Train and test a model: config -> check -> data -> module with its network -> trainer -> fit -> checkpoint -> test -> report.
 
 python train.py                                   BasicNet on MNIST
 python train.py strategy=ddp trainer.devices=4    the same result, up to rounding, on four devices
 python train.py model=resnet50d data=cifar10      a timm network on CIFAR-10
 python train.py run=first resume=auto             start the run `first`, or continue it after a crash
 python train.py -m optim.lr=1e-3,3e-3 seed=0,1    four runs and a table of their results
+
+Each object comes from the config, and any of them can be made by hand instead.
 """
+
+from typing import TYPE_CHECKING
 
 from lockstep import launch
 
+if TYPE_CHECKING:  # importing torch and Lightning takes 7 s, and the config is checked before
+    import lightning.pytorch as pl
 
-def train(settings: launch.Settings) -> None:
-    """The part of one process. By now the config is checked, the data is prepared and the run has a name."""
-    from lockstep import build  # imports torch and Lightning (7 s), so only after the config is checked
-
-    build.process(settings)
-    build.seed(settings)
-    settings = settings.with_numbers()
-    with build.recorder(settings) as run:
-        data = build.data(settings)
-        work = build.workload(settings, data, weights=None if settings.cfg.resume else settings.cfg.init_from)
-        trainer = build.trainer(settings, work)
-        build.dry_run(settings, trainer, work)  # what does not fit is refused before a file is written
-        run.begin(trainer, work)
-        best = build.fit(settings, trainer, work)
-        run.trained(best)
-        if not run.was_validated:
-            run.add(**build.evaluate(settings, data, best or work, "val", loggers=trainer.loggers))
-        run.add(**build.evaluate(settings, data, best or work, panels=run.panels, loggers=trainer.loggers))
+    from lockstep.data import DataSet
 
 
-JOB = train
+def data(config: launch.Settings) -> "DataSet":
+    """The data set. Each process calls this once, before anything is written."""
+    return launch.data(config)  # configs/data
+
+
+def module(config: launch.Settings, batches: "pl.LightningDataModule | None") -> "pl.LightningModule":
+    """The LightningModule, with its network and, if the config names a checkpoint, its weights. eval.py and predict.py call it too."""
+    from lockstep import build
+
+    module = build.module(config, batches)  # configs/task: loss, metrics and steps, as in src/project/module.py
+    network = build.network(config, batches, module)  # configs/model: as in src/project/model.py
+    return build.attach(config, batches, module, network)  # configs/optim, configs/schedule
+
+
+def train(config: launch.Settings, data: "DataSet") -> None:
+    """The part of one process. By now the config is checked, and the run has a name."""
+    from lockstep import build
+
+    with build.recorder(config) as run:
+        batches = build.batches(config, data)  # configs/loader, configs/augment
+        trained = module(config, batches)
+        trainer = build.trainer(config, trained, batches)  # configs/trainer, strategy, callbacks, logger
+        build.dry_run(config, trainer)  # what does not fit is rejected before a file is written
+        run.begin(trainer)
+        trainer.fit(trained, datamodule=batches, ckpt_path=config.resume)
+        best = run.trained()
+        for stage in run.stages:
+            run.add(**build.evaluate(config, module, batches, best or trained, stage, run))
+
+
+JOB = launch.Job("train", train, data)
 
 if __name__ == "__main__":
-    launch.main(JOB, "train")
+    launch.main(JOB)

@@ -36,13 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 
-from lockstep import build, models
+from lockstep import build
 from lockstep.config.compose import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, val_count
 from lockstep.training.arithmetic import completes_step
+from project.model import BasicNet
 
 END = -1
 
@@ -163,12 +164,12 @@ class UpperBound(pl.Callback):
 def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound], net: nn.Module | None = None) -> None:
     """What train.py does, without the report; `net` replaces the config's network."""
 
-    def job(settings: Settings) -> None:
-        work, trainer = ready(settings, net)
+    def job(settings: Settings, data: Any) -> None:
+        work, trainer = ready(settings, data, net)
         trainer.callbacks.append(callback(turns, work.data))
         turns.about["precision"] = str(trainer.precision)
-        build.fit(settings, trainer, work)
-        turns.answer(accuracy=build.evaluate(settings, work.data, work)["test/acc"])
+        trainer.fit(work.module, datamodule=work.data)
+        turns.answer(accuracy=build.evaluate(settings, build.module, work.data, work.module)["test/acc"])
 
     start_job(job, overrides)
 
@@ -325,7 +326,7 @@ def transformers(turns: Turns, overrides: list[str]) -> None:
 CONTENDERS: dict[str, Callable[[Turns, list[str]], None]] = {
     "plain": plain,
     # what Lockstep's network gives a plain loop: cheap random numbers for dropout, and ReLU after the pool
-    "plain_our_net": lambda turns, overrides: plain(turns, overrides, models.BasicNet()),
+    "plain_our_net": lambda turns, overrides: plain(turns, overrides, BasicNet()),
     "accelerate": accelerate,
     "transformers": transformers,
     "lockstep": lambda turns, overrides: fit(turns, overrides, ByTurns),

@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lockstep import ROOT, build
+from lockstep import ROOT, build, launch
 from lockstep.checkpoints import saving as checkpoint_saving
 from lockstep.config.compose import resolve
+from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.launch.local import received, run_processes
 from lockstep.machine import process
@@ -109,11 +110,11 @@ def all_of_lockstep(steps: int, *more: str) -> float:
     """All of a default run: batches from memory, normalised; seeds, log, throughput, checkpoints, schedule."""
     marks = Marks()
 
-    def job(settings: Settings) -> None:
-        work, trainer = ready(settings, one_layer())
+    def job(settings: Settings, data: Any) -> None:
+        work, trainer = ready(settings, data, one_layer())
         torch.set_num_threads(1)
         trainer.callbacks.append(marks)
-        build.fit(settings, trainer, work)
+        trainer.fit(work.module, datamodule=work.data)
 
     with tempfile.TemporaryDirectory() as folder, measuring.silenced():
         length = ["trainer.limit_val_batches=0", f"trainer.max_steps={WARM + steps + 1}"]
@@ -163,17 +164,17 @@ def timed(function: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]
     return around
 
 
-def timed_run(settings: Settings) -> None:
+def timed_run(settings: Settings, data: Any) -> None:
     """One process's part of a run. Rank 0 leaves its times in the run's folder."""
     marks = Marks()
     saves: list[Span] = []  # within trainer.save_checkpoint
     writes: list[Span] = []
-    work, trainer = ready(settings, mlp(int(os.environ[PARAMETERS])))
+    work, trainer = ready(settings, data, mlp(int(os.environ[PARAMETERS])))
     trainer.callbacks.insert(0, marks)
     trainer.save_checkpoint = timed(trainer.save_checkpoint, saves)
     io: Any = checkpoint_saving.AtomicCheckpointIO
     io.write_or_explain = timed(io.write_or_explain, writes)
-    build.fit(settings, trainer, work)
+    trainer.fit(work.module, datamodule=work.data)
     if settings.world.rank == 0:
         times = {"steps": [*marks.began_s, marks.ended_s], "saves": saves, "writes": writes}
         (settings.folder.path / "times.json").write_text(json.dumps(times))
@@ -361,6 +362,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if (job := received()) and job.world:
-        timed_run(Settings(job.config, job.world))
+        launch.Job("train", timed_run, launch.data)(Settings(RunConfig.of(job.config), job.world))
     else:
         main()

@@ -117,12 +117,12 @@ def lightning_alone(side: int, loader: DataLoader[Any]) -> float:
 def lockstep(side: int, loader: DataLoader[Any]) -> float:
     clock, module = Clock(), Net(side, loader)
 
-    def job(settings: Settings) -> None:
+    def job(settings: Settings, data: Any) -> None:
         with patch.object(build, "create_custom_module", lambda _: module):
-            work, trainer = measuring.ready(settings)
+            work, trainer = measuring.ready(settings, data)
         torch.set_num_threads(1)
         trainer.callbacks.append(clock)
-        build.fit(settings, trainer, work)
+        trainer.fit(work.module, datamodule=work.data)
 
     with tempfile.TemporaryDirectory() as folder, measuring.silenced():
         named = [

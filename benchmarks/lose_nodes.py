@@ -132,7 +132,7 @@ class Note(NamedTuple):
 NOTES = "LOSE_NODES_NOTES"  # the folder, in the environment of the processes
 
 
-def noting(settings: Settings) -> None:
+def noting(settings: Settings, data: Any) -> None:
     """The job of train.py, which notes what each process trains on, in a file for each round."""
     from lockstep.data.datamodule import DataModule
 
@@ -147,7 +147,7 @@ def noting(settings: Settings) -> None:
         return original(self, batch, dataloader_idx)
 
     DataModule.on_after_batch_transfer = note  # type: ignore[method-assign]
-    launch.job("train")(settings)
+    launch.job("train").run(settings, data)
 
 
 def notes_folder(folder: Path, run: str) -> Path:
@@ -214,5 +214,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if NOTES in os.environ:
-        launch.main(noting, "train")
+        launch.main(launch.Job("train", noting, launch.data))
     sys.exit(main())

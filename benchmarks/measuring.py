@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import lockstep
 from lockstep.config.compose import compose_config
@@ -134,23 +133,24 @@ def train(overrides: list[str]) -> dict[str, Any]:
         return lockstep.train(overrides)
 
 
-def ready(settings: Settings, net: Any = None) -> tuple[Any, Any]:
+def ready(settings: Settings, data: Any, net: Any = None) -> tuple[Any, Any]:
     """Task and trainer of a run, with its folder; `net` takes the place of the config's network."""
     from lockstep import build
 
     settings.folder.path.mkdir(parents=True, exist_ok=True)
     process.owned = True
-    build.process(settings)
-    build.seed(settings)
-    data = build.data(settings.with_numbers())
-    with patch.object(build, "network", lambda *_, **__: net) if net is not None else contextlib.nullcontext():
-        work = build.workload(settings, data)
-    return work, build.trainer(settings, work)
+    batches = build.batches(settings, data)
+    module = build.module(settings, batches)
+    module = build.attach(settings, batches, module, build.network(settings, batches, module) if net is None else net)
+    trainer = build.trainer(settings, module, batches)
+    return build.workload_of(trainer), trainer
 
 
-def start_job(job: Callable[[Settings], None], overrides: list[str]) -> None:
-    """Runs `job` where train.py would train: the config is checked, and the run has a name."""
+def start_job(run: Callable[[Settings, Any], None], overrides: list[str]) -> None:
+    """Calls `run` where train.py would train: the config is checked, and the run has a name."""
+    from lockstep import launch
     from lockstep.launch import local
     from lockstep.launch.start import start
 
-    start(local.Job("train", local.script("train"), job), Draft(compose_config("train", overrides)), overrides)
+    job = launch.Job("train", run, launch.data, local.script("train"))
+    start(job, Draft(compose_config("train", overrides)), overrides)

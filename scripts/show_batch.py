@@ -30,16 +30,18 @@ COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for C
 
 def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) -> None:
     """Raises UserError if the arguments are wrong, or the data has no images."""
+    from lockstep import launch
     from lockstep.launch.start import checked, prepare_data
 
-    settings = checked(overrides)
-    prepared, samples = prepare_data(settings)
-    if prepared is None:
+    job = launch.job("train")
+    settings, prepared, _ = prepare_data(job, checked(overrides))
+    if settings.loader is None:
         raise UserError(f"{settings.cfg.data.target} makes its own batches, so Lockstep does not know them.")
     from lockstep import build
     from lockstep.data.datamodule import DataModule
 
-    data = build.data(settings.decided(prepared, samples).with_numbers())
+    numbered = settings.with_numbers()
+    data = build.batches(numbered, prepared if numbered is settings else job.open(numbered))
     assert isinstance(data, DataModule)
     raw = data.global_batch(epoch, step)
     before = data.finished(raw, training=False)

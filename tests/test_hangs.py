@@ -175,15 +175,15 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(command):
 WORKER = """
 from pathlib import Path
 from lockstep import launch
-def job(settings):
+def job(settings, data):
     from lockstep.strategies import rendezvous
     connecting = rendezvous.connecting
     def waits(*args):
         Path("waits").touch()
         return connecting(*args)
     rendezvous.connecting = waits
-    launch.job("train")(settings)
-launch.main(job, "train")
+    launch.job("train").run(settings, data)
+launch.main(launch.Job("train", job, launch.data))
 """
 AGENT = (
     "import subprocess, sys; process = subprocess.Popen(sys.argv[1:]); print(process.pid, flush=True); process.wait()"

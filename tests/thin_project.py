@@ -12,7 +12,7 @@ TRAIN = """from lockstep import launch
 JOB = launch.job("train")
 
 if __name__ == "__main__":
-    launch.main(JOB, "train")
+    launch.main(JOB)
 """
 NET = """from torch import nn
 
@@ -27,7 +27,7 @@ FILES = {
     "configs/model/tulip.yaml": "_target_: bouquet.net.Tulip\nname: tulip\nwidth: 3\n",
     "configs/experiment/garden.yaml": "# @package _global_\ndefaults:\n  - override /model: basic_net\nseed: 8\n",
     "configs/project.yaml": (
-        "defaults:\n  - lockstep\n  - override model: tulip\n  - _self_\nseed: 7\noptim:\n  lr: 5e-3\n"
+        "defaults:\n  - lockstep\n  - override model: tulip\n  - override data: mnist\n  - _self_\nseed: 7\noptim:\n  lr: 5e-3\n"
         "trainer:\n  accelerator: cpu\n"
     ),
     "src/bouquet/net.py": NET,

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PACKAGE = Path(__file__).resolve().parent
-ROOT = PACKAGE.parents[1]  # the checkout, with configs/, train.py and scripts/ beside src/; a wheel contains them
-WHEEL = (PACKAGE / "configs").is_dir()
-CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
+ROOT = PACKAGE.parents[1]  # the checkout, with train.py, configs/ and scripts/ beside src/; a wheel contains them
+WHEEL = (PACKAGE / "template").is_dir()
+TEMPLATE = (
+    PACKAGE / "template" if WHEEL else ROOT
+)  # the project that a new one is copied from, and that runs where there is none
+CONFIGS = PACKAGE / "configs"
 
 
 # Imported when asked for: they need torch.

@@ -1,36 +1,38 @@
-"""From config nodes to objects, one function per stage. Only this file, build_trainer.py and extras/prediction.py join the packages."""
+"""From config nodes to objects, one function per object of train.py. Only this file, build_trainer.py and extras/prediction.py join the
+packages."""
 
 from lockstep.compat import others  # noqa: F401  # before Lightning
 
 # isort: split
 import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import Logger
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lockstep import strategies
 from lockstep.augment import Augmentation
-from lockstep.build_trainer import evaluator, trainer
-from lockstep.checkpoints import saving
+from lockstep.build_trainer import arithmetic, evaluator, trainer, workload, workload_of
 from lockstep.checkpoints.finding import outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
-from lockstep.config.checks import monitor_problems, whole_batch_problems
-from lockstep.config.instantiate import ENGINE, create, create_custom_module, create_data, network
+from lockstep.config.checks import monitor_problems, unused, whole_batch_problems
+from lockstep.config.instantiate import ENGINE, create, create_custom_module
+from lockstep.config.instantiate import network as network_of
 from lockstep.config.project import of_users_code
 from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
+from lockstep.data import DataSet
 from lockstep.data.datamodule import MATCHED, NAMES, DataModule, named
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
@@ -38,14 +40,14 @@ from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Recorder
 from lockstep.training import oom, optim
-from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
-from lockstep.training.batches import Loaders
 from lockstep.training.dry_run import DryRun
 from lockstep.training.module import changed_frozen
 from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload, Workload
 
-__all__ = ["data", "dry_run", "evaluate", "fit", "process", "recorder", "seed", "trainer", "workload"]
+__all__ = [
+    "attach", "batches", "dry_run", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
+]  # fmt: skip
 # Threads and OMP_NUM_THREADS before a job with exact.logical_ranks: the next job in this process has them again.
 before_exact: list[tuple[int, str | None]] = []
 IN_DRY_RUN = (
@@ -55,7 +57,7 @@ REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationExcep
 
 
 def process(settings: Settings) -> None:
-    """Settings of the whole process: what it prints, memory, threads, arithmetic."""
+    """Sets the whole process up: what it prints, memory, threads, arithmetic, random numbers. The launcher calls it."""
     cfg, world = settings.cfg, settings.world
     console.quiet(world.rank)
     if world.accelerator == "cpu":
@@ -73,6 +75,7 @@ def process(settings: Settings) -> None:
         # there is none.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
+    seed(settings)
 
 
 def set_threads(number: int, variable: str | None) -> None:
@@ -88,26 +91,24 @@ def seed(settings: Settings) -> None:
 
 
 def recorder(settings: Settings) -> Recorder:
-    return Recorder(settings)
+    """Keeps report.json up to date, from `begin` to the end of its block."""
+    return Recorder(settings, partial(explained, settings))
 
 
-def data(settings: Settings) -> pl.LightningDataModule:
+def batches(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
+    """A LightningDataModule that divides each global batch of the data among the processes: `loader` and `augment`. Without a data set, the
+    LightningDataModule that `data` names; None if the module has the dataloaders (data=none)."""
     cfg = settings.cfg
-    if (loader := settings.loader) is None:
+    if data is None:
+        settings.asked.update(("data", "loader", "augment"))
         seed(settings)  # an evaluation gets the data that training had
-        return create(cfg.data, "data")
+        made: pl.LightningDataModule = create(cfg.data, "data")
+        return None if type(made) is pl.LightningDataModule else made
+    settings.asked.update(("loader", "augment"))
     augment = Augmentation(settings.operations) if cfg.augment else None
-    crops = augment is not None and augment.crops_from is not None
-    dataset = create_data(cfg.data, loader, keeps_whole=crops, evaluates=settings.evaluates)
-    dataset.prepare()
-    made = DataModule(dataset, seed=settings.seed, augment=augment, shards=cfg.exact.logical_ranks, **vars(loader))
-    made.about = plain(made.about, "about")
-    return made
-
-
-def arithmetic(settings: Settings) -> StepArithmetic:
-    ranks = settings.cfg.exact.logical_ranks
-    return LogicalRanks(ranks) if ranks else StepArithmetic()
+    module = DataModule(data, seed=settings.seed, augment=augment, shards=cfg.exact.logical_ranks, **vars(cfg.loader))
+    module.about = plain(module.about, "about")
+    return module
 
 
 def optimizer(settings: Settings) -> dict[str, Any]:
@@ -129,37 +130,28 @@ def optimizer(settings: Settings) -> dict[str, Any]:
     return made
 
 
-def workload(settings: Settings, data: Any, weights: str | None = None) -> Workload:
-    """What is trained on the data: the task with a new network, or with the weights of the checkpoint `weights`.
+def module(settings: Settings, data: Any) -> pl.LightningModule:
+    """The LightningModule of `task`: the loss, the metrics and the steps. It knows the data's classes, and has no network yet, unless it
+    makes its own.
 
     Raises:
-        UserError: network, task and data do not fit together.
+        UserError: it does not fit the data.
     """
-    if not settings.custom_module:
-        return task_workload(settings, data, weights)
-    cfg = settings.cfg
-    module = load_module(cfg.task, Path(weights) if weights else None)
-    work = Workload(module, data, arithmetic(settings))
-    try:
-        match_names(settings, work.loaders, weights, NAMES)
-    except UserError as e:  # it may read no names, or have a new head for them
-        console.say(f"WARNING: {e}")
-    change = partial(strategies.parallelize_module, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
-    strategies.change_in_place(module, change, configured=weights is not None)
-    raise_problems(work.problems(settings))
-    return work
-
-
-def match_names(settings: Settings, data: DataModule | Loaders, weights: str | None, keys: Collection[str]) -> None:
-    """Targets get the numbers of the checkpoint that the weights are from. Raises UserError."""
-    if source := weights or settings.cfg.resume:
-        for told in data.match_names(outline(Path(source)).metadata, str(source), keys):
-            console.say(f"WARNING: {told}")
-
-
-def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWorkload:
-    cfg = settings.cfg
-    goal: Task = create(cfg.task, "task")
+    cfg, weights = settings.cfg, settings.weights
+    settings.asked.add("task")
+    made = create_custom_module(cfg.task)
+    if not isinstance(made, Task):
+        settings.asked.update(("model", "optim", "schedule"))  # it has its own
+        try:
+            match_names(settings, data, weights, NAMES)
+        except UserError as e:  # it may read no names, or have a new head for them
+            console.say(f"WARNING: {e}")
+        return made
+    goal, title = made, f"task={cfg.task.title}"
+    if not hasattr(data, "dataset"):
+        raise UserError(
+            f"{title} needs a data set that describes itself. Write a lockstep.data.DataSet, or a LightningModule."
+        )
     match_names(settings, data, weights, [key for key in NAMES if key in goal.needs or key not in MATCHED])
     if goal.expects and named(data.about, goal.names):
         data.judge_targets(goal.names, goal.expects.wrong, goal.expects.whole)
@@ -168,20 +160,55 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
         raise_problems(whole_batch_problems(settings))
     if own := ", ".join(goal.state_dict()):
         raise UserError(
-            f"task={settings.cfg.task.title} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
+            f"{title} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
             "network; register a buffer that never changes with persistent=False."
         )
-    offered = plain({**data.dataset.network_arguments(), **goal.network_arguments()}, "network_arguments()")
-    net = network(settings.cfg.model, offered, with_weights=weights is None)
+    return goal
+
+
+def network(settings: Settings, data: Any, module: pl.LightningModule) -> nn.Module | None:
+    """The network of `model`, for the shapes of the data and the module; it gets those arguments of `shapes` that its signature names.
+    None for a LightningModule that makes its own."""
+    settings.asked.add("model")
+    if model := settings.cfg.model:
+        return network_of(model, shapes(data, module), with_weights=settings.weights is None)
+    if isinstance(module, Task):  # the run was trained with one that train.py made
+        raise UserError(
+            f"model=none: {type(module).__name__} needs a network. Choose it with model=<name>, or make it in train.py."
+        )
+    return None
+
+
+def shapes(data: Any, module: Any) -> dict[str, Any]:
+    """What data and module know of a network: in_channels, image_size, num_classes, ..."""
+    return plain({**data.dataset.network_arguments(), **module.network_arguments()}, "network_arguments()")
+
+
+def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Module | None) -> pl.LightningModule:
+    """The module with its network, `optim` and `schedule`, and the weights of the checkpoint that the settings begin with.
+
+    Raises:
+        UserError: network, module and data do not fit together.
+    """
+    cfg, weights = settings.cfg, settings.weights
+    if net is None:
+        if weights:
+            module.configure_model()  # may make its layers
+            load_module_weights(module, Path(weights))
+        change = partial(strategies.parallelize_module, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
+        strategies.change_in_place(module, change, configured=weights is not None)
+        return module
+    task = cast(Task, module)
+    settings.asked.update(("optim", "schedule"))
     if weights:
         load_into(net.state_dict(), read(Path(weights)).weights, weights)
-    measured = metrics(goal, cfg.task.parts("metrics"))
+    measured = metrics(task, cfg.task.parts("metrics"))
     raise_problems(
         f"evaluation_sets: {part!r} is the name of a metric as well. Use another name."
         for part in data.sets
         if part.partition("/")[2] in measured
     )
-    goal.attach(
+    return task.attach(
         net,
         **optimizer(settings),
         schedule=create(cfg.schedule, "schedule"),
@@ -191,14 +218,20 @@ def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWor
             # strategy=fsdp cannot have it, and the other format rounds differently
             channels_last=cfg.channels_last and not cfg.exact.logical_ranks,
             compile=cfg.compile,
-            float32_head=goal.float32_head,
+            float32_head=task.float32_head,
         ),
         metrics=measured,
         sets=[*data.sets],
-        network_arguments=offered,
+        network_arguments=shapes(data, task),
         arithmetic=arithmetic(settings),
     )
-    return TaskWorkload(goal, data)
+
+
+def match_names(settings: Settings, data: Any, weights: str | None, keys: Collection[str]) -> None:
+    """Targets get the numbers of the checkpoint that the weights are from. Raises UserError."""
+    if (source := weights or settings.cfg.resume) and hasattr(data, "match_names"):
+        for told in data.match_names(outline(Path(source)).metadata, str(source), keys):
+            console.say(f"WARNING: {told}")
 
 
 def load_module(component: Component, path: Path | None) -> pl.LightningModule:
@@ -226,9 +259,10 @@ def metrics(goal: Task, more: Mapping[str, Component]) -> dict[str, Metric]:
     return found
 
 
-def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
+def dry_run(settings: Settings, trainer: pl.Trainer) -> None:
     """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
-    logged = work.dry_run(partial(tried, settings, trainer))
+    raise_problems(unused(settings))
+    logged = workload_of(trainer).dry_run(partial(tried, settings, trainer))
     if logged is not None:
         raise_problems(monitor_problems(settings, logged))
 
@@ -252,12 +286,11 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         samples=samples,
         world=settings.world.size,
         steps=settings.steps.steps(work.data.train_split.count),
-        make_net=partial(network, settings.cfg.model, work.network_arguments, with_weights=False),
         titles={"model": cfg.model.title, "data": cfg.data.title, "task": cfg.task.title},
         image_size=cfg.data.get("image_size"),
         evaluates=any(limit != 0 for limit in (cfg.trainer.limit_val_batches, cfg.trainer.limit_test_batches)),
         compiled=cfg.compile,
-        shipped=all(each.target.startswith(TRUSTED) for each in components),
+        shipped=all(each.is_shipped or each.target.startswith(TRUSTED) for each in components),
         is_user_error=of_users_code,
     )
     this_process.notice = IN_DRY_RUN
@@ -279,68 +312,63 @@ def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> Abstr
     )
 
 
-def fit(settings: Settings, trainer: pl.Trainer, work: Workload) -> str | None:
-    """Trains; returns the checkpoint to test.
-
-    Raises:
-        UserError: torch or Lightning refuses an argument before the first batch.
-        OutOfMemory: memory ran out, in training or in validation.
-    """
+def explained(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
+    """The error of a training in words that help: memory ran out, or torch or Lightning rejects an argument before the first batch."""
     try:
-        with oom_advice(settings, trainer, work):
-            trainer.fit(work.module, datamodule=work.loaders.attached, ckpt_path=settings.cfg.resume, weights_only=True)
-    except REFUSALS as e:
+        with oom_advice(settings, trainer, workload_of(trainer)):
+            raise error
+    except BaseException as e:
         began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if began or isinstance(e, UserError) or of_users_code(e):
-            raise
-        raise UserError(" ".join(str(e).split())) from e
-    return saving.best_checkpoint(trainer)
+        if began or not isinstance(e, REFUSALS) or isinstance(e, UserError) or of_users_code(e):
+            return e
+        return UserError(" ".join(str(e).split()))
+
+
+Make = Callable[[Settings, Any], pl.LightningModule]  # `module` of train.py
 
 
 def evaluate(
     settings: Settings,
-    data: pl.LightningDataModule,
-    tested: str | Workload,
+    make: Make,
+    data: Any,
+    tested: str | pl.LightningModule,
     stage: str = "test",
-    panels: list[Any] | None = None,
-    loggers: Sequence[Logger] = (),
+    run: Recorder | None = None,
 ) -> dict[str, float]:
-    """The test (or `val`) metrics of a checkpoint or of a workload as it is, for training and eval.py. `panels` gets the task's panels,
-    and `loggers` are those of a LightningModule.
+    """The test (or `val`) metrics of a checkpoint, whose module `make` makes, or of a module as it is. `run` gets the panels of a test.
 
     Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves; of a
     LightningModule's `test_acc`, `raw/test_acc`.
     """
-    step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
+    step, verb = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
     if settings.cfg.get(f"trainer.limit_{stage}_batches") == 0:
         return {}
-    work = workload(settings, data, weights=tested) if isinstance(tested, str) else tested
-    if isinstance(tested, str):
-        for told in changed_frozen(work.module, outline(Path(tested)).values.get("frozen", {})):
+    saved = tested if isinstance(tested, str) else None
+    module = tested if not isinstance(tested, str) else make(settings.starting_from(tested), data)
+    work = workload(settings, module, data)
+    if saved:
+        for told in changed_frozen(module, outline(Path(saved)).values.get("frozen", {})):
             console.say(f"WARNING: {told}")
     if not work.evaluates(step, stage):
-        console.say(f"no {run}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
+        console.say(f"no {verb}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
-    if panels is not None:
-        work.collect_panels(panels, compiled=bool(settings.cfg.compile))
+    if run is not None and stage == "test":
+        work.collect_panels(run.panels, compiled=bool(settings.cfg.compile))
 
-    def run_and_collect(work: Workload) -> dict[str, float]:
-        trainer = evaluator(settings, work, loggers=loggers)
+    def metrics_of(work: Workload) -> dict[str, float]:
+        trainer = evaluator(settings, work, loggers=run.loggers if run else ())
         with oom_advice(settings, trainer, work):
-            by_loader = getattr(trainer, run)(
-                work.module, datamodule=work.loaders.attached, verbose=False, weights_only=True
-            )
+            by_loader = getattr(trainer, verb)(work.module, datamodule=data, verbose=False)
         counts = {f"{part}/count" for part in ("val", *work.loaders.sets) if part.startswith("val")}
         found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
-        metrics = work.marked(found)
-        return {name: int(value) if name.endswith("/count") else value for name, value in metrics.items()}
+        return {n: int(v) if n.endswith("/count") else v for n, v in work.marked(found).items()}
 
-    metrics = run_and_collect(work)
-    raw = read(Path(tested)).raw_state_dict if isinstance(tested, str) else None
-    if raw is not None:  # the run averaged its weights: training goes on with these
-        work = workload(settings, data, weights=str(tested))
-        load_into(work.module.state_dict(), raw, tested)
-        of_raw = run_and_collect(work)
+    metrics = metrics_of(work)
+    raw = read(Path(saved)).raw_state_dict if saved else None
+    if saved and raw is not None:  # the run averaged its weights: training goes on with these
+        work = workload(settings, make(settings.starting_from(saved), data), data)
+        load_into(work.module.state_dict(), raw, saved)
+        of_raw = metrics_of(work)
         names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}
         metrics |= {names[name]: value for name, value in of_raw.items() if not name.endswith("/count")}
     return metrics

@@ -24,13 +24,14 @@ from lockstep.config.instantiate import create
 from lockstep.config.run_config import Component
 from lockstep.config.settings import SPARSEST, Settings, log_interval
 from lockstep.config.targets import accepted
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.reporting.page import LivePage
 from lockstep.strategies.base import DividedBatches
+from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.module import Means
-from lockstep.training.workload import Workload
+from lockstep.training.workload import TaskWorkload, Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -78,12 +79,31 @@ def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
     return step_seed.StepSeed(settings.seed, work.loaders, work.arithmetic, masks_by_row=by_row)
 
 
-def trainer(settings: Settings, work: Workload) -> pl.Trainer:
-    """The Trainer of a training run.
+def arithmetic(settings: Settings) -> StepArithmetic:
+    ranks = settings.cfg.exact.logical_ranks
+    return LogicalRanks(ranks) if ranks else StepArithmetic()
+
+
+def workload(settings: Settings, module: pl.LightningModule, data: Any) -> Workload:
+    """The module and its data, as the engine sees them. Raises UserError: they define what would be ignored, or cannot be done."""
+    has_parts = "parts" in vars(module)  # of Task.attach
+    work = TaskWorkload(module, data) if has_parts else Workload(module, data, arithmetic(settings))  # type: ignore[arg-type]
+    raise_problems(work.problems(settings))
+    return work
+
+
+def workload_of(trainer: pl.Trainer) -> Workload:
+    """That of a Trainer that `trainer` made."""
+    return next(each.work for each in trainer.callbacks if isinstance(each, ModuleHooks))  # type: ignore[attr-defined]
+
+
+def trainer(settings: Settings, module: pl.LightningModule, data: Any) -> pl.Trainer:
+    """The Lightning Trainer of a training run: `trainer`, `strategy`, `callbacks`, `logger`, and what keeps Lockstep's promises.
 
     Raises:
         UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
     """
+    settings, work = settings.as_built(), workload(settings, module, data)
     cfg, folder = settings.cfg, settings.folder
     if cfg.resume:
         outline(Path(cfg.resume)).require_position(*work.position, *work.loaders.position)

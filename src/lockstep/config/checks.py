@@ -15,9 +15,9 @@ from lockstep.config.instantiate import (
 )
 from lockstep.config.renames import LOADER_KEYS, RENAMES
 from lockstep.config.run_config import COMPONENTS, Component, Invalid, Refused, RunConfig
-from lockstep.config.schema import KEYS
+from lockstep.config.schema import KEYS, OPTIONAL
 from lockstep.config.settings import Settings
-from lockstep.config.targets import foreign_names, target_of, written_arguments
+from lockstep.config.targets import foreign_names, written_arguments, written_value
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -35,22 +35,20 @@ def components(cfg: RunConfig) -> dict[str, Component]:
 
 
 def unread_arguments(cfg: RunConfig) -> Iterator[str]:
-    """Keys without a Kind that a shipped class does not take. Its source is read, because it takes seconds to import.
-
-    Beside classes of the user's, `check_classes` reports them, with the keys of those.
-    """
-    found = components(cfg)
-    for key, component in found.items() if all(each.is_shipped for each in (*found.values(), cfg.data)) else ():
+    """Keys without a Kind that a class does not take. Its source is read, because it takes seconds to import."""
+    for key, component in components(cfg).items():
         left_out = (*SPECIAL, *ENGINE.get(key, ()))
         asked = [name for name in component.kwargs if name not in left_out and f"{key}.{name}" not in KEYS]
         known = written_arguments(component.target) if asked else None
         yield from not_taken(component.target, key, asked, known) if known is not None else ()
 
 
-def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
-    """Keys that a class of the user's does not take, and of the `shipped` ones too, which take seconds to import. Without `data`."""
+def signature_problems(settings: Settings, *, shipped: bool, readable: bool = True) -> Iterator[str]:
+    """Keys that a class of the user's does not take or that have another type, and of the `shipped` ones too, which take seconds to
+    import. Without `data`. `readable`: also of those whose source says what they are."""
     for key, component in components(settings.cfg).items():
-        if shipped or not component.is_shipped:
+        is_read = component.is_shipped or (not readable and written_arguments(component.target) is not None)
+        if shipped or not is_read:
             from lockstep.compat import others  # noqa: F401  # before Lightning
 
             yield from problems(settings.optimizer_node if key == "optim" else component.node, key)
@@ -112,12 +110,7 @@ def own_task(settings: Settings) -> Iterator[str]:
     cfg = settings.cfg
     for name in sorted({"loss", "count"} & cfg.task.parts("metrics").keys()):
         yield f"task.metrics.{name}: every task already logs {name}. Use another name."
-    for group in [group for group in ("model", "optim", "schedule") if not getattr(cfg, group)]:
-        yield (
-            f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose it with "
-            f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
-        )
-    if not cfg.task.is_shipped and getattr(target_of(cfg.task.target, "task"), "between_samples", False):
+    if written_value(cfg.task.target, "between_samples"):
         yield from whole_batch_problems(settings)
 
 
@@ -146,6 +139,16 @@ def own_module(settings: Settings) -> Iterator[str]:
         yield from settings.excluded({"exact.logical_ranks": (None, own)})
     if settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
+
+
+def chosen(settings: Settings) -> Iterator[str]:
+    """The groups that a Task needs."""
+    cfg = settings.cfg
+    for group in [group for group in OPTIONAL if not (settings.custom_module or getattr(cfg, group))]:
+        yield (
+            f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose it with "
+            f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
+        )
 
 
 def mixing(settings: Settings) -> Iterator[str]:
@@ -185,6 +188,15 @@ def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
         later = of_callback and not monitor.startswith("val/") and (not own or monitor.endswith(MEASURED))
         if not known and not later:
             yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Set one of them, or add it to task.metrics."
+
+
+def unused(settings: Settings) -> Iterator[str]:
+    """Keys of the command without effect, because train.py makes an object of its own in place of that of their group."""
+    for group in (*COMPONENTS, "loader", "augment"):
+        if group != "strategy" and group not in settings.asked:
+            for override in settings.overrides or ():
+                if override.lstrip("+~").partition("=")[0].partition(".")[0] == group:
+                    yield f"{override} has no effect: train.py makes this object itself. Remove it."
 
 
 # --- What is known only once the data is prepared ---
@@ -229,6 +241,7 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
     rules.processes: (),
 }
 TRAINING: dict[Rule, tuple[str, ...]] = EVALUATION | {
+    chosen: ("task",),
     rules.exact_training: (),
     rules.images: ("augment",),
     rules.division: ("data", "augment"),
@@ -266,7 +279,8 @@ def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool
 
     The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
     """
-    found = [] if evaluating else list(signature_problems(settings, shipped=shipped))  # what has trained is right
+    # what has trained is right; `build.process` checks the types of the readable ones, where all is imported anyway
+    found = [] if evaluating else list(signature_problems(settings, shipped=shipped, readable=False))
     return broken_rules(settings, found, evaluating=evaluating, early=False)
 
 

@@ -75,11 +75,13 @@ def create(component: Component, key: str, **given: Any) -> Any:
 
 
 def is_a(component: Component, key: str, base: str, *nearer: str) -> bool:
-    """Whether a component is a subclass of `base`, which is known by its name: only the class is imported. Lockstep ships none. A subclass
-    of one of `nearer` is no such class."""
-    target = target_of(component.target, key) if component and not component.is_shipped else None
-    found = [home for home in map(targets.home, getattr(target, "__mro__", ())) if home in (base, *nearer)]
-    return found[:1] == [base]
+    """Whether a component is a subclass of `base`, which is known by its name. A subclass of one of `nearer` is no such class. The source
+    says so; if it does not, the class is imported."""
+    homes = targets.lineage(component.target)
+    if homes is None:
+        target = target_of(component.target, key) if component and not component.is_shipped else None
+        homes = [*map(targets.home, getattr(target, "__mro__", ()))]
+    return [home for home in homes if home in (base, *nearer)][:1] == [base]
 
 
 def not_its_own(data: Component) -> list[str]:
@@ -99,12 +101,10 @@ def data_set_problems(data: Component) -> Iterator[str]:
     yield from problems(data.node, "data")
 
 
-def create_data(data: Component, loader: Loader, *, keeps_whole: bool = False, evaluates: bool = False) -> Any:
-    """Creates a data set, without its dataloaders; its class gets the keys of `loader` that it names. `keeps_whole` and `evaluates`: see DataSet."""
+def create_data(data: Component, loader: Loader) -> Any:
+    """Creates a data set, without its dataloaders; its class gets the keys of `loader` that it names."""
     raise_problems(data_set_problems(data))
-    made = create(data, "data", **accepted(data.target, vars(loader)))
-    made.keeps_whole, made.evaluates = keeps_whole, evaluates
-    return made
+    return create(data, "data", **accepted(data.target, vars(loader)))
 
 
 def create_custom_module(task: Component) -> "pl.LightningModule":

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lockstep import CONFIGS, PACKAGE
+from lockstep import CONFIGS, PACKAGE, TEMPLATE
 from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_PROJECT"  # the project's root, for child processes; empty if there is no project
@@ -34,13 +34,22 @@ class Project:
     @property
     def packages(self) -> tuple[str, ...]:
         """Packages that configs may name, besides Lockstep's own list."""
-        return (*self.own(), *self.installed)
+        return tuple(dict.fromkeys((*self.own(), *self.installed, *TEMPLATES)))
 
     def own(self) -> list[str]:
         """The packages in src/, with or without an __init__.py, and the modules."""
-        paths = sorted((self.root / "src").glob("*")) if self.root else []
-        names = [path.name.removesuffix(".py") for path in paths if path.is_dir() or path.suffix == ".py"]
-        return [name for name in names if name.isidentifier() and not name.startswith("__")]
+        return packages_in(self.root / "src") if self.root else []
+
+
+def packages_in(source: Path) -> list[str]:
+    names = [
+        path.name.removesuffix(".py") for path in sorted(source.glob("*")) if path.is_dir() or path.suffix == ".py"
+    ]
+    return [name for name in names if name.isidentifier() and not name.startswith("__")]
+
+
+# Those of the template, whose configs serve where a project has none of a name.
+TEMPLATES = [name for name in packages_in(TEMPLATE / "src") if name not in (PACKAGE.name, "hydra_plugins")]
 
 
 def read(root: Path) -> Project | None:
@@ -107,10 +116,11 @@ def environment() -> dict[str, str]:
 
 
 def make_importable() -> None:
-    """Puts src/ on sys.path if something in it is not installed."""
-    source = str(Path(current().root or "", "src"))
-    if source not in sys.path and any(importlib.util.find_spec(name) is None for name in current().own()):
-        sys.path.append(source)
+    """Puts src/ of the project and of the template on sys.path if something in it is not installed."""
+    for root, names in ((current().root, current().own()), (TEMPLATE, TEMPLATES)):
+        source = str(Path(root or "", "src"))
+        if source not in sys.path and any(importlib.util.find_spec(name) is None for name in names):
+            sys.path.append(source)
 
 
 def of_users_code(error: BaseException) -> bool:
@@ -164,7 +174,6 @@ def command(name: str) -> str:
 
 
 def config_folders() -> list[Path]:
-    """The folders of configs: the project's `configs` first, then Lockstep's."""
-    root = current().root
-    own = root / "configs" if root else CONFIGS
-    return [own, CONFIGS] if own.is_dir() and not own.samefile(CONFIGS) else [CONFIGS]
+    """The folders of configs, in which the first file of a name counts: the project's, the template's, Lockstep's."""
+    folders = [root / "configs" for root in dict.fromkeys((current().root, TEMPLATE)) if root]
+    return [*(folder for folder in folders if folder.is_dir()), CONFIGS]

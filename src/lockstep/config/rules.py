@@ -177,7 +177,7 @@ def loading(settings: Settings) -> Iterator[str]:
 
 def images(settings: Settings) -> Iterator[str]:
     side, model = settings.cfg.data.get("image_size"), settings.cfg.model
-    smallest = written_value(model.target, "smallest_image") if type(side) is int and model.is_shipped else None
+    smallest = written_value(model.target, "smallest_image") if type(side) is int else None
     if smallest and side < smallest:
         yield f"data.image_size={side}: {model.target.rpartition('.')[2]} needs images of at least {smallest} pixels."
     _ = settings.operations  # raises all that is wrong with their arguments

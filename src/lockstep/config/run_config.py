@@ -7,8 +7,11 @@ from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 from lockstep.config import kinds
 from lockstep.config.kinds import FLAG, Kind, counted, number, one_of, whole
+from lockstep.config.project import TEMPLATES
 
-SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
+SHIPPED = (
+    "lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.", *(f"{name}." for name in TEMPLATES),
+)  # fmt: skip
 Auto = Literal["auto"]
 Flag = Annotated[bool, FLAG]
 OptionalFlag = Annotated[bool | None, one_of(True, False, None, example="true")]

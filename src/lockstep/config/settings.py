@@ -7,13 +7,15 @@ A resumed run and its evaluation compute as the run began. Processes that decide
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.instantiate import is_a, operations, pretraining
 from lockstep.config.run_config import Component, Loader, Request, RunConfig
+from lockstep.config.schema import OPTIONAL
+from lockstep.config.targets import imports_no_torch, lineage
 from lockstep.config.words import shown
 from lockstep.machine.world import (
     SLURM,
@@ -143,6 +145,7 @@ class Settings:
     request: Request | None = None  # of predict.py
     overrides: tuple[str, ...] | None = ()  # with which the run was begun and resumed; None: unknown
     drawn: frozenset[str] = frozenset()  # see Draft
+    asked: set[str] = field(default_factory=set, compare=False)  # the groups that objects of this process were made of
 
     @classmethod
     def of(cls, cfg: RunConfig, env: Mapping[str, str] = os.environ) -> "Settings":
@@ -175,6 +178,24 @@ class Settings:
         assert self.cfg.init_from
         return self.cfg.init_from
 
+    @property
+    def resume(self) -> str | None:
+        """The checkpoint that training continues."""
+        return self.cfg.resume
+
+    @property
+    def weights(self) -> str | None:
+        """The checkpoint whose weights a new module gets."""
+        return None if self.cfg.resume else self.cfg.init_from
+
+    def starting_from(self, checkpoint: str) -> "Settings":
+        """For a module with the weights of a checkpoint."""
+        return self.but({"init_from": checkpoint, "resume": None})
+
+    def as_built(self) -> "Settings":
+        """Without the network, optimizer and schedule of the config, if train.py made its own."""
+        return self.but({group: {} for group in OPTIONAL if getattr(self.cfg, group) and group not in self.asked})
+
     def evaluation_file(self, job: str = "eval") -> Path:
         """Where eval.py and predict.py write: the run's <job>.json, or a file beside a checkpoint that is not in a run directory."""
         folder = self.folder.path
@@ -188,11 +209,14 @@ class Settings:
 
     def is_known(self, group: str, *, reads: bool = False) -> bool:
         """Whether all that a rule may ask of the components of a group is known without importing classes of the user's. What data `reads`
-        says its class, and only Lockstep's own data sets import no torch."""
+        says its class, which is asked early if it imports no torch."""
         value = getattr(self.cfg, group)
-        of_group = [value] if isinstance(value, Component) else value.values()
-        return all(
-            each.target.startswith("lockstep.data.") if reads else each.is_shipped or not each for each in of_group
+        if not isinstance(value, Component):
+            return all(each.is_shipped for each in value.values())
+        return (
+            imports_no_torch(value.target)
+            if reads
+            else value.is_shipped or lineage(value.target) is not None or not value
         )
 
     @cached_property
@@ -222,6 +246,11 @@ class Settings:
     def evaluates(self) -> bool:
         """Whether nothing trains."""
         return bool(self.cfg.trainer.limit_train_batches == 0)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether files are predicted, which are no part of the data."""
+        return self.request is not None and self.request.part is None
 
     @property
     def transforms(self) -> list[str]:

@@ -4,8 +4,10 @@ import ast
 import importlib
 import inspect
 import os
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec, resolve_name
 from itertools import pairwise
@@ -60,6 +62,7 @@ BASES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # its import looks for a newer version online
 CLASS = "my_package.my_module.MyClass"  # in messages
+LIGHT = ("numpy.", "PIL.", "lockstep.data.", "lockstep.errors.", "lockstep.machine.")  # modules that import no torch
 FUNCTIONS = ("timm.data.auto_augment.",)  # each makes a transform, and says not of what type
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle beside the data, which may run code
 # The kinds of a key, by the last parts of their bases. A node within another node may be of any kind, or anything of the project's.
@@ -229,8 +232,27 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
     return found
 
 
+@dataclass(frozen=True)
+class Source:
+    """The source of a class or function, and of the module that defines it."""
+
+    node: ast.ClassDef | ast.FunctionDef
+    module: str
+    tree: ast.Module
+
+    @property
+    def home(self) -> str:
+        return f"{self.module}.{self.node.name}"
+
+
+def statements(tree: ast.Module | ast.If | ast.Try) -> Iterator[ast.stmt]:
+    """Those of a module, also within `if TYPE_CHECKING` and the like."""
+    for node in tree.body:
+        yield from statements(node) if isinstance(node, ast.If | ast.Try) else [node]
+
+
 @cache
-def written(path: str) -> ast.ClassDef | ast.FunctionDef | None:
+def source(path: str) -> Source | None:
     """The source of a class or function, found without importing it; None if it is not where its path and the imports there lead."""
     module, _, name = path.rpartition(".")
     package, *rest = module.split(".")
@@ -238,36 +260,85 @@ def written(path: str) -> ast.ClassDef | ast.FunctionDef | None:
     if spec is None or spec.origin is None:
         return None
     place = Path(spec.origin).parent.joinpath(*rest)
+    if not rest and spec.submodule_search_locations is None:  # a module of its own
+        place = Path(spec.origin).with_suffix("")
     file, inside = (
         (place / "__init__.py", module) if place.is_dir() else (place.with_suffix(".py"), module.rpartition(".")[0])
     )
-    for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else ():
+    tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
+    for node in statements(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return node
+            return Source(node, module, tree)
         if isinstance(node, ast.ImportFrom):
             for alias in (alias for alias in node.names if name == (alias.asname or alias.name)):
-                return written(f"{resolve_name('.' * node.level + (node.module or ''), inside)}.{alias.name}")
+                return source(f"{resolve_name('.' * node.level + (node.module or ''), inside)}.{alias.name}")
     return None
+
+
+def meaning(name: str, where: Source) -> str:
+    """What a dotted name stands for in a module: one that it imports, or its own."""
+    first, dot, rest = name.partition(".")
+    for node in statements(where.tree):
+        if isinstance(node, ast.Import):
+            for alias in (alias for alias in node.names if (alias.asname or alias.name).split(".")[0] == first):
+                return f"{alias.name if alias.asname else first}{dot}{rest}"
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in (alias for alias in node.names if first == (alias.asname or alias.name)):
+                return f"{node.module}.{alias.name}{dot}{rest}"
+    return f"{where.module}.{name}"
+
+
+@cache
+def lineage(path: str) -> list[str] | None:
+    """The homes of a class and of its bases, up to those of BASES, as its source names them; None if they are not all found there."""
+    found = source(path)
+    if found is None or isinstance(found.node, ast.FunctionDef):
+        return None
+    if found.home in BASES:
+        return [found.home]
+    homes = [found.home]
+    for base in found.node.bases:
+        inherited = lineage(meaning(ast.unparse(base), found))
+        if inherited is None:
+            return None
+        homes += inherited
+    return homes
+
+
+def imports_no_torch(path: str) -> bool:
+    """Whether the file of a class imports nothing but Python's own modules, NumPy, Pillow, and what Lockstep has of data."""
+    found = source(path)
+    names = [
+        name
+        for node in (statements(found.tree) if found else ())
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import)
+                     else [node.module or ""] if isinstance(node, ast.ImportFrom) else [])
+    ]  # fmt: skip
+    return found is not None and all(
+        name.split(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(LIGHT) for name in names
+    )
 
 
 def written_arguments(path: str) -> list[str] | None:
     """The arguments in the source of a class or function; None if it passes on others, or is not found."""
-    found = written(path)
-    own = found.body if isinstance(found, ast.ClassDef) else [found]
-    made = next(
-        (each for each in own if isinstance(each, ast.FunctionDef) and (each is found or each.name == "__init__")), None
-    )
-    if made is None or made.args.kwarg:
-        return None
-    names = [each.arg for each in (*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs)]
-    return names[made is not found :]
+    homes = lineage(path) or [path]
+    for found in filter(None, map(source, homes)):
+        own = found.node.body if isinstance(found.node, ast.ClassDef) else [found.node]
+        for each in own:
+            if isinstance(each, ast.FunctionDef) and (each is found.node or each.name == "__init__"):
+                names = [arg.arg for arg in (*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs)]
+                return None if each.args.kwarg else names[each is not found.node :]
+    return None
 
 
 def written_value(path: str, name: str) -> Any:
-    """A plain attribute in the source of a class; None if it is not there."""
-    for each in getattr(written(path), "body", ()):
-        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name:
-            return ast.literal_eval(each.value)
+    """A plain attribute in the source of a class or of its bases; None if it is not there."""
+    for found in filter(None, map(source, lineage(path) or [path])):
+        for each in found.node.body:
+            target = each.targets[0] if isinstance(each, ast.Assign) else getattr(each, "target", None)
+            value = getattr(each, "value", None)
+            if target is not None and ast.unparse(target) == name:
+                return value.value if isinstance(value, ast.Constant) else None
     return None
 
 

@@ -6,5 +6,6 @@ from lockstep.data.dataset import DataSet as DataSet
 from lockstep.data.dataset import Sound as Sound
 from lockstep.data.folder import Folder as Folder
 from lockstep.data.images import Images as Images
-from lockstep.data.published import Cifar10 as Cifar10
-from lockstep.data.published import Mnist as Mnist
+from lockstep.data.published import Published as Published
+from lockstep.data.published import download as download
+from lockstep.data.published import read_idx as read_idx

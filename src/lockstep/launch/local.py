@@ -11,17 +11,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import util
 from pathlib import Path
 from typing import Any
 
-from lockstep import PACKAGE, ROOT, WHEEL
+from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL
+from lockstep.augment.operation import Augmentation
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
+from lockstep.config.checks import signature_problems
+from lockstep.config.instantiate import create_data
 from lockstep.config.run_config import Request, RunConfig
 from lockstep.config.settings import Settings
-from lockstep.errors import LostProcess, OutOfMemory, Preempted, RunFailed, UserError, did_you_mean
+from lockstep.errors import LostProcess, OutOfMemory, Preempted, RunFailed, UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process
 from lockstep.machine.files import parts_in, write_text
@@ -30,22 +33,50 @@ from lockstep.run import RunFolder
 
 # --- The scripts that commands run, the project's own or Lockstep's, and the jobs that they define ---
 
-SCRIPTS = (PACKAGE / "scripts",) if WHEEL else (ROOT, ROOT / "scripts")
-Run = Callable[[Settings], Any]  # the part of one process
+SCRIPTS = (TEMPLATE, PACKAGE / "scripts" if WHEEL else ROOT / "scripts")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a command does, such as `train` of train.py."""
+    """What a script defines: its name, which is also that of its config, and the functions that each process of a run calls."""
 
-    name: str  # also the name of its config
-    script: Path  # the script that the run's other processes execute
-    run: Run
+    name: str
+    run: Callable[[Settings, Any], Any]  # the part of one process: it gets the settings and the data
+    data: Callable[
+        [Settings], Any
+    ]  # makes the data set, or returns None for a LightningDataModule; called once in each process
+    script: Path = field(default_factory=lambda: Path(sys.argv[0]).resolve())  # which the run's other processes execute
 
     @property
     def trains(self) -> bool:
         """Otherwise it evaluates a run that exists."""
         return self.name not in ("eval", "predict")
+
+    def __call__(self, settings: Settings, data: Any = None) -> Any:
+        """The part of this process, with the data that it has read already, or none yet."""
+        from lockstep import build  # imports torch and Lightning (7 s)
+
+        build.process(settings)
+        if self.trains:  # else what has trained is right
+            raise_problems(signature_problems(settings, shipped=False))
+        numbered = settings.with_numbers()
+        return self.run(numbered, data if data is not None and numbered is settings else self.open(numbered))
+
+    def open(self, settings: Settings) -> Any:
+        """The data set, ready to be read; None for data with its own dataloaders, or for none that the job needs."""
+        if settings.reads_files or settings.own_loaders:
+            return None
+        data = self.data(settings)
+        data.keeps_whole = Augmentation(settings.operations).crops_from is not None
+        data.evaluates = settings.evaluates
+        return data
+
+
+def data(settings: Settings) -> Any:
+    """The data set that `data` names. Free of torch, if its class is."""
+    assert settings.loader
+    settings.asked.add("data")
+    return create_data(settings.cfg.data, settings.loader)
 
 
 def scripts() -> dict[str, Path]:
@@ -65,22 +96,24 @@ def script(name: str) -> Path:
     return found[name]
 
 
-def load(path: Path) -> Run:
+def load(path: Path) -> Job:
     """The JOB of a script. Raises UserError: it has none."""
     # Not by runpy, which does not promise that functions outlive it.
     spec = util.spec_from_file_location(f"lockstep_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:  # eval.py imports train.py
+        sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
-    run: Run | None = getattr(module, "JOB", None)
-    if run is None:
-        raise UserError(f'{path} has no JOB. Add JOB = launch.job("{path.stem}") to it, or JOB = <your own function>.')
-    return run
+    found: Job | None = getattr(module, "JOB", None)
+    if not isinstance(found, Job):
+        raise UserError(f'{path} has no JOB. Add JOB = launch.Job("{path.stem}", <function>, data) to it.')
+    return replace(found, script=path)
 
 
-def job(name: str) -> Run:
-    """Lockstep's own job, `train`, `eval` or `predict`, for a project's script that does not define its own."""
-    return load(SCRIPTS[0] / f"{name}.py")
+def job(name: str) -> Job:
+    """The template's own job, `train`, `eval` or `predict`, for a project's script that does not define its own."""
+    return replace(load(TEMPLATE / f"{name}.py"), script=Path(sys.argv[0]).resolve())
 
 
 # --- What a process that Lockstep starts gets from its parent ---
@@ -171,13 +204,13 @@ def environment(world: World, port: int) -> dict[str, str]:
     return {**several, **os.environ, **here, **place}
 
 
-def in_run(run: Run, settings: Settings, end_file: Path | None = None) -> Any:
+def in_run(job: Job, settings: Settings, data: Any = None, *, end_file: Path | None = None) -> Any:
     """This process's part of a run; what it prints also goes to its log. `end_file` is made before it waits for the others."""
     log = process.RankLog(settings.folder.path, settings.world.rank) if process.owned else nullcontext()
     with process.breakpoints(), log, ExitStack() as end:
         end.push(lambda error, *_: process.monitor and process.monitor.leave(failed=error is not None))
         try:
-            result = run(settings)
+            result = job(settings, data)
         except SystemExit as e:  # Lightning's answer to SIGTERM, in a job with a Trainer of its own
             if not process.received or isinstance(e.__context__, KeyboardInterrupt):
                 raise
@@ -187,7 +220,7 @@ def in_run(run: Run, settings: Settings, end_file: Path | None = None) -> Any:
         return result
 
 
-def report_end(run: Run, handover: Handover) -> None:
+def report_end(job: Job, handover: Handover) -> None:
     """`in_run`, telling the parent that this process's part is done, or that memory ran out; then waits for the other ranks.
 
     If this process ended first, each of the others would fail with a traceback about a lost connection.
@@ -197,11 +230,8 @@ def report_end(run: Run, handover: Handover) -> None:
     request = Request(**handover.request) if handover.request else None
     overrides = None if handover.overrides is None else tuple(handover.overrides)
     try:
-        in_run(
-            run,
-            Settings(RunConfig.of(handover.config), handover.world, request, overrides),
-            end_file,
-        )
+        settings = Settings(RunConfig.of(handover.config), handover.world, request, overrides)
+        in_run(job, settings, end_file=end_file)
     except OutOfMemory as e:
         write_text(end_file, json.dumps(e.args))
         time.sleep(GRACE_S)

@@ -38,33 +38,36 @@ if TYPE_CHECKING:
     from lockstep.reporting.report import Report
 
 
-def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[DataSet, int] | tuple[None, None]":
+def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | None, int | None]":
     """Prepares the data, once for all processes, and warns if it is not the whole set.
 
-    Returns the data and the number of training samples; None for a LightningDataModule, which prepares its data in training.
+    Returns the settings that follow, the data if this process trains on it, and the number of training samples. A LightningDataModule
+    prepares its data in training.
     """
-    from lockstep.augment.operation import Augmentation
-    from lockstep.config.instantiate import create_data
     from lockstep.data.sampler import splits
 
-    if (loader := settings.loader) is None:
-        return None, None
     # How images become squares may depend on the network, whose library takes seconds to import.
     by_network = "model" in (settings.cfg.data.get(key) for key in OF_NETWORK[2:])
-    component = (settings.with_numbers() if by_network else settings).cfg.data
-    crops = Augmentation(settings.operations).crops_from is not None
-    data: DataSet = create_data(component, loader, keeps_whole=crops, evaluates=settings.evaluates)
+    settings = settings.with_numbers() if by_network else settings
+    data: DataSet | None = job.open(settings)
+    if data is None or settings.loader is None:
+        return settings.decided(None), None, None
     if rank_of() == 0 and (plan := data.storage_plan()):
         print(plan, file=sys.stderr)
     data.prepare()
-    train, *_ = splits(data, **{key: getattr(loader, key) for key in SPLITTING})
-    if not evaluating:
+    train, *_ = splits(data, **{key: getattr(settings.loader, key) for key in SPLITTING})
+    if job.trains:
         raise_problems(step_problems(settings, train.count))
     if data.notice and rank_of() == 0:
         warn(data.notice)
     if rank_of() == 0 and (left_out := data.facts.get("left_out")):
         warn(f"left out of the data: {left_out}")
-    return data, train.count
+    settings, left = settings.decided(data, train.count if job.trains else None), weakref.ref(data)
+    if not trains_here(settings):  # each process reads its own
+        data = None
+        if left() is not None:  # in a cycle
+            gc.collect()  # takes 0.26 s
+    return settings, data, train.count
 
 
 def checked(overrides: list[str]) -> Settings:
@@ -78,6 +81,10 @@ def checked(overrides: list[str]) -> Settings:
 def runs_here(world: World) -> bool:
     """Whether this process itself trains, instead of starting others that do."""
     return world.external is not None or world.one_process
+
+
+def trains_here(settings: Settings) -> bool:
+    return runs_here(settings.world) and settings.cfg.trainer.accumulate_grad_batches != "auto"
 
 
 def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     try:
         raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
         raise_problems(debug_problems(world))
-        data, samples = prepare_data(settings)
+        settings, data, samples = prepare_data(job, settings)
     except Exception as e:
         if project.of_users_code(e):
             from lockstep.reporting.recorder import Recorder
@@ -129,10 +136,6 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
         raise
     from lockstep.reporting.report import Report
 
-    settings = settings.decided(data, samples)
-    left = weakref.ref(data) if data else None
-    del data  # the run reads it again: two of them would not fit into memory
-    collect(left)
     if told := resuming.already_finished(settings, samples):
         if world.rank == 0:
             print(inline(told))
@@ -144,7 +147,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
             if checkpoint_if_any(folder.path):  # saved since this command looked, by a run that has ended meanwhile
                 raise UserError(f"{folder.path} has been trained meanwhile. Run the command again to continue it.")
             folder.discard()  # the run died before its first checkpoint
-        execute(job, settings)
+        execute(job, settings, data)
     return Report(folder)
 
 
@@ -155,26 +158,15 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
         settings = with_request(settings, asked, overrides)
     raise_problems(check_classes(settings, evaluating=True, shipped=beyond_schema(overrides)))
     raise_problems(debug_problems(settings.world))
-    reads_files = settings.request is not None and settings.request.part is None
-    data = None if reads_files else prepare_data(settings, evaluating=True)[0]
-    settings = settings.decided(data)
-    left = weakref.ref(data) if data else None
-    del data  # as in training
-    collect(left)
+    settings, data, _ = prepare_data(job, settings)
     path = settings.evaluation_file(job.name)
     before = path.stat().st_mtime_ns if path.exists() else None
-    execute(job, settings)
+    execute(job, settings, data)
     # another node's disk may have it, and a read-only one keeps an earlier evaluation's
     result: dict[str, Any] = (
         json.loads(files.read_text(path)) if path.exists() and path.stat().st_mtime_ns != before else {}
     )
     return result
-
-
-def collect(left: "weakref.ref[DataSet] | None") -> None:
-    """Frees a data set that is in a cycle. Only if it is still there, because this takes 0.26 s."""
-    if left and left() is not None:
-        gc.collect()
 
 
 def debug_problems(world: World) -> Iterator[str]:
@@ -186,8 +178,8 @@ def debug_problems(world: World) -> Iterator[str]:
         yield f"debug_rank={rank}: the run has {world.size} processes. Set a rank of at most {world.size - 1}."
 
 
-def execute(job: Job, settings: Settings) -> None:
-    """Runs the job in this process or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
+def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
+    """Runs the job in this process, with its data, or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
     cfg, world, folder = settings.cfg, settings.world, settings.folder
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         warn(f"running on the CPU: {why}.")
@@ -199,10 +191,10 @@ def execute(job: Job, settings: Settings) -> None:
     in_processes = partial(local.run_processes, job.script, trains=job.trains)
     with process.noted():
         try:
-            if cfg.trainer.accumulate_grad_batches == "auto":
+            if trains_here(settings):
+                local.in_run(job, settings, data)
+            elif cfg.trainer.accumulate_grad_batches == "auto":
                 local.until_it_fits(in_processes, settings)
-            elif runs_here(world):
-                local.in_run(job.run, settings)
             else:
                 in_processes(settings)
         except BaseException as e:

@@ -27,10 +27,14 @@ from lockstep.run import SEPARATOR, provenance, tested, validation_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.loggers import Logger
 
     from lockstep.panel import Content
     from lockstep.reporting.loggers import Background
     from lockstep.training.workload import Workload
+
+
+Explain = Callable[["pl.Trainer", BaseException], BaseException]  # an error of training in words that help
 
 
 def from_callbacks(trainer: "pl.Trainer | None", method: str) -> list[Any]:
@@ -75,13 +79,14 @@ class Recorder:
         UserError: the folder belongs to a different run.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, explain: "Explain | None" = None) -> None:
+        self.settings, self.explain = settings, explain
         self.folder, self.config, self.rank = settings.folder, settings.cfg, settings.world.rank
         self.report = first_report(settings)
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter when training ended
         self.log = ExitStack()
-        self.loggers: list[Background] = []  # besides metrics.csv
+        self.others: list[Background] = []  # loggers besides metrics.csv
         self.restore: Callable[[], None] | None = None  # puts the folder back to what it was when the run began
         self.resumed_at = 0  # steps done
         self.tested_before: list[str] = []  # metrics of the test before the run was resumed
@@ -95,16 +100,20 @@ class Recorder:
         process.trains = True
         return self
 
-    def begin(self, trainer: "pl.Trainer", work: "Workload") -> None:
-        self.trainer, self.work = trainer, work
-        self.report |= work.loaders.facts
+    def begin(self, trainer: "pl.Trainer") -> None:
+        """Writes the first files of the run, which `trainer` trains."""
+        self.trainer = trainer
+        self.work = work = next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
+        settings = self.settings.as_built()
+        self.config = settings.cfg
+        self.report |= {"model": settings.model_title, **work.loaders.facts}
         if self.rank == 0:
             self.open()
             from lockstep.reporting.loggers import begin_run
 
             names = [name for name in self.config.logger if name != "csv"]
             for name, logger in zip(names, trainer.loggers[:-1], strict=True):  # the last is metrics.csv
-                self.loggers.append(begin_run(name, logger, self.config, self.report))
+                self.others.append(begin_run(name, logger, self.config, self.report))
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
@@ -140,14 +149,25 @@ class Recorder:
                 logger.log_metrics(metrics, self.report["train/steps"] if is_test else self.checkpoint_step)
             self.folder.write_report(self.report)
 
-    def trained(self, checkpoint: str | None) -> None:
-        """Adds the measurements of training. Call it on every rank."""
+    @property
+    def stages(self) -> list[str]:
+        """What is evaluated after training: a validation too, if training had none of the checkpoint that is tested."""
+        return ["test"] if self.was_validated else ["val", "test"]
+
+    @property
+    def loggers(self) -> "list[Logger]":
+        return self.trainer.loggers if self.trainer else []
+
+    def trained(self) -> str | None:
+        """Adds the measurements of training; returns the checkpoint to test, if there is one. Call it on every rank."""
         import torch
 
+        from lockstep.checkpoints.saving import best_checkpoint
         from lockstep.training.arithmetic import steps_done
 
         trainer, work, report = self.trainer, self.work, self.report
         assert trainer is not None and work is not None
+        checkpoint = best_checkpoint(trainer)
         monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
         self.checkpoint_step = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
         batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
@@ -175,10 +195,13 @@ class Recorder:
             ),
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
+        return checkpoint
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        process.trains = False
-        outcome, ended_s = outcome_of(error), time.perf_counter()
+        process.trains, ended_s, caught = False, time.perf_counter(), error
+        if error is not None and self.trainer is not None and self.explain is not None:
+            error = self.explain(self.trainer, error)
+        outcome = outcome_of(error)
         is_refused = outcome.status == "refused" and not self.is_saved()
         status = "failed" if outcome.status == "refused" else outcome.status
         self.report |= {"status": status, "wall_s": ended_s - self.began_s}
@@ -188,8 +211,14 @@ class Recorder:
             self.report["error"] = outcome.error
         if isinstance(error, Exception) and not outcome.is_explained:
             process.report_failure(self.rank)  # now, because the other processes wait for this one
-        if self.rank != 0 or (is_refused and self.restore is None):
-            return
+        if self.rank == 0 and not (is_refused and self.restore is None):
+            self.close(error, keeps=not is_refused)
+        if error is not None and error is not caught:
+            raise error from None
+
+    def close(self, error: BaseException | None, *, keeps: bool) -> None:
+        """Ends the log and the report. Unless it `keeps` them, a mistake was found late, and the folder is as before."""
+        outcome = outcome_of(error)
         with self.log:  # closes it at the end
             if self.restore is None:  # a user's class failed before the run began
                 self.open_log()
@@ -198,8 +227,8 @@ class Recorder:
             if outcome.error:  # train.log gets the traceback of an unexpected error
                 trace = None if outcome.is_explained else error
                 logging.getLogger("lockstep").info("%s", outcome.error, exc_info=trace)
-            self.finish(error, keeps=not is_refused)
-        if is_refused and self.restore is not None:  # a mistake found late
+            self.finish(error, keeps=keeps)
+        if not keeps and self.restore is not None:
             self.restore()
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
@@ -211,10 +240,10 @@ class Recorder:
             with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
                 write_page(self.folder, self.config, self.report, self.work, panels)
             self.folder.write_report(self.report)  # then the run is done, even if a logger's server takes its time
-        if self.loggers:
+        if self.others:
             from lockstep.reporting.loggers import end_run
 
-            end_run(self.loggers, self.report, panels, self.folder)
+            end_run(self.others, self.report, panels, self.folder)
         if error is None and self.work is not None:
             if not self.folder.has_config():
                 warn(f"{self.folder.config_file} was removed while the run was going on: eval.py needs it.")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lockstep.data import Batch
 from lockstep.errors import UserError
 from lockstep.panel import Calibration, Confusion, Panel, PrecisionRecall, wilson
 from lockstep.training.losses import Targets, loss_factors, validate_outputs
@@ -52,9 +53,14 @@ class Classification(Task):
             weights = balanced(about.get("class_counts"), self.value_names)
         self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
-    def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    def checked(self, output: Tensor, batch: Batch) -> Tensor:
+        """target_B. Raises UserError: the outputs are not logits_BK for at least the classes of the data."""
         target_B = batch["target"].long()
         validate_outputs(output, len(target_B), max(len(self.value_names), *output.shape[-1:]))
+        return target_B
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        target_B = self.checked(output, batch)
         if self.binary:
             own_BK = F.one_hot(target_B, output.shape[1]).to(output.dtype)
             target_BK = own_BK * (1 - self.label_smoothing) + self.label_smoothing / output.shape[1]

@@ -41,9 +41,7 @@ class Loaders:
 
     def __init__(self, data: Any, module: pl.LightningModule) -> None:
         self.data, self.module = data, module
-        # what Lightning gets; without, it takes the module's dataloaders (data=none)
-        self.attached = None if type(data) is pl.LightningDataModule else data
-        self.holder: Any = self.attached or module
+        self.holder: Any = data or module  # without data, Lightning takes the module's dataloaders
         # a split that `setup` draws is the same in training and in each evaluation
         draw_apart(self.holder, "setup", lambda: ("setup", module.trainer.strategy.seed, 0))  # type: ignore[attr-defined]
 
@@ -72,7 +70,7 @@ class Loaders:
     def notes(self) -> list[str]:
         """What limits the promises, or is ignored."""
         notes, name = [note for loader in self.training for note in loader.notes], type(self.module).__name__
-        idle = [hook for hook in HOOKS if self.attached and is_overridden(hook, self.module)]  # as under Lightning
+        idle = [hook for hook in HOOKS if self.data and is_overridden(hook, self.module)]  # as under Lightning
         if idle:
             notes.append(f"{name}'s {idle[0]} is not used: {type(self.data).__name__} provides the batches")
         if len(self.training) > 1 and self.training[0].division.parts > 1:
@@ -143,7 +141,7 @@ class DataSetLoaders(Loaders):
     divided = True  # type: ignore[assignment]
 
     def __init__(self, data: DataModule, module: pl.LightningModule) -> None:
-        self.data, self.module, self.attached, self.holder = data, module, data, data
+        self.data, self.module, self.holder = data, module, data
         self.size, self.sets = data.batch_size, [*data.sets]
         data.fills = False  # a task sets it
 

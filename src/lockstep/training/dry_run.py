@@ -53,7 +53,6 @@ class DryRun:
     samples: int  # of a micro-batch
     world: int
     steps: float  # of the run
-    make_net: Callable[[], nn.Module]  # without weights
     titles: Mapping[str, str]  # of model, data and task
     image_size: int | None
     evaluates: bool
@@ -113,9 +112,7 @@ class DryRun:
         if self.is_small:
             net = copy_hooks(module.net, copy.deepcopy(module.net))
         else:
-            device, source = META, torch.device("cpu")
-            with META:
-                net = self.make_net()
+            device, source, net = META, torch.device("cpu"), on_meta(module.net)
         batch = self.work.data.example(samples, source, training=training)
         return net.to(device).train(training), module.copied().to(device), move_data_to_device(batch, device)
 
@@ -276,6 +273,15 @@ class DryRun:
             f"model={self.titles['model']}, data={self.titles['data']}{size} and task={self.titles['task']} do not fit together: {{}}. "
             f"A batch holds {', '.join(shapes)}. Change one of them: {keys}."
         )
+
+
+def on_meta(net: nn.Module) -> nn.Module:
+    """A copy of a network whose parameters and buffers have no numbers."""
+    copies: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device=META), requires_grad=p.requires_grad) for p in net.parameters()
+    }
+    copies |= {id(b): torch.empty_like(b, device=META) for b in net.buffers()}
+    return copy_hooks(net, copy.deepcopy(net, copies))
 
 
 def computed(metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> Any:

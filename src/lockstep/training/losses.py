@@ -302,12 +302,17 @@ def loss_factors(task: "Task", name: str, factors: Sequence[float] | None) -> Te
     return torch.tensor(factors, dtype=torch.float32)
 
 
+# what a step of a task calls, which keeps the promises
+STEP_PARTS = {"training_step": ("mean_loss", "mean"), "validation_step": ("measure",), "test_step": ("measure",)}
+
+
 def without_super(kind: type["Task"], base: type["Task"]) -> str:
-    """The first method of LightningModule that a task's class has in place of Task's own, without calling that; empty if there is none."""
+    """The first method of LightningModule that a task's class has in place of Task's own, without calling that, or what its step calls;
+    empty if there is none."""
     shared = {name for name in vars(base) if hasattr(pl.LightningModule, name) and not name.startswith("__")}
     for each in kind.__mro__[: kind.__mro__.index(base)]:
         for name in sorted(shared & vars(each).keys()):
             code = getattr(inspect.unwrap(vars(each)[name]), "__code__", None)
-            if code and "super" not in code.co_names:
+            if code and not {"super", *STEP_PARTS.get(name, ())} & {*code.co_names}:
                 return name
     return ""

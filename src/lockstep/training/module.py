@@ -4,7 +4,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -146,3 +146,10 @@ def sum_over_processes(sums: Sums) -> Sums:
         before = result.get(name, (0.0, 0.0))
         result[name] = before[0] + total, before[1] + weight
     return result
+
+
+def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Calls a custom `train` of each module that has one: it may keep a part in evaluation mode, or do more."""
+    for module, training in modes:
+        if type(module).train is not nn.Module.train:
+            module.train(training)

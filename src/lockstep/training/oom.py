@@ -62,7 +62,9 @@ def oom_advice(
 def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]], alone: bool) -> OutOfMemory:
     data, batch = work.loaders.data, work.loaders.size
     if batch is None:
-        return OutOfMemory(f"a batch does not fit in memory; {type(data).__name__} decides its size. {OTHERWISE}")
+        return OutOfMemory(
+            f"a batch does not fit in memory; {type(work.loaders.holder).__name__} decides its size. {OTHERWISE}"
+        )
     loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, work.arithmetic
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:

@@ -5,7 +5,7 @@
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self, cast
@@ -24,7 +24,6 @@ from lockstep.panel import Panel
 from lockstep.training.arithmetic import (
     StepArithmetic,
     clip_by_norm,
-    completes_step,
     has_row,
     scale_gradients,
     total_steps,
@@ -42,18 +41,11 @@ from lockstep.training.losses import (
     without_super,
 )
 from lockstep.training.metrics import MeanLoss, TestPanels, named
-from lockstep.training.module import Module, log_whole
+from lockstep.training.module import Module, call_own_train, log_whole
 from lockstep.training.optim import begin_momentum, head_of
 from lockstep.training.schedules import scheduler
 
 log = logging.getLogger("lockstep")
-
-
-def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Calls a custom `train` of each module that has one: it may keep a part in evaluation mode, or do more."""
-    for module, training in modes:
-        if type(module).train is not nn.Module.train:
-            module.train(training)
 
 
 @dataclass(kw_only=True)
@@ -90,7 +82,7 @@ class Parts:
 
 
 class Task(Module):
-    """Subclass it in your own file: override `loss`, and whatever else differs.
+    """Subclass it in your own file: override `loss`, and what else differs.
 
     Before it calls anything, the engine sets `about`, the data set's description of itself. It averages `loss` over the whole
     global batch, and passes real samples only. Buffers move to the device; register them with persistent=False, so
@@ -148,11 +140,11 @@ class Task(Module):
         """Arguments offered to the network. It gets those that its signature names."""
         return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
-    def outputs(self, net: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+    def outputs(self, net: Callable[..., Any], batch: Batch) -> Any:
         """What the network makes of a batch. It can only be called: its other methods would bypass the strategy."""
         return net(batch["input"])
 
-    def loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
+    def loss(self, output: Any, batch: Batch) -> Tensor:
         """loss_B: one number per sample."""
         raise NotImplementedError(f"{type(self).__name__} has no `loss`")
 
@@ -166,7 +158,7 @@ class Task(Module):
 
     def metric_arguments(self) -> dict[str, Any]:
         """Arguments offered to metrics of the config."""
-        return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
+        return Task.network_arguments(self)
 
     def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a metric's `update`."""
@@ -218,8 +210,7 @@ class Task(Module):
 
     def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """For each sample, what the report says of it by name: texts, numbers, a Mask, a Picture, Lines, Tokens."""
-        columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
-        count = len(batch["index"])
+        columns, count = {"target": batch.get("target"), **self.predictions(output)}, len(batch["index"])
         small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
         cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
         return [{name: column[row] for name, column in cells.items()} for row in range(count)]
@@ -272,8 +263,11 @@ class Task(Module):
         return self.outputs(self.parts.call_net or self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.mean_loss(self(batch), batch)
+
+    def mean_loss(self, output: Any, batch: Batch) -> Tensor:
+        """The mean of `loss` over the global batch, as `mean` gives it; logged as train/loss."""
         parts, strategy = self.parts, cast(Any, self.trainer.strategy)
-        output = self(batch)
         if not parts.began:
             parts.began = True
             self.warn_of_rounding(output)
@@ -283,8 +277,6 @@ class Task(Module):
         strategy.means.add(self, "train/loss", loss * count, count if weight is None else weight * count)
         if weight is not None:
             parts.step_weight = weight + (0.0 if parts.step_weight is None else parts.step_weight)
-        if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
-            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
     def warn_of_rounding(self, output: Any) -> None:
@@ -321,6 +313,8 @@ class Task(Module):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         begin_momentum(optimizer)
+        if has_row(self.trainer, self.trainer.global_step + 1):
+            self.log("train/lr", optimizer.param_groups[0]["lr"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["network"] = self.parts.network_arguments
@@ -336,15 +330,15 @@ class Task(Module):
         if self.parts.test_panels:
             self.parts.test_panels.begin(self.device)
 
-    def evaluation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Updates the metrics with real samples; fillers are dropped before the task sees them."""
-        parts = self.parts
-        parts.current = parts.of_stage(super().stage)[dataloader_idx] if dataloader_idx else ""
-        mean_loss, metrics = parts.evaluated[parts.current or "val"]
-        output = self(batch)
-        whole = evaluation_loss(self, output, batch)
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measure(self(batch), batch, batch_idx, dataloader_idx)
+
+    def measure(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Updates the mean loss and the metrics with real samples; fillers are dropped before the task sees them."""
+        parts, whole = self.parts, evaluation_loss(self, output, batch)
         if not batch["count"]:
             return
+        mean_loss, metrics = parts.evaluated[parts.current or "val"]
         output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.loss(output, batch), self, batch) if whole is None else whole
         mean_loss.update(loss_B, weight_of(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
@@ -354,7 +348,13 @@ class Task(Module):
         if parts.test_panels and self.trainer.testing and not dataloader_idx:
             parts.test_panels.update(output, batch, loss_B, batch_idx)
 
-    validation_step = test_step = evaluation_step
+    test_step = validation_step
+
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Names the evaluation set that `stage` and `measure` are of."""
+        self.parts.current = self.parts.of_stage(super().stage)[dataloader_idx] if dataloader_idx else ""
+
+    on_test_batch_start = on_validation_batch_start
 
     def log_evaluation(self, stage: str) -> None:
         self.parts.current = ""

@@ -1,0 +1,58 @@
+"""The loss, the metrics and the steps: a LightningModule. Its network, optimizer and schedule come from the config (train.py)."""
+
+# B batch · K class
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lockstep.data import Batch
+from lockstep.tasks import Classification
+
+
+class Classifier(Classification):
+    """One class per sample. The base class adds what needs no change: predictions by class name, and the report's panels.
+
+    Args:
+        label_smoothing: the fraction of each target that is spread over all classes.
+        class_weights: a loss factor per class, or `balanced`: the inverse of its fraction of the training samples.
+    """
+
+    expects = Classification.expects  # a class number per sample; targets are checked before training
+
+    def __init__(
+        self,
+        *,
+        label_smoothing: float = 0.0,
+        class_weights: Sequence[float] | Literal["balanced"] | None = None,
+    ) -> None:
+        super().__init__(label_smoothing=label_smoothing, class_weights=class_weights)
+
+    def outputs(self, net: Any, batch: Batch) -> Tensor:
+        """logits_BK. `self(batch)` calls it with the network as the strategy and torch.compile have changed it."""
+        return net(batch["input"])
+
+    def loss(self, logits_BK: Tensor, batch: Batch) -> Tensor:
+        """loss_B: a number per sample, so each counts once, in whatever process it is."""
+        target_B = self.checked(logits_BK, batch)
+        return F.cross_entropy(
+            logits_BK, target_B, self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
+        )
+
+    def metrics(self) -> dict[str, Metric]:
+        """Logged as val/acc and test/acc."""
+        return {"acc": MulticlassAccuracy(len(self.value_names), average="micro", validate_args=False)}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean loss over the global batch, logged as train/loss. Add `self.mean(penalty_B)` for a term of your own."""
+        return self.mean_loss(self(batch), batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Adds the samples to val/loss and the metrics, each sample once."""
+        self.measure(self(batch), batch, batch_idx, dataloader_idx)
+
+    test_step = validation_step
