@@ -1,14 +1,12 @@
-"""Creates your own project.
+"""Creates your own project: a copy of what is yours in this template, which depends on the library Lockstep.
 
-python scripts/new_project.py <folder> --package <name> [--data folder|arrays|none] [--full]
+python scripts/new_project.py <folder> --package <name>
 python scripts/new_project.py <folder> --upgrade
 
-By default a THIN project, which depends on Lockstep: train.py, eval.py, predict.py, configs/ with what differs, src/<name>/,
-tests of Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. It can upgrade Lockstep.
-  --data folder   images in class folders (default) · arrays: a data set of arrays · none: MNIST, until you have data
-  --upgrade       an existing thin project gets this checkout's Lockstep and the versions that it was tested with
-  --full          a renamed copy of all of Lockstep instead
-  --lockstep      the requirement of a thin project, such as 'lockstep @ git+https://...'. Default: the remote and commit of this
+It copies train.py, eval.py, predict.py, configs/, src/project/ (as src/<name>/) and tests/project/ (as tests/), adds pyproject.toml, CI and
+a README, and makes a first commit. To own the library as well, clone Lockstep instead.
+  --upgrade       an existing project gets this checkout's Lockstep and the versions that it was tested with
+  --lockstep      the requirement of the project, such as 'lockstep @ git+https://...'. Default: the remote and commit of this
                   checkout if they can be reached by others, else a wheel of it in the project's wheels/
 """
 
@@ -19,38 +17,128 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 
-from lockstep import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from lockstep import ROOT, TEMPLATE, WHEEL, __version__
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 
-TEMPLATES = ROOT / "templates"
-NAME = "my_project"  # of the template, which is a project that runs
-DATA = ("folder", "arrays", "none")
-WORDS = {  # of the README
-    "folder": {
-        "ABOUT_DATA": "It classifies the images in `data/`, which has one folder per class, with or without `train/`, `val/` and `test/` above them.\n"
-        "`uv run tests/made.py` writes a small sample there, until your images are.",
-        "DATA_LINE": "images in data/<class>/, or in another folder: data.root=<folder>",
-        "CONFIG_FILES": "configs/model/ data/     one file per option: the network in src/, and where the images are",
-        "SOURCE_FILES": "model.py: the network",
-    },
-    "arrays": {
-        "ABOUT_DATA": "It classifies the arrays in `data/train.npz` and `data/test.npz`: `input` (uint8, NCHW) and `target` (N).\n"
-        "`uv run tests/made.py` writes a small sample there, until your arrays are.",
-        "DATA_LINE": "data/train.npz and data/test.npz, or another folder: data.root=<folder>",
-        "CONFIG_FILES": "configs/model/ data/     one file per option; each names a class in src/",
-        "SOURCE_FILES": "model.py, data.py: the network, and what reads the arrays",
-    },
-    "none": {
-        "ABOUT_DATA": "It classifies MNIST's digits, until it has its own data.",
-        "DATA_LINE": "MNIST, until this project has its own data",
-        "CONFIG_FILES": "configs/model/           one file per option; each names a class in src/",
-        "SOURCE_FILES": "model.py: the network",
-    },
+NAME = "project"  # the package of the template
+OWNED = {
+    "train.py": "train.py",
+    "eval.py": "eval.py",
+    "predict.py": "predict.py",
+    "configs": "configs",
+    f"src/{NAME}": "src/{package}",
+    f"tests/{NAME}": "tests",
 }
+# Where its name stands: in targets, imports and paths. The word itself is used elsewhere.
+NAMED = re.compile(rf"\b{NAME}(?=\.(?:model|module|data)\b)|(?<=src/){NAME}\b")
+README = """# {package}
+
+Classifies MNIST's digits, until you change `src/{package}/`. Trains with {lockstep}: the same result up to rounding on one process or many,
+and a bit-identical one after a crash.
+
+```bash
+pip install uv
+uv run train.py                                          # MNIST; another data set: data=folder data.root=<folder>
+uv run train.py strategy=ddp trainer.devices=2           # two processes
+uv run pytest                                            # tests these promises on this project's network, loss and data
+uv run eval.py run=<name>
+uv run predict.py run=<name> input=<folder of images>
+uv run train.py --help                                   # all keys
+uv run lockstep runs                                     # a table of runs; `uv run lockstep` lists the other commands
+```
+
+    train.py                 what happens from the data to the report, in this order; eval.py and predict.py share its parts
+    src/{package}/           model.py: the network · module.py: the loss, the metrics and the steps · data.py: the data sets
+    configs/                 project.yaml: the defaults · a folder per group, whose files name the classes in src/
+    tests/                   the same weights on one process and two, a kill, an evaluation
+
+To upgrade Lockstep, run `python scripts/new_project.py <this folder> --upgrade` in a newer checkout of it, then `uv run pytest`.
+"""
+PYPROJECT = """[build-system]
+requires = ["hatchling>=1.27,<2"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{title}"
+version = "0.1.0"
+requires-python = ">=3.11,<3.14"
+dependencies = [
+    "lockstep",
+    "hydra-core>=1.4.0rc3,<1.5",   # pre-releases are installed only if requested by name
+    "hydra-submitit-launcher>=1.4.0rc3,<1.5",
+    "hydra-optuna-sweeper>=1.4.0rc3,<1.5",
+]
+
+[dependency-groups]
+dev = ["pytest>=8.3,<10", "ruff>=0.8,<1"]
+
+[tool.lockstep]
+packages = []                      # installed packages that configs may name, besides those in src/
+
+[tool.hatch.metadata]
+allow-direct-references = true
+
+[tool.hatch.build.targets.wheel]
+packages = ["src/{package}"]
+
+[tool.uv] # the versions that Lockstep was tested with; uv.lock is not committed, because it names a package index
+constraint-dependencies = []
+
+[tool.ruff]
+line-length = 120
+
+[tool.ruff.lint]
+ignore = ["E501"] # messages for people may be longer than a line
+
+[tool.ruff.lint.isort]
+known-first-party = ["lockstep", "{package}"]
+
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+"""
+CI = """name: CI
+on:
+  push: {branches: [main]}
+  pull_request:
+
+permissions: {contents: read}
+
+jobs:
+  tests:
+    runs-on: ubuntu-latest
+    timeout-minutes: 30
+    steps:
+      - uses: actions/checkout@11d5960a326750d5838078e36cf38b85af677262 # v4.4.0
+      - uses: astral-sh/setup-uv@d0cc045d04ccac9d8b7881df0226f9e82c39688e # v6.8.0
+      - run: uv run ruff check .
+      - run: uv run ruff format --check .
+      - run: uv run pytest
+"""
+IGNORED = "\n".join(
+    [
+        ".venv/",
+        "uv.lock",
+        "__pycache__/",
+        "*.egg-info/",
+        ".pytest_cache/",
+        ".ruff_cache/",
+        "/runs/",
+        "/exports/",
+        "/data/",
+        "slurm-*.out",
+        "",
+    ]
+)
+DEV = ("pytest", "ruff")  # of a project
 Wheel = tuple[str, bytes]  # name and content
 REACHABLE = re.compile(r"(https?|ssh)://|[\w.-]+@[\w.-]+:")  # addresses that others may reach; uv has no git://
 BUILDERS = (  # of a wheel, into a folder
@@ -64,7 +152,7 @@ def check(folder: Path, package: str) -> None:
     """Raises UserError if the folder is not empty or the name is not a valid package name."""
     if not package.isidentifier() or keyword.iskeyword(package) or package in ("lockstep", "hydra_plugins", "tests"):
         raise UserError(f"--package {package} is not a valid package name. Use letters, digits and _, such as flowers.")
-    if package in sys.stdlib_module_names or (find_spec(package) and package != NAME):
+    if package in sys.stdlib_module_names or (find_spec(package)):
         raise UserError(
             f"--package {package}: Python or an installed library has a package of that name. Use a different name."
         )
@@ -72,40 +160,31 @@ def check(folder: Path, package: str) -> None:
         raise UserError(f"{folder} exists and is not empty. Use a different folder.")
 
 
-def copy(source: Path, target: Path, name: dict[str, str]) -> None:
-    """Copies a file with `name` replaced; binary files are copied unchanged."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        shutil.copyfile(source, target)
-        return
-    target.write_text(replaced(text, name), encoding="utf-8")
-    shutil.copymode(source, target)
-
-
-def replaced(text: str, words: dict[str, str]) -> str:
-    for old, new in words.items():
-        text = text.replace(old, new)
-    return text
-
-
-def thin(folder: Path, package: str, data: str, requirement: str | None, wheel: Wheel | None) -> None:
-    """Copies the template, then the files for the kind of data."""
+def create(folder: Path, package: str, requirement: str | None, wheel: Wheel | None) -> None:
+    """Copies what is owned, under its new name, and adds what a project of its own needs."""
+    for source, target in OWNED.items():
+        there = TEMPLATE / source
+        for path in sorted(there.rglob("*")) if there.is_dir() else [there]:
+            place = folder / target.format(package=package) / path.relative_to(there)
+            if path.is_file() and "__pycache__" not in path.parts:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(NAMED.sub(package, path.read_text(encoding="utf-8")), encoding="utf-8")
+                shutil.copymode(path, place)
     link = re.fullmatch(r".*(https?://.*?)(\.git)?(@[^@/]*)?", requirement or "")
-    words = WORDS[data] | {
-        NAME: package,
-        NAME.replace("_", "-"): package.replace("_", "-"),
-        "[Lockstep](LOCKSTEP_ADDRESS)": f"[Lockstep]({link[1]})" if link else "Lockstep",
+    about = {
+        "package": package,
+        "title": package.replace("_", "-"),
+        "lockstep": f"[Lockstep]({link[1]})" if link else "Lockstep",
     }
-    for source in (TEMPLATES / "project", TEMPLATES / f"data-{data}"):
-        for path in sorted(path for path in source.rglob("*") if path.is_file()):
-            place = path.relative_to(source)
-            if not any(part.startswith((".", "__pycache__")) for part in place.parts):  # leftovers of tools
-                copy(path, folder / str(place).replace("dot-", ".").replace(NAME, package), words)
-    if data == "none":
-        config = folder / "configs/project.yaml"
-        config.write_text(replaced(config.read_text(), {f"  - override data: {package}\n": ""}))
+    texts = {
+        "README.md": README.format(**about),
+        "pyproject.toml": PYPROJECT.format(**about),
+        ".gitignore": IGNORED,
+        ".github/workflows/ci.yml": CI,
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     depend(folder, requirement, wheel)
 
 
@@ -133,10 +212,24 @@ def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
     file.write_text(text, encoding="utf-8")
 
 
+def needed(names: Iterator[str] | tuple[str, ...], found: set[str]) -> set[str]:
+    """Packages and all that they need on this machine, added to those that are `found` already."""
+    for name in map(canonicalize_name, names):
+        if name not in found:
+            try:
+                every = [Requirement(text) for text in requires(name) or ()]
+            except PackageNotFoundError:
+                continue
+            found.add(name)
+            needed((each.name for each in every if each.marker is None or each.marker.evaluate({"extra": ""})), found)
+    return found
+
+
 def pins() -> list[str]:
-    """The tested set of packages, by version: no hashes, which name one index's files."""
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    return [f'    "{line.rstrip(" " + chr(92))}",' for line in lines if "==" in line and not line.startswith(" ")]
+    """The tested set of the packages that a project needs, by version: no hashes, which name one index's files."""
+    names = needed(("lockstep", *DEV), set())
+    lines = (line.rstrip(" \\") for line in (TEMPLATE / "requirements.txt").read_text().splitlines() if "==" in line)
+    return [f'    "{line}",' for line in lines if line.partition("==")[0] in names]
 
 
 def git(*command: str) -> str:
@@ -146,7 +239,10 @@ def git(*command: str) -> str:
 
 
 def git_requirement() -> str | None:
-    """This commit at the first remote that others may reach and that has it; None if there is none, or files have changed since."""
+    """This commit at the first remote that others may reach and that has it; None if there is none, or files have changed since. The
+    version, if Lockstep is installed as a package."""
+    if WHEEL:
+        return f"lockstep=={__version__}"
     commit = git("rev-parse", "HEAD")
     if Path(git("rev-parse", "--show-toplevel")) != ROOT or git("status", "--porcelain", "--untracked-files=no"):
         return None
@@ -181,17 +277,6 @@ def build_wheel() -> Wheel:
     )
 
 
-def full(folder: Path, package: str) -> None:
-    """Copies every file tracked by git, with Lockstep's name replaced."""
-    title = package.replace("_", " ").title().replace(" ", "")
-    words = {"lockstep": package, "Lockstep": title, "LOCKSTEP": package.upper()}
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        raise UserError("--full copies a git checkout of Lockstep, and git ls-files failed here. Clone Lockstep first.")
-    for name in listed.stdout.splitlines():
-        copy(ROOT / name, folder / replaced(name, words), words)
-
-
 def commit(folder: Path, message: str) -> None:
     """Makes the project's first commit, if git and an author's name are there."""
     known = subprocess.run(["git", "config", "user.email"], capture_output=True).returncode == 0
@@ -205,14 +290,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--package")
     parser.add_argument("--upgrade", action="store_true")
-    parser.add_argument("--data", choices=DATA, default="folder")
     parser.add_argument("--lockstep", help="a requirement; default: this checkout's commit at its remote, or a wheel")
-    parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
     requirement = args.lockstep or git_requirement()
     if args.upgrade:
-        if args.package or args.full or not (args.folder / "pyproject.toml").is_file():
-            raise UserError("--upgrade takes the folder of an existing thin project, and no option but --lockstep.")
+        if args.package or not (args.folder / "pyproject.toml").is_file():
+            raise UserError("--upgrade takes the folder of an existing project, and no option but --lockstep.")
         depend(args.folder, requirement, None if requirement else build_wheel())
         now = requirement or "the wheel in wheels/"
         print(f"{args.folder} now depends on {now}: cd {args.folder} && uv run pytest")
@@ -220,10 +303,7 @@ def main() -> None:
     if not args.package:
         raise UserError("--package is missing. Pass the name of the package, for example --package flowers.")
     check(args.folder, args.package)
-    if args.full:
-        full(args.folder, args.package)
-    else:
-        thin(args.folder, args.package, args.data, requirement, None if requirement else build_wheel())
+    create(args.folder, args.package, requirement, None if requirement else build_wheel())
     commit(args.folder, f"{args.package}, begun from Lockstep's template")
     print(f"{args.folder} is ready: cd {args.folder} && uv run pytest && uv run train.py")
 

@@ -11,8 +11,8 @@ import thin_project
 from lockstep import CONFIGS, ROOT
 from lockstep.launch.local import scripts
 
-MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("templates/**/*.md")])
-HEADERS = sorted((CONFIGS / "experiment").glob("*.yaml"))  # a recipe's header has its command
+MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+HEADERS = sorted((ROOT / "configs/experiment").glob("*.yaml"))  # a recipe's header has its command
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"(?:# @package _global_\n)?# (\S+/\S+\.(?:py|yaml))\n")  # Hydra wants its own line first
 INLINE = re.compile(r"`([^`\n]+)`")

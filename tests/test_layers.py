@@ -157,7 +157,7 @@ def names(path: Path) -> Iterator[object]:
 def test_private_names_of_libraries_are_touched_in_compat_only():
     found = {(room(path), name) for path in FILES if room(path) != "compat" for name in names(path) if is_private(name)}
     assert {name for _, name in found} == set(PRIVATE), sorted(found)
-    for path in (file for place in ("*.py", "scripts", "templates", "benchmarks") for file in ROOT.glob(place)):
+    for path in (file for place in ("*.py", "scripts", "benchmarks") for file in ROOT.glob(place)):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             assert not {name for name in names(file) if is_private(name)} - set(PRIVATE), file
 
