@@ -1,15 +1,15 @@
-"""Creates your own project.
+"""Create a new project.
 
 python scripts/new_project.py <folder> --package <name> [--data folder|arrays|none] [--full]
 python scripts/new_project.py <folder> --upgrade
 
-By default a THIN project, which depends on Lockstep: train.py, eval.py, predict.py, configs/ with what differs, src/<name>/,
-tests of Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. It can upgrade Lockstep.
+The default is a THIN project, which depends on Lockstep and can upgrade it. It has train.py, eval.py, predict.py, configs/ with what
+differs from the defaults, src/<name>/, tests of Lockstep's promises on the project's data, pyproject.toml, CI, README, and a first commit.
   --data folder   images in class folders (default) · arrays: a data set of arrays · none: MNIST, until you have data
-  --upgrade       an existing thin project gets this checkout's Lockstep and the versions that it was tested with
-  --full          a renamed copy of all of Lockstep instead
-  --lockstep      the requirement of a thin project, such as 'lockstep @ git+https://...'. Default: the remote and commit of this
-                  checkout if they can be reached by others, else a wheel of it in the project's wheels/
+  --upgrade       upgrade a thin project to this checkout's Lockstep and the package versions that it was tested with
+  --full          create a renamed copy of all of Lockstep instead
+  --lockstep      how a thin project requires Lockstep, such as 'lockstep @ git+https://...'. Default: the remote and commit of
+                  this checkout if others can reach them, else a wheel in the project's wheels/
 """
 
 import argparse
@@ -32,20 +32,20 @@ DATA = ("folder", "arrays", "none")
 WORDS = {  # of the README
     "folder": {
         "ABOUT_DATA": "It classifies the images in `data/`, which has one folder per class, with or without `train/`, `val/` and `test/` above them.\n"
-        "`uv run tests/made.py` writes a small sample there, until your images are.",
+        "`uv run tests/made.py` writes a small sample there, until you add your images.",
         "DATA_LINE": "images in data/<class>/, or in another folder: data.root=<folder>",
-        "CONFIG_FILES": "configs/model/ data/     one file per option: the network in src/, and where the images are",
+        "CONFIG_FILES": "configs/model/ data/     one file per option: the network in src/, and the location of the images",
         "SOURCE_FILES": "model.py: the network",
     },
     "arrays": {
         "ABOUT_DATA": "It classifies the arrays in `data/train.npz` and `data/test.npz`: `input` (uint8, NCHW) and `target` (N).\n"
-        "`uv run tests/made.py` writes a small sample there, until your arrays are.",
+        "`uv run tests/made.py` writes a small sample there, until you add your arrays.",
         "DATA_LINE": "data/train.npz and data/test.npz, or another folder: data.root=<folder>",
         "CONFIG_FILES": "configs/model/ data/     one file per option; each names a class in src/",
-        "SOURCE_FILES": "model.py, data.py: the network, and what reads the arrays",
+        "SOURCE_FILES": "model.py, data.py: the network, and the class that reads the arrays",
     },
     "none": {
-        "ABOUT_DATA": "It classifies MNIST's digits, until it has its own data.",
+        "ABOUT_DATA": "It classifies the digits of MNIST, until it has its own data.",
         "DATA_LINE": "MNIST, until this project has its own data",
         "CONFIG_FILES": "configs/model/           one file per option; each names a class in src/",
         "SOURCE_FILES": "model.py: the network",
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--package")
     parser.add_argument("--upgrade", action="store_true")
     parser.add_argument("--data", choices=DATA, default="folder")
-    parser.add_argument("--lockstep", help="a requirement; default: this checkout's commit at its remote, or a wheel")
+    parser.add_argument("--lockstep", help="the requirement; default: this checkout's commit at its remote, or a wheel")
     parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
     requirement = args.lockstep or git_requirement()

@@ -1,9 +1,9 @@
-"""Draws what the network sees: samples of a run's training batches before and after augmentation, with their targets.
+"""Draw the network's input: samples of a training batch before and after augmentation, with their targets.
 
 python scripts/show_batch.py [--count 16] [--step 0] [--epoch 0] [--out batch.png] [key=value ...]
 
-The arguments are those of train.py: python scripts/show_batch.py data=cifar10 augment=strong. It shows the samples that training
-takes at that step, prepared by the same code, so exactly what a run with these arguments sees.
+Takes the keys of train.py: python scripts/show_batch.py data=cifar10 augment=strong. It draws exactly the samples that a run with
+these arguments trains on at that step, prepared by the same code.
 """
 
 import argparse
@@ -113,8 +113,8 @@ def name(target: Any, about: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=16, help="how many samples")
-    parser.add_argument("--step", type=int, default=0, help="of the epoch, from 0")
+    parser.add_argument("--count", type=int, default=16, help="number of samples")
+    parser.add_argument("--step", type=int, default=0, help="step of the epoch, from 0")
     parser.add_argument("--epoch", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("batch.png"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
