@@ -20,10 +20,10 @@ from lockstep.machine.world import rank_of
 from lockstep.reporting.render import chart, render
 from lockstep.run import RunFolder
 
-SMOOTHING = 0.9  # of the loss, an exponential moving average
-EDGE = 0.1  # the first steps, whose average has few losses, and the last are no suggestion
+SMOOTHING = 0.9  # decay of the moving average of the loss
+EDGE = 0.1  # fraction of the steps at each end that is never suggested: the first averages have few losses
 DIVERGED = 4.0  # the curve ends where the loss is this many times the smallest
-ITS_OWN = ("schedule", "optim.lr", "trainer.max_epochs", "trainer.max_steps")  # keys that it sets
+ITS_OWN = ("schedule", "optim.lr", "trainer.max_epochs", "trainer.max_steps")  # keys that the test sets
 OVERRIDES = [
     "trainer.max_epochs=-1", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0",
     "trainer.enable_checkpointing=false", "callbacks=[]", "logger=csv", "schedule=exponential", "schedule.final_fraction=1.0",

@@ -27,7 +27,7 @@ from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 
 TEMPLATES = ROOT / "templates"
-NAME = "my_project"  # of the template, which is a project that runs
+NAME = "my_project"  # of the template, which is a runnable project
 DATA = ("folder", "arrays", "none")
 WORDS = {  # of the README
     "folder": {
@@ -134,19 +134,19 @@ def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
 
 
 def pins() -> list[str]:
-    """The tested set of packages, by version: no hashes, which name one index's files."""
+    """The tested package versions, without hashes, because hashes belong to the files of one index."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     return [f'    "{line.rstrip(" " + chr(92))}",' for line in lines if "==" in line and not line.startswith(" ")]
 
 
 def git(*command: str) -> str:
-    """What git says of this checkout; empty if it is none."""
+    """The output of git in this checkout; empty if it is no git repository."""
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
     return "" if done.returncode else done.stdout.strip()
 
 
 def git_requirement() -> str | None:
-    """This commit at the first remote that others may reach and that has it; None if there is none, or files have changed since."""
+    """This commit at the first reachable remote that has it; None if there is none, or if files have changed since."""
     commit = git("rev-parse", "HEAD")
     if Path(git("rev-parse", "--show-toplevel")) != ROOT or git("status", "--porcelain", "--untracked-files=no"):
         return None

@@ -27,7 +27,7 @@ from lockstep.reporting.console import print_wide
 COLUMNS = (
     "strategy", "devices", "micro-batch", "memory each", "largest micro-batch", "sent per step", "step", "of it communication", "epoch", "run",
 )  # fmt: skip
-STEPS = 12  # that --measure trains; the report's speed leaves out the first ones
+STEPS = 12  # steps that --measure trains; the report's speed excludes the first ones
 
 
 def costs_of(settings: Settings) -> tuple[Any, int]:

@@ -57,7 +57,7 @@ COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.
 
 
 def value_of(run: Report, key: str) -> Any:
-    """Of report.json or config.yaml; ABSENT without the key. A group has the value of its title."""
+    """A value of report.json or config.yaml; ABSENT without the key. A group has the value of its title."""
     key = RENAMES.get(key, key)
     if key in run or key.partition(".")[0] not in (*GROUPS, *KEYS):
         return run.get(key, ABSENT)  # config.yaml is read when it is needed
@@ -193,7 +193,7 @@ def has_failed(run: Report, stale_min: float) -> bool:
 
 
 def again(run: Report, runs_dir: Path) -> str:
-    """The command that runs it again; see the rules at the top."""
+    """The command that reruns it; see the rules at the top."""
     name, begun, given = run["run"], run.run_folder.has_config(), overrides_of(run)
     saved = begun and next(checkpoints(run.folder), None)
     if (begun and not run.settings) or (not saved and given is None):

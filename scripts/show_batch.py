@@ -83,7 +83,7 @@ def bytes_of(batch: "Batch", about: Mapping[str, Any]) -> NDArray[np.uint8]:
 
 
 def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image:
-    """The image, with the target over it if that is a mask."""
+    """The image; if the target is a mask, with the mask over it."""
     if target.shape != image_HW3.shape[:2]:
         return Image.fromarray(image_HW3)
     from lockstep.reporting.panels import blended
@@ -92,7 +92,7 @@ def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image
 
 
 def caption(batch: "Batch", place: int, about: Mapping[str, Any], longest: int) -> str:
-    """The target of a sample; of a mixed one, both with their shares."""
+    """The target of a sample; for a mixed sample, both targets with their fractions."""
     own = name(batch["target"][place].tolist(), about)
     if "share" in batch:
         share, other = float(batch["share"][place]), int(batch["partner"][place])
@@ -101,7 +101,7 @@ def caption(batch: "Batch", place: int, about: Mapping[str, Any], longest: int) 
 
 
 def name(target: Any, about: Mapping[str, Any]) -> str:
-    """A target in words; nothing for a mask."""
+    """A target as text; empty for a mask."""
     if isinstance(target, list):
         labels = about.get("labels")
         if labels and len(labels) == len(target):
