@@ -152,7 +152,9 @@ def main() -> None:
     if args.on not in DEVICES:
         raise UserError(f"--on {args.on}: the known kinds are {', '.join(DEVICES)}.")
     if not 0 < args.utilisation <= 1 or min(*args.devices, args.nodes) < 1:
-        raise UserError("--utilisation is a share of the peak, above 0 to 1. --devices and --nodes are at least 1.")
+        raise UserError(
+            "--utilisation is a fraction of the peak, above 0 and at most 1. --devices and --nodes are at least 1."
+        )
     settings = checked(args.overrides)
     if args.measure and settings.world.size > 1:
         raise UserError("--measure trains in this process. Remove strategy and trainer.devices.")
