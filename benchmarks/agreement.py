@@ -1,15 +1,15 @@
-"""How far results differ between strategies and numbers of processes: tables in Markdown.
+"""Measures how much results differ between strategies and numbers of processes. Prints Markdown tables.
 
-python benchmarks/agreement.py strategies [key=value ...]           # from one process, in fp32
-python benchmarks/agreement.py drift [--steps 10 40 160]            # of two processes from one, by the number of steps
+python benchmarks/agreement.py strategies [key=value ...]           # each strategy against one process, in fp32
+python benchmarks/agreement.py drift [--steps 10 40 160]            # two processes against one, by the number of steps
 python benchmarks/agreement.py bits [--steps 40]                    # exact.logical_ranks=8, on any number of processes
 
-strategies: recipes are trained for some steps with clipping and augmentation: BasicNet with its dropout at a low learning rate, the
-default recipe (AdamW at 1e-3, dropout), and a ResNet of timm whose batch norm is synchronised. dp is one device where there are no
-GPUs. Differences are relative: of a loss, the difference over the value; of weights, the norm of the difference over the norm, of all
-of them together and of the tensor that differs most. 1e-7 is the rounding of one number in fp32.
-bits: a digest of weights, averages, optimizer and schedule, trained on one process, on several, and with its processes killed and a
-different number of them resuming.
+strategies: trains three recipes for some steps: BasicNet with dropout at a low learning rate, the default recipe (AdamW at 1e-3,
+dropout), and a timm ResNet with synchronised batch norm. All but the default have clipping and augmentation. Without GPUs, dp uses one
+device. Differences are relative: for a loss, the difference over the value; for weights, the norm of the difference over the norm, of
+all weights together and of the tensor that differs most. Rounding one number in fp32 changes it by 1e-7.
+bits: compares a digest of weights, averages, optimizer and schedule after training on one process, on several, and on processes that
+are killed and resumed by a different number of processes.
 
 Exit code 1 if a strategy differs by more than its limit, or if a recipe has more than one digest.
 """
@@ -51,8 +51,8 @@ def trained(runs_dir: Path, name: str, *overrides: str) -> Report:
 
 
 def difference(reference: Report, other: Report) -> tuple[float, float, float]:
-    """Of the losses, the greatest of any step; of all weights and buffers as one vector; and the greatest of any tensor: small ones, such as
-    biases that began at zero, differ most."""
+    """Three relative differences: the largest over the losses of all steps; that of all weights and buffers as one vector; and the largest
+    over single tensors. Small tensors, such as biases that started at zero, differ most."""
     losses = [run.curves["train/loss"].values for run in (reference, other)]
     weights: list[dict[str, Any]] = [read(r.folder / "checkpoints" / "last.ckpt").weights for r in (reference, other)]
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
@@ -69,13 +69,13 @@ def difference(reference: Report, other: Report) -> tuple[float, float, float]:
 LOW_RATE = [
     "augment=[shift,flip]", "augment.shift.pixels=2", "trainer.gradient_clip_val=0.5", "optim=sgd", "optim.lr=0.003", "schedule=cosine",
 ]  # fmt: skip
-# Without momentum and with a smooth activation: kinks multiply any rounding, also that of a different number of threads.
+# No momentum and a smooth activation, because kinks amplify any rounding, including that of a different number of threads.
 NORM = [
     *LOW_RATE, "model=timm", "model.name=test_resnet", "+model.act_layer=silu", "trainer.sync_batchnorm=true", "optim.momentum=0",
     "optim.nesterov=false",
 ]  # fmt: skip
 DEFAULT, BATCH_NORM = "the default: BasicNet, AdamW 1e-3", "ResNet with batch norm, SGD 0.003"
-RECIPES: dict[str, tuple[list[str], int, float]] = {  # overrides, steps, limit of the weights
+RECIPES: dict[str, tuple[list[str], int, float]] = {  # overrides, steps, limit for the weights
     "BasicNet, SGD 0.003": (LOW_RATE, 50, 2e-6),
     DEFAULT: ([], 40, 5e-4),
     BATCH_NORM: (NORM, 50, 1e-6),
@@ -87,14 +87,14 @@ HEAD = ["recipe", "steps", "strategy", "processes", "accumulation", "greatest lo
 
 
 def setups(recipe: str) -> list[tuple[str, int, int]]:
-    if recipe == BATCH_NORM:  # accumulated micro-batches have their own batch statistics, and so do the replicas of dp
+    if recipe == BATCH_NORM:  # accumulated micro-batches and the replicas of dp have their own batch statistics
         return [(name, world, accumulate) for name, world, accumulate in SETUPS if accumulate == 1 and name != "dp"]
-    # a schedule over all steps would differ in a first part that ends earlier
+    # resuming from a shorter first run needs a constant schedule: others depend on the total number of steps
     return [*SETUPS, RESUMED] if recipe == DEFAULT else SETUPS
 
 
 def strategies(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
-    """The table, and whether all are within their limits."""
+    """The table, and whether all differences are within their limits."""
     rows, good = [], True
     for number, (recipe, (overrides, steps, limit)) in enumerate(RECIPES.items()):
         common = ["trainer.log_every_n_steps=1", *overrides, *args.overrides]
@@ -126,7 +126,7 @@ PAIRS: dict[str, tuple[list[str], list[str]]] = {  # BasicNet: the recipe, and w
 
 
 def drift(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
-    """Relative differences of all weights. The last row has two seeds, for comparison."""
+    """Relative differences of all weights. The last row compares two seeds, for reference."""
     rows = []
     for number, (name, (recipe, more)) in enumerate(PAIRS.items()):
         rows.append([name])
@@ -153,7 +153,7 @@ EXACT = {
 
 
 def alone(strategy: str, processes: int = 1) -> list[str]:
-    """The arguments of Python for a run that starts its own processes."""
+    """Arguments of Python for a run that starts its own processes."""
     return [TRAIN, *on(strategy, processes)]
 
 
@@ -161,7 +161,7 @@ def torchrun(processes: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", TRAIN, "strategy=ddp"]
 
 
-# Each a list of stages; all but the last are killed at a fraction of the steps, and the next one resumes.
+# Each is a list of stages. All but the last are killed at a fraction of the steps, and the next stage resumes.
 WAYS: dict[str, list[list[str]]] = {
     "one process": [alone("single")],
     **{f"ddp, {n} processes": [alone("ddp", n)] for n in (2, 4, 8)},
@@ -177,7 +177,7 @@ def train(stages: list[list[str]], overrides: list[str], run: Path, steps: int) 
     log = run.parent / f"{run.name}.log"
     for number, stage in enumerate(stages, start=1):
         process = start_command([sys.executable, *stage, *given], log)
-        if number < len(stages):  # killed once its log shows a step, whose checkpoint may be still to come
+        if number < len(stages):  # kill it once its log shows the step; the step's checkpoint may not exist yet
             step = steps * number // len(stages)
             wait_until(lambda: last_step(run / "metrics.csv") >= step or process.poll() is not None, math.inf, 0.2)  # noqa: B023
             os.killpg(process.pid, signal.SIGKILL)
@@ -187,7 +187,7 @@ def train(stages: list[list[str]], overrides: list[str], run: Path, steps: int) 
 
 
 def digest(run: Path) -> str:
-    """What two versions of Lockstep are compared by."""
+    """A hash of the trained state, which two versions of Lockstep can compare."""
     content = torch.load(run / "checkpoints/last.ckpt", weights_only=True, map_location="cpu")
     found = hashlib.blake2b(digest_size=6)
     for keys, leaf in leaves({part: content.get(part) for part in PARTS}):
@@ -214,7 +214,9 @@ def bits(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
 def main() -> int:
     parser = measuring.parser(__doc__)
     parts = parser.add_subparsers(dest="what", required=True, metavar="strategies|drift|bits")
-    parts.add_parser("strategies").add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
+    parts.add_parser("strategies").add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides for every run"
+    )
     parts.add_parser("drift").add_argument("--steps", type=int, nargs="+", default=[10, 40, 160])
     parts.add_parser("bits").add_argument("--steps", type=int, default=40)
     args = parser.parse_args()

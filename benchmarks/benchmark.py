@@ -3,15 +3,15 @@
 python benchmarks/benchmark.py [--data-root <folder>] [--rounds 12]
 python benchmarks/benchmark.py --world 2                    # two processes (ddp) each
 python benchmarks/benchmark.py --recipe resnet50d           # CIFAR-10 at 336 pixels
-python benchmarks/benchmark.py --networks                   # BasicNet: each with the other's network as well
-python benchmarks/benchmark.py --quick --check              # exit code 1 if Lockstep got slow, compared with the others
+python benchmarks/benchmark.py --networks                   # BasicNet: also swap the networks of Lockstep and the plain loop
+python benchmarks/benchmark.py --quick --check              # exit code 1 if Lockstep is too slow relative to the others
 
-Each contender is a process that is started once; then they train in turns of --segment optimizer steps, in the opposite order in
-every other round. Machines are shared: read the ratios, which are medians over the rounds of the ratio within a round. The contenders,
-and what they omit, are in contenders.py. Contenders of --group peers whose package is missing are skipped.
+Each contender is a process that starts once. The contenders then train in turns of --segment optimizer steps, with the order reversed in
+every other round. Because machines are shared, read the ratios: each is the median over the rounds of the ratio within a round.
+contenders.py defines the contenders and lists what they omit. Peers whose package is missing are skipped (`uv run --group peers`).
 
-Memory is that of one process, and + that of its GPU. `equal precision` is 32-true, with TF32 on GPUs as all peers. An upper bound is
-Lockstep's network, optimizer and precision in a bare loop over one batch that is on the device already.
+Memory is the peak of one process, plus (+) that of its GPU. `equal precision` is 32-true, with TF32 on GPUs, as for all peers. An upper
+bound is Lockstep's network, optimizer and precision in a bare loop over one batch that is already on the device.
 """
 
 import argparse
@@ -43,16 +43,16 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.exits import exit_code
 from lockstep.machine.world import cores, gpu_count, visible_gpus
 
-REST = 0  # steps: all that are left
-ANSWER_S = 1800  # a turn on a slow machine; a contender that hangs ends the benchmark
+REST = 0  # steps: all that remain
+ANSWER_S = 1800  # limit of a turn, enough for a slow machine; a contender that hangs ends the benchmark
 UPPER_BOUNDS = {"lockstep": "upper bound", "lockstep equal precision": "upper bound equal precision"}
 PLAIN, FP32 = "plain", "32-true"
-TOLERANCE = 0.01  # of accuracies: one percentage point
+TOLERANCE = 0.01  # between accuracies: one percentage point
 
 
 @dataclass
 class Figures:
-    """Of one contender: its answers, a turn each, and its accuracy."""
+    """One contender: its answer for each turn, and its accuracy."""
 
     turns: list[Mapping[str, Any]] = field(default_factory=list)
     accuracy: float | None = None
@@ -63,7 +63,7 @@ class Figures:
 
     @property
     def waiting(self) -> float | None:
-        """The fraction of the time spent waiting for data; None if it is not known."""
+        """The fraction of time spent waiting for data; None if unknown."""
         known = [turn["waited_s"] for turn in self.turns if turn["waited_s"] is not None]
         return sum(known) / sum(turn["seconds"] for turn in self.turns) if len(known) == len(self.turns) else None
 
@@ -76,7 +76,7 @@ Contenders = Mapping[str, Figures]
 
 
 def ratio(contenders: Contenders, name: str, other: str | None) -> float | None:
-    """None where one of them did not run."""
+    """None if one of them did not run."""
     if other not in contenders or name not in contenders:
         return None
     return measuring.ratio(contenders[name].speeds, contenders[str(other)].speeds)
@@ -97,7 +97,7 @@ def table(contenders: Contenders) -> str:
 
 
 def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) -> Iterator[str]:
-    """Ratios below their limits, long waiting, and contenders that did not learn what the plain loop did: theirs was different work."""
+    """Ratios below their limits, long waits for data, and contenders whose accuracy differs from the plain loop's: they did different work."""
     expected = contenders[PLAIN].accuracy if PLAIN in contenders else None
     for name, figures in contenders.items():
         if expected is not None and figures.accuracy is not None and abs(figures.accuracy - expected) > TOLERANCE:
@@ -110,10 +110,11 @@ def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
             yield f"{name} is {found:.2f} times as fast as {other}; at least {limit:.2f} is expected"
 
 
-# Ratios, with room for the noise of a shared machine: 2.9, 1.7, 0.88 and 0.93 were seen with --quick on two cores. The first holds where the default precision is a lower one.
+# Limits with room for the noise of a shared machine: --quick measured 2.9, 1.7, 0.88 and 0.93 on two cores. The first applies if the
+# default precision is below fp32.
 FASTER_BY_DEFAULT = {("lockstep", PLAIN): 1.5}
 LIMITS = {("lockstep equal precision", PLAIN): 1.15, **dict.fromkeys(UPPER_BOUNDS.items(), 0.75)}
-MOST_WAITING = 0.05  # 0.01 to 0.02 were seen
+MOST_WAITING = 0.05  # 0.01 to 0.02 were measured
 PEERS = ("plain", "accelerate", "transformers")
 Kinds = dict[str, tuple[str, list[str]]]  # name: what it is, its options
 EQUAL = ["trainer.precision=32-true"]
@@ -123,13 +124,13 @@ OURS: Kinds = {
     "upper bound": ("upper_bound", []),
     "upper bound equal precision": ("upper_bound", EQUAL),
 }
-NETWORKS: Kinds = {  # of basic_net: each with the other's network, to tell what the engine gives from what the network gives
+NETWORKS: Kinds = {  # of basic_net: with swapped networks, to separate the engine's contribution from the network's
     "plain, Lockstep's network": ("plain_our_net", []),
     "lockstep, the plain loop's network": ("lockstep_plain_net", []),
     "lockstep equal precision, the plain loop's network": ("lockstep_plain_net", EQUAL),
 }
 RECIPES = {"basic_net": ["model=basic_net", "data=mnist"], "resnet50d": ["model=resnet50d", "data=cifar10"]}
-AMOUNTS = {  # batch, optimizer steps of a turn, rounds
+AMOUNTS = {  # batch, optimizer steps per turn, rounds
     ("basic_net", "cpu"): (64, 60, 12),
     ("basic_net", "cuda"): (64, 200, 12),
     ("resnet50d", "cpu"): (8, 2, 3),  # 2 to 5 images/s on two cores
@@ -138,7 +139,7 @@ AMOUNTS = {  # batch, optimizer steps of a turn, rounds
 
 
 def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> Kinds:
-    """Contenders by name. Peers whose package is not installed are skipped, with a line about each."""
+    """Contenders by name. Peers whose package is not installed are skipped, with a message."""
     found: Kinds = {}
     for name in peers:
         if name == "plain" or importlib.util.find_spec(name):
@@ -150,7 +151,7 @@ def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> Kinds:
 
 
 def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
-    """Options of all contenders, and a line about them. The data is prepared here, once."""
+    """Options of all contenders, and a line that describes them. Also prepares the data, once."""
     overrides = [
         *RECIPES[args.recipe], f"loader.batch_size={args.batch_size}", f"trainer.accelerator={args.device}",
         "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false", *["strategy=ddp"] * (args.world > 1),
@@ -169,20 +170,20 @@ def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
 
 
 def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
-    """`options`, with TF32 for all that compute in fp32 on a GPU: the peers and Lockstep in equal precision. It is for products and
-    convolutions; in a plain loop torch has it for convolutions alone."""
+    """`options`, plus TF32 for all that compute in fp32 on a GPU: the peers, and Lockstep in equal precision. It applies to matrix products
+    and convolutions; torch's default in a plain loop is convolutions only."""
     equal = kind in (*PEERS, "plain_our_net") or options == EQUAL
     return [*options, *["tf32=true"] * (equal and device == "cuda")]
 
 
 class Contender:
-    """A process, or a torchrun of several, that trains when asked to."""
+    """A process, or several under torchrun, that trains on request."""
 
     def __init__(self, name: str, kind: str, overrides: list[str], folder: Path, *, device: str, world: int) -> None:
         self.name = name
         script = [str(Path(__file__).resolve().with_name("contenders.py")), kind, *overrides]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-        # Trainer would use all GPUs that it sees
+        # transformers' Trainer would use all visible GPUs
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[:world]) if device == "cuda" else ""}
         env |= {"OMP_NUM_THREADS": str(max(1, cores() // world))} if world > 1 else {}
         self.log, pipe = folder / f"{name}.log", subprocess.PIPE
@@ -210,7 +211,7 @@ class Contender:
 
     def end(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()  # which ends it
+            self.process.stdin.close()  # which ends the process
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=30)
         self.process.terminate()
@@ -230,7 +231,7 @@ def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -
             process.answer()
         say(f"{len(processes)} contenders are ready")
         for process in processes:
-            process.train(args.segment)  # warms up
+            process.train(args.segment)  # warm-up
         for i in range(args.rounds):
             for process in processes if i % 2 == 0 else processes[::-1]:
                 figures[process.name].turns.append(process.train(args.segment))
@@ -246,7 +247,7 @@ def say(line: str) -> None:
 
 
 def machine(device: str) -> str:
-    """The processor, and the GPU."""
+    """Names of the processor and the GPU."""
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", info.read_text() if info.is_file() else "")
     names = [model[1] if model else platform.machine()]
@@ -271,17 +272,25 @@ def main(args: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     parser = measuring.parser(__doc__)
     parser.add_argument("--recipe", choices=RECIPES, default="basic_net")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--world", type=int, default=1, help="processes of each contender")
-    parser.add_argument("--peers", type=some_of(PEERS), help="some of the peers; default: all, with --quick plain")
-    parser.add_argument("--also", action="append", default=[], help="Lockstep with these options: 'compile=true'")
-    parser.add_argument("--networks", action="store_true", help="basic_net: each with the other's network as well")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
+    parser.add_argument("--world", type=int, default=1, help="processes per contender")
+    parser.add_argument(
+        "--peers", type=some_of(PEERS), help="comma-separated peers; default: all, or plain with --quick"
+    )
+    parser.add_argument(
+        "--also", action="append", default=[], help="add Lockstep with these options, such as 'compile=true'"
+    )
+    parser.add_argument(
+        "--networks", action="store_true", help="basic_net: also swap the networks of Lockstep and the plain loop"
+    )
     parser.add_argument("--data-root", type=Path, help="data.root of all contenders")
-    parser.add_argument("--segment", type=int, help="optimizer steps of a turn")
+    parser.add_argument("--segment", type=int, help="optimizer steps per turn")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--quick", action="store_true", help="embedded images, the plain loop alone, few short rounds")
-    parser.add_argument("--check", action="store_true", help="exit code 1 when a ratio is below its limit")
-    parser.add_argument("--accuracy", action=argparse.BooleanOptionalAction, help="default: of basic_net, not --quick")
+    parser.add_argument("--quick", action="store_true", help="embedded images, only the plain loop, few short rounds")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a ratio is below its limit")
+    parser.add_argument(
+        "--accuracy", action=argparse.BooleanOptionalAction, help="default: on for basic_net without --quick"
+    )
     args = parser.parse_args()
     args.device = args.device or ("cuda" if gpu_count() else "cpu")
     if args.device == "cuda" and gpu_count() < args.world:

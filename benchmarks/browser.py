@@ -1,9 +1,9 @@
-"""A headless Chromium for pages in files: tests of the report, and pictures of pages for the docs.
+"""Opens HTML files in a headless Chromium, for tests of the report and screenshots in the docs.
 
 python benchmarks/browser.py classification=runs/first/report.html runs=runs.html ...
 
-Writes docs/images/report-<name>.png, the top of the page at 1280 px, and of `phone=<page>` at 390 px. A name with `#`, such as
-segmentation#test=<page>, starts at the section of that id.
+Writes docs/images/report-<name>.png: the top of the page, 1280 px wide, or 390 px for `phone=<page>`. With a `#` in the name, such as
+segmentation#test=<page>, the screenshot starts at the section with that id.
 """
 
 import base64
@@ -56,7 +56,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def missing() -> str | None:
-    """Why there is no browser here; None if there is one."""
+    """Why no browser is available; None if one is."""
     if not any(map(shutil.which, NAMES)) or not shutil.which("chromedriver"):
         return "no chromium with chromedriver (scripts/install_test_systems.sh installs them)"
     return None if find_spec("selenium") else "no selenium (uv sync installs it)"
@@ -80,7 +80,7 @@ def browser() -> Iterator[Any]:
 
 
 def show(driver: Any, page: Path, *, width: int, height: int = 800, dark: bool = False) -> None:
-    """Opens a page as a window of `width` shows it. Narrow ones are phones."""
+    """Opens a page in a window of `width` pixels. Narrow windows emulate a phone."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
@@ -89,7 +89,7 @@ def show(driver: Any, page: Path, *, width: int, height: int = 800, dark: bool =
 
 
 def screenshot(driver: Any, path: Path, *, width: int, height: int) -> None:
-    """Of what the window shows."""
+    """Saves a screenshot of the window."""
     clip = {"x": 0, "y": driver.execute_script("return scrollY"), "width": width, "height": height, "scale": 1}
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")

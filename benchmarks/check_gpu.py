@@ -1,10 +1,10 @@
-"""What a GPU must show, most important first, within a budget of seconds.
+"""Checks Lockstep on a GPU within a time budget, most important checks first.
 
 python benchmarks/check_gpu.py [--budget 520] [--only waits,bits] [--data <folder>] [--out gpu-checks]
-python benchmarks/check_gpu.py --device cpu      # the same commands with small networks, to see that they work
+python benchmarks/check_gpu.py --device cpu      # the same commands with small networks, to test this script
 
-The folder of --data has MNIST; without it, the runs train on the embedded images. --out gets summary.txt (what is printed), reports.json,
-and the output of each command. A command that fails does not end the others. docs/measurements/gpu.md has what was seen.
+--data is a folder with MNIST; without it, the runs train on the embedded images. --out receives summary.txt (the printed lines),
+reports.json, and the output of each command. After a failed command, the next ones still run. docs/measurements/gpu.md has the results.
 """
 
 import itertools
@@ -35,9 +35,9 @@ from lockstep.errors import UserError
 from lockstep.extras.comparison import tensor_difference
 from lockstep.machine.world import gpu_count
 
-COMMAND_S = 120.0  # the longest that a command may take
-LEAST_S = 25.0  # with less left, no stage begins
-SIZES = {  # of the runs that measure speed and memory: network, pixels, batch, steps
+COMMAND_S = 120.0  # limit of a command
+LEAST_S = 25.0  # with less time left, no stage starts
+SIZES = {  # for the runs that measure speed and memory: network, pixels, batch, steps
     "cuda": (["model=resnet50d"], 336, 128, 60),
     "cpu": (["model=timm", "model.name=test_resnet"], 32, 16, 8),
 }
@@ -56,7 +56,7 @@ class Checks:
         self.cwd = ROOT
 
     def limit_s(self) -> float:
-        """How long a command may take now."""
+        """The time limit of the next command."""
         return min(COMMAND_S, self.began_s + self.budget_s - time.monotonic())
 
     def say(self, line: str) -> None:
@@ -69,7 +69,7 @@ class Checks:
         return (self.out / f"{name}.txt").read_text(errors="replace").strip()
 
     def run(self, name: str, command: Sequence[str], kill_at_step: int = 0) -> int:
-        """The exit code. The command and what it started are killed when the run is at this step, and when its time is over."""
+        """Returns the exit code. Kills the command and its child processes when the run reaches `kill_at_step`, or at the time limit."""
         child = measuring.start_command([sys.executable, *command], self.out / f"{name}.txt", cwd=self.cwd)
         metrics, limit_s = self.folder / name / "metrics.csv", self.limit_s()
         try:
@@ -84,7 +84,7 @@ class Checks:
         return [f"trainer.accelerator={self.device}", f"runs_dir={self.folder}", f"run={name}", *cache, *more]
 
     def train(self, name: str, *options: str, script: Sequence[str] = ("train.py",), kill_at_step: int = 0) -> Any:
-        """The report, with the exit code."""
+        """Returns the report, with the exit code."""
         code = self.run(name, [*script, *self.options(name, *options)], kill_at_step)
         file = self.folder / name / "report.json"
         self.reports[name] = (json.loads(file.read_text()) if file.is_file() else {}) | {"exit": code}
@@ -93,7 +93,7 @@ class Checks:
         return self.reports[name]
 
     def apart(self, one: str, other: str) -> str:
-        """Whether all that two runs left is equal; otherwise the distance of their weights, relative to their norm."""
+        """Whether the results of two runs are equal; if not, the distance of their weights, relative to their norm."""
         try:
             if not (lines := measuring.differences(self.folder / one, self.folder / other)):
                 return "same bits"
@@ -145,7 +145,7 @@ def rate(report: Any) -> str:
     return f"{speed:,.0f} images/s, {waiting:.1%} waiting for data, {report['peak_memory_bytes'] / 2**30:.1f} GiB"
 
 
-# --- the stages: each yields lines of the summary ---
+# --- stages: each yields lines of the summary ---
 
 TEST_ONE = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=1"]
 FP32 = ["trainer.precision=32-true", "trainer.max_steps=40", *TEST_ONE]
@@ -159,7 +159,7 @@ def default(checks: Checks) -> Iterator[str]:
     yield f"{accuracy(report)}, {rate(report)}"
 
 
-# A call that waits for the GPU warns. Frameworks catch warnings and print them again, so the printed ones are counted.
+# A call that waits for the GPU warns. Frameworks catch warnings and print them again, so the stage counts printed warnings.
 WARNING = """import runpy, sys, torch
 if torch.cuda.is_available(): torch.cuda.set_sync_debug_mode("warn")
 sys.argv[0] = "train.py"
@@ -168,7 +168,7 @@ PLACE = re.compile(r"([\w./-]+/)?(\w+/\w+\.py:\d+).*synchronizing CUDA operation
 
 
 def waits(checks: Checks) -> Iterator[str]:
-    """100 steps and 200, of one epoch, with two rows of the log each: they wait equally often, unless a step without a row waits."""
+    """Runs of 100 and 200 steps within one epoch log two rows each. They wait equally often, unless a step without a row waits."""
     places: list[list[str]] = []
     for steps in (100, 200):
         name, length = f"waits-{steps}", [f"trainer.max_steps={steps}", f"trainer.log_every_n_steps={steps // 2}"]
@@ -248,7 +248,7 @@ def vit(checks: Checks) -> Iterator[str]:
 
 
 def modules(checks: Checks) -> Iterator[str]:
-    """A LightningModule that others wrote, with its own DataLoaders."""
+    """A user's LightningModule, with its own DataLoaders."""
     project = checks.folder / "project"
     (project / "src").mkdir(parents=True)
     (project / "pyproject.toml").write_text("[project]\nname = 'brought'\n\n[tool.lockstep]\n")
@@ -315,10 +315,10 @@ STAGES: dict[str, Callable[[Checks], Iterator[str]]] = {
 def main() -> None:
     parser = measuring.parser(__doc__)
     parser.add_argument("--device", choices=SIZES, default="cuda")
-    parser.add_argument("--budget", type=float, default=520, help="seconds")
+    parser.add_argument("--budget", type=float, default=520, help="time budget in seconds")
     parser.add_argument("--only", type=measuring.some_of(STAGES), default=list(STAGES), help=",".join(STAGES))
     parser.add_argument("--data", type=Path, help="a folder with MNIST")
-    parser.add_argument("--out", type=Path, default=Path("gpu-checks"), help="an empty or a new folder")
+    parser.add_argument("--out", type=Path, default=Path("gpu-checks"), help="an empty or new folder")
     args = parser.parse_args()
     if args.device == "cuda" and not gpu_count():
         parser.error("there is no GPU; pass --device cpu")

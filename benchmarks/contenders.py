@@ -1,14 +1,14 @@
-"""The contenders of benchmark.py: Lockstep and its upper bound, a plain loop as tutorials write it, Accelerate, transformers' Trainer.
+"""The contenders of benchmark.py: Lockstep and its upper bound, a plain tutorial loop, Accelerate, and transformers' Trainer.
 
 python benchmarks/contenders.py <plain | plain_our_net | accelerate | transformers | lockstep | lockstep_plain_net | upper_bound> [key=value ...]
 
-Each is a process that trains when asked to, and waits otherwise. All contenders take the options of train.py. A line on standard input
-is a number of optimizer steps; the answer is a line of JSON with what they took. 0 is the rest of the training and an evaluation;
-the end of the input ends the process.
+Each contender is a process that trains on request and waits otherwise. All take the options of train.py. Each line on standard input is a
+number of optimizer steps; the answer is a line of JSON with their time and memory. 0 means the rest of the training and an evaluation.
+The end of the input ends the process.
 
 The upper bound is Lockstep's network, optimizer and precision in a bare loop over one batch. The peers read images one by one, as
-torchvision's data sets give them, in fp32, and do nothing that Lockstep does besides: no logging, no saving, no clipping. Under several
-processes they use DistributedDataParallel.
+torchvision's data sets do, and train in fp32 without Lockstep's other features: no logging, no saving, no clipping. With several
+processes, they use DistributedDataParallel.
 """
 
 # B batch · C channel · H W pixel · K class
@@ -49,13 +49,13 @@ END = -1
 
 
 class Turns:
-    """In the contender: holds a training loop between two optimizer steps until it is its turn. Only rank 0 talks."""
+    """Pauses a training loop between two optimizer steps until it is this contender's turn. Only rank 0 communicates."""
 
     def __init__(self, answers: IO[str]) -> None:
         self.answers = answers
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.about: dict[str, Any] = {}  # goes with every answer
-        self.waited_s: float | None = 0.0  # for data, since the process began; None where it is not known
+        self.about: dict[str, Any] = {}  # part of every answer
+        self.waited_s: float | None = 0.0  # for data, since the process started; None if unknown
         self.group: Any = None
         self.left = self.images = 0
         self.began_s = self.waited_before_s = 0.0
@@ -77,7 +77,7 @@ class Turns:
             self.wait()
 
     def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """`batches`, with the time that each takes to come counted as waiting."""
+        """Yields `batches`, and counts the time until each arrives as waiting."""
         began_s = time.perf_counter()
         for batch in batches:
             self.waited_s = (self.waited_s or 0.0) + time.perf_counter() - began_s
@@ -87,7 +87,7 @@ class Turns:
     def wait(self) -> None:
         steps = self.granted()
         if steps == END:
-            os._exit(0)  # from within a library's loop, which would take an exception for its own failure
+            os._exit(0)  # a library's loop would treat an exception as its own failure
         self.left, self.images, self.waited_before_s = steps, 0, self.waited_s or 0.0
         synchronise()
         self.began_s = time.perf_counter()
@@ -96,7 +96,7 @@ class Turns:
         steps = int(sys.stdin.readline() or END) if self.rank == 0 else END
         if self.world == 1:
             return steps
-        # gloo: a process that waits in a collective of nccl keeps its GPU and a core busy, and it is others' turn now.
+        # gloo, because a process that waits in an NCCL collective keeps its GPU and a core busy during the other contenders' turns.
         self.group = self.group or dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         shared = torch.tensor(steps)
         dist.broadcast(shared, 0, group=self.group)
@@ -108,7 +108,7 @@ class Turns:
 
 
 def on_gpu() -> bool:
-    return torch.cuda.is_available()  # benchmark.py shows the GPUs to those only that are to use them
+    return torch.cuda.is_available()  # benchmark.py hides the GPUs from contenders that must not use them
 
 
 def synchronise() -> None:
@@ -122,7 +122,7 @@ def peaks() -> dict[str, int | None]:
 
 
 class ByTurns(pl.Callback):
-    """The last callback: what the others do belongs to the step."""
+    """Must be the last callback, so that the work of the other callbacks counts as part of the step."""
 
     def __init__(self, turns: Turns, data: DataModule) -> None:
         self.turns, self.data = turns, data
@@ -137,7 +137,7 @@ class ByTurns(pl.Callback):
 
 
 class UpperBound(pl.Callback):
-    """Takes over where training would start: everything is on its device and in its memory format by then."""
+    """Takes over when training would start: by then, everything is on its device and in its memory format."""
 
     def __init__(self, turns: Turns, data: DataModule) -> None:
         self.turns = turns
@@ -145,14 +145,14 @@ class UpperBound(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loader: Any = trainer.train_dataloader
         batch = trainer.precision_plugin.convert_input(next(iter(loader)))
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)  # as the network gets it
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)  # as the network receives it
         image_BCHW, label_B = batch["input"], batch["target"]
         net, (optimizer,) = pl_module.net, trainer.optimizers
         assert isinstance(net, torch.nn.Module) and net.training
 
         self.turns.waited_s = None
         self.turns.begin()
-        while True:  # until the process is told to end
+        while True:  # until the input ends
             with trainer.precision_plugin.train_step_context():
                 loss = F.cross_entropy(net(image_BCHW), label_B)
             loss.backward()
@@ -162,7 +162,7 @@ class UpperBound(pl.Callback):
 
 
 def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound], net: nn.Module | None = None) -> None:
-    """What train.py does, without the report; `net` replaces the config's network."""
+    """Trains and tests like train.py, without the report; `net` replaces the config's network."""
 
     def job(settings: Settings, data: Any) -> None:
         work, trainer = ready(settings, data, net)
@@ -179,7 +179,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def basic_net() -> nn.Module:
-    """That of pytorch/examples, mnist/main.py."""
+    """The network of pytorch/examples, mnist/main.py."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(),
         nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10), nn.LogSoftmax(1),
@@ -187,7 +187,7 @@ def basic_net() -> nn.Module:
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """In memory, as torchvision's MNIST and CIFAR10: each image becomes a PIL image and goes through the transform."""
+    """Like torchvision's MNIST and CIFAR10, in memory: each image becomes a PIL image and passes through the transform."""
 
     def __init__(self, image_NCHW: NDArray[np.uint8], label_N: NDArray[np.uint8], transform: Callable) -> None:
         image_NHWC = np.ascontiguousarray(image_NCHW.transpose(0, 2, 3, 1))
@@ -202,7 +202,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 class Work:
-    """The same for all peers: data, network, loss and metrics from Lockstep's options; no code of Lockstep's trains."""
+    """What all peers share: data, network, loss and accuracy, from Lockstep's options. They train without Lockstep's code."""
 
     def __init__(self, overrides: list[str], net: nn.Module | None = None) -> None:
         torch.manual_seed(0)
@@ -222,7 +222,7 @@ class Work:
         self.train = Images(train["input"], train["target"], transform)
         self.test = Images(data.test.arrays["input"], data.test.arrays["target"], transform)
         if net is None and not mnist:
-            import timm  # not in the memory of those that have no use for it
+            import timm  # imported only if needed, because memory is measured
 
             net = timm.create_model(cfg.model.get("name"), num_classes=10)
         self.net: nn.Module = net or basic_net()
@@ -325,12 +325,12 @@ def transformers(turns: Turns, overrides: list[str]) -> None:
 
 CONTENDERS: dict[str, Callable[[Turns, list[str]], None]] = {
     "plain": plain,
-    # what Lockstep's network gives a plain loop: cheap random numbers for dropout, and ReLU after the pool
+    # measures Lockstep's network in a plain loop: it has cheap random numbers for dropout, and ReLU after the pool
     "plain_our_net": lambda turns, overrides: plain(turns, overrides, BasicNet()),
     "accelerate": accelerate,
     "transformers": transformers,
     "lockstep": lambda turns, overrides: fit(turns, overrides, ByTurns),
-    # what the engine gives the plain loop's network: cross-entropy of its log-probabilities is their likelihood
+    # measures the engine with the plain loop's network: cross-entropy of log-probabilities is the negative log-likelihood
     "lockstep_plain_net": lambda turns, overrides: fit(turns, overrides, ByTurns, basic_net()),
     "upper_bound": lambda turns, overrides: fit(turns, overrides, UpperBound),
 }
@@ -339,7 +339,7 @@ CONTENDERS: dict[str, Callable[[Turns, list[str]], None]] = {
 def main() -> None:
     kind, *overrides = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     CONTENDERS[kind](Turns(answers), overrides)
 
 

@@ -1,12 +1,12 @@
-"""What parts of a run cost on this machine: tables in Markdown.
+"""Measures the cost of parts of a run on this machine. Prints Markdown tables.
 
-python benchmarks/costs.py overhead [--rounds 5] [--steps 400]             # of the framework, per optimizer step
+python benchmarks/costs.py overhead [--rounds 5] [--steps 400]             # framework overhead per optimizer step
 python benchmarks/costs.py saving [--parameters 70] [--setups single,shards]
 python benchmarks/costs.py startup [--rounds 5] [--data-root <folder>]       # from a command to its first step
 python benchmarks/costs.py advice [--rounds 3]                              # workers, batch size, SyncBatchNorm
 python benchmarks/costs.py exact [--rounds 3]                               # exact.logical_ranks, on 1, 2 and 4 processes
 
-Machines are shared: read the ratios, which are taken within a round.
+Because machines are shared, read the ratios: they compare runs of the same round.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TRAIN = [sys.executable, str(ROOT / "train.py")]
 
 
 class Marks(pl.Callback):
-    """When each step of one epoch began, and when the last one ended."""
+    """Records when each step of one epoch began, and when the last one ended."""
 
     def __init__(self) -> None:
         self.began_s: list[float] = []
@@ -56,7 +56,7 @@ class Marks(pl.Callback):
         self.ended_s = time.perf_counter()
 
 
-# --- overhead: a network of one layer, on a CPU with one thread; checkpoints come every 57 steps, at the end of each epoch ---
+# --- overhead: a one-layer network on one CPU thread; a checkpoint every 57 steps, at the end of each epoch ---
 
 WARM = 50  # steps before the clock starts
 BATCH = torch.zeros(64, 1, 28, 28), torch.zeros(64, dtype=torch.long)
@@ -98,7 +98,7 @@ class Plain(pl.LightningModule):
 
 
 def lightning_alone(steps: int) -> float:
-    """A Trainer with nothing in it, on one batch again and again."""
+    """A bare Trainer that repeats one batch."""
     marks = Marks()
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[marks], **dict.fromkeys(off, False))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def lightning_alone(steps: int) -> float:
 
 
 def all_of_lockstep(steps: int, *more: str) -> float:
-    """All of a default run: batches from memory, normalised; seeds, log, throughput, checkpoints, schedule."""
+    """A complete default run: normalised batches from memory, seeds, log, throughput, checkpoints, schedule."""
     marks = Marks()
 
     def job(settings: Settings, data: Any) -> None:
@@ -136,9 +136,9 @@ def overhead_table(taken_ms: dict[str, list[float]]) -> str:
     return table(["what", "ms a step, median (least to most)", "above the bare loop"], rows)
 
 
-# --- saving: an MLP with AdamW, whose checkpoint has three numbers for each parameter ---
+# --- saving: an MLP with AdamW; its checkpoint has three numbers per parameter ---
 
-PARAMETERS = "MEASURE_PARAMETERS"  # of the environment of the processes
+PARAMETERS = "MEASURE_PARAMETERS"  # environment variable of the processes
 SAVING = [
     *SMALL, "trainer.limit_val_batches=0", "trainer.max_epochs=1", "trainer.log_every_n_steps=1000", "trainer.precision=32-true",
     "callbacks=[]", "loader.batch_size=32", "loader.num_workers=0",
@@ -167,7 +167,7 @@ def timed(function: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]
 def timed_run(settings: Settings, data: Any) -> None:
     """One process's part of a run. Rank 0 leaves its times in the run's folder."""
     marks = Marks()
-    saves: list[Span] = []  # within trainer.save_checkpoint
+    saves: list[Span] = []  # time in trainer.save_checkpoint
     writes: list[Span] = []
     work, trainer = ready(settings, data, mlp(int(os.environ[PARAMETERS])))
     trainer.callbacks.insert(0, marks)
@@ -181,8 +181,8 @@ def timed_run(settings: Settings, data: Any) -> None:
 
 
 def save_costs(times: dict[str, Any], size_gb: float) -> dict[str, float]:
-    """In seconds. A step is timed from its beginning to that of the next; the save is in the first of them. The last checkpoint is
-    saved when no step follows; the first stall does not count, because its memory is new."""
+    """Costs in seconds. A step lasts from its start to the start of the next step, and includes a save after it. The last checkpoint
+    stalls no step. The first stall does not count, because it allocates new memory."""
     saves, writes = times["saves"], times["writes"]
     steps = list(pairwise(times["steps"]))[WARM_UP:]
 
@@ -215,8 +215,8 @@ def saved_run(args: argparse.Namespace, setup: str, background: bool, runs_dir: 
 
 
 def saving(args: argparse.Namespace) -> str:
-    """Seconds, medians. `stall`: what a step with a save takes longer than one without. `write`: to the disk, fsync included.
-    `cost of a save`: the stall, and what steps during a write take longer."""
+    """Medians in seconds. `stall`: extra time of a step with a save. `write`: time to write to the disk, including fsync.
+    `cost of a save`: the stall, plus the extra time of steps during the write."""
     os.environ[PARAMETERS] = str(round(args.parameters * 1e6))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -227,9 +227,9 @@ def saving(args: argparse.Namespace) -> str:
     return table(["", *costs], rows)
 
 
-# --- startup: the time from a command to its answer or to its first optimizer step ---
+# --- startup: time from a command to its answer or its first optimizer step ---
 
-POLL_S = 0.005  # between two looks for the first row of metrics.csv
+POLL_S = 0.005  # between two checks for the first row of metrics.csv
 TIME_LIMIT_S = 300
 STEP = "train.py, its first optimizer step"
 PROBES = {"train.py --help": (["--help"], 0), "train.py with a wrong key, exit code 2": (["optim.lrr=3e-4"], 2)}
@@ -239,7 +239,7 @@ NOT_CACHED = CACHED | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": os
 
 
 def probe(options: list[str], expected: int, folder: Path) -> float:
-    """Seconds of a command that ends with the exit code `expected`."""
+    """Seconds that a command takes. Raises RuntimeError unless it ends with the exit code `expected`."""
     began_s = time.perf_counter()
     done = subprocess.run([*TRAIN, *options], cwd=folder, capture_output=True, text=True, env=CACHED)
     elapsed_s = time.perf_counter() - began_s
@@ -249,7 +249,7 @@ def probe(options: list[str], expected: int, folder: Path) -> float:
 
 
 def first_step(options: list[str], folder: Path, env: Mapping[str, str]) -> float:
-    """Seconds from the command to its first row of metrics.csv."""
+    """Seconds from the command to the first row of its metrics.csv."""
     run = folder / f"run-{time.monotonic_ns()}"
     command = [*TRAIN, f"run={run.name}", f"runs_dir={folder}", "trainer.log_every_n_steps=1", *options]
     metrics, log = run / "metrics.csv", folder / f"{run.name}.log"
@@ -265,7 +265,7 @@ def first_step(options: list[str], folder: Path, env: Mapping[str, str]) -> floa
 
 
 def startup(args: argparse.Namespace) -> str:
-    """A first round fills the caches of files and of decoded data, and does not count."""
+    """The first round fills the caches of files and decoded data, and does not count."""
     source = f"data.root={args.data_root.resolve()}" if args.data_root else "data.source=embedded"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -277,13 +277,13 @@ def startup(args: argparse.Namespace) -> str:
     return table(["from the command to the end of", "s, median (least to most)"], rows)
 
 
-# --- advice, exact: images per second of runs with options, against a run without ---
+# --- advice, exact: images per second of runs with options, compared with a run without ---
 
 SPEED = [*SMALL, "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false", "trainer.log_every_n_steps=10"]
 DEFAULT, NORM_NAME = "default: no workers, batch 64", "a network with batch norm, ddp x2"
 NORM = ["model=timm", "model.name=test_resnet", "data.image_size=56", "strategy=ddp", "trainer.devices=2"]
 EPOCHS = ["trainer.max_epochs=3"]
-Rows = dict[str, tuple[str, list[str]]]  # name: the run that it is compared with, options
+Rows = dict[str, tuple[str, list[str]]]  # name: (the run to compare with, options)
 ADVISED: Rows = {
     DEFAULT: (DEFAULT, EPOCHS),
     **{
@@ -301,7 +301,7 @@ WORLDS, LOGICAL_RANKS = (1, 2, 4), (1, 2, 4, 8)
 
 
 def exact() -> Rows:
-    """Worlds and numbers of logical ranks of each recipe, compared with the ordinary mode on as many processes."""
+    """World sizes and numbers of logical ranks for each recipe, compared with the ordinary mode on as many processes."""
     rows: Rows = {}
     for recipe, steps in RECIPES.items():
         for world in WORLDS:
@@ -315,8 +315,8 @@ def exact() -> Rows:
 
 
 def trained(options: list[str]) -> tuple[float, float, float]:
-    """Images per second of the whole training (with its first steps and the pauses between epochs), accuracy, and the peak of memory in
-    GiB, of a run in a process of its own."""
+    """A run in a separate process: images per second of the whole training (including the first steps and the pauses between epochs),
+    accuracy, and peak memory in GiB."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*TRAIN, *SPEED, f"runs_dir={folder}", "run=a", *options], check=True, stdout=subprocess.DEVNULL)
         report = json.loads(Path(folder, "a/report.json").read_text())
@@ -336,7 +336,7 @@ def speeds(rows: Rows, args: argparse.Namespace) -> str:
     return table(["what", "images/s, median (least to most)", "ratio", "test accuracy", "peak memory, GiB"], lines)
 
 
-PARTS: dict[str, tuple[Callable[[argparse.Namespace], str], int | None]] = {  # and by default so many rounds
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], str], int | None]] = {  # and the default number of rounds
     "overhead": (overhead, 5), "saving": (saving, None), "startup": (startup, 5), "advice": (partial(speeds, ADVISED), 3),
     "exact": (partial(speeds, exact()), 3),
 }  # fmt: skip
@@ -352,10 +352,10 @@ def main() -> None:
     parts["overhead"].add_argument("--steps", type=int, default=400)
     parts["startup"].add_argument("--data-root", type=Path, help="a folder with MNIST; without it, the embedded images")
     of_saving = parts["saving"].add_argument
-    of_saving("--parameters", type=float, default=70, help="millions of them")
-    of_saving("--steps", type=int, default=40, help="of one epoch; the embedded data has 112")
+    of_saving("--parameters", type=float, default=70, help="millions of parameters")
+    of_saving("--steps", type=int, default=40, help="steps of one epoch; the embedded data has 112")
     of_saving("--every", type=int, default=10, help="steps between two saves")
-    of_saving("--setups", type=measuring.some_of(SETUPS), default=",".join(SETUPS), help="single, and shards: fsdp x2")
+    of_saving("--setups", type=measuring.some_of(SETUPS), default=",".join(SETUPS), help="single, shards (fsdp x2)")
     args = parser.parse_args()
     measuring.show(PARTS[args.what][0](args))
 

@@ -1,12 +1,13 @@
-"""Injects faults into runs at random moments, reruns the same command, and compares the result with that of a run without faults.
+"""Injects faults into runs at random moments, reruns the same command, and compares the result with that of a fault-free run.
 
 python benchmarks/faults.py [--rounds 3] [--runs 5] [--seed 0] [--only 17]
 
-The runs train 40 steps with all that has a state, under every strategy, on one host and on two (network namespaces). Each round injects
-each fault once into each strategy. A run ends well with the right result, bit by bit (weights, optimizer, metrics.csv, test metrics, files),
-at once or when its command is run again; or with a clear error: exit code 2 or 1, no traceback, the file, the rank or the signal by
-name. What was saved before the fault must be there after it. Exit code 1 if a run ends badly. Needs Linux, root and iproute2. `shards` is
-fsdp with `checkpoint.sharded=true`; `nodes` are two hosts with a process each.
+The runs train 40 steps with every stateful feature, under every strategy, on one host and on two (network namespaces). Each round injects
+each fault once into each strategy. There are two good outcomes:
+- right: the run, or a rerun of its command, reaches the correct result, bit by bit (weights, optimizer, metrics.csv, test metrics, files)
+- clear: it stops with a clear error: exit code 1 or 2, no traceback, and the name of the file, rank or signal
+What was saved before the fault must still exist after it. Exit code 1 if a run ends badly. Needs Linux, root and iproute2.
+`shards` is fsdp with `checkpoint.sharded=true`; `nodes` are two hosts with one process each.
 """
 
 import os
@@ -52,22 +53,22 @@ SETUPS = {
     "single": ["strategy=single"], "dp": ["strategy=dp"], "ddp": [*DDP, TWO], "fsdp": [*FSDP, TWO], "shards": [*FSDP, TWO, SHARDS],
     "nodes": [*DDP, *NODES], "nodes, shards": [*FSDP, *NODES, SHARDS],
 }  # fmt: skip
-END_S = 90.0  # for a run to end after its fault
-LEFT_S = 2.0  # between the end of one node's command and the kill of a stopped process on the other
-GONE_S = 30.0  # for the other processes of a command that ended
-FILES_S = 5.0  # for files to be there
-DISK = "64m"  # of a run whose disk will be full
-LEFT_BYTES = 300_000  # at most, on that disk: less than a checkpoint
-# setns: the process and what it starts are on that host from now on.
+END_S = 90.0  # for a run to end after a fault
+LEFT_S = 2.0  # between the end of one node's command and the kill of a stopped process on the other node
+GONE_S = 30.0  # for the remaining processes to end after their command
+FILES_S = 5.0  # for files to appear
+DISK = "64m"  # size of the disk that is filled
+LEFT_BYTES = 300_000  # at most this much is free on that disk: less than a checkpoint
+# setns moves the process and its future children to that host.
 ENTER = "import ctypes, os\nctypes.CDLL(None).setns(os.open(f\"/run/netns/{os.environ['FAULT_HOST']}\", os.O_RDONLY), 0x40000000)\n"
 NAMES = re.compile(r"^error: .*(rank \d|\d\.\d+\.\d|/|SIG[A-Z]+|signal|timeout_s)", re.MULTILINE)
 PROMISED = re.compile(r"after (\d+) steps?; \w")
 ports = iter(range(21000, 30000))
-Case = tuple[str, str]  # names of a fault and of a setup
+Case = tuple[str, str]  # names of the fault and the setup
 
 
 class Badly(Exception):
-    """A run that ended neither well nor in a clear error."""
+    """A run ended with neither the right result nor a clear error."""
 
 
 def send(what: signal.Signals, pids: Iterable[int]) -> None:
@@ -77,7 +78,7 @@ def send(what: signal.Signals, pids: Iterable[int]) -> None:
 
 
 class Run:
-    """A folder with runs/, data/ and cache/, and the commands that run there: one per node, each a process group."""
+    """A folder with runs/, data/ and cache/, and the commands that run in it: one per node, each in its own process group."""
 
     def __init__(self, folder: Path, setup: str, nodes: list[hosts.Host], draw: random.Random) -> None:
         self.setup, self.folder, self.logs, self.draw = setup, folder / "work", folder, draw
@@ -86,11 +87,11 @@ class Run:
         self.nodes = nodes if "nodes" in setup else []
         self.groups: list[int] = []
         self.notes: list[str] = []
-        self.stopped: list[int] = []  # for good
-        self.flipped: dict[Path, tuple[bytes, bytes]] = {}  # the content of a file before and after
+        self.stopped: list[int] = []  # permanently
+        self.flipped: dict[Path, tuple[bytes, bytes]] = {}  # contents of a file before and after the flip
 
     def start(self) -> None:
-        if not (self.folder / "data").exists():  # here: a small disk may be mounted by now
+        if not (self.folder / "data").exists():  # not earlier, because a small disk may be mounted
             write_mnist(self.folder / "data", 640, 103)
         port, self.commands, self.outputs = next(ports), [], []
         (self.logs / "enter.py").write_text(ENTER)
@@ -111,11 +112,11 @@ class Run:
         return (self.saves / "config.yaml").exists()
 
     def wait(self, true: Callable[[], bool], every_s: float = 0.002) -> None:
-        """Until it is true or the run has ended."""
+        """Waits until the condition is true or the run has ended."""
         wait_until(lambda: true() or self.ended(), END_S, every_s)
 
     def processes(self, groups: list[int] | None = None) -> list[int]:
-        """The processes of some commands, or of all of them; the commands themselves come first."""
+        """The processes of the given commands, or of all; the commands come first."""
         groups, found = self.groups if groups is None else groups, []
         for process in psutil.process_iter():
             with suppress(OSError, psutil.NoSuchProcess):  # it has ended
@@ -124,7 +125,7 @@ class Run:
         return sorted(found, key=lambda pid: (pid not in groups, pid))
 
     def one_rank(self) -> list[int]:
-        """One of the processes that train, if there are any: those that a command has started, or it alone."""
+        """A random training process, if there is one: a child of a command, or the command if it has no children."""
         found = self.processes()
         ranks = [pid for pid in found if pid not in self.groups] or found
         return [self.draw.choice(ranks)] if ranks else []
@@ -133,8 +134,8 @@ class Run:
         return [self.draw.choice(self.groups)]
 
     def finish(self) -> list[int]:
-        """The exit codes of the commands. Raises Badly if they do not end, or leave processes."""
-        if self.stopped and self.nodes:  # the other node's command ends; a scheduler then kills what is left
+        """The exit codes of the commands. Raises Badly if they do not end, or leave processes behind."""
+        if self.stopped and self.nodes:  # the other node's command ends; a scheduler would then kill the rest
             self.wait(lambda: any(command.poll() is not None for command in self.commands))
             time.sleep(LEFT_S)
             send(signal.SIGKILL, self.stopped)
@@ -161,8 +162,8 @@ class Run:
                 path.write_bytes(before)
 
     def saved(self) -> int:
-        """The most steps of a complete checkpoint."""
-        with suppress(OSError, StopIteration):  # replaced just now
+        """The highest step of a complete checkpoint."""
+        with suppress(OSError, StopIteration):  # it was just replaced
             return max(map(step_of, filter(is_checkpoint, found_in(self.saves))), default=0)
         return 0
 
@@ -172,7 +173,7 @@ class Run:
 
 
 def files(folder: Path) -> set[str]:
-    """But for the logs of ranks: one that prints nothing until it is killed has none."""
+    """All files except the logs of ranks: a rank that is killed before it prints has none."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {str(path) for path in found if path.parts[0] != "logs"}
 
@@ -185,7 +186,7 @@ def said(logs: Iterable[Path]) -> str:
 
 
 def stop_and(then: signal.Signals, run: Run) -> None:
-    """Stops a rank for a while; one that continues may be a command."""
+    """Stops a rank for a while. With SIGCONT, it may also stop a command."""
     pids = run.one_rank()
     if then is signal.SIGCONT and (found := run.processes()):
         pids = [run.draw.choice(found)]
@@ -195,13 +196,13 @@ def stop_and(then: signal.Signals, run: Run) -> None:
 
 
 def stop_for_good(run: Run) -> None:
-    """Not a command: nothing else could end it."""
+    """Stops a rank permanently. Never a command, because nothing else could end it."""
     run.stopped = [pid for pid in run.one_rank() if pid not in run.groups]
     send(signal.SIGSTOP, run.stopped)
 
 
 def fill(run: Run) -> None:
-    """Everything of the run is on a small disk of its own; `repair` makes room again."""
+    """Fills the small disk that holds the run; `repair` frees the space."""
     filler = run.folder / "filler"
     with filler.open("wb") as file, suppress(OSError):
         while file.write(bytes(1 << 20)):
@@ -210,10 +211,10 @@ def fill(run: Run) -> None:
 
 
 def flip(place: str, pattern: str, run: Run) -> None:
-    """Changes one bit of one of the files, as soon as there are any; kills the run afterwards, or not."""
+    """Flips one bit of one of the files as soon as they exist. Kills the run afterwards in half of the cases."""
 
     def there() -> list[Path]:
-        with suppress(FileNotFoundError):  # a checkpoint took its name meanwhile
+        with suppress(FileNotFoundError):  # a checkpoint has just taken its name
             return [path for path in (run.folder / place).rglob(pattern) if path.is_file() and path.stat().st_size]
         return []
 
@@ -252,10 +253,10 @@ def small_disk(folder: Path) -> Iterator[None]:
 @dataclass(frozen=True)
 class Fault:
     inject: Callable[[Run], None]
-    several: bool = False  # only where there are several processes
-    network: bool = False  # only where there are several nodes
-    saving: bool = False  # always while a checkpoint is written
-    refusal: bool = False  # the rerun command may reject what is damaged
+    several: bool = False  # needs several processes
+    network: bool = False  # needs several nodes
+    saving: bool = False  # is injected while a checkpoint is written
+    refusal: bool = False  # the rerun command may reject the damaged file
 
 
 FAULTS = {
@@ -280,7 +281,7 @@ FAULTS = {
 
 
 class Reference(NamedTuple):
-    """What a run without faults left, and how long it took to begin and to end."""
+    """The files of a fault-free run, and the times when it began and ended."""
 
     saves: Path
     begun_s: float
@@ -288,7 +289,7 @@ class Reference(NamedTuple):
 
 
 def check_message(run: Run, codes: list[int], killed: bool) -> None:
-    """Raises Badly unless the commands that could still speak say what happened: one of them, if they all know it."""
+    """Raises Badly unless the surviving commands report what happened; one report is enough."""
     message = said(run.outputs)
     if "Traceback (most recent call last)" in message:
         raise Badly(f"a traceback (exit codes {codes})")
@@ -299,7 +300,7 @@ def check_message(run: Run, codes: list[int], killed: bool) -> None:
 
 
 def inject(run: Run, fault: Fault, whole: Reference) -> int | None:
-    """Waits for a random moment. Returns the steps that were saved by then; None if the run ended before."""
+    """Injects the fault at a random moment. Returns the number of steps saved by then; None if the run had already ended."""
     saving = fault.saving or run.draw.random() < 0.2
     early = not saving and run.draw.random() < 0.3
     if not early:
@@ -308,7 +309,7 @@ def inject(run: Run, fault: Fault, whole: Reference) -> int | None:
     if saving:
         run.wait(lambda: any(run.saves.glob("checkpoints/*.part")))
         time.sleep(run.draw.uniform(0, 0.005))
-    if fault.several:  # the command may not have started its processes, or may be all that is left
+    if fault.several:  # the command may not have started its processes yet, or may have outlived them
         run.wait(lambda: len(run.processes()) > len(run.groups), 0.05)
     if run.ended():
         return None
@@ -335,10 +336,10 @@ def verdict(run: Run, fault: Fault, whole: Reference) -> str | None:
             check_message(run, codes, killed=False)
             if any(codes) and not fault.refusal:
                 raise Badly(f"the rerun command fails with exit code {max(codes)}")
-            run.bring_back("data")  # what was rejected comes back from a copy
+            run.bring_back("data")  # restores rejected files from a copy
     if any(codes):
         return "clear"
-    run.bring_back("runs")  # what was damaged after its last use, and would be rejected at the next
+    run.bring_back("runs")  # restores files damaged after their last use; the next use would reject them
     if told := run.compared(whole.saves):
         raise Badly(told)
     return "right"
@@ -356,7 +357,7 @@ def reference(folder: Path, setup: str, nodes: list[hosts.Host]) -> Reference:
 
 
 def outcome(case: Case, folder: Path, nodes: list[hosts.Host], draw: random.Random, whole: Reference) -> str:
-    """One of KINDS, of a fault in a run, which is started again if it ended before the fault."""
+    """Injects a fault into a run; returns one of KINDS. Starts a new run if the run ends before the fault."""
     name, setup = case
     fault = FAULTS[name]
     kind, why = None, ""
@@ -377,7 +378,7 @@ def outcome(case: Case, folder: Path, nodes: list[hosts.Host], draw: random.Rand
 
 
 def cases(rounds: int, draw: random.Random) -> list[Case]:
-    """In random order."""
+    """All pairs of fault and setup, in random order."""
     found = [(name, setup) for setup in SETUPS for name in FAULTS if "nodes" in setup or not FAULTS[name].network]
     found = [(name, setup) for name, setup in found if len(SETUPS[setup]) > 1 or not FAULTS[name].several] * rounds
     draw.shuffle(found)
@@ -395,10 +396,10 @@ def table(tally: Counter[tuple[str, str]]) -> str:
 
 def main() -> int:
     parser = measuring.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of every fault under every strategy")
-    parser.add_argument("--runs", type=int, help="only so many, drawn from the rounds")
-    parser.add_argument("--seed", type=int, default=0, help="of the order, the moments and the places")
-    parser.add_argument("--only", type=int, action="append", help="the run of this number")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of every fault under every strategy")
+    parser.add_argument("--runs", type=int, help="limit the number of runs, drawn from the rounds")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the order, the moments and the places")
+    parser.add_argument("--only", type=int, action="append", help="only the run with this number")
     args = parser.parse_args()
     todo = list(enumerate(cases(args.rounds, random.Random(args.seed))))
     if reason := hosts.missing():

@@ -1,4 +1,4 @@
-"""A LightningModule with DataLoaders of its own, as people bring them. As a script, it is trained by a plain Trainer."""
+"""A typical user's LightningModule with its own DataLoaders. Run as a script, it trains with a plain Trainer."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Images(Dataset):
-    """Noise in memory, a little brighter in each of ten classes, and each time a little different."""
+    """Noise images in memory, of ten classes with different brightness; each access adds a random offset."""
 
     def __init__(self, count: int, pixels: int) -> None:
         self.images = torch.randn(count, 3, pixels, pixels, generator=torch.Generator().manual_seed(0))
@@ -26,7 +26,7 @@ class Images(Dataset):
 
 
 class Brought(pl.LightningModule):
-    """Prints how many images per second it trains with from step `first` to step `last`."""
+    """Prints the training speed in images per second from step `first` to step `last`."""
 
     def __init__(
         self, name: str, pixels: int, batch: int, count: int, first: int, last: int, workers: int = 2, drop: float = 0.0

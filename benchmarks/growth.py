@@ -1,10 +1,10 @@
-"""Measures what more processes, parameters, samples, steps and files cost: tables in Markdown.
+"""Measures how costs grow with processes, parameters, samples, steps and files. Prints Markdown tables.
 
 python benchmarks/growth.py [--only world,memory,sampler,data,long,predict] [--rounds 3] [--data-root <folder>]
 
-world: images per second; memory: of each process under ddp and fsdp; sampler: of the order of a billion samples; data: of the
-images that the processes of a machine share; long: memory, open files and threads over the steps of a long run; predict: memory of
-predictions of many files. All on the CPU. Rounds alternate, because machines are shared. Needs Linux.
+world: images per second. memory: memory per process under ddp and fsdp. sampler: time and memory of the sampling order, up to a billion
+samples. data: memory of the images that the processes of a machine share. long: memory, open files and threads over the steps of a long
+run. predict: memory of predicting many files. All on the CPU. Rounds alternate, because machines are shared. Needs Linux.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def places(args: argparse.Namespace) -> list[str]:
 
 
 def train(args: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """The report of a run in processes of its own, also where it is one."""
+    """The report of a run in separate processes, even if it is one process."""
     print("train.py " + " ".join(options), file=sys.stderr)
     source = f"data.root={args.data_root.resolve()}" if args.data_root else "data.source=embedded"
     short = ["trainer.limit_val_batches=0", "trainer.limit_test_batches=1", "trainer.enable_checkpointing=false"]
@@ -52,8 +52,8 @@ def train(args: argparse.Namespace, *options: str) -> dict[str, Any]:
 # --- what processes hold: memory, open files, threads ---
 
 
-# Of a process, in bytes. `PSS` counts a page that n processes share as 1/n: its sum over all of them is what they use. `OWN`: pages that
-# belong to no file, which the process allocated itself. `MAPPED`: the PSS of its mapped files of a folder.
+# Bytes of a process. `PSS` counts a page that n processes share as 1/n, so the sum over all processes is their total memory. `OWN`: pages
+# that belong to no file, allocated by the process itself. `MAPPED`: the PSS of mapped files in a folder.
 PSS, OWN, MAPPED = range(3)
 Memory = NDArray[np.int64]
 
@@ -74,7 +74,7 @@ def descendants() -> list[psutil.Process]:
 
 @contextmanager
 def repeatedly(look: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Calls `look` in a thread, for at most a tenth of the time: the kernel walks through all pages of a process."""
+    """Calls `look` in a thread. It takes at most a tenth of the time, because the kernel walks through all pages of a process."""
     over = threading.Event()
 
     def loop() -> None:
@@ -94,7 +94,7 @@ def repeatedly(look: Callable[[], None], every_s: float) -> Iterator[None]:
 
 
 def watched(args: argparse.Namespace, *options: str, folder: Path | None = None) -> tuple[Memory, Memory, int]:
-    """Of a run: the most memory that any one process had, and that all of them had at a time; the number of parameters."""
+    """Trains; returns the peak memory of any process, that of all processes together, and the number of parameters."""
     each = together = np.zeros(3, np.int64)
 
     def look() -> None:
@@ -108,7 +108,7 @@ def watched(args: argparse.Namespace, *options: str, folder: Path | None = None)
 
 
 KINDS = ("memory, MiB", "open files", "threads")
-Held = tuple[int, tuple[float, ...]]  # by a process: after so many steps, as in KINDS
+Held = tuple[int, tuple[float, ...]]  # of a process: (steps, values as in KINDS)
 
 
 def held(process: psutil.Process, step: int) -> Held:
@@ -116,7 +116,7 @@ def held(process: psutil.Process, step: int) -> Held:
 
 
 def held_during(run: Callable[[], Any], metrics: Path) -> dict[str, list[Held]]:
-    """What each process of `run` held at every look; without processes that were there for less than half of the looks."""
+    """What each process of `run` held at every sample. Omits processes that lived for less than half of the samples."""
     seen: dict[str, list[Held]] = {}
 
     def look() -> None:
@@ -131,11 +131,11 @@ def held_during(run: Callable[[], Any], metrics: Path) -> dict[str, list[Held]]:
     return {name: looks for name, looks in seen.items() if len(looks) > most / 2}
 
 
-POINTS = (0.1, 0.5, 0.99)  # of the steps: at the end a process closes
+POINTS = (0.1, 0.5, 0.99)  # fractions of the steps; not 1, because processes close at the end
 
 
 def held_rows(processes: dict[str, list[Held]], steps: int) -> list[list[str]]:
-    """Each process: what it held at POINTS."""
+    """A row for each process and kind, with the values at POINTS."""
     rows = []
     for name, looks in processes.items():
         points = [min((abs(step - at * steps), values) for step, values in looks)[1] for at in POINTS]
@@ -150,7 +150,7 @@ STRONG, WEAK = "global batch 256", "64 per process"
 
 
 def speed(args: argparse.Namespace, world: int, batch: int, threads: int | None) -> float:
-    """Images per second of BasicNet; `threads` of each process, or as many as there are cores for it."""
+    """Images per second of BasicNet. Each process has `threads` threads, or as many as it has cores."""
     steps = [f"trainer.max_steps={args.steps}", "trainer.log_every_n_steps=10"]
     with patch.dict(os.environ):
         os.environ.pop("OMP_NUM_THREADS", None)
@@ -176,15 +176,15 @@ def world(args: argparse.Namespace) -> str:
 
 # --- memory ---
 
-# A vision transformer of 1,024 channels, half as deep as ViT-L/16: 4 x 152M x 16 bytes (ddp, AdamW) and the libraries fit into 16 GiB.
+# A vision transformer with 1,024 channels and half the depth of ViT-L/16: 4 x 152M x 16 bytes (ddp, AdamW) plus libraries fit into 16 GiB.
 VIT = ["model=timm", "model.name=vit_large_patch16_224", "data=mnist"]
 SHORT = ["data.image_size=32", "loader.batch_size=8", "loader.eval_batch_size=8", "trainer.max_steps=3", "trainer.precision=32-true"]  # fmt: skip
-BYTES = 16  # of a parameter under AdamW in fp32: weight, gradient, two moments
+BYTES = 16  # per parameter under AdamW in fp32: weight, gradient, two moments
 
 
 def memory(args: argparse.Namespace) -> str:
-    """GiB, the most that one process had, sampled several times a second; `own` are pages that belong to no file. The base is a run
-    with BasicNet. Under fsdp each process makes the whole network before it keeps its part, and gathers one block at a time."""
+    """Peak of a process in GiB, sampled several times per second. `own`: pages that belong to no file. The base is a run with BasicNet.
+    Under fsdp, each process creates the whole network before it keeps its shard, and gathers one block at a time."""
     rows, count = [], 0
     base = watched(args, "model=basic_net", "strategy=ddp", "trainer.devices=1", *SHORT)[0][OWN]
     for strategy in ("ddp", "fsdp"):
@@ -201,16 +201,16 @@ def memory(args: argparse.Namespace) -> str:
 
 # --- data ---
 
-# Small images and a small network: all that counts is that the whole of the data is read.
+# Small images and a small network: it only matters that all data is read.
 READING = ["strategy=ddp", "data.image_size=8", "loader.batch_size=512", "trainer.max_epochs=3"]
 
 
 def data(args: argparse.Namespace) -> str:
-    """MiB of the decoded files that the ranks of a real run have in memory, the most at a time (PSS)."""
+    """Peak MiB (PSS) of the decoded files in memory, over all ranks of a real run."""
     rows, cache = [], (args.folder / "cache").resolve()
     name = "cifar10" if args.data_root else "mnist"
     options = [f"data={name}", *READING]
-    train(args, *options, "trainer.devices=1", "loader.limit_train=512")  # decodes
+    train(args, *options, "trainer.devices=1", "loader.limit_train=512")  # decodes the data
     size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/**/*.npy"))
     for n in args.worlds:
         _, together, _ = watched(args, *options, f"trainer.devices={n}", folder=cache)
@@ -220,22 +220,22 @@ def data(args: argparse.Namespace) -> str:
     return f"{text}\n\n{table(head, rows)}"
 
 
-# --- sampler: one process plays a rank in the middle ---
+# --- sampler: one process acts as a rank in the middle ---
 
 SIZES = (10**5, 10**6, 10**7, 10**8, 10**9)
-MEASURED = 10**7  # samples up to which DistributedSampler is measured: 10^9 would take some 50 GB
+MEASURED = 10**7  # samples up to which DistributedSampler is measured: 10^9 would need about 50 GB
 SETUPS = {"1 process, batch 256": (1, 256), "4,096 processes, batch 65,536": (4096, 65_536)}
 REPEAT = 5
 
 
 def train_batches(samples: int, world: int, batch: int) -> TrainBatches:
-    """For a rank in the middle, with a validation split of a tenth."""
+    """The batches of a rank in the middle, with a validation split of 10%."""
     split = Split(samples, samples // 10, samples - samples // 10)
     return TrainBatches(split, batch=batch, seed=0, rank=world // 2, world=world)
 
 
 def grown_bytes(call: Callable[[], Any]) -> int:
-    """How far this process grew at most during `call`, by the system's account."""
+    """How much the memory of this process grew at most during `call`, as reported by the kernel."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = psutil.Process().memory_info().rss
@@ -246,7 +246,7 @@ def grown_bytes(call: Callable[[], Any]) -> int:
 
 
 def first_s(batches: TrainBatches, micro_batch: int) -> float:
-    """Seconds to the first batch after `micro_batch`, median."""
+    """Median seconds to the first batch after `micro_batch`."""
     seconds = []
     for epoch in range(REPEAT):
         batches.epoch, batches.start = epoch, micro_batch
@@ -257,7 +257,7 @@ def first_s(batches: TrainBatches, micro_batch: int) -> float:
 
 
 def pass_through(batches: TrainBatches) -> None:
-    """The first batches of an epoch, until blocks of indices have their full size."""
+    """Reads the first batches of an epoch, until blocks of indices reach their full size."""
     batches.epoch = batches.start = 0
     per_process = batches.batch // (batches.world * batches.accumulate)
     for _ in islice(batches, 3 * BLOCK // per_process):
@@ -265,7 +265,7 @@ def pass_through(batches: TrainBatches) -> None:
 
 
 def torch_sampler(samples: int, world: int) -> tuple[float, int]:
-    """Seconds to the first index of DistributedSampler, which draws a permutation of all samples in each process, and bytes."""
+    """Seconds to the first index of DistributedSampler, and bytes: it draws a permutation of all samples in each process."""
     from torch.utils.data import DistributedSampler
 
     other = DistributedSampler(range(samples), num_replicas=world, rank=world // 2, shuffle=True)  # type: ignore[var-annotated, arg-type]
@@ -275,12 +275,12 @@ def torch_sampler(samples: int, world: int) -> tuple[float, int]:
         next(indices)
         return indices
 
-    begin()  # warm
+    begin()  # warm-up
     return timeit.timeit(begin, number=1), grown_bytes(begin)
 
 
 def sampler(_: argparse.Namespace) -> str:
-    """`TrainBatches` computes where a bijection sends the samples of the steps ahead. DistributedSampler lists a permutation of all."""
+    """`TrainBatches` computes the order of the next steps with a bijection. DistributedSampler stores a permutation of all samples."""
     rows = []
 
     def add(name: str, samples: int, first_s: float, resumed_s: float, grown_bytes: float) -> None:
@@ -314,20 +314,20 @@ LONG = [
 
 
 def long(args: argparse.Namespace) -> str:
-    """Of the ranks and the processes that they start; memory is that of pages that belong to no file."""
+    """Ranks and their child processes. Memory counts pages that belong to no file."""
     run = partial(measuring.train, [*places(args), *LONG])
     processes = held_during(run, args.folder / "runs/long/metrics.csv")
     head = ["process", "", *(f"after {at * LONG_STEPS:,.0f} steps" for at in POINTS)]
     return table(head, held_rows(processes, LONG_STEPS))
 
 
-# --- predict: a CSV lists simulated files, and a black image stands for each, so the disk and Pillow are left out ---
+# --- predict: a CSV lists simulated files, each a black image, so the disk and Pillow are not measured ---
 
 PATH = "2026/november/{:012}.jpg"
 
 
 def predict(args: argparse.Namespace) -> str:
-    """One process trains a small network and predicts the files in turn: what a number adds to the peak of the one before is what it cost."""
+    """One process trains a small network, then predicts increasing numbers of files. The growth of the peak is the cost of the added files."""
     from PIL import Image
 
     from lockstep.data import Images
@@ -364,13 +364,17 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = measuring.parser(__doc__)
-    parser.add_argument("--only", type=some_of(SECTIONS), default=",".join(SECTIONS), help="sections")
-    parser.add_argument("--worlds", type=numbers, default="1,2,4", help="numbers of processes, from 1 on")
+    parser.add_argument("--only", type=some_of(SECTIONS), default=",".join(SECTIONS), help="comma-separated sections")
+    parser.add_argument("--worlds", type=numbers, default="1,2,4", help="numbers of processes, starting with 1")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150, help="of each run of the section world")
-    parser.add_argument("--depth", type=int, default=12, help="blocks of the network of the section memory")
-    parser.add_argument("--files", type=numbers, default="10000,100000,200000,1000000", help="of the section predict")
-    parser.add_argument("--data-root", type=Path, help="has MNIST and CIFAR-10; without it, the embedded images")
+    parser.add_argument("--steps", type=int, default=150, help="steps of each run, in section world")
+    parser.add_argument("--depth", type=int, default=12, help="blocks of the network, in section memory")
+    parser.add_argument(
+        "--files", type=numbers, default="10000,100000,200000,1000000", help="numbers of files, in section predict"
+    )
+    parser.add_argument(
+        "--data-root", type=Path, help="folder with MNIST and CIFAR-10; without it, the embedded images"
+    )
     args = parser.parse_args()
     print(measuring.made_by())
     with tempfile.TemporaryDirectory() as folder:

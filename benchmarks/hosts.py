@@ -1,4 +1,4 @@
-"""Hosts with their own addresses on one machine: network namespaces on a bridge. Needs Linux, root and iproute2."""
+"""Simulates hosts with separate addresses on one machine: network namespaces on a bridge. Needs Linux, root and iproute2."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from measuring import start_command
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here; None if there can."""
+    """Why hosts cannot be created here; None if they can."""
     if not shutil.which("ip"):
         return "iproute2 is not installed (bash scripts/install_test_systems.sh)"
     if os.geteuid() != 0:
@@ -29,12 +29,12 @@ def ip(*args: str) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    name: str  # of the namespace
+    name: str  # name of the namespace
     address: str
-    link: str  # the bridge's end of its cable
+    link: str  # the bridge's end of the host's cable
 
     def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> "subprocess.Popen[bytes]":
-        """Starts a command there. gloo finds its interface by the machine's name, which these hosts share, so it is set here."""
+        """Starts a command on this host. gloo would find its interface by the hostname, which all hosts share, so it is set here."""
         environment = {**os.environ, **env, "GLOO_SOCKET_IFNAME": "eth0"}
         return start_command(["ip", "netns", "exec", self.name, *command], log, cwd=cwd, env=environment)
 
@@ -42,13 +42,13 @@ class Host:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
     def kill(self) -> None:
-        """All that runs there is gone at once, and its kernel tells those that were talking to it."""
+        """Kills all processes of the host at once. The kernel closes their connections, so their peers notice."""
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def cut_off(self) -> None:
-        """Pulls its cable: the other hosts get no message."""
+        """Pulls the cable: the other hosts are not notified."""
         ip("link", "set", self.link, "down")
 
     def connect(self) -> None:
@@ -57,7 +57,7 @@ class Host:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """So many hosts, connected; gone with all their processes at the end."""
+    """Creates `count` connected hosts. Removes them and kills all their processes at the end."""
     prefix, bridge = f"ls{os.getpid() % 100000}", f"lsbr{os.getpid() % 100000}"
     made: list[Host] = []
     ip("link", "add", bridge, "type", "bridge")

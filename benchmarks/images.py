@@ -1,14 +1,15 @@
-"""What images cost, in time of the processor: augmentation next to torchvision's, and reading from files.
+"""Measures the CPU time of images: augmentation compared with torchvision, and reading from files.
 
 python benchmarks/images.py augment [--batch 32] [--turns 5]
 python benchmarks/images.py decoding [--images 2000] [--turns 7]
 python benchmarks/images.py keyed [--images 4096] [--turns 5]
 
-augment: the same bytes and the same parameters for both. Lockstep's time includes drawing them, and torchvision's the batch that its
-images become. One thread. Of torchvision's own transforms, Lockstep's time includes seeds and copies for each sample.
-decoding: files to batches of bytes, the best of some turns, next to torchvision's and timm's transforms of PIL images; and once into the
-cache. The images are noise over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375.
-keyed: images/s of a DataLoader over a torch Dataset, whose generators are seeded for each sample or left alone, in turns.
+augment: both libraries process the same bytes with the same parameters, on one thread. Lockstep's time includes drawing the parameters;
+torchvision's time includes stacking its images into a batch. For transforms that are torchvision's, Lockstep's time includes seeds and
+copies for each sample.
+decoding: from files to batches of bytes, the best of several turns, compared with torchvision's and timm's transforms of PIL images; also
+decoding into the cache. The images are noise over a smooth pattern, as JPEGs with quality 90: 60 kB at 500 x 375.
+keyed: images/s of a DataLoader over a torch Dataset, with random generators that are seeded for each sample or not, in turns.
 """
 
 import argparse
@@ -42,14 +43,14 @@ from lockstep.data.images import Files
 from lockstep.data.loaders import FromWorkers, Indexed, Places, Reader
 from lockstep.data.pixels import Frame
 
-spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # seconds of the processor
+spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # CPU seconds
 
 
 # --- augment ---
 
 SIZES = (32, 224)
 COLUMNS = ("equal pixels", "at most one level apart", "Lockstep, ms", "torchvision, ms")
-Reference = Callable[[Tensor, int], Tensor]  # of an image and its place in the batch
+Reference = Callable[[Tensor, int], Tensor]  # of an image and its index in the batch
 
 
 def new_draws(count: int) -> Draws:
@@ -57,7 +58,7 @@ def new_draws(count: int) -> Draws:
 
 
 def transforms(size: int) -> dict[str, tuple[augment.Operation, Reference]]:
-    """Those of torchvision, by their options."""
+    """Operations that run torchvision's transforms, by option name."""
     made: dict[str, augment.SampleTransform] = {
         "crop": augment.RandomResizedCrop(image_size=size),
         "rotate": augment.Rotate(degrees=15.0),
@@ -73,7 +74,7 @@ def transforms(size: int) -> dict[str, tuple[augment.Operation, Reference]]:
 
 
 def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
-    """Each operation with its defaults, and torchvision's for the same draws."""
+    """Each operation with its defaults, and torchvision's operation with the same random numbers."""
     count, (height, width) = len(image), image.shape[-2:]
     shift, flip, cut = augment.Shift(pixels=4), augment.Flip(), augment.Cutmix()
     mixup = augment.Mixup()
@@ -101,7 +102,7 @@ def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
 
 
 def compared(image: Tensor, operation: augment.Operation, reference: Reference, turns: int) -> list[str]:
-    """Cells of COLUMNS."""
+    """The cells of COLUMNS."""
     batch = {"input": image, "index": torch.arange(len(image)), "count": len(image)}
 
     def ours() -> Any:
@@ -112,7 +113,7 @@ def compared(image: Tensor, operation: augment.Operation, reference: Reference, 
 
     apart = (ours().int() - theirs().int()).abs()
     close = [f"{(apart <= levels).float().mean():.2%}" for levels in (0, 1)]
-    if operation.at_reading:  # is torchvision's
+    if operation.at_reading:  # it is torchvision's own transform
         close = ["", ""]
     taken_s = in_turns({"ours": partial(spent_s, ours), "theirs": partial(spent_s, theirs)}, turns, warm_up=1)
     return [*close, *(f"{1000 * statistics.median(each):.1f}" for each in taken_s.values())]
@@ -138,7 +139,7 @@ def augmentation(args: argparse.Namespace) -> str:
 JPEGS = ((500, 375), (1600, 1200), (4000, 3000))
 SIDE = 224
 COLOUR: dict[str, Any] = {"channels": 3, "frame": Frame(SIDE, "crop", SIDE / 256)}
-Read = Callable[[], object]  # a batch
+Read = Callable[[], object]  # reads a batch
 
 
 def write_jpeg(path: Path, width: int, height: int) -> None:
@@ -150,7 +151,7 @@ def write_jpeg(path: Path, width: int, height: int) -> None:
 
 
 def training(path: Path, count: int, low: float) -> dict[str, Read]:
-    """Random crops from a fraction `low` of the image on, mirrored; Lockstep's are mirrored on the device."""
+    """Random crops of at least the fraction `low` of the image, flipped. Lockstep flips on the device, so its time excludes it."""
     crop = augment.RandomResizedCrop(image_size=SIDE, scale=(low, 1.0))
     files = Files(path.parent, [path.name] * count, np.zeros(count), **COLOUR, least=crop.crops_from)
     read = Reader(files, seed=0, at_reading=Augmentation({"crop": crop}).at_reading, apart=True)
@@ -160,14 +161,14 @@ def training(path: Path, count: int, low: float) -> dict[str, Read]:
 
 
 def evaluation(path: Path, count: int) -> dict[str, Read]:
-    """The middle of the whole image."""
+    """Centre crops."""
     files = Files(path.parent, [path.name] * count, np.zeros(count), **COLOUR)
     vision = v2.Compose([v2.Resize(256), v2.CenterCrop(SIDE), v2.PILToTensor()])
     return {"Lockstep": lambda: files[np.arange(count)], **others(path, count, vision, crop_pct=SIDE / 256)}
 
 
 def others(path: Path, count: int, vision: Callable[[Any], Any], **options: Any) -> dict[str, Read]:
-    """Each image as torchvision's ImageFolder opens it, to a batch of bytes."""
+    """Opens each image like torchvision's ImageFolder, and stacks a batch of bytes."""
     of_timm = create_transform(SIDE, use_prefetcher=True, interpolation="bilinear", **options)
 
     def images() -> Iterator[Image.Image]:
@@ -194,7 +195,7 @@ def from_files(folder: Path, turns: int) -> str:
 
 
 def into_the_cache(folder: Path, images: int) -> str:
-    """Building the cache of `images` files of the first size."""
+    """Builds the cache of `images` files of the first size."""
     write_jpeg(folder / "one.jpg", *JPEGS[0])
     for place in range(images):
         path = folder / "classes" / str(place % 2) / f"{place}.jpg"
@@ -215,7 +216,7 @@ def decoding(args: argparse.Namespace) -> str:
 
 
 class Pictures(Dataset[tuple[Any, int]]):
-    """As torchvision's data sets: a PIL image from an array, or from a file."""
+    """Like torchvision's data sets: PIL images from an array or a file."""
 
     def __init__(self, source: NDArray[np.uint8] | Path, count: int, transform: Callable[[Any], Any] | None) -> None:
         self.source, self.count, self.transform = source, count, transform
@@ -239,7 +240,7 @@ def rate(reader: type[Reader], items: Items, workers: int) -> float:
     order = np.random.default_rng(0).permutation(len(items)).reshape(-1, 64)
     loader = FromWorkers(Indexed(reader(items, seed=0)), sampler=Places(list(order)), num_workers=workers)
     batches = loader.batches()
-    next(batches)  # workers have started
+    next(batches)  # waits until workers have started
     began_s = time.perf_counter()
     return sum(len(batch["index"]) for batch in batches) / (time.perf_counter() - began_s)
 
@@ -285,7 +286,7 @@ def main() -> None:
     part.add_argument("--batch", type=int, default=32)
     part.add_argument("--turns", type=int, default=5)
     part = parts.add_parser("decoding")
-    part.add_argument("--images", type=int, default=2000, help="files of the cache that is built")
+    part.add_argument("--images", type=int, default=2000, help="files to decode into the cache")
     part.add_argument("--turns", type=int, default=7)
     part = parts.add_parser("keyed")
     part.add_argument("--images", type=int, default=4096)

@@ -1,10 +1,10 @@
-"""Lightning's own tests with Lockstep's strategy `single`, wherever a test leaves the strategy open.
+"""Runs Lightning's own tests with Lockstep's strategy `single`, wherever a test does not choose a strategy.
 
-Check out Lightning's repository and, in its folder tests, with pytest and Lightning's requirements for tests:
+Check out Lightning's repository, install pytest and Lightning's test requirements, and run in its folder tests:
 
     PYTHONPATH=<lockstep>/benchmarks:. python -m pytest -p lightnings_tests tests_pytorch/loops tests_pytorch/core
 
-With LIGHTNINGS_OWN=1 the strategies are Lightning's, to compare. docs/measurements/theirs.md has the results.
+With LIGHTNINGS_OWN=1, the tests use Lightning's strategies, for comparison. docs/measurements/theirs.md has the results.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""What a DataLoader of a user's costs: as torch reads it and as Lockstep does, and in training with Lightning alone and with Lockstep.
+"""Measures a user's DataLoader: read by torch and by Lockstep, and in training with Lightning alone and with Lockstep.
 
 python benchmarks/loaders.py [--images 4096] [--turns 7] [--training]
 
-Images/s, in turns; read the ratios. With --training, of a convolutional network of two layers (32 px) or a linear one (28 px), without
-validation: Lightning's Trainer with its defaults, and a run of Lockstep with its own.
+Prints images/s, measured in turns; read the ratios. --training trains a two-layer convolutional network (32 px) or a linear one (28 px),
+without validation: Lightning's Trainer and a run of Lockstep, each with its defaults.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from lockstep.data.streams import around
 from lockstep.machine import process
 
 WARM = 3  # batches before the clock starts
-Case = tuple[Any, dict[str, Any], int]  # data, options of its loader, side of its images
+Case = tuple[Any, dict[str, Any], int]  # data, options of the loader, side length of the images
 
 
 class Streamed(IterableDataset[Any]):
@@ -152,7 +152,7 @@ def main() -> None:
     parser = measuring.parser(__doc__)
     parser.add_argument("--images", type=int, default=4096)
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--training", action="store_true", help="in training, next to Lightning alone")
+    parser.add_argument("--training", action="store_true", help="measure training, compared with Lightning alone")
     args = parser.parse_args()
     process.owned = True
     torch.set_num_threads(1)

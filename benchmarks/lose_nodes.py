@@ -1,12 +1,11 @@
-"""Takes nodes away from an elastic torchrun job, and checks that the result matches that of an uninterrupted run.
+"""Removes nodes from an elastic torchrun job, and checks that the result matches that of an uninterrupted run.
 
 python benchmarks/lose_nodes.py [--losses 10] [--per-run 2] [--seed 0]
 
-Three hosts with their own addresses (benchmarks/hosts.py) train one run with `torchrun --nnodes=1:3`. At random steps one is
-lost: killed, or cut off from the network; later it comes back, and the job grows again. The script records every image that a process
-trains on. At the end it compares the images of each step, the log, the metrics and the weights with those of one uninterrupted
-process. Exit code 1 if one differs. The first host, where the processes meet, stays: torchrun's rendezvous ends with it. Needs Linux,
-root and iproute2.
+Three hosts with separate addresses (benchmarks/hosts.py) train one run with `torchrun --nnodes=1:3`. At random steps, one host is killed
+or cut off from the network. Later it comes back, and the job grows again. The script records every image that a process trains on. At the
+end, it compares the images of each step, the log, the metrics and the weights with those of one uninterrupted process. Exit code 1 if
+anything differs. The first host is never lost, because it hosts torchrun's rendezvous. Needs Linux, root and iproute2.
 """
 
 import json
@@ -28,7 +27,7 @@ from lockstep import launch
 from lockstep.config.settings import Settings
 
 STEPS = 300
-# 64 bits: in 32, the rounding of sums over two processes or three grows to 1e-6 or to 6e-6 within 300 steps, by the kind of CPU.
+# 64 bits: with 32, the rounding of sums over two or three processes grows to 1e-6 or 6e-6 within 300 steps, depending on the CPU.
 RECIPE = [
     *SMALL, "loader.batch_size=60", "trainer.limit_train_batches=60", "trainer.max_epochs=5", "trainer.limit_val_batches=1",
     "trainer.limit_test_batches=1", "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=10", "schedule=cosine",
@@ -37,11 +36,11 @@ RECIPE = [
 ]  # fmt: skip
 LIMIT = 1e-6
 ENVIRONMENT = {
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torch 2.13: a node that waits does not announce its new port otherwise
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds from SIGTERM to SIGKILL for a process that waits for a lost one
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # otherwise, a waiting node does not announce its new port (torch 2.13)
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds between SIGTERM and SIGKILL for a process that waits for a lost one
     "OMP_NUM_THREADS": "1",
 }
-ROUND_S = 240.0  # for the processes to meet, and to get to a step
+ROUND_S = 240.0  # limit for the processes to meet and to reach a step
 WAYS = {"killed": hosts.Host.kill, "cut off": hosts.Host.cut_off}
 
 
@@ -51,7 +50,7 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 
 class Job:
-    """An elastic run on several hosts; the first one, where the processes meet, stays."""
+    """An elastic run on several hosts. The first host, which has the rendezvous, is never lost."""
 
     def __init__(self, folder: Path, run: str, nodes: list[hosts.Host]) -> None:
         self.folder, self.name, self.nodes = folder, run, nodes
@@ -76,13 +75,13 @@ class Job:
         return any(note.world == world and note.time > since for note in notes(self.notes))
 
     def come_back(self, node: hosts.Host) -> None:
-        node.kill()  # what was cut off has been given up by the others
+        node.kill()  # the other hosts have given up on a host that was cut off
         self.agents[node.name].wait(30)
         node.connect()
         self.agents[node.name] = self.start(node)
 
     def wait(self, away: hosts.Host | None) -> None:
-        """Until the run has ended, and each host's agent. That of a host which is still `away` would look for the others."""
+        """Waits until the run and every agent have ended. Kills the agent of a host that is still `away`: it would keep trying to reconnect."""
         until(self.ended, "the end of the run")
         if away:
             away.kill()
@@ -91,7 +90,7 @@ class Job:
 
 
 def elastic_run(folder: Path, run: str, nodes: list[hosts.Host], losses: int, draw: random.Random) -> list[str]:
-    """Trains while nodes are lost and come back; returns what was lost when."""
+    """Trains while nodes are lost and come back; returns a description of each loss."""
     job, lost, away, every = Job(folder, run, nodes), [], None, len(nodes)
     until(lambda: job.trains_with(every, 0), "the first round of all")
     for number in range(losses):
@@ -118,7 +117,7 @@ def elastic_run(folder: Path, run: str, nodes: list[hosts.Host], losses: int, dr
     return lost
 
 
-# --- what was trained on ---
+# --- records of what was trained on ---
 
 
 class Note(NamedTuple):
@@ -129,7 +128,7 @@ class Note(NamedTuple):
     images: list[int]
 
 
-NOTES = "LOSE_NODES_NOTES"  # the folder, in the environment of the processes
+NOTES = "LOSE_NODES_NOTES"  # environment variable with the folder
 
 
 def noting(settings: Settings, data: Any) -> None:
@@ -156,13 +155,13 @@ def notes_folder(folder: Path, run: str) -> Path:
 
 
 def notes(folder: Path) -> list[Note]:
-    """What the processes have noted so far; without lines that a kill cut off."""
+    """The records so far, without lines that a kill truncated."""
     lines = [line for path in folder.iterdir() for line in path.read_text().splitlines(keepends=True)]
     return [Note(*json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def images_of_steps(found: Sequence[Note]) -> dict[int, list[int]]:
-    """The images of each step in the round that took it last; an earlier one was lost with its node."""
+    """The images of each step, from the last round that ran it: earlier results were lost with a node."""
     last = {note.step: note.round for note in sorted(found, key=lambda note: note.time)}
     images: dict[int, list[int]] = {step: [] for step in sorted(last)}
     for note in found:
@@ -172,7 +171,7 @@ def images_of_steps(found: Sequence[Note]) -> dict[int, list[int]]:
 
 
 def uninterrupted(folder: Path) -> dict[int, list[int]]:
-    """Trains `alone`; returns the images of each step."""
+    """Trains the run `alone`; returns the images of each step."""
     place = notes_folder(folder, "alone")
     env = {**os.environ, **ENVIRONMENT, NOTES: str(place)}
     subprocess.run([sys.executable, __file__, "run=alone", *RECIPE], cwd=folder, env=env, check=True)
@@ -181,9 +180,9 @@ def uninterrupted(folder: Path) -> dict[int, list[int]]:
 
 def main() -> int:
     parser = measuring.parser(__doc__)
-    parser.add_argument("--losses", type=int, default=10, help="in all")
-    parser.add_argument("--per-run", type=int, default=2, help="losses of one run")
-    parser.add_argument("--seed", type=int, default=0, help="of the steps, hosts and ways")
+    parser.add_argument("--losses", type=int, default=10, help="losses in total")
+    parser.add_argument("--per-run", type=int, default=2, help="losses per run")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the steps, the hosts and the kinds of loss")
     args = parser.parse_args()
     if reason := hosts.missing():
         parser.error(reason)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, tables, turns, waiting, silent runs, and the parts of a run in this process."""
+"""Shared by the benchmarks: arguments, tables, turns, waiting, silent runs, and the parts of a run in this process."""
 
 import argparse
 import contextlib
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Shows the docstring of a script as it is written."""
+    """A parser whose help shows the docstring of the script unchanged."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of an argument: some of `names`, with commas between them."""
+    """An argument type: comma-separated members of `names`."""
 
     def split(text: str) -> list[str]:
         if unknown := set(text.split(",")) - set(names):
@@ -41,7 +41,7 @@ def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def made_by(*more: str) -> str:
-    """How a table was made: a line for the page that holds it."""
+    """A line that says how a table was made, for the page that shows it."""
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return f"Made by `{command}` with {', '.join([versions(), *more])}, on {cores()} CPU cores.\n"
 
@@ -55,17 +55,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:
-    """The median, with the least and the most."""
+    """The median, minimum and maximum."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def ratio(ours: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios within a round: what slows a shared machine slows both."""
+    """The median of the ratios within a round, because other work on a shared machine slows both."""
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 
 def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0) -> dict[str, list[T]]:
-    """What each way returned in each round. Rounds that warm up do not count."""
+    """What each way returned in each round. Warm-up rounds do not count."""
     found: dict[str, list[T]] = {name: [] for name in ways}
     for number in range(-warm_up, rounds):
         for name, way in ways.items():
@@ -76,7 +76,7 @@ def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0)
 
 
 def wait_until(true: Callable[[], bool], limit_s: float, every_s: float = 0.05) -> bool:
-    """False if it is not true within the limit."""
+    """Waits until the condition is true. Returns False if it is not true within the limit."""
     deadline = time.monotonic() + limit_s
     while not true():
         if time.monotonic() > deadline:
@@ -90,7 +90,7 @@ SMALL = [*CPU, "data.source=embedded"]
 
 
 def last_step(metrics: Path) -> int:
-    """The last step in metrics.csv; 0 before the first. A line that is half written has no greater number."""
+    """The last step in metrics.csv; 0 before the first. A partial line cannot have a larger number."""
     lines = metrics.read_text().splitlines()[1:] if metrics.is_file() else []
     steps = [line.partition(",")[0] for line in lines]
     return max((int(step) for step in steps if step.isdigit()), default=0)
@@ -100,14 +100,14 @@ def last_step(metrics: Path) -> int:
 
 
 def start_command(command: Sequence[str], log: Path, popen: Any = subprocess.Popen, **options: Any) -> Any:
-    """Starts a command as a process group of its own; its output is appended to `log`. `options`: cwd and env of Popen."""
+    """Starts a command in its own process group and appends its output to `log`. `options`: cwd and env of Popen."""
     nothing = subprocess.DEVNULL
     with log.open("ab") as file:
         return popen(command, stdin=nothing, stdout=file, stderr=file, start_new_session=True, **options)
 
 
 def differences(reference: Path, run: Path, tolerance: float = 0.0) -> list[str]:
-    """Between the folders of two runs, but for their configs; without a tolerance, bit by bit."""
+    """Differences between the folders of two runs, except their configs; bit by bit, unless there is a tolerance."""
     runs = (comparison.find(folder.name, folder.parent) for folder in (reference, run))
     found = comparison.compare(*runs, exact=not tolerance, tolerance=tolerance)
     return [line for name in ("data", "log", "metrics", "weights") for line in found[name]]
@@ -115,7 +115,7 @@ def differences(reference: Path, run: Path, tolerance: float = 0.0) -> list[str]
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Standard output of this process and of those that it starts goes nowhere."""
+    """Discards the standard output of this process and its child processes."""
     sys.stdout.flush()
     kept = os.dup(1)
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):

@@ -1,14 +1,14 @@
-"""Tries command lines and files that cannot work, and counts how they are rejected.
+"""Tries invalid command lines and files, and counts how they are rejected.
 
 python benchmarks/refused.py [--only <text>]
 
-A case is rejected well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run's
-directory is made, and leaves no file. Some of these need torch: whether a network takes the images is known once it is made. Each case is
-a process forked from one that has imported torch, because imports would take most of the time; the table adds the time of the imports
-to the cases that need them. Needs Linux.
+A case is rejected well if train.py ends with exit code 2 and a message that names the key, without a traceback, before it creates the run
+directory, and leaves no file. Some cases need torch: only a created network can show whether it accepts the images. Each case is a process
+forked from one that has imported torch, because imports would take most of the time. The table adds the import time to the cases that
+need torch. Needs Linux.
 
-The cases are damaged data files, the command lines of refused.txt, and what is made from the schema's keys by general rules (`every key,
-removed`), so a new key is tried without a new line here.
+The cases are damaged data files, the command lines of refused.txt, and cases generated from the keys of the schema by general rules (such
+as removing each key), so new keys need no new line here.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ import forked  # processes from a server that has imported torch
 
 @dataclass(frozen=True)
 class Case:
-    """A command line of train.py. `key` must be in the message; `works` says that it has to be accepted instead, `may_work` that it may be."""
+    """A command line of train.py. The message must contain `key`. `works`: the command must be accepted instead; `may_work`: it may be."""
 
     family: str
     args: tuple[str, ...]
     key: str
     files: dict[str, bytes] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
-    what: str = ""  # is in the files
+    what: str = ""  # description of the files
     works: bool = False
     may_work: bool = False
 
@@ -60,7 +60,7 @@ class Case:
 
 
 def idx(count: int, *shape: int, kind: int = 8) -> bytes:
-    """An idx file of `count` things of `shape`."""
+    """An idx file with `count` items of `shape`."""
     sizes = b"".join(n.to_bytes(4, "big") for n in (count, *shape))
     return bytes([0, 0, kind, 1 + len(shape)]) + sizes + bytes(i % 10 for i in range(count * math.prod(shape)))
 
@@ -69,7 +69,7 @@ NAMES = {"train": "train-images-idx3", "test": "t10k-images-idx3", "train_labels
 
 
 def digits(**other: bytes) -> dict[str, bytes]:
-    """MNIST's files, in a folder `own`."""
+    """The files of MNIST, in a folder `own`."""
     good = {"train": idx(64, 12, 12), "test": idx(32, 12, 12), "train_labels": idx(64), "test_labels": idx(32)}
     return {f"own/{NAMES[part]}-ubyte": content for part, content in (good | other).items()}
 
@@ -79,7 +79,7 @@ def picture(side: int = 8) -> bytes:
 
 
 def pictures(**other: bytes) -> dict[str, bytes]:
-    """A folder of two classes; `other` by file name, of class `a`."""
+    """A folder of two classes; `other` adds files to class `a`, by name."""
     found = {f"own/{part}/{kind}/{i}.ppm": picture() for part in ("train", "test") for kind in "ab" for i in range(32)}
     return found | {f"own/train/a/{name}.ppm": content for name, content in other.items()}
 
@@ -124,7 +124,7 @@ def data() -> Iterator[Case]:
     yield Case(family, folder, "own", {"own/a/0.ppm": picture()}, what="one class")
 
 
-# What a key needs to be there.
+# Overrides without which a key does not exist.
 NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("strategy.bucket_cap_mb", "strategy.gradient_as_bucket_view", "strategy.static_graph",
                      "strategy.find_unused_parameters", "strategy.comm_hook", "strategy.timeout_s"), ("strategy=ddp",)),
@@ -138,9 +138,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "callbacks.early_stopping.patience": ("callbacks=[early_stopping]",),
     "callbacks.early_stopping.min_delta": ("callbacks=[early_stopping]",),
 }  # fmt: skip
-# Keys that may be null, of options that these cases do not choose.
+# Keys that may be null, but whose options these cases do not choose.
 NOT_CHOSEN = ("task.pos_weight", *(f"callbacks.early_stopping.{key}" for key in ("monitor", "check_on_train_epoch_end")))  # fmt: skip
-# Values that are wrong for every key of a kind.
+# Invalid values for every key of a kind.
 WRONG = {
     "flag": ("abc", "5", "[true]", "null"),
     "text": ("[1]", "{a: 1}", "''", "5.5"),
@@ -168,8 +168,8 @@ def keys() -> Iterator[Case]:
     for key in KEYS:
         needs = NEEDS.get(key, ())
         files = pictures() if "data=folder" in needs else {}
-        default = "." in key and not key.startswith(("trainer.", "checkpoint."))  # of the class
-        named = "optim:" if key == "optim.momentum" else key  # torch's error
+        default = "." in key and not key.startswith(("trainer.", "checkpoint."))  # the class has one
+        named = "optim:" if key == "optim.momentum" else key  # torch reports it
         yield Case("a key is removed", (*needs, f"~{key}"), named, files, may_work=default)
         nullable = KEYS[key].accepts(None) and key not in NOT_CHOSEN
         yield Case("a key is null", (*needs, f"{key}=null"), key, files, works=nullable)
@@ -205,17 +205,17 @@ def names() -> Iterator[Case]:
         yield Case("a name is misspelt", args, "did you mean")
 
 
-KEY_OF = {  # where the key that a message must name is not that of the last override
+KEY_OF = {  # cases whose message must name a different key than that of the last override
     "trainer.devices=2": "devices", "trainer.val_check_interval=3": "val_check_interval", "data.source=abc": "source", "task.monitor=acc": "monitor",
     "loader.limit_train=1": "loader.batch_size", "run=a": "resume=auto", "--config-dir=nothing": "nothing", "optim._target_=torch.optim.LBFGS": "optim.",
 }  # fmt: skip
 
 
-WORKING = "what works"  # of refused.txt: a family of command lines that must work
+WORKING = "what works"  # a family in refused.txt: its command lines must work
 
 
 def lines() -> Iterator[Case]:
-    """Those of refused.txt."""
+    """The cases of refused.txt."""
     family = ""
     for line in Path(__file__).with_name("refused.txt").read_text().splitlines():
         if line.startswith("["):
@@ -244,7 +244,7 @@ def cases() -> list[Case]:
     return list({(case.args, *case.files.values(), *case.env.items()): case for case in reversed(every)}.values())[::-1]
 
 
-# --- How a case is rejected ---
+# --- how a case is rejected ---
 
 LIMIT_S = 20.0  # a case that trains longer than this was accepted
 HOOK = str(Path(__file__).with_name("refused_hook.py").resolve())
@@ -252,7 +252,7 @@ OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1
 WELL, LATE, DIM, TRACEBACK, SILENT = "rejected well", "late", "unclear", "traceback", "accepted in silence"
 LEFT, WORKS, WRONGLY = "left files", "works", "rejected wrongly"
 COLUMNS = (WELL, LATE, DIM, LEFT, TRACEBACK, SILENT)
-STAGES = ("run", "torch", "classes")  # that refused_hook.py notes, the last one first
+STAGES = ("run", "torch", "classes")  # recorded by refused_hook.py, last stage first
 BASE = ["data.root=own", "data.source=disk", "loader.batch_size=16", "data.image_size=12", "trainer.accelerator=cpu", "trainer.max_steps=2",
         "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false"]  # fmt: skip
 
@@ -266,8 +266,8 @@ class Outcome:
 
 
 def verdict(case: Case, code: int | None, message: str, stage: str, left: list[str]) -> str:
-    """`code` is None for a case that ran too long. `stage`: config (nothing but the config was read), classes, torch (everything was
-    built), or run."""
+    """`code` is None for a case that ran too long. `stage`: config (only the config was read), classes, torch (everything was built), or
+    run."""
     if case.works or (case.may_work and code == 0):
         return WORKS if code == 0 else WRONGLY
     if code == 0 or (code is None and stage == "run"):
@@ -283,11 +283,11 @@ def verdict(case: Case, code: int | None, message: str, stage: str, left: list[s
     return WELL if good else DIM
 
 
-# --- a case in a process of its own, forked from a server that has imported torch ---
+# --- a case in a separate process, forked from a server that has imported torch ---
 
 
 def import_s(what: str) -> float:
-    """The seconds of `import what` in a new process; the faster of two."""
+    """Seconds of `import what` in a new process: the faster of two."""
     command = [sys.executable, "-c", f"import {what}"]
     return min(timeit.repeat(partial(subprocess.run, command, check=True), repeat=2, number=1))
 
@@ -315,7 +315,7 @@ def tried(case: Case, folder: Path, cost_s: dict[str, float]) -> Outcome:
     with contextlib.suppress(forked.TimeoutExpired):
         code = process.wait(LIMIT_S)
     elapsed_s = time.monotonic() - began_s
-    with contextlib.suppress(ProcessLookupError):  # the command, and what it has started
+    with contextlib.suppress(ProcessLookupError):  # the command and its child processes
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     noted = stages.read_text().split() if stages.exists() else []
@@ -328,7 +328,7 @@ def tried(case: Case, folder: Path, cost_s: dict[str, float]) -> Outcome:
 
 
 def outcomes_of(every: list[Case]) -> Iterator[Outcome]:
-    """Runs as many at once as there are cores."""
+    """Runs as many cases at once as there are cores."""
     config_s = import_s("lockstep.launch.start, lockstep.config.compose")
     cost_s = {"config": config_s, "torch": config_s + import_s("lockstep.build")}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(cores()) as pool:
@@ -361,7 +361,7 @@ def page(outcomes: list[Outcome]) -> str:
 
 def main() -> int:
     parser = measuring.parser(__doc__)
-    parser.add_argument("--only", default="", help="cases whose family or command line has this text")
+    parser.add_argument("--only", default="", help="only cases whose family or command line contains this text")
     args = parser.parse_args()
     chosen = [case for case in cases() if args.only in case.family or args.only in case.name]
     outcomes = []

@@ -1,4 +1,4 @@
-"""Runs in each process of refused.py before train.py does (see HOOK in tests/forked.py): limits its memory, and notes its stages."""
+"""Runs in each process of refused.py before train.py (see HOOK in tests/forked.py): limits its memory and records its stages."""
 
 import os
 import resource
@@ -10,7 +10,7 @@ from lockstep.config.settings import Settings
 from lockstep.launch import start
 from lockstep.reporting.recorder import Recorder
 
-MEMORY_BYTES = 3 * 2**30  # of data, so an archive that unpacks to more ends in a MemoryError
+MEMORY_BYTES = 3 * 2**30  # of data, so unpacking a larger archive raises MemoryError
 
 
 def noting(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
-"""Trains LightningModules and LightningDataModules that others wrote, unchanged: the same result on two processes, after a kill, in evaluations.
+"""Trains third-party LightningModules and LightningDataModules unchanged, and compares results on two processes, after a kill, and in evaluation.
 
 python benchmarks/theirs.py <folder> [--data <folder>] [--only <text>]
 
-<folder> has checkouts of github.com/Lightning-AI/pytorch-lightning and github.com/ashleve/lightning-hydra-template, under these names; --data
-the folder of MNIST/raw with its .gz files. What is absent is skipped. Each command is a process forked from one that has imported torch.
+<folder> has checkouts of github.com/Lightning-AI/pytorch-lightning and github.com/ashleve/lightning-hydra-template, under these names. --data
+is the folder that has MNIST/raw with the .gz files. Missing parts are skipped. Each command is a process forked from one that has imported
+torch.
 """
 
 import argparse
@@ -42,26 +43,26 @@ BASE = (
     *measuring.CPU, "task=lightning_module", "trainer.precision=32-true", f"trainer.max_epochs={EPOCHS}", "trainer.limit_train_batches=10",
     "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=4",
 )  # fmt: skip
-KILL = "15"  # batches are done: the sixth of the second epoch comes next, and the last checkpoint has 12 steps
+KILL = "15"  # finished batches: the next is the sixth of the second epoch, and the last checkpoint has 12 steps
 TWO = ("strategy=ddp", "trainer.devices=2")
-ACCUMULATED = ("trainer.accumulate_grad_batches=2", "trainer.limit_train_batches=20")  # which counts micro-batches
+ACCUMULATED = ("trainer.accumulate_grad_batches=2", "trainer.limit_train_batches=20")  # the limit counts micro-batches
 SHARDED = ("strategy=fsdp", "trainer.devices=2")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A module and its data: theirs, or `none` for the module's own dataloaders."""
+    """A third-party module and its data; `none`: the module's own dataloaders."""
 
     name: str
     module: str
     data: str = "none"
     args: tuple[str, ...] = ()
-    two: tuple[str, ...] = ()  # with several processes
-    needs: str = ""  # a package, or a folder in that of the command line
-    differs: str = ""  # why, if the bits of a result do
+    two: tuple[str, ...] = ()  # overrides for several processes
+    needs: str = ""  # a package, or a folder in <folder>
+    differs: str = ""  # why the bits of a result may differ
 
     def options(self, *more: str) -> list[str]:
-        """Of train.py; later ones win."""
+        """Overrides for train.py; later ones win."""
         named = [
             f"task._target_={self.module}",
             "data=none",
@@ -73,7 +74,7 @@ class Case:
 
 
 def nested(key: str, target: str, **arguments: object) -> tuple[str, ...]:
-    """An argument of the module that is an object, or with _partial_="true" a function."""
+    """Overrides for an argument of the module that is an object or, with _partial_="true", a function."""
     return (f"+task.{key}._target_={target}", *(f"+task.{key}.{name}={value}" for name, value in arguments.items()))
 
 
@@ -135,7 +136,7 @@ CASES = [
 ]  # fmt: skip
 
 
-# --- the project: what they wrote, in its src/, and their data as their classes want it ---
+# --- the project: third-party code in src/, and data in the layout that it expects ---
 
 
 def write_project(root: Path, folder: Path, data: Path | None) -> None:
@@ -148,19 +149,19 @@ def write_project(root: Path, folder: Path, data: Path | None) -> None:
             shutil.copytree(folder / place, root / "src" / package)
     if data:
         unpack(data / "MNIST/raw", root / "data/MNIST/raw")
-        (root / "src/Datasets").symlink_to(root / "data")  # where the examples look
+        (root / "src/Datasets").symlink_to(root / "data")  # where the examples look for data
     (root / "data").mkdir(exist_ok=True)
     (root / "data/wikitext-2.txt").write_text(words())
     write_images(root / "data")
 
 
 def words() -> str:
-    """In place of WikiText2: 11 batches of Lightning's LSTM."""
+    """Replaces WikiText2: 11 batches for Lightning's LSTM."""
     return " ".join(" ".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))).split()[:7700])
 
 
 def unpack(source: Path, target: Path) -> None:
-    """As torchvision wants MNIST; of the test, the first 1,000 images."""
+    """Unpacks MNIST for torchvision, with the first 1,000 test images."""
     target.mkdir(parents=True)
     for path in source.glob("*.gz"):
         content = gzip.decompress(path.read_bytes())
@@ -171,7 +172,7 @@ def unpack(source: Path, target: Path) -> None:
 
 
 def write_images(root: Path) -> None:
-    """Folders of UC Merced, ImageNet and KITTI, of noise."""
+    """Writes noise images in the layouts of UC Merced, ImageNet and KITTI."""
     random = np.random.default_rng(0)
     for part, count in (("train", 80), ("val", 21), ("test", 21)):
         names = [f"{part}{i}.tif" for i in range(count)]
@@ -194,15 +195,15 @@ def write_noise(random: np.random.Generator, path: Path) -> None:
 
 @dataclass
 class Runs:
-    """The commands of a case, in the folder of a project."""
+    """The commands of a case, run in the project's folder."""
 
     case: Case
     root: Path
     row: dict[str, str] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)  # by column: why it has no result
+    said: dict[str, str] = field(default_factory=dict)  # by column: why there is no result
 
     def command(self, script: str, run: str, *args: str, **env: str) -> str:
-        """Runs it. Its output if it failed, or ''."""
+        """Runs the command. Returns the reason if it failed, else ''."""
         notes = self.root / "notes" / f"{run}-{script}"
         notes.mkdir(parents=True, exist_ok=True)
         log = notes / "log"
@@ -226,7 +227,7 @@ class Runs:
         return torch.load(self.root / f"runs/{run}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
 
     def difference(self, run: str, other: str) -> str:
-        """Of the weights, relative to their norm."""
+        """The difference of the weights, relative to their norm."""
         a, b = (
             torch.cat([each.double().flatten() for each in self.state(name).values() if each.is_floating_point()])
             for name in (run, other)
@@ -241,7 +242,7 @@ class Runs:
         return found
 
     def evaluated(self, run: str, other: str, script: str = "train") -> str:
-        """How many samples two runs evaluated, if they are the same ones."""
+        """How many samples both runs evaluated, or how the numbers differ."""
         texts = []
         for name, stage in {"val": f"val {EPOCHS - 1}", "test": "test"}.items():
             ours, theirs = (self.samples(each, script, stage) for each in (run, other))
@@ -288,7 +289,7 @@ class Runs:
         return str(json.loads((self.root / f"runs/{run}/report.json").read_text())["train/steps"])
 
     def metrics(self, run: str) -> str:
-        """Whether the evaluation repeats what training reported."""
+        """Whether the evaluation reproduces the test metrics of training."""
         report = json.loads((self.root / f"runs/{run}/report.json").read_text())
         path = next((self.root / f"runs/{run}").glob("eval*.json"))
         found = {
@@ -303,7 +304,7 @@ class Runs:
 
 
 def reason(log: str) -> str:
-    """The message of a command, or its last line."""
+    """The error message of a command, or its last line."""
     lines = [line for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     return (errors or lines[-1:] or [""])[-1]
@@ -341,10 +342,8 @@ def main() -> None:
     parser = measuring.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", type=Path)
-    parser.add_argument(
-        "--only", default="", help="cases whose names have one of these texts, with commas between them"
-    )
-    parser.add_argument("--keep", type=Path, help="the project's folder, which stays")
+    parser.add_argument("--only", default="", help="only cases whose names contain one of these comma-separated texts")
+    parser.add_argument("--keep", type=Path, help="create the project in this folder, and keep it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         forked.start_server(Path(name))

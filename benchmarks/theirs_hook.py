@@ -1,4 +1,4 @@
-"""Runs in each process of theirs.py before its script does (see HOOK in tests/forked.py): notes the samples of each evaluation, and kills the last process."""
+"""Runs in each process of theirs.py before its script (see HOOK in tests/forked.py): records evaluated samples, and kills the last process."""
 
 import json
 import os
@@ -16,7 +16,7 @@ made = build_trainer.lightning_trainer
 
 
 class Witness(pl.Callback):
-    """Writes a number for each evaluated sample; kills the process before the training batch that THEIRS_KILL names."""
+    """Writes one number per evaluated sample. Kills the last process before the training batch in THEIRS_KILL."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         done = trainer.fit_loop.epoch_loop.batch_progress.total.processed

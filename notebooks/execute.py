@@ -1,6 +1,6 @@
-"""Runs a notebook and keeps its outputs: python notebooks/execute.py [notebooks/quickstart.ipynb]
+"""Runs a notebook and saves its outputs: python notebooks/execute.py [notebooks/quickstart.ipynb]
 
-It runs in a folder of its own, which is removed afterwards. Lines that a cell rewrote are kept as they last were.
+The notebook runs in a temporary folder. Of a line that a cell rewrites, only the last version is saved.
 """
 
 import sys

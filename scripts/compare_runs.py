@@ -1,12 +1,13 @@
-"""Where two runs differ: config, data, rows of the log, metrics, weights and the rest of their state.
+"""Show where two runs differ: config, data, rows of the log, metrics, weights and the rest of their state.
 
 python scripts/compare_runs.py <run> <run> [--exact] [--tolerance 1e-6] [--runs-dir runs]
 
-Without --exact, numbers agree when their relative difference is at most the tolerance; of a tensor, that is the norm of the
-difference over the norm. With --exact, every bit counts, including the optimizer's state. Speed and time are ignored.
-Larger differences that grow step by step from 1e-6 to at most 1e-2 are reported as grown rounding (AdamW at its default learning rate
-does that within 40 steps); this needs trainer.precision=32-true and trainer.log_every_n_steps=1.
-Exit code: 0 the results agree, or differ by grown rounding, 1 they differ, 2 there is nothing to compare. Differences of config are shown but not counted.
+Without --exact, numbers agree if their relative difference is at most the tolerance. For a tensor, this is the norm of the difference
+over the norm. With --exact, every bit counts, including the optimizer's state. Speed and time are ignored.
+Differences that grow step by step from 1e-6 to at most 1e-2 are reported as grown rounding: AdamW at its default learning rate amplifies
+rounding that much within 40 steps. This check needs trainer.precision=32-true and trainer.log_every_n_steps=1.
+Exit code: 0 if the results agree or differ by grown rounding, 1 if they differ, 2 if there is nothing to compare. Config differences are shown but do
+not count.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from lockstep.extras.comparison import ENDS, agree, compare, find, grown_roundin
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs=2, metavar="run", help="a run's name or directory")
-    parser.add_argument("--exact", action="store_true", help="compare every bit of the whole state")
+    parser.add_argument("--exact", action="store_true", help="compare the whole state, bit by bit")
     parser.add_argument("--tolerance", type=float, default=1e-6, help="relative difference that counts as equal")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Joins a sharded checkpoint into one file, which resumes, evaluates and exports like any other.
+"""Merge a sharded checkpoint into one file, which you can resume, evaluate and export like any other.
 
 python scripts/consolidate.py <folder of shards> [<file>]
 """
@@ -29,7 +29,7 @@ def consolidate(folder: Path, file: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("file", nargs="?", type=Path, help="default: the folder's name with -whole")
+    parser.add_argument("file", nargs="?", type=Path, help="default: the folder's name, plus -whole")
     args = parser.parse_args()
     file = args.file or args.folder.with_name(f"{args.folder.stem}-whole.ckpt")
     print(inline(f"{args.folder} is now one file: {consolidate(args.folder, file)}"))

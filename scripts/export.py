@@ -1,10 +1,10 @@
-"""Exports a trained network as a folder that needs only torch and Pillow (and timm, for timm's networks).
+"""Export a trained network as a folder that needs only torch and Pillow (and timm, for timm networks).
 
 python scripts/export.py <run or checkpoint> [<folder>] [--network <name>] [--onnx] [--pt2] [--files <folder>]
 
-The folder contains model.safetensors, load.py, which loads it and predicts files, and README.md, the model card. --onnx adds
-model.onnx, --pt2 the graph of torch.export; both take uint8 images of any size, or what the network takes. All are compared with the
-trained network on 100 test samples of the run's data, or on --files, before the folder is kept.
+The folder contains model.safetensors, load.py (loads the network and predicts files) and README.md (the model card). --onnx adds
+model.onnx, --pt2 the graph of torch.export. Both graphs take uint8 images of any size, or the input of the network if it takes no images.
+Before the folder is kept, all its models are compared with the trained network on 100 test samples of the run's data, or on --files.
 """
 
 import argparse
@@ -22,23 +22,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "what",
-        help="a run's name in ./runs, its directory (then the checkpoint that it tested), or a checkpoint; also as run=<name>",
+        help="the name of a run in ./runs, also as run=<name>, or a run directory: exports the checkpoint that the run tested; or a checkpoint",
     )
     parser.add_argument(
         "folder",
         nargs="?",
         type=Path,
-        help="default: exports/<run>[-<network>], of a sweep's job exports/<sweep>-<job>",
+        help="default: exports/<run>[-<network>]; for a job of a sweep, exports/<sweep>-<job>",
     )
     parser.add_argument(
         "--network",
         default="",
-        help="export one network of several, by its name in the network, such as student.backbone",
+        help="export one of several networks, by its attribute name, such as student.backbone",
     )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx; needs lockstep[onnx]")
     parser.add_argument("--pt2", action="store_true", help="also write model.pt2, for torch.export.load")
     parser.add_argument(
-        "--files", "--images", help="compare on these files, as predict.py takes them: the run's data is elsewhere"
+        "--files", "--images", help="compare on these files (as for predict.py), if the run's data is not available"
     )
     args = parser.parse_args()
     path = tested_checkpoint(args.what.removeprefix("run="), "export")  # as eval.py and predict.py name it

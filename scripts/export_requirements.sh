@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements.txt: every package of the tested set, by version and hash, without index addresses.
+# Writes requirements.txt: every tested package, by version and hash, without index URLs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv lock --quiet

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what some tests need, from Debian's packages, as root: SLURM, network namespaces, PostgreSQL, a browser, zsh. Without
-# them, these tests are skipped and say so.
+# Installs what some tests need, from Debian packages, as root: SLURM, network namespaces, PostgreSQL, a browser, zsh. Without
+# them, pytest skips these tests with a reason.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq

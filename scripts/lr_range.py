@@ -1,10 +1,11 @@
-"""Finds a learning rate: trains with a rate that rises from step to step, and shows the loss over the rate.
+"""Find a learning rate: train with a rising rate, and plot the loss over the rate.
 
 python scripts/lr_range.py [key=value ...] [--low 1e-6] [--high 1.0] [--steps 100]
 
-Takes the keys of train.py, so every strategy works; it sets the schedule and the length itself. Leaves a run with the curve,
-lr_range.html, and prints the rate at which the smoothed loss falls fastest (Smith, "Cyclical learning rates", 2017), which is a good
-optim.lr, and the one at which it is smallest, which is too high. With several groups of parameters, all rates rise by the same factor.
+Takes the keys of train.py, so every strategy works; the script sets the schedule and the number of steps. It writes a run with the
+curve, lr_range.html. It prints two rates: the one at which the smoothed loss falls fastest, a good optim.lr (Smith, "Cyclical learning
+rates", 2017), and the one at which the loss is smallest, which is too high. With several parameter groups, all rates rise by the same
+factor.
 """
 
 import argparse
@@ -19,10 +20,10 @@ from lockstep.machine.world import rank_of
 from lockstep.reporting.render import chart, render
 from lockstep.run import RunFolder
 
-SMOOTHING = 0.9  # of the loss, an exponential moving average
-EDGE = 0.1  # the first steps, whose average has few losses, and the last are no suggestion
+SMOOTHING = 0.9  # decay of the moving average of the loss
+EDGE = 0.1  # fraction of the steps at each end that is never suggested: the first averages have few losses
 DIVERGED = 4.0  # the curve ends where the loss is this many times the smallest
-ITS_OWN = ("schedule", "optim.lr", "trainer.max_epochs", "trainer.max_steps")  # keys that it sets
+ITS_OWN = ("schedule", "optim.lr", "trainer.max_epochs", "trainer.max_steps")  # keys that the test sets
 OVERRIDES = [
     "trainer.max_epochs=-1", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=0", "trainer.limit_test_batches=0",
     "trainer.enable_checkpointing=false", "callbacks=[]", "logger=csv", "schedule=exponential", "schedule.final_fraction=1.0",
@@ -63,8 +64,8 @@ def sets_itself(override: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--low", type=float, default=1e-6, help="the rate of the first step")
-    parser.add_argument("--high", type=float, default=1.0, help="the rate of the last step")
+    parser.add_argument("--low", type=float, default=1e-6, help="learning rate of the first step")
+    parser.add_argument("--high", type=float, default=1.0, help="learning rate of the last step")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_intermixed_args()
     if not (0 < args.low < args.high and args.steps >= 10):

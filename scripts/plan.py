@@ -1,10 +1,10 @@
-"""What a training will need, before it runs: parameters, memory, communication, time and cost, by strategy and number of devices.
+"""Estimate parameters, memory, communication, time and cost of a run before you start it, by strategy and number of devices.
 
 python scripts/plan.py [key=value ...] [--on h100] [--devices 1,2,4,8] [--nodes 1] [--utilisation 0.35] [--price 3.0] [--measure]
 
-Takes the keys of train.py; --on, --devices and --nodes stand for those of the strategy and the devices. Nothing is computed: the step
-runs on torch's meta device, so a network larger than this machine is planned as well. --measure trains some steps in this process, and
-shows how far the memory was off, and the operations per second. docs/plan.md has the errors that were measured.
+Takes the keys of train.py; --on, --devices and --nodes replace the keys of the strategy and the devices. The step runs on torch's meta
+device, so nothing is computed and a network may be larger than this machine's memory. --measure trains some steps in this process, and
+shows the error of the predicted memory and the operations per second. docs/plan.md has measured errors.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from lockstep.reporting.console import print_wide
 COLUMNS = (
     "strategy", "devices", "micro-batch", "memory each", "largest micro-batch", "sent per step", "step", "of it communication", "epoch", "run",
 )  # fmt: skip
-STEPS = 12  # that --measure trains; the report's speed leaves out the first ones
+STEPS = 12  # steps that --measure trains; the report's speed excludes the first ones
 
 
 def costs_of(settings: Settings) -> tuple[Any, int]:
@@ -137,20 +137,24 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--on", default="h100", help="the kind of device")
-    parser.add_argument("--devices", type=numbers, default="1,2,4,8", help="per node")
+    parser.add_argument("--on", default="h100", help="type of device")
+    parser.add_argument("--devices", type=numbers, default="1,2,4,8", help="devices per node")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--utilisation", type=float, default=0.35, help="fraction of the device's peak that is reached")
-    parser.add_argument("--between-nodes", type=float, default=45e9, help="bytes/s of each device to other nodes")
-    parser.add_argument("--price", type=float, default=0.0, help="of a device for an hour")
-    parser.add_argument("--measure", action="store_true", help="train some steps here as well")
+    parser.add_argument(
+        "--utilisation", type=float, default=0.35, help="fraction of the device's peak FLOP/s that training reaches"
+    )
+    parser.add_argument("--between-nodes", type=float, default=45e9, help="bytes/s from each device to other nodes")
+    parser.add_argument("--price", type=float, default=0.0, help="price of a device per hour")
+    parser.add_argument("--measure", action="store_true", help="also train some steps on this machine")
     args = parser.parse_intermixed_args()
     from lockstep.extras.planning import DEVICES
 
     if args.on not in DEVICES:
         raise UserError(f"--on {args.on}: the known kinds are {', '.join(DEVICES)}.")
     if not 0 < args.utilisation <= 1 or min(*args.devices, args.nodes) < 1:
-        raise UserError("--utilisation is a share of the peak, above 0 to 1. --devices and --nodes are at least 1.")
+        raise UserError(
+            "--utilisation is a fraction of the peak, above 0 and at most 1. --devices and --nodes are at least 1."
+        )
     settings = checked(args.overrides)
     if args.measure and settings.world.size > 1:
         raise UserError("--measure trains in this process. Remove strategy and trainer.devices.")

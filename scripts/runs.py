@@ -1,4 +1,4 @@
-"""Lists runs from their report.json and config.yaml, shows one, and prints the commands that repeat failed ones.
+"""List runs from their report.json and config.yaml, show one run, and print commands that rerun failed runs.
 
 python scripts/runs.py [--where status=failed] [--where 'test/acc>0.9'] [--sort -test/acc] [--format table|csv|json]
 python scripts/runs.py html [<sweep>] [--where ...] [--sort ...] [-o runs.html]
@@ -6,17 +6,17 @@ python scripts/runs.py show <run>
 python scripts/runs.py failed [<sweep>] [--stale-min 30]
 
 --where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, such as optim.lr=0.001. A run
-without the key meets no condition and is sorted last. `html` writes a page with the curves of the runs, their metrics and the
-settings that differ. `show` prints the overrides, the report and the files.
+without the key meets no condition and is sorted last. `html` writes a page with the curves, the metrics and the differing
+settings of the runs. `show` prints the overrides, the report and the files.
 
-A run has `died` if its report says `running` but no process on this machine has it: SIGKILL, or power lost. `failed` prints a
-shell command for each run that failed, died, was interrupted, or is `running` on another machine but wrote nothing for
---stale-min minutes. As in launch/resuming.py,
-- with a complete checkpoint, `run=<name> resume=auto` continues with the run's own config and needs nothing else;
-- without one, resume=auto starts over with what is typed: the overrides that its report has;
-- without one, a run that resumed another one cannot use resume=auto; it gets a new name;
-- a job that never began has no config.yaml: the command is `run=<sweep>/<job>` and its overrides.
-If the files say too little, the line is a comment.
+A run has `died` if its report has the status `running` but no process on this machine runs it, such as after SIGKILL or a power failure.
+`failed` prints a shell command for each run that failed, died, was interrupted, or is `running` on a different machine but wrote
+nothing for --stale-min minutes. As in launch/resuming.py,
+- with a complete checkpoint, `run=<name> resume=auto` continues with the run's own config and needs no other arguments;
+- without one, resume=auto starts over, so the command repeats the overrides from the report;
+- without one, a run that resumed from a different run cannot use resume=auto, so it gets a new name;
+- a job that never started has no config.yaml, so the command is `run=<sweep>/<job>` and its overrides.
+If the files do not contain enough information, the line is a comment.
 """
 
 import argparse
@@ -57,7 +57,7 @@ COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.
 
 
 def value_of(run: Report, key: str) -> Any:
-    """Of report.json or config.yaml; ABSENT without the key. A group has the value of its title."""
+    """A value of report.json or config.yaml; ABSENT without the key. A group has the value of its title."""
     key = RENAMES.get(key, key)
     if key in run or key.partition(".")[0] not in (*GROUPS, *KEYS):
         return run.get(key, ABSENT)  # config.yaml is read when it is needed
@@ -193,7 +193,7 @@ def has_failed(run: Report, stale_min: float) -> bool:
 
 
 def again(run: Report, runs_dir: Path) -> str:
-    """The command that runs it again; see the rules at the top."""
+    """The command that reruns it; see the rules at the top."""
     name, begun, given = run["run"], run.run_folder.has_config(), overrides_of(run)
     saved = begun and next(checkpoints(run.folder), None)
     if (begun and not run.settings) or (not saved and given is None):
@@ -217,9 +217,9 @@ def main() -> None:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--runs-dir", type=Path, default=argparse.SUPPRESS, help="default: runs")
     chosen = argparse.ArgumentParser(add_help=False)
-    where_help = "may be repeated; all conditions must hold"
+    where_help = "a condition; can be repeated, all must hold"
     chosen.add_argument("--where", action="append", default=argparse.SUPPRESS, metavar="'key=value'", help=where_help)
-    chosen.add_argument("--sort", default=argparse.SUPPRESS, metavar="[-]key", help="default: the newest last")
+    chosen.add_argument("--sort", default=argparse.SUPPRESS, metavar="[-]key", help="default: newest last")
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common, chosen])
     parser.add_argument("--format", choices=["table", "csv", "json"], default="table")

@@ -1,9 +1,9 @@
-"""Draws what the network sees: samples of a run's training batches before and after augmentation, with their targets.
+"""Draw the network's input: samples of a training batch before and after augmentation, with their targets.
 
 python scripts/show_batch.py [--count 16] [--step 0] [--epoch 0] [--out batch.png] [key=value ...]
 
-The arguments are those of train.py: python scripts/show_batch.py data=cifar10 augment=strong. It shows the samples that training
-takes at that step, prepared by the same code, so exactly what a run with these arguments sees.
+Takes the keys of train.py: python scripts/show_batch.py data=cifar10 augment=strong. It draws exactly the samples that a run with
+these arguments trains on at that step, prepared by the same code.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def bytes_of(batch: "Batch", about: Mapping[str, Any]) -> NDArray[np.uint8]:
 
 
 def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image:
-    """The image, with the target over it if that is a mask."""
+    """The image; if the target is a mask, with the mask over it."""
     if target.shape != image_HW3.shape[:2]:
         return Image.fromarray(image_HW3)
     from lockstep.reporting.panels import blended
@@ -94,7 +94,7 @@ def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image
 
 
 def caption(batch: "Batch", place: int, about: Mapping[str, Any], longest: int) -> str:
-    """The target of a sample; of a mixed one, both with their shares."""
+    """The target of a sample; for a mixed sample, both targets with their fractions."""
     own = name(batch["target"][place].tolist(), about)
     if "share" in batch:
         share, other = float(batch["share"][place]), int(batch["partner"][place])
@@ -103,7 +103,7 @@ def caption(batch: "Batch", place: int, about: Mapping[str, Any], longest: int) 
 
 
 def name(target: Any, about: Mapping[str, Any]) -> str:
-    """A target in words; nothing for a mask."""
+    """A target as text; empty for a mask."""
     if isinstance(target, list):
         labels = about.get("labels")
         if labels and len(labels) == len(target):
@@ -115,8 +115,8 @@ def name(target: Any, about: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=16, help="how many samples")
-    parser.add_argument("--step", type=int, default=0, help="of the epoch, from 0")
+    parser.add_argument("--count", type=int, default=16, help="number of samples")
+    parser.add_argument("--step", type=int, default=0, help="step of the epoch, from 0")
     parser.add_argument("--epoch", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("batch.png"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")

@@ -83,7 +83,7 @@ def test_communication_shows_only_where_backward_does_not_hide_it():
 
 @pytest.mark.parametrize(
     ("args", "told"),
-    [(["--on", "abacus"], "known kinds are h100"), (["--utilisation", "2"], "share of the peak"), (["--devices", "7"], "cannot be divided"),
+    [(["--on", "abacus"], "known kinds are h100"), (["--utilisation", "2"], "fraction of the peak"), (["--devices", "7"], "cannot be divided"),
      (["--measure", "strategy=ddp", "trainer.devices=2"], "trains in this process"), (["optim.lr=-1"], "optim.lr")],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(args, told, given, monkeypatch):

@@ -29,7 +29,7 @@ def test_help_of_train_shows_every_key_with_its_default_comment_and_example() ->
     assert "optim.lr=0.001 learning rate of a step with loader.batch_size samples [a number of at least 0; for" in text
     assert f"strategy {', '.join(compose.options('strategy'))}" in text and "optim=adamw: torch.optim.AdamW" in text
     assert "loader.batch_size=64 the GLOBAL batch" in text
-    assert "data.eval_size=null in evaluation" in text  # data=mnist has it from the option that it builds on
+    assert "data.eval_size=null image_size in evaluation" in text  # data=mnist has it from the option that it builds on
     for key in compose.dotted(plain(compose.compose_config("train", []))):
         if not any(f".{part}." in f".{key}." for part in help.SET_BY_CHOICE) and "callbacks" not in key:
             assert f" {key}=" in text or key == "augment"
@@ -47,8 +47,8 @@ def test_help_of_groups_and_keys_describes_them_alone_in_lines_that_fit(monkeypa
     text = shown("augment", "optim=sgd", "optim", "loader.fold")
     assert [line for line in text.splitlines() if len(line) > 80] == []
     text = " ".join(text.split())
-    assert "augment.rotate.degrees=15 at most, in either direction" in text
-    assert "mixup Each sample with its neighbour" in text and "loader.fold=0 which of them" in text
+    assert "augment.rotate.degrees=15 maximum angle, in either direction" in text
+    assert "mixup Blends each sample with its neighbour" in text and "loader.fold=0 which fold" in text
     assert "optim=sgd: torch.optim.SGD" in text and "optim.momentum=0.9" in text
     assert "trainer.max_steps" not in text
     with pytest.raises(UserError, match=r"--help optin: .*did you mean optim"):
