@@ -266,7 +266,8 @@ def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool
 
     The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
     """
-    found = [] if evaluating else list(signature_problems(settings, shipped=shipped))  # what has trained is right
+    # Skipped for an evaluation: its config has already trained.
+    found = [] if evaluating else list(signature_problems(settings, shipped=shipped))
     return broken_rules(settings, found, evaluating=evaluating, early=False)
 
 
