@@ -160,6 +160,62 @@ def test_every_figure_of_the_readme_stands_on_the_page_that_it_links_to():
         assert numbers(result) - numbers((ROOT / path.partition("#")[0]).read_text()) == set(), result
 
 
+# --- English ---
+
+# Earlier wording that readers stumbled over, by the wording that replaced it.
+REPLACED = {
+    "rerunning completes exactly the missing trials": ["with the trials that it was to have"],
+    "a bundled subset is used": ["neither found nor fetched", "that come with a dependency", "images stand in"],
+    "applies only until the run's first checkpoint": ["it is of effect", "of effect until"],
+    "started in the same second": ["two jobs of one second", "jobs of one second"],
+    "elastic jobs": ["machines come and go"],
+    "measures the stall": ["what training waits"],
+    "declares a peer lost": ["process that is cut off", "cut off says nothing"],
+    "out-of-memory errors": ["— when it runs out"],
+    "rerun the same command": ["types it again", "type it again", "typed again", "typing it again"],
+    "the result of an uninterrupted run": ["undisturbed", "to the bits that"],
+    "reached the correct result": ["ended in the right result", "1 badly (fixed"],
+    "rejected, with the offending key and the valid options": ["were refused before a run", "with the key and what is possible"],
+    "regardless of which process computes them": ["whoever computes", "answers whoever"],
+    "changes the result by rounding error only": ["equal to rounding", "as different as another seed"],
+    "has already trained": ["what has trained is right"],
+    "a clearer message": ["has better words"],
+    "the dataset changed": ["no longer what it was"],
+    "an abandoned continuation": ["past that was given up"],
+    "exactly as in training": ["the training data need not", "training data need not be there"],
+    "how much work a crash would lose": ["what a crash would cost"],
+    "differs": ["has other bits", "has other figures"],
+    "if needed": ["if need be"],
+}  # fmt: skip
+
+
+def as_one_line(text: str) -> str:
+    """Without the breaks of lines, of comments and of strings that follow each other."""
+    joined = re.sub(r"""["']?[ \t]*\n\s*(?:# ?|f?["'])?""", " ", text)
+    return re.sub(r"\s+", " ", joined).lower()
+
+
+def test_earlier_wording_does_not_return():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    code = [path for folder in ("src", "configs", "scripts") for path in ROOT.glob(f"{folder}/**/*") if path.is_file()]
+    files = [*pages, *(path for path in code if path.suffix in (".py", ".yaml", ".j2", ".js", ".sbatch", ".sh"))]
+    assert len(files) > 100
+    texts = {path.relative_to(ROOT).as_posix(): as_one_line(path.read_text()) for path in files}
+    phrases = [(phrase, better) for better, earlier in REPLACED.items() for phrase in earlier]
+    found = [
+        f"{n}: {phrase!r}: write {better!r}"
+        for n, text in texts.items()
+        for phrase, better in phrases
+        if phrase in text
+    ]
+    assert found == []
+
+
+def test_percentages_have_no_space():
+    for page in PAGES:
+        assert not re.findall(r"\d %.*", page.prose), page.name
+
+
 # --- docs/commands.md and the README run, from top to bottom, in one folder: each with small data and two steps ---
 
 # Another launcher, a network from the Hub, a minute of compiling, or what makes no run: other tests have them.

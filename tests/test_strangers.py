@@ -804,21 +804,23 @@ def test_the_page_of_all_runs_links_to_files_alone(run_a):
 PROMISES = {  # how each sentence begins, and its tests; what a file's workflow does has none here
     "Checkpoints, configs, caches and run directories": "test_a_strangers_run_runs_no_code test_a_cache_of_a_stranger_does_not_hang",
     "Loading one runs none": "test_a_strangers_run_runs_no_code test_code_in_the_newest_checkpoint_is_told_and_no_older_one_is_taken",
+    "For each key": "test_a_strangers_run_runs_no_code",
+    "They must come from Lockstep": "test_a_strangers_run_runs_no_code",
     "Nothing else is imported": "test_a_strangers_run_runs_no_code test_a_config_of_a_stranger_that_is_none_is_named",
-    "What is read back": "test_what_is_read_back_from_a_run_refers_to_nothing test_a_report_is_judged_by_what_readers_take_its_values_for",
+    "A saved run contains": "test_what_is_read_back_from_a_run_refers_to_nothing test_a_report_is_judged_by_what_readers_take_its_values_for",
     "A `${...}` in its config": "test_what_is_read_back_from_a_run_refers_to_nothing test_a_sweep_of_a_stranger_is_text",
     "A checkpoint cannot name": "test_a_checkpoint_cannot_name_the_run_that_its_evaluation_writes_into",
-    "No link, pipe or device": "test_a_run_with_links_pipes_or_devices_is_refused_and_nothing_is_touched "
+    "Links, pipes and devices": "test_a_run_with_links_pipes_or_devices_is_refused_and_nothing_is_touched "
     "test_a_folder_of_a_run_that_is_a_link_is_refused test_no_file_of_a_run_is_opened_around_the_one_place",
     "The directory itself": "test_runs_may_be_on_another_disk test_a_link_to_a_run_is_told_and_not_read",
     "Hard links cannot": "test_other_names_of_a_runs_files_keep_their_content",
-    "Files that are read whole": "test_files_without_an_end_are_not_read",
+    "Files that are read into memory": "test_files_without_an_end_are_not_read",
     "Images may be links": "test_images_are_regular_files_with_an_end",
-    "Lockstep's downloads": "test_mnist_is_fetched_from_the_mirror_that_has_it_and_what_is_damaged_again",
-    "Archives and lists": "test_cifar10_is_unpacked_to_where_it_is_looked_for_and_again_without_the_network",
-    "The bytes that were compared": "test_the_bytes_of_cifar_that_were_hashed_are_those_that_are_parsed",
+    "Downloads use https": "test_mnist_is_fetched_from_the_mirror_that_has_it_and_what_is_damaged_again",
+    "Paths in archives": "test_cifar10_is_unpacked_to_where_it_is_looked_for_and_again_without_the_network",
+    "Lockstep parses the same bytes": "test_the_bytes_of_cifar_that_were_hashed_are_those_that_are_parsed",
     "The decoded cache": "test_a_damaged_cache_is_decoded_again_with_a_warning test_the_temporary_cache_is_the_users_alone",
-    "Files of yours": "test_only_parts_of_ours_are_removed test_a_prediction_leaves_the_folders_of_others_and_no_part_of_its_own",
+    "Your files are never": "test_only_parts_of_ours_are_removed test_a_prediction_leaves_the_folders_of_others_and_no_part_of_its_own",
     "Unfinished files": "test_only_parts_of_ours_are_removed",
     "Names are text": "test_names_reach_the_terminal_as_text test_the_page_of_a_study_escapes_its_name",
     "Files follow your umask": "test_what_is_written_follows_the_umask",
@@ -828,7 +830,7 @@ PROMISES = {  # how each sentence begins, and its tests; what a file's workflow 
 
 
 def test_each_sentence_of_what_is_promised_has_a_test():
-    text = (ROOT / "SECURITY.md").read_text().partition("## What is promised")[2].partition("\n## ")[0]
+    text = (ROOT / "SECURITY.md").read_text().partition("## Guarantees")[2].partition("\n## ")[0]
     bullets = [" ".join(each.replace("**", "").split()) for each in text.split("\n- ")[1:]]
     sentences = [
         each

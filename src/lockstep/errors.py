@@ -75,7 +75,7 @@ class FolderRemoved(TrainingFailed):
 
 
 class DataChanged(TrainingFailed):
-    """What is trained on or tested is no longer what it was."""
+    """The dataset changed while the run was using it."""
 
 
 class LossNotFinite(TrainingFailed):

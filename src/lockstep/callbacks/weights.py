@@ -26,7 +26,7 @@ class EMA(Callback):
     """average = decay * average + (1 - decay) * weights, after every `update_every_n_steps`-th step from the first on.
 
     With `warmup`, update t (from 0) uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with `num_updates`. Without,
-    the first weights dominate a short run: 168 steps at 0.999 still have 85 % of them.
+    the first weights dominate a short run: 168 steps at 0.999 still have 85% of them.
 
     Lightning's EMAWeightAveraging copies the whole module, which FSDP2 does not allow. Here the average has the same
     form as the weights under the strategy: whole, or this process's shards. Checkpoints have Lightning's layout: the average

@@ -30,7 +30,7 @@ def begin_loaders_anew(trainer: pl.Trainer) -> None:
 # --- Means of an epoch are over the samples of all processes ---
 #
 # With `self.log("val_loss", loss)` Lightning 2.6.6 keeps the mean of each process, and with sync_dist=True it rounds the number of samples
-# that it divides by: a mean over 103 samples on two processes came out 1 % too large. Remove this when Lightning has such a mean:
+# that it divides by: a mean over 103 samples on two processes came out 1% too large. Remove this when Lightning has such a mean:
 # tests/compat/test_lightning.py::test_lightning_logs_the_mean_of_one_process fails then.
 
 

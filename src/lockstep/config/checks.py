@@ -279,7 +279,7 @@ def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool
 
     The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
     """
-    # what has trained is right; `build.process` checks the types of the readable ones, where all is imported anyway
+    # Skipped for an evaluation: its config has already trained. The job checks the types of the readable ones, once all is imported.
     found = [] if evaluating else list(signature_problems(settings, shipped=shipped, readable=False))
     return broken_rules(settings, found, evaluating=evaluating, early=False)
 

@@ -114,7 +114,7 @@ def repeated(value: Any, times: int) -> Any:
 
 # --- Batches of arrays in memory ---
 
-AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9 % of its time, against 2.0 % with one batch
+AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9% of its time, against 2.0% with one batch
 
 
 class InMemory:

@@ -69,7 +69,7 @@ class KillAt(pl.Callback):
 
 
 def assert_survives_a_kill(project: Project) -> None:
-    """A run killed in mid-training and typed again is bit-identical to an undisturbed run."""
+    """A run that is killed during training and rerun is bit-identical to an uninterrupted run."""
     from lockstep.extras import comparison
 
     report = project.single

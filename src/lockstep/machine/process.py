@@ -28,7 +28,7 @@ from lockstep.machine import files
 #
 # Kubernetes, spot machines, scancel, and torchrun when it restarts its workers send SIGTERM. SLURM sends SIGUSR1 or SIGUSR2 before a
 # time limit or a preemption, if `--signal` asks for it. A terminal that closes sends SIGHUP. Ctrl-C sends SIGINT: once is a warning,
-# twice ends the run. With several processes the terminal sends it to all of them, and whoever started them decides about the second one.
+# twice ends the run. With several processes the terminal sends it to all of them, and the process that started them handles the second one.
 
 WINDOWS = sys.platform == "win32"
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)

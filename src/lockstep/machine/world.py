@@ -122,7 +122,7 @@ def keep_freed_memory() -> None:
     11 ms with kept memory and 14 to 18 without in bf16; 18 to 21 and 22 to 27 in fp32.
 
     Not for fsdp, whose gathered blocks fragment the heap: with 151 million parameters on two processes, each had 3.7 GiB after 8
-    steps, still growing, against 1.7 GiB without this and with steps 10 to 20 % longer.
+    steps, still growing, against 1.7 GiB without this and with steps 10 to 20% longer.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ)
     if process.owned and not chosen and platform.libc_ver()[0] == "glibc":

@@ -295,7 +295,7 @@ class PortableCheckpoint(DividedBatches):
         super().save_checkpoint(checkpoint, filepath, *more, **named)
 
     def make_loadable(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """After all hooks, whoever wrote into the checkpoint. Every process must call it: rank 0's content decides for all.
+        """After all hooks that write into the checkpoint. Every process must call it: rank 0's content decides for all.
 
         Raises:
             NotLoadable: it holds what torch.load refuses with weights_only=True, outside of hyperparameters.

@@ -2,7 +2,7 @@
 
 A step may use the root's parameters in any way: by methods of a network other than `forward`, next to its children, after a step of an
 optimizer. So they are gathered for the whole step. What is written to them, such as the average of a momentum encoder, is written to
-the shards. Whoever steps optimizers, clips or reads gradients sees shards.
+the shards. Code that steps optimizers, clips or reads gradients sees shards.
 """
 
 import weakref
