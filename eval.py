@@ -11,7 +11,7 @@ from lockstep import launch
 def evaluate(settings: launch.Settings) -> None:
     """The part of one process: the run's settings with the strategy and devices of this command line."""
     from lockstep import build
-    from lockstep.reporting.page import show_evaluation
+    from lockstep.reporting.console import show_evaluation
 
     build.process(settings)
     data = build.data(settings)

@@ -137,6 +137,7 @@ def train(overrides: list[str]) -> dict[str, Any]:
 def ready(settings: Settings, net: Any = None) -> tuple[Any, Any]:
     """Task and trainer of a run, with its folder; `net` takes the place of the config's network."""
     from lockstep import build
+    from lockstep.extras.page import LivePage
 
     settings.folder.path.mkdir(parents=True, exist_ok=True)
     process.owned = True
@@ -145,7 +146,7 @@ def ready(settings: Settings, net: Any = None) -> tuple[Any, Any]:
     data = build.data(settings.with_numbers())
     with patch.object(build, "network", lambda *_, **__: net) if net is not None else contextlib.nullcontext():
         work = build.workload(settings, data)
-    return work, build.trainer(settings, work)
+    return work, build.trainer(settings, work, LivePage(settings.folder, settings.cfg, work))
 
 
 def start_job(job: Callable[[Settings], None], overrides: list[str]) -> None:

@@ -36,7 +36,7 @@ from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
-from lockstep.reporting.recorder import Recorder
+from lockstep.reporting.recorder import Page, Recorder
 from lockstep.training import oom, optim
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.batches import Loaders
@@ -87,8 +87,8 @@ def seed(settings: Settings) -> None:
     pl.seed_everything(settings.seed, workers=True, verbose=False)
 
 
-def recorder(settings: Settings) -> Recorder:
-    return Recorder(settings)
+def recorder(settings: Settings, page: Page | None = None) -> Recorder:
+    return Recorder(settings, page)
 
 
 def data(settings: Settings) -> pl.LightningDataModule:

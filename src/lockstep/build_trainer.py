@@ -27,7 +27,6 @@ from lockstep.config.targets import accepted
 from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
-from lockstep.reporting.page import LivePage
 from lockstep.strategies.base import DividedBatches
 from lockstep.training.module import Means
 from lockstep.training.workload import Workload
@@ -78,8 +77,8 @@ def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
     return step_seed.StepSeed(settings.seed, work.loaders, work.arithmetic, masks_by_row=by_row)
 
 
-def trainer(settings: Settings, work: Workload) -> pl.Trainer:
-    """The Trainer of a training run.
+def trainer(settings: Settings, work: Workload, *more: pl.Callback) -> pl.Trainer:
+    """The Trainer of a training run. `more`: callbacks beside the engine's and those of the config.
 
     Raises:
         UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
@@ -102,7 +101,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
         summary.Clock(),
         summary.FirstBatch(),
         CutAtResume(folder),
-        LivePage(folder, cfg, work),
+        *more,
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(summary.Progress(cfg.checkpoint.monitor))

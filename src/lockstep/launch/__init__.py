@@ -2,6 +2,6 @@
 
 from lockstep.config.settings import Settings
 from lockstep.launch.cli import main
-from lockstep.launch.local import job
+from lockstep.launch.local import Training, job
 
-__all__ = ["Settings", "job", "main"]
+__all__ = ["Settings", "Training", "job", "main"]

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,7 @@ def guarded_job(name: str) -> Job:
     script = local.script(name)
     run = local.load(script)
 
+    @wraps(run)  # with its page
     def run_and_restore(settings: Settings) -> Any:
         import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
         from lockstep.compat.torch import masks_restored

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep import PACKAGE, ROOT, WHEEL
 from lockstep.checkpoints.finding import checkpoint_if_any
@@ -28,10 +28,24 @@ from lockstep.machine.files import parts_in, write_text
 from lockstep.machine.world import World, cores
 from lockstep.run import RunFolder
 
+if TYPE_CHECKING:
+    from lockstep.reporting.recorder import Page
+
 # --- The scripts that commands run, the project's own or Lockstep's, and the jobs that they define ---
 
 SCRIPTS = (PACKAGE / "scripts",) if WHEEL else (ROOT, ROOT / "scripts")
 Run = Callable[[Settings], Any]  # the part of one process
+
+
+@dataclass(frozen=True)
+class Training:
+    """The JOB of a train.py with a page, which also shows a run that fails before `run` begins."""
+
+    run: Run
+    page: "Page"
+
+    def __call__(self, settings: Settings) -> Any:
+        return self.run(settings)
 
 
 @dataclass(frozen=True)
