@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def evaluate(config: launch.Settings, data: "DataSet") -> None:
     """The part of one process: the run's config with the strategy and devices of this command line."""
     from lockstep import build
-    from lockstep.reporting.page import show_evaluation
+    from lockstep.reporting.console import show_evaluation
 
     batches = build.batches(config, data)
     metrics = build.evaluate(config, module, batches, config.tested_checkpoint)

@@ -12,6 +12,7 @@ Each object comes from the config, and any of them can be made by hand instead.
 from typing import TYPE_CHECKING
 
 from lockstep import launch
+from lockstep.extras import write_page
 
 if TYPE_CHECKING:  # importing torch and Lightning takes 7 s, and the config is checked before
     import lightning.pytorch as pl
@@ -36,11 +37,12 @@ def module(config: launch.Settings, batches: "pl.LightningDataModule | None") ->
 def train(config: launch.Settings, data: "DataSet") -> None:
     """The part of one process. By now the config is checked, and the run has a name."""
     from lockstep import build
+    from lockstep.extras.page import LivePage
 
-    with build.recorder(config) as run:
+    with build.recorder(config, write_page) as run:
         batches = build.batches(config, data)  # configs/loader, configs/augment
         trained = module(config, batches)
-        trainer = build.trainer(config, trained, batches)  # configs/trainer, strategy, callbacks, logger
+        trainer = build.trainer(config, trained, batches, LivePage(config))  # configs/trainer, strategy, callbacks, logger
         build.dry_run(config, trainer)  # what does not fit is rejected before a file is written
         run.begin(trainer)
         trainer.fit(trained, datamodule=batches, ckpt_path=config.resume)
@@ -49,7 +51,7 @@ def train(config: launch.Settings, data: "DataSet") -> None:
             run.add(**build.evaluate(config, module, batches, best or trained, stage, run))
 
 
-JOB = launch.Job("train", train, data)
+JOB = launch.Job("train", train, data, page=write_page)
 
 if __name__ == "__main__":
     launch.main(JOB)

@@ -136,13 +136,14 @@ def train(overrides: list[str]) -> dict[str, Any]:
 def ready(settings: Settings, data: Any, net: Any = None) -> tuple[Any, Any]:
     """Task and trainer of a run, with its folder; `net` takes the place of the config's network."""
     from lockstep import build
+    from lockstep.extras.page import LivePage
 
     settings.folder.path.mkdir(parents=True, exist_ok=True)
     process.owned = True
     batches = build.batches(settings, data)
     module = build.module(settings, batches)
     module = build.attach(settings, batches, module, build.network(settings, batches, module) if net is None else net)
-    trainer = build.trainer(settings, module, batches)
+    trainer = build.trainer(settings, module, batches, LivePage(settings))
     return build.workload_of(trainer), trainer
 
 

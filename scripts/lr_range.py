@@ -14,10 +14,10 @@ import sys
 
 from lockstep import train
 from lockstep.errors import UserError
+from lockstep.extras.render import chart, render
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.machine.world import rank_of
-from lockstep.reporting.render import chart, render
 from lockstep.run import RunFolder
 
 SMOOTHING = 0.9  # decay of the moving average of the loss

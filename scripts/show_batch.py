@@ -74,7 +74,7 @@ def picture(before: "Batch", after: "Batch", about: Mapping[str, Any], count: in
 def bytes_of(batch: "Batch", about: Mapping[str, Any]) -> NDArray[np.uint8]:
     """image_BHW3: the input of a network without its normalisation."""
     given: Any = batch.get("input")
-    from lockstep.reporting.panels import restored
+    from lockstep.callbacks.summary import restored
 
     image_BCHW = restored(given, about)
     if image_BCHW is None or image_BCHW.shape[1] not in (1, 3):
@@ -88,7 +88,7 @@ def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image
     """The image; if the target is a mask, with the mask over it."""
     if target.shape != image_HW3.shape[:2]:
         return Image.fromarray(image_HW3)
-    from lockstep.reporting.panels import blended
+    from lockstep.extras.panels import blended
 
     return blended(image_HW3, target)
 

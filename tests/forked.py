@@ -134,9 +134,9 @@ def start_server(folder: Path) -> None:
 def preload() -> None:
     import lockstep.build
     import lockstep.extras.comparison
+    import lockstep.extras.page
     import lockstep.launch.start
     import lockstep.launch.sweeps
-    import lockstep.reporting.page
     import lockstep.training.oom  # noqa: F401
 
     importlib.import_module("timm")

@@ -9,7 +9,7 @@ from in_process import Crash, rows, state
 import lockstep
 from lockstep.callbacks import step_seed
 from lockstep.extras.comparison import agree, compare, find
-from lockstep.reporting.panels import encoded
+from lockstep.extras.panels import encoded
 from lockstep.training.arithmetic import TreeReduction
 
 pytestmark = pytest.mark.xdist_group("exact")

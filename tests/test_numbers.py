@@ -15,7 +15,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import LossNotFinite, NotSaved, RunFailed, UserError
-from lockstep.reporting.page import headline_parts
+from lockstep.extras.page import headline_parts
 from lockstep.training.workload import headline
 
 HOUSES = [

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 
 from lockstep.config.words import inline, shell_line
+from lockstep.extras.render import MARKDOWN, code
 from lockstep.extras.tables import listed
-from lockstep.reporting.render import MARKDOWN, code
 
 HOSTILE = [
     "a\x1b[2Jb", "a\x1b]0;title\x07b", "a\nrm -rf b", "a\r\nb", "a\tb", "a\x00b", "a\u202eb", "a\u2028b", "a\x9b2Jb", "\ud800",

@@ -221,8 +221,7 @@ OPENS_BY_NAME = ("torch.load", "np.load", "OmegaConf.load", "zipfile.ZipFile", "
 OURS = ("read_text", "read_bytes", "write_text")  # of machine/files.py, called by their names or as files.x
 FREE = {  # what a module opens in another way, and why it may
     "reporting/recorder.py": ("self.open", "its own method"),
-    "reporting/render.py": ("read_text", "files of the package"),
-    "reporting/panels.py": ("Image.open wave.open", "bytes in memory"),
+    "reporting/saved_panels.py": ("Image.open", "bytes in memory"),
     "checkpoints/finding.py": ("zipfile.ZipFile archive.open", "a file that was opened in the one place"),
     "checkpoints/weights.py": ("torch.load", "torch maps by path: a file that was judged in the line before"),
     "checkpoints/saving.py": ("shutil.copyfile shutil.copytree", "a checkpoint that was judged, into a new folder of its own"),

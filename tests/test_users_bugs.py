@@ -41,6 +41,7 @@ def assert_shown(train, place: str, *more: str) -> None:
     for text in ("Traceback (most recent call last):", where):
         assert text in done.err and text in log
     assert status(train) == "failed"
+    assert "report: runs/a/report.html" in done.out.splitlines() and (train.run / "report.html").is_file(), done
 
 
 @pytest.mark.parametrize(("place", "more"), [

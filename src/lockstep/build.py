@@ -38,7 +38,7 @@ from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
-from lockstep.reporting.recorder import Recorder
+from lockstep.reporting.recorder import Page, Recorder
 from lockstep.training import oom, optim
 from lockstep.training.dry_run import DryRun
 from lockstep.training.module import changed_frozen
@@ -90,9 +90,9 @@ def seed(settings: Settings) -> None:
     pl.seed_everything(settings.seed, workers=True, verbose=False)
 
 
-def recorder(settings: Settings) -> Recorder:
-    """Keeps report.json up to date, from `begin` to the end of its block."""
-    return Recorder(settings, partial(explained, settings))
+def recorder(settings: Settings, page: Page | None = None) -> Recorder:
+    """Keeps report.json up to date, from `begin` to the end of its block, where `page` draws it."""
+    return Recorder(settings, page, partial(explained, settings))
 
 
 def batches(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:

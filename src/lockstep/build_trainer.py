@@ -27,7 +27,6 @@ from lockstep.config.targets import accepted
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
-from lockstep.reporting.page import LivePage
 from lockstep.strategies.base import DividedBatches
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.module import Means
@@ -97,8 +96,9 @@ def workload_of(trainer: pl.Trainer) -> Workload:
     return next(each.work for each in trainer.callbacks if isinstance(each, ModuleHooks))  # type: ignore[attr-defined]
 
 
-def trainer(settings: Settings, module: pl.LightningModule, data: Any) -> pl.Trainer:
-    """The Lightning Trainer of a training run: `trainer`, `strategy`, `callbacks`, `logger`, and what keeps Lockstep's promises.
+def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl.Callback) -> pl.Trainer:
+    """The Lightning Trainer of a training run: `trainer`, `strategy`, `callbacks`, `logger`, `more` callbacks, and what keeps
+    Lockstep's promises.
 
     Raises:
         UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
@@ -122,7 +122,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any) -> pl.Tra
         summary.Clock(),
         summary.FirstBatch(),
         CutAtResume(folder),
-        LivePage(folder, cfg, work),
+        *more,
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(summary.Progress(cfg.checkpoint.monitor))

@@ -174,7 +174,7 @@ REFUSED = {
     "optim": ["torch.optim.swa_utils.update_bn"],
     "schedule": ["torch.optim.AdamW"],
     "task.metrics.x": ["torchmetrics.functional.accuracy"],
-    "logger.x": ["lockstep.reporting.page.write"],
+    "logger.x": ["lockstep.extras.page.write_page"],
     "data.train": ["torchvision.datasets.LSUN", "timm.data.ImageDataset"],  # which unpickles a class map
     "data.train.transform": ["torchvision.io.write_file"],
     "task.net": ["lockstep.machine.files.write_text"],

@@ -33,8 +33,9 @@ from lockstep.data.published import Mnist
 from lockstep.errors import NotSaved, UserError, outcome_of
 from lockstep.extras import prediction
 from lockstep.launch import cli, exits, local, resuming, start
+from lockstep.machine import files
 from lockstep.panel import Calibration
-from lockstep.reporting import page
+from lockstep.reporting import console
 
 
 def draft(*overrides: str) -> Draft:
@@ -94,11 +95,11 @@ def test_results_are_printed_before_they_are_written(number, tmp_path, monkeypat
     def fail(path, content):
         raise OSError(number, os.strerror(number), str(path))
 
-    for module in (page, prediction):
+    for module in (console, prediction):
         monkeypatch.setattr(module, "write_json", fail)
     about, metrics = {"checkpoint": "last.ckpt"}, {"test/acc": 0.987654321}
     with pytest.raises(NotSaved, match="The metrics are above") as error:
-        page.show_evaluation(tmp_path / "eval.json", about, metrics)
+        console.show_evaluation(tmp_path / "eval.json", about, metrics)
     assert "0.98765432" in capsys.readouterr().out
     assert "resume" not in str(error.value) and outcome_of(error.value).exit_code == 1
     result = {"input": "a", "output": "out.csv", "count": 3, "broken": 0}
@@ -298,5 +299,5 @@ def test_an_average_cannot_be_changed_under_any_name(name):
 
 
 def test_a_report_is_json_however_odd_its_names(tmp_path):
-    page.write_json(tmp_path / "eval.json", {"\x1b[2J": "\n"})
+    files.write_json(tmp_path / "eval.json", {"\x1b[2J": "\n"})
     assert json.loads((tmp_path / "eval.json").read_text()) == {"\x1b[2J": "\n"}

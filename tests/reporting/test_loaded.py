@@ -13,8 +13,9 @@ from in_process import rows
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.extras.panels import encoded, write_panels
 from lockstep.panel import Bars, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Share, Table, Tokens
-from lockstep.reporting.panels import encoded, read_panels, write_panels
+from lockstep.reporting.saved_panels import read_panels
 
 
 def test_a_report_is_what_the_files_say(run_a):

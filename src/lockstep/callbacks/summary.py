@@ -21,7 +21,6 @@ from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
 from lockstep.panel import Content, Gallery, Sample
 from lockstep.reporting.console import Line, clock, say
-from lockstep.reporting.panels import restored
 from lockstep.run import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import SYNCHRONISED
@@ -207,6 +206,16 @@ class FirstBatch(Callback):
     def report_panels(self) -> list[Content]:
         note = "The first training batch, after augmentation" + (", of the first process." if self.samples else "")
         return [Gallery("What the network saw", self.samples, note)] if self.samples else []
+
+
+def restored(input_BCHW: Any, about: Mapping[str, Any]) -> Any:
+    """The bytes of images without their normalisation, on the CPU; None if they are no images, or `about` does not tell it."""
+    mean, std = about.get("mean"), about.get("std")
+    if getattr(input_BCHW, "ndim", 0) != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
+        return None
+    image_BCHW = input_BCHW.detach().float().cpu()
+    mean_C, std_C = (image_BCHW.new_tensor(each).view(-1, 1, 1) for each in (mean, std))
+    return ((image_BCHW * std_C + mean_C) * 255).round().clamp(0, 255).byte()
 
 
 def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:

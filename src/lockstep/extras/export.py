@@ -37,10 +37,10 @@ from lockstep.data.loaders import Reader
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
+from lockstep.extras.render import MARKDOWN
 from lockstep.extras.tables import input_files
 from lockstep.launch.resuming import config_of
 from lockstep.machine.files import remove, replacing
-from lockstep.reporting.render import MARKDOWN
 from lockstep.run import RunFolder, tested, versions
 from lockstep.training.invariance import same_random_numbers
 from lockstep.training.losses import samples_at

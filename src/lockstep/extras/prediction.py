@@ -29,13 +29,14 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import Frame
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
+from lockstep.extras.panels import encoded
+from lockstep.extras.render import render
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import locked, part_folder, remove, replacing, write_json, write_text
 from lockstep.panel import Lines, Mask, Picture, Sample
 from lockstep.reporting.console import say
-from lockstep.reporting.panels import decoded, encoded
-from lockstep.reporting.render import render
+from lockstep.reporting.saved_panels import decoded
 from lockstep.training.batches import Loaders
 from lockstep.training.losses import RESERVED, sample_at
 from lockstep.training.task import Task

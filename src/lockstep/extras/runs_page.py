@@ -14,8 +14,8 @@ from urllib.parse import quote
 from lockstep.config.compose import PLACE
 from lockstep.config.words import is_fraction, metric, number, seconds, shown
 from lockstep.errors import UserError
+from lockstep.extras.render import COLOURS, chart, render
 from lockstep.machine.files import read_text
-from lockstep.reporting.render import COLOURS, chart, render
 from lockstep.reporting.report import Curve, Report
 from lockstep.run import tested
 
@@ -75,7 +75,7 @@ def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
 
 
 def confusion(run: Report) -> Values | None:
-    """Of panels.json as it is: reporting/panels.py, which decodes it, imports torch."""
+    """Of panels.json as it is: reporting/saved_panels.py, which decodes it, imports torch."""
     with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
         panels = json.loads(read_text(run.run_folder.panels_file))
         matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)

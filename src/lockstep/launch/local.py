@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL
 from lockstep.augment.operation import Augmentation
@@ -31,6 +31,9 @@ from lockstep.machine.files import parts_in, write_text
 from lockstep.machine.world import World, cores
 from lockstep.run import RunFolder
 
+if TYPE_CHECKING:
+    from lockstep.reporting.recorder import Page
+
 # --- The scripts that commands run, the project's own or Lockstep's, and the jobs that they define ---
 
 SCRIPTS = (TEMPLATE, PACKAGE / "scripts" if WHEEL else ROOT / "scripts")
@@ -45,6 +48,7 @@ class Job:
     data: Callable[
         [Settings], Any
     ]  # makes the data set, or returns None for a LightningDataModule; called once in each process
+    page: "Page | None" = None  # shows a run that ends, also one that fails before `run` is called
     script: Path = field(default_factory=lambda: Path(sys.argv[0]).resolve())  # which the run's other processes execute
 
     @property

@@ -130,7 +130,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
         if project.of_users_code(e):
             from lockstep.reporting.recorder import Recorder
 
-            recorder = Recorder(settings)
+            recorder = Recorder(settings, job.page)
             if not recorder.folder.has_config():  # a run that has begun keeps its report
                 recorder.__exit__(type(e), e, e.__traceback__)
         raise

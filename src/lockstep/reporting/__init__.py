@@ -1,1 +1,1 @@
-"""A run's output: console, loggers, report.json, report.html."""
+"""A run's output: console, loggers, report.json."""

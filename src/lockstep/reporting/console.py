@@ -1,25 +1,34 @@
-"""Console output: lines, tables, progress; train.log. Silences known messages of the frameworks."""
+"""Console output: lines, tables, progress, how a run ended; train.log. Silences known messages of the frameworks."""
 
 import logging
 import math
 import re
+import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.style import Style
 from rich.table import Table
 
-from lockstep.config.words import inline
+from lockstep.config.compose import typed
+from lockstep.config.project import command
+from lockstep.config.run_config import RunConfig
+from lockstep.config.words import counted, inline, number, seconds, size
+from lockstep.errors import NotSaved
 from lockstep.machine import process
-from lockstep.machine.files import open_log
+from lockstep.machine.files import open_log, write_json
 from lockstep.machine.process import in_notebook
+from lockstep.run import RunFolder
+
+if TYPE_CHECKING:
+    from lockstep.training.workload import Workload
 
 # --- A line that says how far something is: a bar on a terminal, a line that is rewritten in a notebook, else a line now and then ---
 
@@ -165,6 +174,60 @@ def print_wide(*what: Any, columns: int = 160) -> None:
     wide = out if out.is_terminal else Console(highlight=False, markup=False, emoji=False, width=columns)
     for each in what:
         wide.print(each)
+
+
+# --- The end of a run or of an evaluation ---
+
+
+def in_runs_dir(config: RunConfig) -> str:
+    """The override that commands need to find the run."""
+    return "" if config.runs_dir == "runs" else f" {shlex.quote(f'runs_dir={typed(str(config.runs_dir))}')}"
+
+
+def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work: "Workload") -> None:
+    from lockstep.reporting.loggers import wandb_sync_line
+
+    unit = report["unit"]
+    rate, wait, flops = (report[f"train/{name}"] for name in (f"{unit}_per_s", "data_wait_share", "flops_per_s"))
+    speed = "not measured" if rate is None else f"{rate:,.0f} {unit}/s"
+    speed += "" if wait is None else f", {wait:.1%} waiting for data"
+    speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
+    compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
+    main = work.headline(report)[:2]
+    of_test = [f"test/{name}" for name in ("loss", *config.task.parts("metrics"))]
+    rows = [
+        main,
+        *(
+            (n.replace("/", " "), number(report[n]))
+            for n in of_test
+            if n in report and n.replace("/", " ") != main[0].replace("/", " ")
+        ),
+        ("speed", speed),
+        ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
+    ]
+    metrics_table(rows)
+    checkpoint = report["checkpoint"]
+    written = "checkpoint and report" if checkpoint else "report, without a checkpoint"
+    say(f"done: {counted(report['train/steps'], 'step')} in {seconds(report['wall_s'])}{compiling}; {written}:")
+    if checkpoint:
+        say(str(folder.path / checkpoint), copied=True)
+    shown = folder.page_file if folder.page_file.is_file() else folder.report_file
+    say(str(shown), copied=True, link=shown)
+    if sync := wandb_sync_line(folder.path):
+        say(f"upload it to W&B: {sync}", copied=True)
+    if checkpoint:
+        say(f"evaluate it: {command('eval')} run={config.run}{in_runs_dir(config)}", copied=True)
+
+
+def show_evaluation(path: Path, about: Mapping[str, Any], metrics: dict[str, Any]) -> None:
+    """Prints the metrics, and writes them to `path` with what they are about: run, checkpoint, strategy, world size."""
+    rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in metrics.items()]
+    say(str(about["checkpoint"]), copied=True)
+    metrics_table(rows)
+    try:
+        write_json(path, {**about, **metrics})
+    except OSError as e:
+        raise NotSaved(f"{path} could not be written: {e.strerror}. The metrics are above.") from None
 
 
 # --- train.log: what Lockstep and Lightning log, and all warnings, which also go to the screen ---

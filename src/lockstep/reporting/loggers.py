@@ -115,7 +115,7 @@ class RunEnd:
     status: str  # done, failed, preempted, interrupted or pruned
     error: str | None
     step: int
-    page: Path | None = None  # report.html; like the rest, of a run that is done
+    page: Path | None = None  # report.html, if there is one; like the rest, of a run that is done
     panels: Sequence[Content] = ()  # what the page shows of the test set
     checkpoint: Path | None = None  # the one that was tested: a file, or the folder of a sharded one
 
@@ -155,7 +155,8 @@ def end_run(
     status, path, bugs = report["status"], report.get("checkpoint"), list[Exception]()
     end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
     if done := status == "done":
-        end = replace(end, page=folder.page_file, panels=panels, checkpoint=folder.path / path if path else None)
+        page = folder.page_file if folder.page_file.is_file() else None
+        end = replace(end, page=page, panels=panels, checkpoint=folder.path / path if path else None)
     for background in begun:
         logger = background.logger
         uploads = end.checkpoint and getattr(logger, "log_model", False)

@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,15 @@ from lockstep import ROOT, WHEEL
 from lockstep.checkpoints.finding import found_in, step_of
 from lockstep.config import project
 from lockstep.config.draft import as_yaml
+from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.words import warn
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
-from lockstep.reporting.console import logged
-from lockstep.run import SEPARATOR, provenance, tested, validation_of
+from lockstep.reporting.console import logged, show_run
+from lockstep.run import SEPARATOR, RunFolder, provenance, tested, validation_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from lockstep.panel import Content
     from lockstep.reporting.loggers import Background
     from lockstep.training.workload import Workload
+
+# Shows a run that is done or has failed, as write_page of extras/page.py does.
+Page = Callable[[RunFolder, RunConfig, dict[str, Any], "Workload | None", Sequence["Content"]], None]
 
 
 Explain = Callable[["pl.Trainer", BaseException], BaseException]  # an error of training in words that help
@@ -79,10 +83,10 @@ class Recorder:
         UserError: the folder belongs to a different run.
     """
 
-    def __init__(self, settings: Settings, explain: "Explain | None" = None) -> None:
+    def __init__(self, settings: Settings, page: Page | None = None, explain: "Explain | None" = None) -> None:
         self.settings, self.explain = settings, explain
         self.folder, self.config, self.rank = settings.folder, settings.cfg, settings.world.rank
-        self.report = first_report(settings)
+        self.report, self.page = first_report(settings), page
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter when training ended
         self.log = ExitStack()
@@ -233,12 +237,11 @@ class Recorder:
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
         """Writes the report and its page, tells the loggers, and shows the result on the terminal."""
-        from lockstep.reporting.page import show_run, write_page
-
         panels = [*self.panels, *(panel for more in from_callbacks(self.trainer, "report_panels") for panel in more)]
         if keeps:
             with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
-                write_page(self.folder, self.config, self.report, self.work, panels)
+                if self.page:
+                    self.page(self.folder, self.config, self.report, self.work, panels)
             self.folder.write_report(self.report)  # then the run is done, even if a logger's server takes its time
         if self.others:
             from lockstep.reporting.loggers import end_run

@@ -1,6 +1,6 @@
 """The report of a run for Python: its metrics, curves and panels. Free of torch until the panels are asked for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from html import escape
@@ -12,7 +12,6 @@ from lockstep.config.renames import renamed
 from lockstep.config.words import metric
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
-from lockstep.reporting.render import metric_series
 from lockstep.run import RunFolder, tested
 
 if TYPE_CHECKING:
@@ -22,6 +21,16 @@ if TYPE_CHECKING:
 
 # The page has styles and a script of its own, which must not meet those of the notebook.
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" height="640" style="border:0"></iframe>'
+
+
+def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
+    """The columns of metrics.csv by name, each as pairs of step and value."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step":
+                found.setdefault(name, []).append((int(row["step"]), value))
+    return found
 
 
 class Curve(NamedTuple):
@@ -62,7 +71,7 @@ class Report(dict[str, Any]):
     @cached_property
     def panels(self) -> "dict[str, Content]":
         """What the page shows of the test set, by title: `report.panels["Largest losses"].samples`."""
-        from lockstep.reporting.panels import read_panels
+        from lockstep.reporting.saved_panels import read_panels
 
         return {panel.title: panel for panel in read_panels(self.run_folder.panels_file)}
 

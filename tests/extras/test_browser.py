@@ -11,7 +11,7 @@ from your_own import Page, forget
 
 import lockstep
 from lockstep.config.draft import Draft, values_of
-from lockstep.reporting import page as pages
+from lockstep.extras import page as pages
 from lockstep.run import RunFolder
 from lockstep.training.workload import Workload
 

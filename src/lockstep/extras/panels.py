@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -19,10 +19,10 @@ from PIL import Image
 
 from lockstep.config.words import metric
 from lockstep.data.dataset import Sound
-from lockstep.machine.files import read_text, write_text
-from lockstep.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Share, Tokens
-from lockstep.reporting.render import ENVIRONMENT, chart, coloured, thinned
-from lockstep.run import told_if_damaged
+from lockstep.extras.render import ENVIRONMENT, chart, coloured, thinned
+from lockstep.machine.files import write_text
+from lockstep.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Tokens
+from lockstep.reporting.saved_panels import ARRAY, IMAGE, KIND
 
 # --- Small images for a page, as data URIs ---
 
@@ -36,16 +36,6 @@ OKABE_ITO = np.frombuffer(bytes.fromhex("000000 e69f00 56b4e9 009e73 f0e442 0072
 HUES = [colorsys.hsv_to_rgb(0.618 * k % 1, (0.9, 0.55)[k % 2], (0.95, 0.7)[k // 2 % 2]) for k in range(8, 256)]
 COLOURS = np.concatenate([OKABE_ITO.reshape(-1, 3), 255 * np.array(HUES)]).astype(np.float32)
 OPACITY = 0.55
-
-
-def restored(input_BCHW: Any, about: Mapping[str, Any]) -> Any:
-    """The bytes of images without their normalisation, on the CPU; None if they are no images, or `about` does not tell it."""
-    mean, std = about.get("mean"), about.get("std")
-    if getattr(input_BCHW, "ndim", 0) != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
-        return None
-    image_BCHW = input_BCHW.detach().float().cpu()
-    mean_C, std_C = (image_BCHW.new_tensor(each).view(-1, 1, 1) for each in (mean, std))
-    return ((image_BCHW * std_C + mean_C) * 255).round().clamp(0, 255).byte()
 
 
 def thumbnail(image_CHW: Any) -> Image.Image:
@@ -83,10 +73,7 @@ def data_uri(image: Image.Image) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-# --- panels.json: what report.html shows of the test set, as data ---
-
-KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"
-KINDS = {kind.__name__: kind for kind in (*get_args(Content), Mask, Picture, Sample, Share, Sound, Tokens)}
+# --- panels.json: what report.html shows of the test set, as data. reporting/saved_panels.py reads it ---
 
 
 def encoded(value: Any) -> Any:
@@ -109,27 +96,8 @@ def encoded(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-def decoded(found: dict[str, Any]) -> Any:
-    if IMAGE in found:
-        image = np.array(Image.open(io.BytesIO(base64.b64decode(found[IMAGE].partition(",")[2]))))
-        return image.transpose(2, 0, 1) if image.ndim == 3 else image[None]
-    if ARRAY in found:
-        dtype, shape, text = found[ARRAY]
-        return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
-    return KINDS[found.pop(KIND)](**found) if KIND in found else found
-
-
 def write_panels(path: Path, panels: Sequence[Content]) -> None:
     write_text(path, json.dumps([encoded(panel) for panel in panels]) + "\n")
-
-
-def read_panels(path: Path) -> list[Content]:
-    """No panels without the file. Raises UserError: it is damaged."""
-    with told_if_damaged(path, "Remove the file: report.html shows the same."):
-        panels = json.loads(read_text(path), object_hook=decoded) if path.exists() else []
-        if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
-            raise ValueError("it holds something else")
-    return panels
 
 
 # --- What the templates need to draw a panel ---

@@ -1,4 +1,4 @@
-"""What a run shows: report.html, which renews itself while the run trains, and a table on the terminal at the end."""
+"""report.html: what a run shows, renewed while it trains."""
 
 import logging
 import math
@@ -6,24 +6,25 @@ import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
+from lockstep.build_trainer import workload_of
 from lockstep.checkpoints.finding import found_in
 from lockstep.config.compose import typed
 from lockstep.config.draft import as_yaml
 from lockstep.config.project import command
 from lockstep.config.renames import overrides_of
 from lockstep.config.run_config import RunConfig
-from lockstep.config.words import counted, is_fraction, metric, number, seconds, size
-from lockstep.errors import NotSaved
-from lockstep.machine.files import write_json, write_text
+from lockstep.config.settings import Settings
+from lockstep.config.words import is_fraction, metric
+from lockstep.extras.panels import classes_of, is_right, write_panels
+from lockstep.extras.render import chart, coloured, render
+from lockstep.machine.files import write_text
 from lockstep.panel import Content, Gallery
-from lockstep.reporting.console import metrics_table, say, time_left, warnings_in
-from lockstep.reporting.panels import classes_of, is_right, write_panels
-from lockstep.reporting.render import chart, coloured, metric_series, render
+from lockstep.reporting.console import in_runs_dir, say, time_left, warnings_in
+from lockstep.reporting.report import metric_series
 from lockstep.run import RunFolder, tested
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
 from lockstep.training.workload import headline
@@ -109,11 +110,6 @@ def labels(names: Sequence[str]) -> list[str]:
 # --- The page ---
 
 
-def in_runs_dir(config: RunConfig) -> str:
-    """The override that commands need to find the run."""
-    return "" if config.runs_dir == "runs" else f" {shlex.quote(f'runs_dir={typed(str(config.runs_dir))}')}"
-
-
 def write_page(
     folder: RunFolder,
     config: RunConfig,
@@ -165,11 +161,14 @@ class LivePage(pl.Callback):
 
     EVERY_S, PAUSE = 10.0, 100  # PAUSE: as a multiple of what a page takes
 
-    def __init__(self, folder: RunFolder, config: RunConfig, work: "Workload") -> None:
-        self.folder, self.config, self.work = folder, config, work
+    work: "Workload"
+
+    def __init__(self, settings: Settings) -> None:
+        self.folder, self.settings = settings.folder, settings
         self.first_step, self.began_s, self.due_s = 0, 0.0, math.inf
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.work, self.config = workload_of(trainer), self.settings.as_built().cfg
         self.first_step, self.began_s = steps_done(trainer), time.monotonic()
         self.due_s = self.began_s + self.EVERY_S / 5
 
@@ -211,51 +210,3 @@ class LivePage(pl.Callback):
             "every_s": self.EVERY_S,
             "written_s": time.time(),
         }
-
-
-# --- The end of a run, an evaluation or a prediction on the terminal ---
-
-
-def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work: "Workload") -> None:
-    from lockstep.reporting.loggers import wandb_sync_line
-
-    unit = report["unit"]
-    rate, wait, flops = (report[f"train/{name}"] for name in (f"{unit}_per_s", "data_wait_share", "flops_per_s"))
-    speed = "not measured" if rate is None else f"{rate:,.0f} {unit}/s"
-    speed += "" if wait is None else f", {wait:.1%} waiting for data"
-    speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
-    compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
-    main = work.headline(report)[:2]
-    of_test = [f"test/{name}" for name in ("loss", *config.task.parts("metrics"))]
-    rows = [
-        main,
-        *(
-            (n.replace("/", " "), number(report[n]))
-            for n in of_test
-            if n in report and n.replace("/", " ") != main[0].replace("/", " ")
-        ),
-        ("speed", speed),
-        ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
-    ]
-    metrics_table(rows)
-    checkpoint = report["checkpoint"]
-    written = "checkpoint and report" if checkpoint else "report, without a checkpoint"
-    say(f"done: {counted(report['train/steps'], 'step')} in {seconds(report['wall_s'])}{compiling}; {written}:")
-    if checkpoint:
-        say(str(folder.path / checkpoint), copied=True)
-    say(str(folder.page_file), copied=True, link=folder.page_file)
-    if sync := wandb_sync_line(folder.path):
-        say(f"upload it to W&B: {sync}", copied=True)
-    if checkpoint:
-        say(f"evaluate it: {command('eval')} run={config.run}{in_runs_dir(config)}", copied=True)
-
-
-def show_evaluation(path: Path, about: Mapping[str, Any], metrics: dict[str, Any]) -> None:
-    """Prints the metrics, and writes them to `path` with what they are about: run, checkpoint, strategy, world size."""
-    rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in metrics.items()]
-    say(str(about["checkpoint"]), copied=True)
-    metrics_table(rows)
-    try:
-        write_json(path, {**about, **metrics})
-    except OSError as e:
-        raise NotSaved(f"{path} could not be written: {e.strerror}. The metrics are above.") from None

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from itertools import chain, groupby
 from pathlib import Path
@@ -114,16 +114,6 @@ def ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10((high - low) / 6))
     step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= 6)
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
-    """The columns of metrics.csv by name, each as pairs of step and value."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name != "step":
-                found.setdefault(name, []).append((int(row["step"]), value))
-    return found
 
 
 def thinned(points: Points, many: int = MANY) -> Points:

@@ -13,14 +13,15 @@ from torchmetrics.regression import MeanSquaredError
 from your_own import Page
 
 import lockstep
-from lockstep import build
+from lockstep import ROOT, build
 from lockstep.callbacks import FiniteLoss
 from lockstep.callbacks.summary import Clock, samples_of
 from lockstep.config.draft import Draft, values_of
 from lockstep.config.settings import Settings
+from lockstep.extras import page as pages
+from lockstep.extras.panels import classes_of, is_right
+from lockstep.launch import local
 from lockstep.panel import Bars, Gallery, Matrix, Panel, Sample
-from lockstep.reporting import page as pages
-from lockstep.reporting.panels import classes_of, is_right
 from lockstep.run import RunFolder
 from lockstep.tasks import Classification
 from lockstep.training.workload import TaskWorkload, Workload
@@ -102,6 +103,18 @@ def test_a_failed_run_has_a_page_with_its_error_and_last_rows(train, crash_at, c
     assert "lockstep train run=bad resume=auto" in page
     assert "<path" in section(page, "training")
     assert 'id="test"' not in page
+
+
+def test_a_train_py_that_hands_over_no_page_writes_none(train, monkeypatch, capsys):
+    live = ", LivePage(settings.folder, settings.cfg, work)"
+    text = (ROOT / "train.py").read_text().replace("launch.Training(train, page)", "train")
+    Path("train.py").write_text(text.replace("(settings, page)", "(settings)").replace(live, ""))
+    monkeypatch.setattr(local, "script", lambda _: Path("train.py"))
+    assert train("run=bare", "trainer.max_steps=2")["status"] == "done"
+    assert "runs/bare/report.json" in capsys.readouterr().out.splitlines()
+    assert not {"report.html", "panels.json"} & {path.name for path in Path("runs/bare").iterdir()}
+    report = lockstep.load_report("bare")
+    assert report.panels == {} and report.curves and "iframe" not in report._repr_html_()
 
 
 @pytest.mark.slow

@@ -21,9 +21,10 @@ from PIL import Image
 import lockstep
 from lockstep.config.draft import Draft, values_of
 from lockstep.errors import UserError
+from lockstep.extras import page as pages
+from lockstep.extras.panels import SIDE, SMALL, charts, write_panels
 from lockstep.panel import Gallery, Lines, Picture, Sample
-from lockstep.reporting import page as pages
-from lockstep.reporting.panels import SIDE, SMALL, charts, read_panels, write_panels
+from lockstep.reporting.saved_panels import read_panels
 from lockstep.run import RunFolder
 
 pytestmark = pytest.mark.xdist_group("samples")

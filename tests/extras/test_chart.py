@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.reporting import render
+from lockstep.extras import render
 
 
 def polylines(svg: str) -> list[list[tuple[float, float]]]:
