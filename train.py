@@ -42,7 +42,9 @@ def train(config: launch.Settings, data: "DataSet") -> None:
     with build.recorder(config, write_page) as run:
         batches = build.batches(config, data)  # configs/loader, configs/augment
         trained = module(config, batches)
-        trainer = build.trainer(config, trained, batches, LivePage(config))  # configs/trainer, strategy, callbacks, logger
+        trainer = build.trainer(
+            config, trained, batches, LivePage(config)
+        )  # configs/trainer, strategy, callbacks, logger
         build.dry_run(config, trainer)  # what does not fit is rejected before a file is written
         run.begin(trainer)
         trainer.fit(trained, datamodule=batches, ckpt_path=config.resume)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import thin_project
 
-from lockstep import CONFIGS, ROOT
+from lockstep import ROOT
 from lockstep.launch.local import scripts
 
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

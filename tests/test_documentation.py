@@ -240,8 +240,8 @@ def typed(command: Command, data: list[str]) -> list[str]:
         args += SHORT if going_on else [*data, *SHORT, *["trainer.max_epochs=1"] * ("trainer.max_epochs=2" not in args)]
     elif name in ("eval.py", "predict.py"):
         args += ["trainer.accelerator=cpu"]
-    elif name in ("show_batch.py", "lr_range.py"):
-        args += [*data, "trainer.accelerator=cpu", *["--steps", "12"] * (name == "lr_range.py")]
+    elif name == "show_batch.py":
+        args += [*data, "trainer.accelerator=cpu"]
     return args
 
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
@@ -36,6 +36,13 @@ PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
+}
+
+# Lightning's callbacks that do not work here, each with the reason and what to do instead.
+REJECTED: dict[type[pl.Callback], str] = {
+    GradientAccumulationScheduler: "changes how many micro-batches a global batch has. Set trainer.accumulate_grad_batches=<number>.",
+    LearningRateFinder: "sets a rate that schedules overwrite at the next step. Compare rates in a sweep, such as -m optim.lr=1e-4,1e-3,1e-2.",
+    BatchSizeFinder: "changes the global batch, and so the result. Keep the batch size, and set trainer.accumulate_grad_batches=auto.",
 }
 
 
@@ -198,10 +205,9 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in given["callbacks"]):
-        raise UserError(
-            "callbacks: GradientAccumulationScheduler changes how many micro-batches a global batch has. Set trainer.accumulate_grad_batches=<number>."
-        )
+    for kind, reason in REJECTED.items():
+        if any(isinstance(callback, kind) for callback in given["callbacks"]):
+            raise UserError(f"callbacks: {kind.__name__} {reason}")
     try:
         made = pl.Trainer(
             **given,

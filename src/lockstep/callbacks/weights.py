@@ -34,8 +34,6 @@ class EMA(Callback):
     normalisation are averaged too; counters are taken as they are.
     """
 
-    saved_weights = 1  # copies of the weights in a checkpoint, besides state_dict
-
     def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1, *, warmup: bool = True) -> None:
         self.decay, self.update_every_n_steps, self.warmup = decay, update_every_n_steps, warmup
         self.average: list[Tensor] | None = None

@@ -43,9 +43,9 @@ def is_on(value: Any, shape: Sequence[int]) -> bool:
     return tuple(getattr(value, "canvas_size", None) or value.shape[-2:]) == tuple(shape)
 
 
-def lies_on(value: Any, shape: Sequence[int], sizes: int = 2) -> bool:
-    """Whether all places in it are those of an image of `shape`."""
-    return all(is_on(each, shape) for each, _ in inner(value, sizes))
+def lies_on(value: Any, shape: Sequence[int]) -> bool:
+    """Whether all places in a value of a batch are those of an image of `shape`."""
+    return all(is_on(each, shape) for each, _ in inner(value, 2))
 
 
 def moved(value: Any, frame: Frame, shape: Size, sizes: int) -> Any:

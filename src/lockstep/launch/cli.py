@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 

@@ -21,8 +21,6 @@ from lockstep.training.arithmetic import StepArithmetic
 class SingleDevice(PortableCheckpoint, SingleDeviceStrategy):
     """Lightning's, on the device that the Trainer chose."""
 
-    strategy_name = "single"
-
     def __init__(self) -> None:
         super().__init__()
         self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
@@ -53,8 +51,6 @@ class DataParallel(SingleDevice):
     Wrapping the whole LightningModule fails silently: Lightning patches `forward` on the instance, the replicas copy that patch
     bound to the original, and all of them compute on the first GPU.
     """
-
-    strategy_name = "dp"
 
     @property
     def gpus(self) -> list[torch.device]:
