@@ -153,5 +153,5 @@ def start_job(run: Callable[[Settings, Any], None], overrides: list[str]) -> Non
     from lockstep.launch import local
     from lockstep.launch.start import start
 
-    job = launch.Job("train", run, launch.data, local.script("train"))
+    job = launch.Job("train", run, launch.data, script=local.script("train"))
     start(job, Draft(compose_config("train", overrides)), overrides)

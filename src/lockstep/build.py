@@ -170,13 +170,8 @@ def network(settings: Settings, data: Any, module: pl.LightningModule) -> nn.Mod
     """The network of `model`, for the shapes of the data and the module; it gets those arguments of `shapes` that its signature names.
     None for a LightningModule that makes its own."""
     settings.asked.add("model")
-    if model := settings.cfg.model:
-        return network_of(model, shapes(data, module), with_weights=settings.weights is None)
-    if isinstance(module, Task):  # the run was trained with one that train.py made
-        raise UserError(
-            f"model=none: {type(module).__name__} needs a network. Choose it with model=<name>, or make it in train.py."
-        )
-    return None
+    model = settings.cfg.model
+    return network_of(model, shapes(data, module), with_weights=settings.weights is None) if model else None
 
 
 def shapes(data: Any, module: Any) -> dict[str, Any]:

@@ -106,9 +106,11 @@ def test_a_failed_run_has_a_page_with_its_error_and_last_rows(train, crash_at, c
 
 
 def test_a_train_py_that_hands_over_no_page_writes_none(train, monkeypatch, capsys):
-    live = ", LivePage(settings.folder, settings.cfg, work)"
-    text = (ROOT / "train.py").read_text().replace("launch.Training(train, page)", "train")
-    Path("train.py").write_text(text.replace("(settings, page)", "(settings)").replace(live, ""))
+    text = (ROOT / "train.py").read_text()
+    for part in (", page=write_page", ", write_page", ", LivePage(config)"):
+        assert part in text
+        text = text.replace(part, "")
+    Path("train.py").write_text(text)
     monkeypatch.setattr(local, "script", lambda _: Path("train.py"))
     assert train("run=bare", "trainer.max_steps=2")["status"] == "done"
     assert "runs/bare/report.json" in capsys.readouterr().out.splitlines()

@@ -110,6 +110,12 @@ def own_task(settings: Settings) -> Iterator[str]:
     cfg = settings.cfg
     for name in sorted({"loss", "count"} & cfg.task.parts("metrics").keys()):
         yield f"task.metrics.{name}: every task already logs {name}. Use another name."
+    # a run whose train.py made one has none of these in its config
+    for group in [group for group in OPTIONAL if not (settings.weights or getattr(cfg, group))]:
+        yield (
+            f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose it with "
+            f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
+        )
     if written_value(cfg.task.target, "between_samples"):
         yield from whole_batch_problems(settings)
 
@@ -139,16 +145,6 @@ def own_module(settings: Settings) -> Iterator[str]:
         yield from settings.excluded({"exact.logical_ranks": (None, own)})
     if settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
-
-
-def chosen(settings: Settings) -> Iterator[str]:
-    """The groups that a Task needs."""
-    cfg = settings.cfg
-    for group in [group for group in OPTIONAL if not (settings.custom_module or getattr(cfg, group))]:
-        yield (
-            f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose it with "
-            f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
-        )
 
 
 def mixing(settings: Settings) -> Iterator[str]:
@@ -241,7 +237,6 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
     rules.processes: (),
 }
 TRAINING: dict[Rule, tuple[str, ...]] = EVALUATION | {
-    chosen: ("task",),
     rules.exact_training: (),
     rules.images: ("augment",),
     rules.division: ("data", "augment"),

@@ -10,19 +10,32 @@ LOADER_KEYS = (
     "prefetch_factor", "persistent_workers", "on_device",
 )  # fmt: skip
 RENAMES = {f"data.{name}": f"loader.{name}" for name in LOADER_KEYS}
+# Classes that moved to the template.
+MOVED = {
+    "lockstep.models.BasicNet": "project.model.BasicNet",
+    "lockstep.data.Mnist": "project.data.Mnist",
+    "lockstep.data.Cifar10": "project.data.Cifar10",
+}
 
 
 def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     """A saved config of any version under the keys of today: a renamed key keeps its value. A class of the user's keeps those of `data` as
     well, because only the class says whose they are (launch/resuming.py)."""
+    found = {group: with_new_target(node) for group, node in config.items()}
     data = config.get("data")
     if "loader" in config or not isinstance(data, Mapping):
-        return dict(config)
+        return found
     moved = {key: data[key] for key in LOADER_KEYS if key in data}
-    left = dict(data)
+    left = dict(found["data"])
     if str(data.get("_target_")).startswith("lockstep."):
-        left = {key: value for key, value in data.items() if key not in moved}
-    return {**config, "data": left, "loader": moved}
+        left = {key: value for key, value in left.items() if key not in moved}
+    return {**found, "data": left, "loader": moved}
+
+
+def with_new_target(node: Any) -> Any:
+    """A node of a config, which names its class where it is today."""
+    moved = MOVED.get(str(node.get("_target_"))) if isinstance(node, Mapping) else None
+    return {**node, "_target_": moved} if moved else node
 
 
 def renamed_override(override: str, is_there: Callable[[str], bool] = lambda _: False) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep import PACKAGE
 from lockstep.config import project
+from lockstep.config.renames import MOVED
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -192,6 +193,8 @@ def locate(path: str) -> Any:
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
     raise_problems(foreign_names({"_target_": path}, key))
+    if path in MOVED:
+        raise UserError(f"{key}._target_={path} is {MOVED[path]} now. Change it.")
     try:
         target: Callable[..., Any] = locate(path)
     except LookupError as e:
@@ -307,16 +310,12 @@ def lineage(path: str) -> list[str] | None:
 
 def imports_no_torch(path: str) -> bool:
     """Whether the file of a class imports nothing but Python's own modules, NumPy, Pillow, and what Lockstep has of data."""
-    found = source(path)
-    names = [
-        name
-        for node in (statements(found.tree) if found else ())
-        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import)
-                     else [node.module or ""] if isinstance(node, ast.ImportFrom) else [])
-    ]  # fmt: skip
-    return found is not None and all(
-        name.split(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(LIGHT) for name in names
-    )
+    found, names = source(path), list[str]()
+    for node in statements(found.tree) if found else ():
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    light = (name.split(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(LIGHT) for name in names)
+    return found is not None and all(light)
 
 
 def written_arguments(path: str) -> list[str] | None:

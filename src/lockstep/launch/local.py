@@ -68,7 +68,7 @@ class Job:
 
     def open(self, settings: Settings) -> Any:
         """The data set, ready to be read; None for data with its own dataloaders, or for none that the job needs."""
-        if settings.reads_files or settings.own_loaders:
+        if settings.reads_files or settings.loader is None:
             return None
         data = self.data(settings)
         data.keeps_whole = Augmentation(settings.operations).crops_from is not None

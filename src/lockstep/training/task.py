@@ -199,8 +199,7 @@ class Task(Module):
 
     def curves(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """The report's curves: title, unit, columns of metrics.csv."""
-        columns: dict[str, tuple[str, ...]] = {"loss": ("train/loss", "val/loss")}
-        columns |= {name: (f"val/{name}",) for name in self.metrics()}
+        columns = {"loss": ("train/loss", "val/loss"), **{name: (f"val/{name}",) for name in self.metrics()}}
         titles = {"loss": ("Loss", "loss"), **self.titles}
         return [(*titles.get(name, (name, name)), shown) for name, shown in columns.items()]
 
@@ -210,7 +209,8 @@ class Task(Module):
 
     def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """For each sample, what the report says of it by name: texts, numbers, a Mask, a Picture, Lines, Tokens."""
-        columns, count = {"target": batch.get("target"), **self.predictions(output)}, len(batch["index"])
+        columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
+        count = len(batch["index"])
         small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
         cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
         return [{name: column[row] for name, column in cells.items()} for row in range(count)]
@@ -254,6 +254,10 @@ class Task(Module):
 
     def configure_model(self) -> None:
         """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
+        if "parts" not in vars(self):
+            raise UserError(
+                f"{type(self).__name__} has no network. Choose it with model=<name>, or make it in train.py."
+            )
         if self.parts.call_net is None:
             call = self.parts.parallelize(self.net, self.trainer)
             # a method, because a module would be registered as a child
