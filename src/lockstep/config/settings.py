@@ -248,11 +248,6 @@ class Settings:
         return bool(self.cfg.trainer.limit_train_batches == 0)
 
     @property
-    def reads_files(self) -> bool:
-        """Whether files are predicted, which are no part of the data."""
-        return self.request is not None and self.request.part is None
-
-    @property
     def transforms(self) -> list[str]:
         """Those that run where samples are read: transforms of libraries, and operations that say so."""
         return [name for name, operation in self.operations.items() if getattr(operation, "at_reading", True)]

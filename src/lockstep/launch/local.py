@@ -68,7 +68,10 @@ class Job:
 
     def open(self, settings: Settings) -> Any:
         """The data set, ready to be read; None for data with its own dataloaders, or for none that the job needs."""
-        if settings.reads_files or settings.loader is None:
+        asked = settings.request
+        if settings.loader is None or (
+            asked is not None and asked.part is None
+        ):  # own dataloaders; or files are predicted
             return None
         data = self.data(settings)
         data.keeps_whole = Augmentation(settings.operations).crops_from is not None

@@ -63,7 +63,7 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     if rank_of() == 0 and (left_out := data.facts.get("left_out")):
         warn(f"left out of the data: {left_out}")
     settings, left = settings.decided(data, train.count if job.trains else None), weakref.ref(data)
-    if not trains_here(settings):  # each process reads its own
+    if not runs_here(settings):  # each process reads its own
         data = None
         if left() is not None:  # in a cycle
             gc.collect()  # takes 0.26 s
@@ -78,13 +78,10 @@ def checked(overrides: list[str]) -> Settings:
     return settings
 
 
-def runs_here(world: World) -> bool:
-    """Whether this process itself trains, instead of starting others that do."""
-    return world.external is not None or world.one_process
-
-
-def trains_here(settings: Settings) -> bool:
-    return runs_here(settings.world) and settings.cfg.trainer.accumulate_grad_batches != "auto"
+def runs_here(settings: Settings) -> bool:
+    """Whether this process itself does the job, instead of starting others that do."""
+    world, restarts = settings.world, settings.cfg.trainer.accumulate_grad_batches == "auto"
+    return not restarts and (world.external is not None or world.one_process)
 
 
 def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
@@ -191,7 +188,7 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
     in_processes = partial(local.run_processes, job.script, trains=job.trains)
     with process.noted():
         try:
-            if trains_here(settings):
+            if runs_here(settings):
                 local.in_run(job, settings, data)
             elif cfg.trainer.accumulate_grad_batches == "auto":
                 local.until_it_fits(in_processes, settings)

@@ -95,6 +95,10 @@ class Recorder:
         self.resumed_at = 0  # steps done
         self.tested_before: list[str] = []  # metrics of the test before the run was resumed
         self.trainer: pl.Trainer | None = None
+        self.loggers: list[Logger] = []
+        self.stages: list[
+            str
+        ] = []  # what is evaluated after training: a validation too, if there was none of the checkpoint to test
         self.work: Workload | None = None
         self.panels: list[Content] = []  # of the test set
         self.was_validated = True
@@ -106,7 +110,7 @@ class Recorder:
 
     def begin(self, trainer: "pl.Trainer") -> None:
         """Writes the first files of the run, which `trainer` trains."""
-        self.trainer = trainer
+        self.trainer, self.loggers = trainer, trainer.loggers
         self.work = work = next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
         settings = self.settings.as_built()
         self.config = settings.cfg
@@ -153,15 +157,6 @@ class Recorder:
                 logger.log_metrics(metrics, self.report["train/steps"] if is_test else self.checkpoint_step)
             self.folder.write_report(self.report)
 
-    @property
-    def stages(self) -> list[str]:
-        """What is evaluated after training: a validation too, if training had none of the checkpoint that is tested."""
-        return ["test"] if self.was_validated else ["val", "test"]
-
-    @property
-    def loggers(self) -> "list[Logger]":
-        return self.trainer.loggers if self.trainer else []
-
     def trained(self) -> str | None:
         """Adds the measurements of training; returns the checkpoint to test, if there is one. Call it on every rank."""
         import torch
@@ -199,6 +194,7 @@ class Recorder:
             ),
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
+        self.stages = ["test"] if self.was_validated else ["val", "test"]
         return checkpoint
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

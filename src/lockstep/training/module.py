@@ -2,19 +2,26 @@
 
 # B batch
 
+import copy
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
 
 from lockstep.compat.metric_states import exact_on
 from lockstep.errors import UserError
 from lockstep.machine.world import objects_of_all
+from lockstep.training.arithmetic import StepArithmetic
+from lockstep.training.metrics import MeanLoss, TestPanels
 
 Sums = dict[str, tuple[Any, Any]]  # by the name of a mean: of weighted values, and of weights
 
@@ -64,6 +71,39 @@ def log_whole(module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         module.log(name, value, prog_bar=name == "train/loss")
         warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """What a run gives to its task, besides the network. No module, so metrics are no children: checkpoints would hold a metric's own
+    network, and DDP wait for its gradients. `parallelize` gets the network once, before the optimizer is created, and returns what to
+    call instead of it.
+    """
+
+    optimizer: Callable[..., Optimizer]
+    parameters: Callable[[nn.Module], Any] = nn.Module.parameters
+    schedule: Callable[..., LRScheduler]
+    parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]]
+    metrics: dict[str, Metric]
+    sets: Sequence[str] = ()  # further evaluation sets, such as val/night
+    network_arguments: dict[str, Any]
+    arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
+    test_panels: TestPanels | None = None  # of the test at the end of a run
+    call_net: Callable[..., Any] | None = None
+    began: bool = False  # whether this process has computed a training batch
+    current: str = ""  # the further evaluation set of this batch
+    step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # in training, during an evaluation
+
+    def __post_init__(self) -> None:
+        self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
+        # a copy for each set: some metrics remember earlier evaluations
+        further = {part: copy.deepcopy((self.mean_loss, self.metrics)) for part in self.sets}
+        self.evaluated = dict.fromkeys(("val", "test"), (self.mean_loss, self.metrics)) | further
+
+    def of_stage(self, stage: str) -> list[str]:
+        """The evaluation sets of a stage, in the order of their dataloaders."""
+        return [stage, *(part for part in self.sets if part.startswith(f"{stage}/"))]
 
 
 class Module(pl.LightningModule):

@@ -6,15 +6,13 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lockstep.compat.metric_states import exact_on, of_all_processes, prepare, update
@@ -22,7 +20,6 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.panel import Panel
 from lockstep.training.arithmetic import (
-    StepArithmetic,
     clip_by_norm,
     has_row,
     scale_gradients,
@@ -40,45 +37,12 @@ from lockstep.training.losses import (
     without_fillers,
     without_super,
 )
-from lockstep.training.metrics import MeanLoss, TestPanels, named
-from lockstep.training.module import Module, call_own_train, log_whole
+from lockstep.training.metrics import named
+from lockstep.training.module import Module, Parts, call_own_train, log_whole
 from lockstep.training.optim import begin_momentum, head_of
 from lockstep.training.schedules import scheduler
 
 log = logging.getLogger("lockstep")
-
-
-@dataclass(kw_only=True)
-class Parts:
-    """What a run gives to its task, besides the network. No module, so metrics are no children: checkpoints would hold a metric's own
-    network, and DDP wait for its gradients. `parallelize` gets the network once, before the optimizer is created, and returns what to
-    call instead of it.
-    """
-
-    optimizer: Callable[..., Optimizer]
-    parameters: Callable[[nn.Module], Any] = nn.Module.parameters
-    schedule: Callable[..., LRScheduler]
-    parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]]
-    metrics: dict[str, Metric]
-    sets: Sequence[str] = ()  # further evaluation sets, such as val/night
-    network_arguments: dict[str, Any]
-    arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
-    test_panels: TestPanels | None = None  # of the test at the end of a run
-    call_net: Callable[..., Any] | None = None
-    began: bool = False  # whether this process has computed a training batch
-    current: str = ""  # the further evaluation set of this batch
-    step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
-    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # in training, during an evaluation
-
-    def __post_init__(self) -> None:
-        self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
-        # a copy for each set: some metrics remember earlier evaluations
-        further = {part: copy.deepcopy((self.mean_loss, self.metrics)) for part in self.sets}
-        self.evaluated = dict.fromkeys(("val", "test"), (self.mean_loss, self.metrics)) | further
-
-    def of_stage(self, stage: str) -> list[str]:
-        """The evaluation sets of a stage, in the order of their dataloaders."""
-        return [stage, *(part for part in self.sets if part.startswith(f"{stage}/"))]
 
 
 class Task(Module):
