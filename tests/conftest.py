@@ -21,8 +21,8 @@ import pytest
 from in_process import crash_at, run_a, train, trained  # noqa: F401  # fixtures
 
 from lockstep import ROOT
-from lockstep.data import Cifar10
 from lockstep.launch import local
+from project.data import Cifar10
 
 # A shell's background jobs ignore it, and so would what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

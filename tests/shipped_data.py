@@ -11,15 +11,20 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lockstep import CONFIGS
-from lockstep.data import Mnist
+from lockstep.config.project import config_folders
 from lockstep.data.cache import Cached, Parts
 from lockstep.data.published import Published
+from project.data import Mnist
 
 
 def shipped(group: str, name: str) -> dict[str, Any]:
     """The keys of configs/<group>/<name>.yaml, with those of the files that it begins with."""
-    node = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text()) or {}
+    node = (
+        yaml.safe_load(
+            next(file for folder in config_folders() if (file := folder / group / f"{name}.yaml").is_file()).read_text()
+        )
+        or {}
+    )
     bases = [
         base for base in node.pop("defaults", []) if isinstance(base, str) and base != "_self_"
     ]  # others override a group

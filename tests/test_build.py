@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import building
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -13,13 +14,14 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from pictures import write_classes
 
 import lockstep
-from lockstep import CONFIGS, build
+from lockstep import build
+from lockstep.config import compose
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
-from lockstep.data import Cifar10
 from lockstep.machine.world import World
 from lockstep.training.schedules import scheduler
 from lockstep.training.workload import Workload
+from project.data import Cifar10
 
 pytestmark = pytest.mark.xdist_group("build")
 CPU = "trainer.accelerator=cpu"
@@ -36,7 +38,7 @@ def settings_of(*overrides: str) -> Settings:
 
 def options(group: str) -> list[str]:
     """Those that name something to build."""
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml") if path.stem not in ("none", "own"))
+    return [name for name in compose.options(group) if name not in ("none", "own")]
 
 
 @pytest.fixture
@@ -52,9 +54,9 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
     for option in options(group):
         composed = settings_of(f"{group}={option}", *files(mnist, cache), CPU, "run=a")
         cfg, settings = composed.cfg, composed.decided(create_data(composed.cfg.data, composed.cfg.loader))
-        data = build.data(settings)
-        work = build.workload(settings, data)
-        trainer, module = build.trainer(settings, work), work.module
+        data = building.batches(settings)
+        module = building.module(settings, data)
+        trainer = build.trainer(settings, module, data)
         assert len(trainer.loggers) == (2 if group == "logger" and option != "csv" else 1)
         assert type(trainer.strategy).__name__ == cfg.strategy.target.split(".")[-1]
         optimizer = module.new_optimizer()
@@ -149,5 +151,5 @@ def test_logical_ranks_ask_for_deterministic_kernels_on_gpus(accelerator, expect
 def test_shards_are_not_gathered_in_inference_mode(strategy, inference, tmp_path):
     """Lightning uses torch.no_grad under gloo, so no evaluation on CPUs shows it."""
     settings = settings_of(f"runs_dir={tmp_path}", "run=a", f"strategy={strategy}", CPU, "trainer.precision=32-true")
-    trainer = build.evaluator(settings, Workload(pl.LightningModule(), pl.LightningDataModule()))
+    trainer = build.evaluator(settings, Workload(pl.LightningModule(), None))
     assert trainer.validate_loop.inference_mode is trainer.test_loop.inference_mode is inference

@@ -14,7 +14,7 @@ OWN = '''from lightning.pytorch.loggers.logger import DummyLogger
 from torch.optim import SGD
 import numpy as np
 import torch
-from lockstep.data import Mnist
+from project.data import Mnist
 from lockstep.tasks import Classification
 
 

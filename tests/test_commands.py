@@ -141,11 +141,11 @@ def test_a_failed_process_of_torchrun_does_not_wait_for_exit_handlers(forked_com
     """Lightning's own one, `destroy_process_group`, waits for the others."""
     env = hook(
         tmp_path,
-        "import atexit, time, lockstep.build",
-        "def fit(*_):",
+        "import atexit, time, lightning.pytorch as pl",
+        "def fit(*_, **__):",
         "    atexit.register(time.sleep, 600)",
         "    raise KeyError('mine')",
-        "lockstep.build.fit = fit",
+        "pl.Trainer.fit = fit",
     )
     env |= {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip

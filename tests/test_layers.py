@@ -19,7 +19,7 @@ ORDER = (
     "errors", "machine", "compat", "run", "config", "models", "data", "augment", "panel", "training", "tasks", "checkpoints", "strategies",
     "reporting", "callbacks", "build_trainer", "build", "launch", "extras", "__init__", "__main__", "hydra_plugins",
 )  # fmt: skip
-EVERYWHERE = {"ROOT", "PACKAGE", "WHEEL", "CONFIGS", "__version__"}  # constants of the package itself
+EVERYWHERE = {"ROOT", "PACKAGE", "WHEEL", "TEMPLATE", "CONFIGS", "__version__"}  # constants of the package itself
 
 HEAVY = {
     "torch",

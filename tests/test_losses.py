@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import building
 import pytest
 import thin_project
 import torch
@@ -75,8 +76,8 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     cfg = resolve(["task._target_=near.Weighted", *options])
     settings = Settings.of(cfg).decided(create_data(cfg.data, cfg.loader))
     build.seed(settings)
-    data = build.data(settings)
-    module = build.workload(settings, data).module
+    data = building.batches(settings)
+    module = building.module(settings, data)
     net, split, found = module.net, data.train_split, []
     optimizer = module.parts.optimizer(net.parameters())
     batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))

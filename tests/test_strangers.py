@@ -33,8 +33,8 @@ from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft
 from lockstep.config.run_config import SEVERAL
 from lockstep.config.schema import GROUPS, RECIPES
-from lockstep.data import Cifar10, images, published
 from lockstep.data import cache as cache_module
+from lockstep.data import images, published
 from lockstep.data.pixels import Frame
 from lockstep.errors import OutOfMemory, UserError
 from lockstep.extras.export import export
@@ -48,6 +48,7 @@ from lockstep.reporting import console
 from lockstep.reporting.report import Report
 from lockstep.run import RunFolder, run_folders
 from lockstep.strategies.base import by_index
+from project.data import Cifar10
 
 pytestmark = pytest.mark.xdist_group("strangers")
 

@@ -100,7 +100,7 @@ def workload(settings: Settings, module: pl.LightningModule, data: Any) -> Workl
 
 def workload_of(trainer: pl.Trainer) -> Workload:
     """That of a Trainer that `trainer` made."""
-    return next(each.work for each in trainer.callbacks if isinstance(each, ModuleHooks))  # type: ignore[attr-defined]
+    return next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
 
 
 def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl.Callback) -> pl.Trainer:

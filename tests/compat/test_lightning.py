@@ -104,7 +104,7 @@ def test_lightning_still_handles_sigterm(mnist, cache, monkeypatch):
     monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", pytest.fail)
     given = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"]
     cfg = resolve([*given, "trainer.precision=32-true"])
-    work = Workload(pl.LightningModule(), pl.LightningDataModule())
+    work = Workload(pl.LightningModule(), None)
     trainer = build.evaluator(Settings.of(cfg), work)
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     with handlers_restored():

@@ -10,11 +10,20 @@ import yaml
 from omegaconf import OmegaConf
 from shipped_data import shipped
 
-from lockstep import CONFIGS
 from lockstep.config.checks import check
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted, explain, fixed_keys, tried_alone
+from lockstep.config.compose import (
+    CONFIG_ERRORS,
+    compose_config,
+    config_file,
+    dotted,
+    explain,
+    fixed_keys,
+    options,
+    tried_alone,
+)
 from lockstep.config.draft import Draft, advice, wrong_values
 from lockstep.config.instantiate import ENGINE, SPECIAL
+from lockstep.config.project import config_folders
 from lockstep.config.run_config import CLOSED
 from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.config.targets import parameters
@@ -25,8 +34,10 @@ from lockstep.launch.start import start
 from lockstep.machine import world
 
 OPTIONS = {
-    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-    for group in sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
+    group: options(group)
+    for group in sorted(
+        {path.name for each in config_folders() for path in each.iterdir() if path.is_dir()} - {"hydra"}
+    )
 }
 LISTS = ("augment", "callbacks", "logger")
 DATASET = "{_target_: lockstep.data.Arrays}"  # any class that imports no torch
@@ -80,7 +91,7 @@ def test_every_argument_of_the_trainer_can_be_set_or_says_what_decides_it():
     from lightning.pytorch import Trainer
 
     arguments = {f"trainer.{name}" for name in inspect.signature(Trainer.__init__).parameters if name != "self"}
-    listed = {f"trainer.{name}" for name in yaml.safe_load((CONFIGS / "trainer/default.yaml").read_text())}
+    listed = {f"trainer.{name}" for name in yaml.safe_load(config_file("trainer/default").read_text())}
     assert arguments <= listed | set(advice()["owned"])
     assert not listed & set(advice()["owned"])
 

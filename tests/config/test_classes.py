@@ -181,7 +181,7 @@ REFUSED = {
 }  # fmt: skip
 ADMITTED = {
     "model": [
-        "lockstep.models.from_timm", "lockstep.models.BasicNet", "timm.create_model", "timm.models.resnet18", "torchvision.models.resnet18",
+        "lockstep.models.from_timm", "project.model.BasicNet", "timm.create_model", "timm.models.resnet18", "torchvision.models.resnet18",
         "torchvision.models.segmentation.fcn_resnet50", "torch.nn.Sequential", "mine.Net", "mine.net", "mine.unsaid",
     ],
     "optim": ["torch.optim.AdamW", "timm.optim.Muon", "timm.optim.create_optimizer_v2", "mine.AdamW"],
@@ -192,7 +192,7 @@ ADMITTED = {
     "logger.x": ["lightning.pytorch.loggers.CSVLogger", "lockstep.reporting.loggers.wandb"],
     "task.metrics.x": ["torchmetrics.Accuracy"],
     "strategy": ["lockstep.strategies.SingleDevice", "lightning.pytorch.strategies.DDPStrategy"],
-    "data": ["lockstep.data.Mnist"],
+    "data": ["project.data.Mnist"],
     "data.train": ["torchvision.datasets.ImageFolder"],
     "data.train.transform": ["torchvision.transforms.Compose", "torchvision.transforms.v2.RandomCrop"],
     "task.optimizer": ["torch.optim.SGD"],

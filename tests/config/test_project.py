@@ -41,12 +41,13 @@ def test_the_nearest_table_above_a_folder_is_the_project_with_the_packages_in_sr
     for name in ("rose.py", "__init__.py", "README", "py.typed"):
         (bouquet / "src" / name).touch()
     (bouquet / "pyproject.toml").write_text("[tool.lockstep]\npackages = ['monai', 'sklearn.linear_model']\n")
-    assert project.current().packages == ("bouquet", "petals", "rose", "monai", "sklearn.linear_model")
+    assert project.current().packages == ("bouquet", "petals", "rose", "monai", "sklearn.linear_model", "project")
 
 
-def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):
+def test_the_template_where_there_is_no_project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert (project.current().packages, project.config_folders()) == ((), [CONFIGS])
+    assert project.current() == project.Project()
+    assert (project.current().packages, project.config_folders()) == (("project",), [ROOT / "configs", CONFIGS])
     assert (local.script("train"), local.script("runs")) == (ROOT / "train.py", ROOT / "scripts/runs.py")
     assert compose.resolve([]).model.title == "basic_net"
 

@@ -13,7 +13,7 @@ from lockstep.launch.resuming import completed
 
 CLASSES = """
 from lightning.pytorch import LightningDataModule
-from lockstep.data import Mnist
+from project.data import Mnist
 
 class Own(LightningDataModule):
     def __init__(self, batch_size=1, val_fraction=0.5, num_workers=9):
@@ -47,7 +47,8 @@ def test_the_keys_of_a_data_set_become_those_of_the_loader(saved, target):
     for given in (LOADER, {"batch_size": 7, "repeats": 2}):  # whatever an older version had of them
         draft = completed(Draft.of_values(saved(target, root="here", **given)))
         assert {key: draft.get(f"loader.{key}") for key in given} == given
-        assert draft.get("data") == {"_target_": target, "root": "here"}
+        moved = target.replace("lockstep.data", "project.data")  # a class that is the template's now
+        assert draft.get("data") == {"_target_": moved, "root": "here"}
         assert draft.has("loader.on_device")  # new: its default
         assert values_of(draft)[1] == []
 

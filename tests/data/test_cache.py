@@ -13,10 +13,11 @@ from conftest import write_idx, write_mnist
 from pictures import write_classes
 from shipped_data import arrays, die_while_writing, prepare_at_once, prepared, raw
 
-from lockstep.data import Folder, Mnist
+from lockstep.data import Folder
 from lockstep.data import cache as cache_module
 from lockstep.data.cache import Parts, cache_folder
 from lockstep.errors import DataChanged, UserError
+from project.data import Mnist
 
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pictures import write_classes
 
-from lockstep.data import Folder, Mnist, listing, published
+from lockstep.data import Folder, listing, published
 from lockstep.errors import UserError
+from project.data import Mnist
 
 FEW = settings(
     max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -16,12 +16,13 @@ from PIL import Image
 from shipped_data import shipped
 
 import lockstep
-from lockstep.data import Cifar10, Folder, Mnist, images, published
+from lockstep.data import Folder, images, published
 from lockstep.data.listing import find_inputs
 from lockstep.data.pixels import BACKGROUND, ENDINGS, Frame, Walk, to_array
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, Torchvision
 from lockstep.extras.tables import target_check
+from project.data import Cifar10, Mnist
 
 CAFE = {form: unicodedata.normalize(form, "café") for form in ("NFC", "NFD")}
 Build = Callable[[Path], Any]

@@ -23,7 +23,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.datamodule import named as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
-from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
+from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
 from lockstep.training.workload import columns_of_module
 
 NUMBERS = np.arange(24) % 3
@@ -306,14 +306,18 @@ def test_only_the_names_that_a_task_reads_are_matched():
 def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkeypatch, capsys):
     """None: a LightningModule, of which nobody knows what it reads."""
     module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
-    settings: Any = SimpleNamespace(custom_module=needs is None, cfg=resolve(["checkpoint.monitor=null"]))
+    cfg = resolve(["checkpoint.monitor=null"])
+    settings: Any = SimpleNamespace(custom_module=needs is None, cfg=cfg, weights="weights.ckpt", asked=set())
     monkeypatch.setattr(build, "outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
-    task = SimpleNamespace(needs=needs, names="classes", expects=None, bind=lambda _: made.append(1) or 1 / 0)
-    monkeypatch.setattr(build, "create", lambda *_: task)
-    monkeypatch.setattr(build, "load_module", lambda *_: pl.LightningModule())
+    monkeypatch.setattr(build, "load_module_weights", lambda *_: None)
+    task: Any = pl.LightningModule()
+    if needs is not None:
+        task = Task()
+        task.needs, task.bind = needs, lambda _: made.append(1) or 1 / 0
+    monkeypatch.setattr(build, "create_custom_module", lambda *_: task)
     monkeypatch.setattr(build.strategies, "change_in_place", lambda *_, **__: made.append(1) or 1 / 0)
     with pytest.raises(told if told is UserError else ZeroDivisionError):
-        build.workload(settings, module, "weights.ckpt")
+        build.attach(settings, module, build.module(settings, module), None)
     assert bool(made) == (told is not UserError)
     assert (told if isinstance(told, str) else "") in " ".join(capsys.readouterr().out.split())
     assert module.about["classes"] == CLASSES["classes"]

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import building
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torchmetrics.regression import MeanSquaredError
 from your_own import Page
 
 import lockstep
-from lockstep import ROOT, build
+from lockstep import ROOT
 from lockstep.callbacks import FiniteLoss
 from lockstep.callbacks.summary import Clock, samples_of
 from lockstep.config.draft import Draft, values_of
@@ -61,8 +62,8 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
 def test_matrix_and_samples_are_those_of_the_checkpoints_predictions(run_a):
     settings = Settings.of(values_of(Draft.of_run(RunFolder("runs/a")))[0])
-    data = build.data(settings)
-    net = build.workload(settings, data, weights=str(Path("runs/a", run_a["checkpoint"]))).module.net.eval()
+    data = building.batches(settings)
+    net = building.module(settings.starting_from(str(Path("runs/a", run_a["checkpoint"]))), data).net.eval()
     batch = data.finished(data.raw("test", range(103)), training=False)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=run_a["precision"] == "bf16-mixed"):
         logits = net(batch["input"]).float()

@@ -29,13 +29,13 @@ from lockstep.config.draft import Draft
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import written_arguments
-from lockstep.data.published import Mnist
 from lockstep.errors import NotSaved, UserError, outcome_of
 from lockstep.extras import prediction
 from lockstep.launch import cli, exits, local, resuming, start
 from lockstep.machine import files
 from lockstep.panel import Calibration
 from lockstep.reporting import console
+from project.data import Mnist
 
 
 def draft(*overrides: str) -> Draft:

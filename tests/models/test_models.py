@@ -12,8 +12,9 @@ from torch import nn
 from lockstep.errors import UserError
 from lockstep.extras import airbench
 from lockstep.extras.airbench import AirbenchNet
-from lockstep.models import BasicNet, from_timm
+from lockstep.models import from_timm
 from lockstep.models.from_timm import preprocessing
+from project.model import BasicNet
 
 SMALL = "test_resnet"  # timm's own for tests: 0.4 million parameters
 

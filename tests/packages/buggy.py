@@ -5,8 +5,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 from torch.utils.data import Dataset
 
-from lockstep.data import Mnist
-from lockstep.models import BasicNet
+from project.data import Mnist
+from project.model import BasicNet
 
 
 def bug(place):

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import UserError
-from lockstep.models import BasicNet
 from lockstep.strategies import DDP
 from lockstep.strategies.base import by_index
 from lockstep.strategies.fsdp import named_blocks, repeated_blocks
 from lockstep.strategies.replicas import DataParallel, Replicas
 from lockstep.training import dropout
+from project.model import BasicNet
 
 # --- The optimizer's state of a checkpoint, loaded by a process that computes in a different way ---
 

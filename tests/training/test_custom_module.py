@@ -27,7 +27,7 @@ from lockstep.training.workload import headline
 
 TEMPLATE = """defaults: [lightning_module]
 _target_: odd.Template
-net: {_target_: lockstep.models.BasicNet}
+net: {_target_: project.model.BasicNet}
 optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.01, momentum: 0.9}
 scheduler: {_target_: torch.optim.lr_scheduler.CosineAnnealingLR, _partial_: true, T_max: 4}
 monitor: valid_loss

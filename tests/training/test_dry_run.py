@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import building
 import numpy as np
 import pytest
 import thin_project
@@ -34,9 +35,10 @@ class Black(Images):
 def flops_per_sample(channels: int, image_size: int, *overrides: str) -> int | None:
     given = [*overrides, "loader.batch_size=2", f"data.image_size={image_size}", "trainer.accelerator=cpu"]
     cfg = resolve(given)
-    work = build.workload(Settings.of(cfg), DataModule(Black(channels, image_size), batch_size=2, eval_batch_size=2))
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), callbacks=[])
-    build.dry_run(Settings.of(cfg), trainer, work)
+    settings, data = Settings.of(cfg), DataModule(Black(channels, image_size), batch_size=2, eval_batch_size=2)
+    work = building.workload(settings, data)
+    root = SimpleNamespace(root_device=torch.device("cpu"))
+    build.dry_run(settings, SimpleNamespace(strategy=root, callbacks=[SimpleNamespace(work=work)]))
     return work.flops_per_sample
 
 

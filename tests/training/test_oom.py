@@ -19,8 +19,8 @@ from lockstep.errors import OutOfMemory
 from lockstep.extras import comparison
 from lockstep.launch import local
 from lockstep.machine.world import World
-from lockstep.models import BasicNet
 from lockstep.training.oom import ran_out
+from project.model import BasicNet
 
 AUTO = "trainer.accumulate_grad_batches=auto"
 # 192 images of 48 pixels need some 250 MiB for their activations alone, and 16 of them 31.

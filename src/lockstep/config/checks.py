@@ -17,7 +17,7 @@ from lockstep.config.renames import LOADER_KEYS, RENAMES
 from lockstep.config.run_config import COMPONENTS, Component, Invalid, Refused, RunConfig
 from lockstep.config.schema import KEYS, OPTIONAL
 from lockstep.config.settings import Settings
-from lockstep.config.targets import foreign_names, written_arguments, written_value
+from lockstep.config.targets import foreign_names, imports_no_torch, written_arguments, written_value
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -35,20 +35,27 @@ def components(cfg: RunConfig) -> dict[str, Component]:
 
 
 def unread_arguments(cfg: RunConfig) -> Iterator[str]:
-    """Keys without a Kind that a class does not take. Its source is read, because it takes seconds to import."""
-    for key, component in components(cfg).items():
+    """Keys without a Kind that a class does not take. Its source is read, because it takes seconds to import. If that of one class does
+    not say what it takes, `check_classes` reports all."""
+    for key, component in components(cfg).items() if are_readable(cfg) else ():
         left_out = (*SPECIAL, *ENGINE.get(key, ()))
         asked = [name for name in component.kwargs if name not in left_out and f"{key}.{name}" not in KEYS]
         known = written_arguments(component.target) if asked else None
         yield from not_taken(component.target, key, asked, known) if known is not None else ()
 
 
-def signature_problems(settings: Settings, *, shipped: bool, readable: bool = True) -> Iterator[str]:
+def are_readable(cfg: RunConfig) -> bool:
+    """Whether the sources of all classes of the user's say what they take, so none is imported to be checked."""
+    own = [each for each in components(cfg).values() if not each.is_shipped]
+    is_read = all(written_arguments(each.target) is not None for each in own)
+    return is_read and (cfg.data.is_shipped or imports_no_torch(cfg.data.target))
+
+
+def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
     """Keys that a class of the user's does not take or that have another type, and of the `shipped` ones too, which take seconds to
-    import. Without `data`. `readable`: also of those whose source says what they are."""
+    import. Without `data`."""
     for key, component in components(settings.cfg).items():
-        is_read = component.is_shipped or (not readable and written_arguments(component.target) is not None)
-        if shipped or not is_read:
+        if shipped or not component.is_shipped:
             from lockstep.compat import others  # noqa: F401  # before Lightning
 
             yield from problems(settings.optimizer_node if key == "optim" else component.node, key)
@@ -274,8 +281,9 @@ def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool
 
     The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
     """
-    # Skipped for an evaluation: its config has already trained. The job checks the types of the readable ones, once all is imported.
-    found = [] if evaluating else list(signature_problems(settings, shipped=shipped, readable=False))
+    # Skipped for an evaluation: its config has already trained. The job checks types, once all is imported anyway.
+    unknown = shipped or not are_readable(settings.cfg)
+    found = list(signature_problems(settings, shipped=shipped)) if unknown and not evaluating else []
     return broken_rules(settings, found, evaluating=evaluating, early=False)
 
 
@@ -284,8 +292,10 @@ def broken_rules(
 ) -> list[str]:
     """`found` and the problems of the rules that run `early`, before the user's classes are imported, or of the others. A rule ends where it
     reads a value that is refused already."""
+    readable = are_readable(settings.cfg)
     for rule, groups in (EVALUATION if evaluating else TRAINING).items():
-        if rule in left_out or early != all(settings.is_known(group, reads=rule is data) for group in groups):
+        known = (settings.is_known(group, readable=readable, reads=rule is data) for group in groups)
+        if rule in left_out or early != all(known):
             continue
         try:
             found += rule(settings)

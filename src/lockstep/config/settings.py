@@ -207,17 +207,14 @@ class Settings:
     def spec(self) -> StrategySpec:
         return spec_of(self.cfg.strategy.target)
 
-    def is_known(self, group: str, *, reads: bool = False) -> bool:
-        """Whether all that a rule may ask of the components of a group is known without importing classes of the user's. What data `reads`
-        says its class, which is asked early if it imports no torch."""
+    def is_known(self, group: str, *, readable: bool, reads: bool = False) -> bool:
+        """Whether all that a rule may ask of the components of a group is known without importing classes of the user's: they are shipped,
+        or `readable`. What data `reads` says its class, which is asked early if it imports no torch."""
         value = getattr(self.cfg, group)
         if not isinstance(value, Component):
             return all(each.is_shipped for each in value.values())
-        return (
-            imports_no_torch(value.target)
-            if reads
-            else value.is_shipped or lineage(value.target) is not None or not value
-        )
+        known = not value or value.is_shipped or (readable and lineage(value.target) is not None)
+        return known and (not reads or imports_no_torch(value.target))
 
     @cached_property
     def own_loaders(self) -> bool:
