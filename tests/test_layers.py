@@ -221,11 +221,12 @@ def test_no_untyped_config_crosses_a_signature_outside_of_config(path):
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=14_990,
-    engine_modules=108,
-    extras_lines=2_892,
-    extras_modules=20,
-    one_statement_functions=572,
+    owned_lines=560,
+    engine_lines=15_040,
+    engine_modules=107,
+    extras_lines=2_770,
+    extras_modules=19,
+    one_statement_functions=581,
     functions_with_cfg=5,
     files_with_cfg=3,
     places_between_two_worlds=19,

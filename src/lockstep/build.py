@@ -28,7 +28,7 @@ from lockstep.config.checks import monitor_problems, unused, whole_batch_problem
 from lockstep.config.instantiate import ENGINE, create, create_custom_module
 from lockstep.config.instantiate import network as network_of
 from lockstep.config.project import of_users_code
-from lockstep.config.run_config import Component
+from lockstep.config.run_config import SHIPPED, Component
 from lockstep.config.settings import Settings
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
@@ -285,7 +285,7 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         image_size=cfg.data.get("image_size"),
         evaluates=any(limit != 0 for limit in (cfg.trainer.limit_val_batches, cfg.trainer.limit_test_batches)),
         compiled=cfg.compile,
-        shipped=all(each.is_shipped or each.target.startswith(TRUSTED) for each in components),
+        shipped=all(each.target.startswith((*TRUSTED, *SHIPPED)) for each in components),
         is_user_error=of_users_code,
     )
     this_process.notice = IN_DRY_RUN

@@ -34,18 +34,19 @@ def components(cfg: RunConfig) -> dict[str, Component]:
     return found | {f"{key}.{name}": each for key, group in groups.items() for name, each in group.items()}
 
 
-def unread_arguments(cfg: RunConfig) -> Iterator[str]:
+def unread_arguments(settings: Settings) -> Iterator[str]:
     """Keys without a Kind that a class does not take. Its source is read, because it takes seconds to import. If that of one class does
     not say what it takes, `check_classes` reports all."""
-    for key, component in components(cfg).items() if are_readable(cfg) else ():
+    for key, component in components(settings.cfg).items() if are_readable(settings) else ():
         left_out = (*SPECIAL, *ENGINE.get(key, ()))
         asked = [name for name in component.kwargs if name not in left_out and f"{key}.{name}" not in KEYS]
         known = written_arguments(component.target) if asked else None
         yield from not_taken(component.target, key, asked, known) if known is not None else ()
 
 
-def are_readable(cfg: RunConfig) -> bool:
+def are_readable(settings: Settings) -> bool:
     """Whether the sources of all classes of the user's say what they take, so none is imported to be checked."""
+    cfg = settings.cfg
     own = [each for each in components(cfg).values() if not each.is_shipped]
     is_read = all(written_arguments(each.target) is not None for each in own)
     return is_read and (cfg.data.is_shipped or imports_no_torch(cfg.data.target))
@@ -265,12 +266,12 @@ def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> 
     augment = {f"augment.{name}": each for name, each in cfg.augment.items()}
     for key, component in (components(cfg) | augment | {"data": cfg.data}).items():
         found += foreign_names(component.node, key)
-    found += unread_arguments(cfg)
     try:
         world: Any = Settings.of(cfg).world
     except Refused:  # nobody knows the processes
         world = Invalid()
     settings = Settings(cfg, world, drawn=draft.drawn)
+    found += unread_arguments(settings)
     left_out = () if with_data else (data,)
     raise_problems(broken_rules(settings, found, evaluating=evaluating, early=True, left_out=left_out))
     return settings
@@ -282,7 +283,7 @@ def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool
     The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
     """
     # Skipped for an evaluation: its config has already trained. The job checks types, once all is imported anyway.
-    unknown = shipped or not are_readable(settings.cfg)
+    unknown = shipped or not are_readable(settings)
     found = list(signature_problems(settings, shipped=shipped)) if unknown and not evaluating else []
     return broken_rules(settings, found, evaluating=evaluating, early=False)
 
@@ -292,7 +293,7 @@ def broken_rules(
 ) -> list[str]:
     """`found` and the problems of the rules that run `early`, before the user's classes are imported, or of the others. A rule ends where it
     reads a value that is refused already."""
-    readable = are_readable(settings.cfg)
+    readable = are_readable(settings)
     for rule, groups in (EVALUATION if evaluating else TRAINING).items():
         known = (settings.is_known(group, readable=readable, reads=rule is data) for group in groups)
         if rule in left_out or early != all(known):
