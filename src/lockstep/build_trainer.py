@@ -125,7 +125,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     own: list[pl.Callback] = [
         random_numbers(settings, work),
         stopping.RankAgreement(shared),
-        summary.RunSummary(work, data_info, settings.model_title, settings.cfg.data.title, cfg),
+        summary.RunSummary(work, data_info, work.network_title(settings), settings.cfg.data.title, cfg),
         summary.Clock(),
         summary.FirstBatch(),
         CutAtResume(folder),

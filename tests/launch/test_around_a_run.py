@@ -1,6 +1,5 @@
 """What breaks around a run loses nothing: results before files, exit handlers, configs of any size, refusals as one message."""
 
-import gc
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from lockstep.config.settings import Settings
 from lockstep.config.targets import written_arguments
 from lockstep.errors import NotSaved, UserError, outcome_of
 from lockstep.extras import prediction
-from lockstep.launch import cli, exits, local, resuming, start
+from lockstep.launch import cli, exits, local, resuming
 from lockstep.machine import files
 from lockstep.panel import Calibration
 from lockstep.reporting import console
@@ -57,7 +56,7 @@ def command(job, argv):
     atexit.register(print, "last")
     {call}
 cli.command = command
-launch.main(lambda settings: None, "train")
+launch.main(launch.Job("train", None, None))
 """)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
     code = {"raise UserError('wrong')": 2, "1 / 0": 1}.get(call, 0)
@@ -102,32 +101,43 @@ def test_results_are_printed_before_they_are_written(number, tmp_path, monkeypat
         console.show_evaluation(tmp_path / "eval.json", about, metrics)
     assert "0.98765432" in capsys.readouterr().out
     assert "resume" not in str(error.value) and outcome_of(error.value).exit_code == 1
-    result = {"input": "a", "output": "out.csv", "count": 3, "broken": 0}
-    prediction.show_predictions(tmp_path / "predict.json", about, result, gallery=False)  # its table is complete
+    asked = SimpleNamespace(input="a", output="out.csv", gallery=False)
+    settings = SimpleNamespace(request=asked, evaluation_file=lambda _: tmp_path / "predict.json")
+    prediction.show_predictions(settings, about, SimpleNamespace(count=3, broken=0))  # its table is complete
     shown = capsys.readouterr()
     assert "out.csv" in shown.out and "The table is complete" in shown.err and "resume" not in shown.err
 
 
-@pytest.mark.parametrize("cycle", [False, True])
-def test_one_data_set_is_in_memory_at_a_time(cycle, train, monkeypatch):
-    prepared, collections = Mnist.prepare, Mock(side_effect=gc.collect)
-    made: list[weakref.ref] = []
+@pytest.fixture
+def prepared(request, monkeypatch) -> list[weakref.ref]:
+    """The data sets that are prepared, in a cycle if the parameter says so."""
+    prepare, made = Mnist.prepare, list[weakref.ref]()
 
-    def prepare(self) -> None:
-        assert [data for data in made if data() is not None] == []
+    def noted(self) -> None:
         made.append(weakref.ref(self))
-        self.cycle = self if cycle else None
-        prepared(self)
+        self.cycle = self if getattr(request, "param", False) else None
+        prepare(self)
 
-    monkeypatch.setattr(Mnist, "prepare", prepare)
-    monkeypatch.setattr(start, "gc", Mock(collect=collections))
+    monkeypatch.setattr(Mnist, "prepare", noted)
+    return made
+
+
+def test_a_process_reads_its_data_once(prepared, train):
     train("run=a", "trainer.max_steps=1")
-    assert len(made) == 2 and collections.call_count == cycle
+    assert len(prepared) == 1
+
+
+@pytest.mark.parametrize("prepared", [False, True], indirect=True)
+def test_the_parent_of_several_processes_keeps_no_data(prepared, train, monkeypatch):
+    kept = []
+    monkeypatch.setattr(local, "run_processes", lambda *_, **__: kept.append(prepared[0]()))
+    train("run=a", "strategy=ddp", "trainer.devices=2")
+    assert (len(prepared), kept) == (1, [None])
 
 
 @pytest.mark.parametrize(("trains", "advised"), [(True, True), (False, False)])
 def test_only_a_command_that_has_the_key_is_advised_to_resume(trains, advised, capsys):
-    again = cli.again_of(local.Job("train" if trains else "eval", Path("x.py"), Mock()))
+    again = cli.again_of(local.Job("train" if trains else "eval", Mock(), Mock(), script=Path("x.py")))
     full = OSError(28, "No space left on device", "a.csv")
     assert exits.exit_code(Mock(side_effect=full), again=again) == 1
     assert ("resume=auto" in capsys.readouterr().err) == advised
@@ -165,7 +175,7 @@ def test_hydra_s_own_refusals_are_one_message(argv, words, tmp_path, monkeypatch
         compose.callers_hydra_restored(),
         pytest.raises(UserError) as error,
     ):
-        cli.command(local.Job("train", ROOT / "train.py", Mock()), argv)
+        cli.command(local.Job("train", Mock(), Mock(), script=ROOT / "train.py"), argv)
     assert len(error.value.problems) == 1 and words in error.value.problems[0]
     assert not list(tmp_path.iterdir())
 

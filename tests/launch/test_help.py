@@ -21,7 +21,7 @@ LIMIT_S = 25.0
 
 def shown(*argv: str, command: str = "train") -> str:
     script = local.script(command)
-    return help.text(local.Job(command, script, local.load(script)), [*argv, "--help"])
+    return help.text(local.load(script), [*argv, "--help"])
 
 
 def test_help_of_train_shows_every_key_with_its_default_comment_and_example() -> None:

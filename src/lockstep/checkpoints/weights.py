@@ -187,11 +187,16 @@ def read(path: Path) -> Checkpoint:
 
 
 def load_network(path: Path) -> nn.Module | None:
-    """The network of a checkpoint with its weights, in evaluation mode; None if a custom module defines its own."""
+    """The network of a checkpoint with its weights, in evaluation mode; None if a custom module defines its own. Raises UserError: a
+    network that train.py made."""
     checkpoint = read(path)
     if checkpoint.network is None:
         return None
-    net = network(checkpoint.component("model"), checkpoint.network, with_weights=False)
+    if not (model := checkpoint.component("model")):
+        raise UserError(
+            f"{path}: the network of this run is made in its train.py. Make it there, and load the weights with torch.load."
+        )
+    net = network(model, checkpoint.network, with_weights=False)
     load_into(net.state_dict(), checkpoint.weights, path)
     return net.eval()
 

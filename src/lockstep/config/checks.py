@@ -15,7 +15,7 @@ from lockstep.config.instantiate import (
 )
 from lockstep.config.renames import LOADER_KEYS, RENAMES
 from lockstep.config.run_config import COMPONENTS, Component, Invalid, Refused, RunConfig
-from lockstep.config.schema import KEYS, OPTIONAL
+from lockstep.config.schema import KEYS, NEEDED, OPTIONAL
 from lockstep.config.settings import Settings
 from lockstep.config.targets import foreign_names, imports_no_torch, written_arguments, written_value
 from lockstep.config.words import shown
@@ -196,11 +196,11 @@ def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
 
 def unused(settings: Settings) -> Iterator[str]:
     """Keys of the command without effect, because train.py makes an object of its own in place of that of their group."""
-    for group in (*COMPONENTS, "loader", "augment"):
-        if group != "strategy" and group not in settings.asked:
-            for override in settings.overrides or ():
-                if override.lstrip("+~").partition("=")[0].partition(".")[0] == group:
-                    yield f"{override} has no effect: train.py makes this object itself. Remove it."
+    by_hand = {"task", "model", "data", "optim", "schedule", "loader", "augment"} - settings.asked
+    for override in settings.overrides or ():
+        group, _, name = override.lstrip("+~").partition("=")[0].partition(".")
+        if group in by_hand and name not in NEEDED.get(group, ()):  # which the engine reads
+            yield f"{override} has no effect: train.py makes this object itself. Remove it."
 
 
 # --- What is known only once the data is prepared ---

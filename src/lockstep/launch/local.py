@@ -17,11 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL
-from lockstep.augment.operation import Augmentation
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import signature_problems
-from lockstep.config.instantiate import create_data
 from lockstep.config.run_config import Request, RunConfig
 from lockstep.config.settings import Settings
 from lockstep.errors import LostProcess, OutOfMemory, Preempted, RunFailed, UserError, did_you_mean, raise_problems
@@ -59,6 +56,7 @@ class Job:
     def __call__(self, settings: Settings, data: Any = None) -> Any:
         """The part of this process, with the data that it has read already, or none yet."""
         from lockstep import build  # imports torch and Lightning (7 s)
+        from lockstep.config.checks import signature_problems
 
         build.process(settings)
         if self.trains:  # else what has trained is right
@@ -73,6 +71,8 @@ class Job:
             asked is not None and asked.part is None
         ):  # own dataloaders; or files are predicted
             return None
+        from lockstep.augment.operation import Augmentation
+
         data = self.data(settings)
         data.keeps_whole = Augmentation(settings.operations).crops_from is not None
         data.evaluates = settings.evaluates
@@ -81,6 +81,8 @@ class Job:
 
 def data(settings: Settings) -> Any:
     """The data set that `data` names. Free of torch, if its class is."""
+    from lockstep.config.instantiate import create_data
+
     assert settings.loader
     settings.asked.add("data")
     return create_data(settings.cfg.data, settings.loader)

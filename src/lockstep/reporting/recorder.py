@@ -114,7 +114,7 @@ class Recorder:
         self.work = work = next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
         settings = self.settings.as_built()
         self.config = settings.cfg
-        self.report |= {"model": settings.model_title, **work.loaders.facts}
+        self.report |= {"model": work.network_title(settings), **work.loaders.facts}
         if self.rank == 0:
             self.open()
             from lockstep.reporting.loggers import begin_run

@@ -75,6 +75,10 @@ class Workload:
         self.needs_whole = "" if module.automatic_optimization else f"{self.title} has manual optimization."
         self.of_rank_0: set[str] = set()  # names of what was logged and is not of all processes
 
+    def network_title(self, settings: Settings) -> str:
+        """The display name of the network, or of a module that makes its own."""
+        return settings.model_title if "task" in settings.asked else self.title
+
     def marked(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The names of what is not of all processes say so."""
         return {f"{name}{OF_RANK_0}" if name in self.of_rank_0 else name: value for name, value in metrics.items()}
@@ -173,6 +177,9 @@ class TaskWorkload(Workload):
         self.needs_whole = f"{self.title}.between_samples needs it whole." if module.between_samples else ""
         self.task, self.network_arguments = module, module.parts.network_arguments
         self.trial = UNKNOWN.format("it was not tried")  # how processes change the result, found out by dry_run.py
+
+    def network_title(self, settings: Settings) -> str:
+        return settings.model_title if "model" in settings.asked else type(self.module.net).__name__
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
