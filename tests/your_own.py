@@ -129,7 +129,7 @@ class Page(Text):
     def write_in_generated(self, root: Path) -> Path:
         """The same in what new_project.py makes, which has a task and a network already."""
         new_project = pytest.importorskip("new_project")
-        new_project.thin(root, "mywork", "none", None, None)
+        new_project.create(root, "mywork", None, None)
         own = {name: (root / name).read_text() for name in ("pyproject.toml", "train.py")}
         return self.write(root, **own)
 
