@@ -19,8 +19,8 @@ def evaluate(config: launch.Settings, data: "DataSet") -> None:
     from lockstep import build
     from lockstep.reporting.console import show_evaluation
 
-    batches = build.batches(config, data)
-    metrics = build.evaluate(config, module, batches, config.tested_checkpoint)
+    datamodule = build.datamodule(config, data)
+    metrics = build.evaluate(config, module, datamodule, config.tested_checkpoint)
     if config.world.rank == 0:
         show_evaluation(config.evaluation_file(), build.evaluation_info(config), metrics)
 

@@ -19,8 +19,8 @@ def predict(config: launch.Settings, data: "DataSet | None") -> None:
     from lockstep import build
     from lockstep.extras import prediction
 
-    batches = prediction.batches(config, data)  # of a part of the data, or of the files
-    found = prediction.predict(config, module(config, batches), batches)
+    datamodule = prediction.datamodule(config, data)  # of a part of the data, or of the files
+    found = prediction.predict(config, module(config, datamodule), datamodule)
     if found is not None:  # rank 0
         prediction.show_predictions(config, build.evaluation_info(config), found)
 

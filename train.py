@@ -6,7 +6,7 @@ python train.py model=resnet50d data=cifar10      a timm network on CIFAR-10
 python train.py run=first resume=auto             start the run `first`, or continue it after a crash
 python train.py -m optim.lr=1e-3,3e-3 seed=0,1    four runs and a table of their results
 
-Each object comes from the config, and any of them can be made by hand instead.
+Each object comes from the config. You can create any of them in Python instead.
 """
 
 from typing import TYPE_CHECKING
@@ -21,36 +21,35 @@ if TYPE_CHECKING:  # importing torch and Lightning takes 7 s, and the config is 
 
 
 def data(config: launch.Settings) -> "DataSet":
-    """The data set. Each process calls this once, before anything is written."""
-    return launch.data(config)  # configs/data
+    """The data set of configs/data. Each process calls this once, before anything is written."""
+    return launch.data(config)
 
 
-def module(config: launch.Settings, batches: "pl.LightningDataModule | None") -> "pl.LightningModule":
-    """The LightningModule, with its network and, if the config names a checkpoint, its weights. eval.py and predict.py call it too."""
+def module(config: launch.Settings, datamodule: "pl.LightningDataModule | None") -> "pl.LightningModule":
+    """The LightningModule with its network, and with the weights of a checkpoint if the config names one. eval.py and predict.py use it too."""
     from lockstep import build
 
-    module = build.module(config, batches)  # configs/task: loss, metrics and steps, as in src/project/module.py
-    network = build.network(config, batches, module)  # configs/model: as in src/project/model.py
-    return build.attach(config, batches, module, network)  # configs/optim, configs/schedule
+    module = build.module(config, datamodule)  # configs/task: loss, metrics and steps, as in src/project/module.py
+    network = build.network(config, datamodule, module)  # configs/model, as in src/project/model.py
+    return build.attach(config, datamodule, module, network)  # configs/optim and configs/schedule
 
 
 def train(config: launch.Settings, data: "DataSet") -> None:
-    """The part of one process. By now the config is checked, and the run has a name."""
+    """The work of one process. By now the config is checked, and the run has a name."""
     from lockstep import build
     from lockstep.extras.page import LivePage
 
     with build.recorder(config, write_page) as run:
-        batches = build.batches(config, data)  # configs/loader, configs/augment
-        trained = module(config, batches)
-        trainer = build.trainer(
-            config, trained, batches, LivePage(config)
-        )  # configs/trainer, strategy, callbacks, logger
-        build.dry_run(config, trainer)  # what does not fit is rejected before a file is written
+        datamodule = build.datamodule(config, data)  # configs/loader and configs/augment
+        trained = module(config, datamodule)
+        # configs/trainer, configs/strategy, configs/callbacks and configs/logger
+        trainer = build.trainer(config, trained, datamodule, LivePage(config))
+        build.dry_run(config, trainer)  # rejects what does not fit together before a file is written
         run.begin(trainer)
-        trainer.fit(trained, datamodule=batches, ckpt_path=config.resume)
+        trainer.fit(trained, datamodule=datamodule, ckpt_path=config.resume)
         best = run.trained()
         for stage in run.stages:
-            run.add(**build.evaluate(config, module, batches, best or trained, stage, run))
+            run.add(**build.evaluate(config, module, datamodule, best or trained, stage, run))
 
 
 JOB = launch.Job("train", train, data, page=write_page)

@@ -140,7 +140,7 @@ def ready(settings: Settings, data: Any, net: Any = None) -> tuple[Any, Any]:
 
     settings.folder.path.mkdir(parents=True, exist_ok=True)
     process.owned = True
-    batches = build.batches(settings, data)
+    batches = build.datamodule(settings, data)
     module = build.module(settings, batches)
     module = build.attach(settings, batches, module, build.network(settings, batches, module) if net is None else net)
     trainer = build.trainer(settings, module, batches, LivePage(settings))

@@ -14,7 +14,7 @@ def batches(settings: Settings) -> Any:
     data = launch.job("train").open(settings)
     if data is not None:
         data.prepare()
-    return build.batches(settings, data)
+    return build.datamodule(settings, data)
 
 
 def module(settings: Settings, data: Any) -> pl.LightningModule:

@@ -46,7 +46,7 @@ from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload, Workload
 
 __all__ = [
-    "attach", "batches", "dry_run", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
+    "attach", "datamodule", "dry_run", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
 ]  # fmt: skip
 # Threads and OMP_NUM_THREADS before a job with exact.logical_ranks: the next job in this process has them again.
 before_exact: list[tuple[int, str | None]] = []
@@ -95,7 +95,7 @@ def recorder(settings: Settings, page: Page | None = None) -> Recorder:
     return Recorder(settings, page, partial(explained, settings))
 
 
-def batches(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
+def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
     """A LightningDataModule that divides each global batch of the data among the processes: `loader` and `augment`. Without a data set, the
     LightningDataModule that `data` names; None if the module has the dataloaders (data=none)."""
     cfg = settings.cfg

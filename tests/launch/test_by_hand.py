@@ -16,9 +16,12 @@ from lockstep.config.targets import imports_no_torch, lineage, written_value
 from lockstep.errors import UserError
 from lockstep.launch import local
 
-LINEAR = ("build.network(config, batches, module)", "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(144, 10))")
+LINEAR = (
+    "build.network(config, datamodule, module)",
+    "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(144, 10))",
+)
 LIGHTNING = (
-    "    module = build.module(config, batches)",
+    "    module = build.module(config, datamodule)",
     """    class Lit(torch.nn.Sequential, pl.LightningModule):
         def training_step(self, batch, batch_idx):
             return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
@@ -29,7 +32,7 @@ LIGHTNING = (
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     return Lit(torch.nn.Flatten(), torch.nn.Linear(144, 10))
-    module = build.module(config, batches)""",
+    module = build.module(config, datamodule)""",
 )
 DATA = (
     "return launch.data(config)",

@@ -292,12 +292,12 @@ class Writer(pl.Callback):
 # --- The data to predict, and the table of their predictions ---
 
 
-def batches(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
+def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
     """Of the part of the run's data that is asked for, or of the files."""
     cfg, request = settings.cfg, settings.request
     assert request
     if request.part:
-        return build.batches(settings, data)
+        return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
     instead = "pass input=test, or val or train: a part of the run's own data"
     files = input_files(request.input, cfg.data, checkpoint.metadata, instead)
