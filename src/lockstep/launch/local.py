@@ -59,7 +59,7 @@ class Job:
         from lockstep.config.checks import signature_problems
 
         build.process(settings)
-        if self.trains:  # else what has trained is right
+        if self.trains:  # an evaluation uses a config that has already trained
             raise_problems(signature_problems(settings, shipped=False))
         numbered = settings.with_numbers()
         return self.run(numbered, data if data is not None and numbered is settings else self.open(numbered))
