@@ -41,7 +41,7 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     from lockstep.data.datamodule import DataModule
 
     numbered = settings.with_numbers()
-    data = build.datamodule(numbered, prepared if numbered is settings else job.open(numbered))
+    data = build.datamodule(numbered, prepared if numbered is settings else job.read_data(numbered))
     assert isinstance(data, DataModule)
     raw = data.global_batch(epoch, step)
     before = data.finished(raw, training=False)

@@ -11,7 +11,7 @@ from lockstep.training.workload import Workload
 
 def batches(settings: Settings) -> Any:
     """The datamodule, of prepared data."""
-    data = launch.job("train").open(settings)
+    data = launch.job("train").read_data(settings)
     if data is not None:
         data.prepare()
     return build.datamodule(settings, data)

@@ -263,7 +263,7 @@ def test_the_error_of_a_job_is_recorded_by_its_run_alone(train, run_a, monkeypat
     running = '{"status": "running"}'
     reports = {"a": running, "b": running, "c": "{"}  # damaged: the error that ended the run is what counts
 
-    def fail(_: object, settings: Settings) -> None:
+    def fail(_: object, settings: Settings, data: object) -> None:
         settings.folder.report_file.write_text(reports[settings.folder.path.name])
         raise RuntimeError("the real error")
 

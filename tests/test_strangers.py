@@ -34,7 +34,7 @@ from lockstep.config.draft import Draft
 from lockstep.config.run_config import SEVERAL
 from lockstep.config.schema import GROUPS, RECIPES
 from lockstep.data import cache as cache_module
-from lockstep.data import images, published
+from lockstep.data import images
 from lockstep.data.pixels import Frame
 from lockstep.errors import OutOfMemory, UserError
 from lockstep.extras.export import export
@@ -48,6 +48,7 @@ from lockstep.reporting import console
 from lockstep.reporting.report import Report
 from lockstep.run import RunFolder, run_folders
 from lockstep.strategies.base import by_index
+from project import data as project_data
 from project.data import Cifar10
 
 pytestmark = pytest.mark.xdist_group("strangers")
@@ -743,14 +744,14 @@ def test_a_cache_of_a_stranger_does_not_hang(name, kind, tmp_path):
 def test_the_bytes_of_cifar_that_were_hashed_are_those_that_are_parsed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 3))
-    found, read = Cifar10.find(tmp_path), published.read_bytes
+    found, read = Cifar10.find(tmp_path), project_data.read_bytes
 
     def swapped(path: Path, **options: bool) -> bytes:
         content = read(path, **options)
         path.write_bytes(pickle.dumps(Evil()))  # by somebody else, at once
         return content
 
-    monkeypatch.setattr(published, "read_bytes", swapped)
+    monkeypatch.setattr(project_data, "read_bytes", swapped)
     assert len(Cifar10.read_files(found)["train/input"]) == 15
     with pytest.raises(UserError, match="MD5 differs"):
         Cifar10.read_files(found)

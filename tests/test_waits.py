@@ -153,5 +153,5 @@ def test_figures_do_not_wait(name, monkeypatch):
         tensors = {"input": torch.ones(shape), "target": target, "index": torch.arange(4)}
         batch = {"count": 3, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()}}
         waits.on = True
-        made.evaluation_step(batch, 0)
+        made.validation_step(batch, 0)
     assert waits.places == []

@@ -124,7 +124,7 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
         for place, index_B in enumerate(EvalSampler(split, batch=BATCH, rank=rank, world=world)):
             output, target = zip(*(sample(max(0, int(index))) for index in index_B), strict=True)
             batch = {"output": stacked(list(output)), "target": stacked(list(target)), "index": torch.tensor(index_B)}
-            made.evaluation_step(batch | {"count": int((index_B >= 0).sum())}, place)
+            made.validation_step(batch | {"count": int((index_B >= 0).sum())}, place)
         made.log_evaluation("val")
     return found
 

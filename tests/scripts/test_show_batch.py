@@ -9,20 +9,20 @@ from PIL import Image
 from show_batch import GAP, LINE, MARGIN, caption, name, with_mask
 
 from lockstep.errors import UserError
-from lockstep.training.task import Task
+from project.module import Classifier
 
 
 @pytest.mark.slow
 def test_it_shows_the_samples_of_a_step_as_training_gets_them(train, mnist, cache, tmp_path, monkeypatch):
     given = ["augment=strong", "loader.repeats=2", "data.image_size=28", "seed=3"]
     show_batch.show([*options(mnist, cache), *given], count=10, step=4, epoch=1, out=tmp_path / "a.png")
-    seen, step = {}, Task.training_step
+    seen, step = {}, Classifier.training_step
 
     def training_step(self, batch, place):
         seen[self.trainer.current_epoch, place] = batch["input"].clone()
         return step(self, batch, place)
 
-    monkeypatch.setattr(Task, "training_step", training_step)
+    monkeypatch.setattr(Classifier, "training_step", training_step)
     train(*given, "trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.precision=32-true")
     drawn, side = np.asarray(Image.open(tmp_path / "a.png")), 112
     for place in range(10):

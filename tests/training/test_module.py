@@ -49,7 +49,7 @@ def seen(module: Task, *batches: tuple[Tensor, Tensor], fillers: int = 0) -> Tas
             torch.cat([x, torch.full((fillers,), y)]) for x, y in ((label_B, 0), (torch.arange(len(label_B)), -1))
         )
         batch = {"input": odd_BK, "target": target_B, "index": index_B}
-        module.evaluation_step(batch | {"count": len(label_B)}, 0)
+        module.validation_step(batch | {"count": len(label_B)}, 0)
     return module
 
 
@@ -93,7 +93,7 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     errors.on_test_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
-        errors.evaluation_step(batch, 0)
+        errors.validation_step(batch, 0)
     assert errors.parts.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
 
 

@@ -62,9 +62,9 @@ class Job:
         if self.trains:  # an evaluation uses a config that has already trained
             raise_problems(signature_problems(settings, shipped=False))
         numbered = settings.with_numbers()
-        return self.run(numbered, data if data is not None and numbered is settings else self.open(numbered))
+        return self.run(numbered, data if data is not None and numbered is settings else self.read_data(numbered))
 
-    def open(self, settings: Settings) -> Any:
+    def read_data(self, settings: Settings) -> Any:
         """The data set, ready to be read; None for data with its own dataloaders, or for none that the job needs."""
         asked = settings.request
         if settings.loader is None or (

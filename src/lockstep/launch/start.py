@@ -49,7 +49,7 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     # How images become squares may depend on the network, whose library takes seconds to import.
     by_network = "model" in (settings.cfg.data.get(key) for key in OF_NETWORK[2:])
     settings = settings.with_numbers() if by_network else settings
-    data: DataSet | None = job.open(settings)
+    data: DataSet | None = job.read_data(settings)
     if data is None or settings.loader is None:
         return settings.decided(None), None, None
     if rank_of() == 0 and (plan := data.storage_plan()):
