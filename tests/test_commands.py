@@ -116,14 +116,14 @@ def test_a_rank_that_fails_alone_ends_all_and_its_words_are_on_the_screen(code, 
     env = hook(
         tmp_path,
         "import os, signal",
-        "from project.module import Classifier",
-        "original = Classifier.training_step",
+        "from lockstep.training.task import Task",
+        "original = Task.mean_loss",
         "def hook(self, *args):",
         "    loss = original(self, *args)",
         "    if self.trainer.global_step == 2 and self.trainer.global_rank == 1:",
         f"        {code}",
         "    return loss",
-        "Classifier.training_step = hook",
+        "Task.mean_loss = hook",
     )
     options = ["trainer.log_every_n_steps=1", "checkpoint.every_n_steps=1", "trainer.max_epochs=500"]
     done = forked_command("train.py", "run=a", *TWO, *options, *SMALL, env=env, timeout_s=120)

@@ -20,7 +20,7 @@ from lockstep.launch import resuming
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process as machine_signals
 from lockstep.run import RunFolder
-from project.module import Classifier
+from lockstep.training.task import Task
 
 pytestmark = pytest.mark.xdist_group("resume")
 TWO_EPOCHS = ["trainer.log_every_n_steps=1", "schedule=cosine", "trainer.max_epochs=2", "callbacks=[default,ema]"]
@@ -84,7 +84,7 @@ def test_a_run_that_was_warned_and_then_crashed_ends_bit_identical(
 
 def test_a_run_that_is_warned_while_it_is_tested_ends_and_is_tested_again(train, monkeypatch):
     """`trainer.max_steps` ends this run within its first epoch, so it is validated once training is over."""
-    original = Classifier.test_step
+    original = Task.on_test_batch_start
 
     def warned(self, *args):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -92,7 +92,7 @@ def test_a_run_that_is_warned_while_it_is_tested_ends_and_is_tested_again(train,
 
     typed = ["trainer.max_steps=4", "trainer.log_every_n_steps=10", "loader.eval_batch_size=50", "run=parts"]
     with monkeypatch.context() as patched, pytest.raises(Preempted, match="ended by SIGTERM"):
-        patched.setattr(Classifier, "test_step", warned)
+        patched.setattr(Task, "on_test_batch_start", warned)
         train(*typed)
     (validated,) = rows("parts")
     train(*typed, "resume=auto")

@@ -11,6 +11,7 @@ from in_process import config_of, options
 from measuring import ready
 from torch import nn
 
+from lockstep import build, launch
 from lockstep.callbacks.summary import FirstBatch
 from lockstep.config.settings import Settings
 from lockstep.machine.world import World
@@ -80,7 +81,9 @@ def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> l
     ]
     cfg = config_of(*given, *shape)
     with fake_gpu(monkeypatch) as waits:
-        work, trainer = ready(Settings(cfg, World("cpu", 1, 1, "single")))
+        settings = Settings(cfg, World("cpu", 1, 1, "single"))
+        build.process(settings)
+        work, trainer = ready(settings, launch.job("train").read_data(settings))
         # The batch in the report is copied once a run.
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, FirstBatch)]
         trainer.callbacks += [*more, watch := Watch(waits)]
@@ -107,6 +110,9 @@ def test_no_step_of_a_lightning_module_waits(tmp_path, mnist, cache, monkeypatch
     ]
     module = [
         "task=lightning_module",
+        "model=none",
+        "optim=none",
+        "schedule=none",
         "task._target_=means.Digits",
         "trainer.precision=32-true",
         "trainer.log_every_n_steps=2",

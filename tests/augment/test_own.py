@@ -38,7 +38,7 @@ def drawn(sample):
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Iterator[None]:
     bare = {
-        "configs/project.yaml": "defaults: [lockstep]\n",
+        "configs/project.yaml": "defaults: [lockstep, {override model: basic_net}, {override data: mnist}]\n",
         "configs/data/bare.yaml": "_target_: mywork.loaders.Loaders\n",
     }
     forget()

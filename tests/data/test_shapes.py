@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
+from lockstep import launch
 from lockstep.augment import Augmentation, Flip, RandomResizedCrop
 from lockstep.config.compose import compose_config, resolve
 from lockstep.config.draft import Draft, values_of
@@ -370,7 +371,7 @@ def test_what_a_command_prepares_is_what_its_processes_read(tmp_path, monkeypatc
     where = [f"data.root={tmp_path / 'photos'}", f"data.cache_dir={tmp_path / 'cache'}"]
     network = ["model=timm", "model.name=test_vit"]
     settings = Settings.of(resolve(["data=folder", *network, "data.image_size=32", "loader.batch_size=8", *where]))
-    prepare_data(settings)
+    prepare_data(launch.job("train"), settings)
     monkeypatch.setattr("lockstep.data.folder.read_all", None)
     data = create_data(settings.with_numbers().cfg.data, settings.cfg.loader)
     data.prepare()

@@ -39,7 +39,7 @@ def runs(tmp_path_factory, mnist, cache) -> Path:
 def test_a_model_is_loaded_as_it_was_tested(runs, run):
     net = lockstep.load_model(runs / run)
     report = json.loads((runs / run / "report.json").read_text())
-    assert type(net).__module__.split(".")[0] in ("lockstep", "timm")
+    assert type(net).__module__.split(".")[0] in ("project", "timm")
     assert not net.training
     tested = torch.load(runs / run / report["checkpoint"], weights_only=True)["state_dict"]
     assert {f"net.{key}" for key in net.state_dict()} == {key for key in tested if key.startswith("net.")}

@@ -245,7 +245,6 @@ def test_a_checkpoint_has_the_sums_of_all_processes_of_which_one_may_have_none(r
 
 def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch):
     """It adds up the processes' sums, which is another order of additions: in float32 the last digit differed."""
-    monkeypatch.setattr("lockstep.training.task.completes_step", lambda *_: False)
     losses = iter([2.0**24, 1.0, 1.0])
     made = module(Segmentation)
     monkeypatch.setattr(made, "loss", lambda *_: torch.tensor([next(losses)]))
