@@ -85,7 +85,7 @@ class LossNotFinite(TrainingFailed):
 
 
 class NoRendezvous(TrainingFailed):
-    """The processes of a run did not find each other."""
+    """The processes of a run could not connect to each other."""
 
     def __init__(self, message: str, alike: bool) -> None:
         super().__init__(message)

@@ -203,7 +203,7 @@ HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indice
 
 
 class Kept(Panel):
-    """Values of the samples with the largest losses, or of a random subset, the same in every world and order."""
+    """Values of the highest-loss samples, or of a random subset, the same in every evaluation, world and order."""
 
     key_N: Tensor
     index_N: Tensor

@@ -232,7 +232,7 @@ def unknown_keys(draft: Draft) -> Iterator[str]:
 
 
 def wrong_values(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, str]:
-    """The error of each of `keys` with an invalid value; an empty text if the error is in the key that it refers to.
+    """The error of each of `keys` with an invalid value; an empty string if the key that it refers to has the error.
 
     Without `keys`: of all keys, except those of a user class, whose signature decides, and keys that refer to them.
     """

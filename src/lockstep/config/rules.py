@@ -95,7 +95,7 @@ def strategy(settings: Settings) -> Iterator[str]:
 
 
 def without_effect(settings: Settings) -> dict[str, str]:
-    """Keys without effect under the strategy or on the device, with messages. Flags, or names that null removes."""
+    """Keys without effect under the strategy or on the device, with messages: flags, or names that null disables."""
     cfg, on_gpu, messages = settings.cfg, settings.world.accelerator == "cuda", dict[str, str]()
     under = f"has no effect under strategy={settings.world.strategy}"
     if cfg.tf32 and not on_gpu:
