@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PACKAGE = Path(__file__).resolve().parent
-ROOT = PACKAGE.parents[1]  # the checkout, with train.py, configs/ and scripts/ beside src/; a wheel contains them
+ROOT = PACKAGE.parents[1]  # the checkout, with train.py, configs/ and scripts/ next to src/; a wheel contains them
 WHEEL = (PACKAGE / "template").is_dir()
-TEMPLATE = (
-    PACKAGE / "template" if WHEEL else ROOT
-)  # the project that a new one is copied from, and that runs where there is none
+# The project that new projects are copied from. Commands use it where there is no project.
+TEMPLATE = PACKAGE / "template" if WHEEL else ROOT
 CONFIGS = PACKAGE / "configs"
 
 
-# Imported when asked for: they need torch.
+# Imported on first access, because they need torch.
 LATER = {
     "Module": "lockstep.training.module:Module",
     "frozen": "lockstep.extras.frozen:Frozen",
@@ -45,7 +44,7 @@ def train(overrides: list[str] | None = None) -> "Report":
     """Runs `python train.py <overrides>` from Python or a notebook and returns its report, as `load_report` does.
 
     Raises:
-        UserError: the config or the input is wrong; nothing was started.
+        UserError: the config or the input is invalid; nothing was started.
         RunFailed: a process of the run failed.
         TrainingFailed: training failed for a known reason, such as OutOfMemory or a loss that is NaN.
     """
@@ -63,7 +62,7 @@ def evaluate(overrides: list[str]) -> dict[str, Any]:
 
 
 def predict(overrides: list[str]) -> dict[str, Any]:
-    """Runs `python predict.py <overrides>` from Python; returns `output`, the path of the table, `count` and `broken`.
+    """Runs `python predict.py <overrides>` from Python; returns `output` (the path of the table), `count` and `broken`.
 
     Raises the same errors as `train`.
     """
@@ -75,11 +74,11 @@ def predict(overrides: list[str]) -> dict[str, Any]:
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     """Runs `python train.py -m <overrides>` from Python; returns a row for each job: its report, with `overrides`.
 
-    A job that failed is a row too, with `status` and, if it began, `error`.
+    The row of a failed job has `status` and, if the job had started, `error`.
 
     Raises:
-        UserError: an override is wrong; nothing was started.
-        KeyboardInterrupt: Ctrl-C, which ends the sweep as a whole.
+        UserError: an override is invalid; nothing was started.
+        KeyboardInterrupt: Ctrl-C, which ends the whole sweep.
     """
     from lockstep.launch.cli import sweep
 
@@ -87,9 +86,9 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def load_model(what: str | Path) -> "nn.Module":
-    """The bare network of a run (a name or `runs/<name>`) or of a checkpoint, with its weights, on the CPU in evaluation mode.
+    """The bare network of a run (a name or `runs/<name>`) or a checkpoint, with weights, on the CPU in evaluation mode.
 
-    Of a run, it loads the checkpoint that was tested. If the task is your own LightningModule, returns that module.
+    For a run, loads the checkpoint that was tested. If the task is your own LightningModule, returns that module.
 
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
@@ -108,12 +107,13 @@ def load_model(what: str | Path) -> "nn.Module":
 
 
 def load_report(run: str | Path) -> "Report":
-    """The report of a run (a name or `runs/<name>`): the dict of report.json, with `curves`, `panels`, `frame()` and `folder`.
+    """The report of a run (a name or `runs/<name>`): the dict of report.json.
 
-    A notebook shows it as the page report.html. Of a run that is still going on, it holds what is known by now.
+    It also has `curves`, `panels`, `frame()` and `folder`. A notebook shows it as the page report.html. The report of
+    an unfinished run contains the values so far.
 
     Raises:
-        UserError: there is no such run, or a file of it is damaged.
+        UserError: there is no such run, or one of its files is damaged.
     """
     from lockstep.reporting.report import Report
     from lockstep.run import find_run

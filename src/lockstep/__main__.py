@@ -18,7 +18,7 @@ from lockstep.launch.local import script, scripts
 
 
 def usage() -> str:
-    """The module's text, and the first line of each script's own."""
+    """This module's docstring, and the first docstring line of each script."""
     lines = {
         name: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0] for name, path in scripts().items()
     }
@@ -27,25 +27,25 @@ def usage() -> str:
 
 
 def main() -> None:
-    """Ends with the exit code of the script: 0 done, 2 wrong config or input, 1 failed while running."""
+    """Exits with the exit code of the script: 0 done, 2 invalid config or input, 1 failed while running."""
     name, *args = sys.argv[1:] or ["--help"]
-    found: list[Path] = []
+    paths: list[Path] = []
 
-    def find() -> None:
+    def start() -> None:
         project.enter(Path.cwd())
         if name in ("-h", "--help"):
             print(usage())
         elif name == "--completion":
             print((Path(__file__).parent / "launch/completion.sh").read_text())
         else:
-            found.append(script(name))
+            paths.append(script(name))
 
-    code = exit_code(find)
-    if not found:
+    code = exit_code(start)
+    if not paths:
         sys.exit(code)
-    sys.argv = [str(found[0]), *args]
-    sys.path.insert(0, str(found[0].parent))  # as for `python <script>`
-    runpy.run_path(str(found[0]), run_name="__main__")
+    sys.argv = [str(paths[0]), *args]
+    sys.path.insert(0, str(paths[0].parent))  # as for `python <script>`
+    runpy.run_path(str(paths[0]), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lockstep's exceptions, and how each ends a run. UserError is for what a user can correct: exit code 2, no traceback."""
+"""Lockstep's exceptions, and how each ends a run. UserErrors are for users to correct: exit code 2, no traceback."""
 
 import difflib
 from bdb import BdbQuit
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Says what was given, what is possible and what to type. `problems` holds one text per problem."""
+    """States the given value, the valid options and the fix. `problems` holds one message per problem."""
 
     status, exit_code = "refused", 2
 
@@ -19,7 +19,7 @@ class UserError(ValueError):
 
 
 class ForeignObjects(UserError):
-    """A checkpoint has objects that could run code. Nobody's fault but its maker's: it is never skipped in silence."""
+    """A checkpoint contains objects that could run code. No crash can cause this, so it is never skipped silently."""
 
     def __init__(self, name: str, path: Path | None = None) -> None:
         what = f"holds objects that could run code ({name}); a checkpoint has only tensors and plain values"
@@ -34,11 +34,11 @@ class TrainingFailed(RuntimeError):
     """Training cannot continue, for a reason that needs no traceback."""
 
     status, exit_code = "failed", 1
-    alike = False  # whether all processes raise the same one, so that rank 0 alone reports it
+    alike = False  # whether all processes raise the same error, so only rank 0 reports it
 
 
 class Preempted(TrainingFailed):
-    """The system warned that it will end the run; what there was to save is saved."""
+    """The system announced that it will end the run. Everything that could be saved is saved."""
 
     status = "preempted"
     alike = True
@@ -56,19 +56,19 @@ class NotSaved(TrainingFailed):
 
 
 class NotLoadable(NotSaved):
-    """What a checkpoint would hold could not be loaded."""
+    """A checkpoint would contain an object that cannot be loaded again."""
 
     alike = True
 
 
 class Damaged(TrainingFailed):
-    """A checkpoint that was saved is no longer complete."""
+    """A saved checkpoint is no longer complete."""
 
     alike = True
 
 
 class FolderRemoved(TrainingFailed):
-    """Somebody removed the folder of a run under it."""
+    """The folder of a run was removed during the run."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"{folder} was removed while the run was going on. Start it again.")
@@ -85,7 +85,7 @@ class LossNotFinite(TrainingFailed):
 
 
 class NoRendezvous(TrainingFailed):
-    """The processes of a run did not find each other."""
+    """The processes of a run could not connect to each other."""
 
     def __init__(self, message: str, alike: bool) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class NoRendezvous(TrainingFailed):
 
 
 class LostProcess(TrainingFailed):
-    """A signal ended a process of the run, which could not say it itself."""
+    """A signal ended a process of the run before it could report an error."""
 
 
 class OutOfMemory(TrainingFailed):
@@ -128,7 +128,7 @@ class Outcome:
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """How a run ended. Decided here, from the exception, and nowhere else."""
+    """How a run ended, given its exception. Decided only here."""
     if error is None:
         return Outcome("done", 0)
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -140,14 +140,14 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raises one UserError for all `problems`, or returns when there are none."""
-    found = list(dict.fromkeys(problems))
-    if found:
-        raise UserError(*found)
+    """Raises one UserError for all `problems`, or returns if there are none."""
+    unique = list(dict.fromkeys(problems))
+    if unique:
+        raise UserError(*unique)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that led to it."""
+    """An exception, its cause or context, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -161,7 +161,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 @contextmanager
 def naming_memory(path: Path) -> Iterator[None]:
-    """Raises OutOfMemory that names `path`, which the block reads: the file may be intact."""
+    """Raises OutOfMemory with the name of the file that the block reads. The file itself may be intact."""
     try:
         yield
     except MemoryError:
@@ -172,7 +172,7 @@ def naming_memory(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explained(what: str, advice: str) -> Iterator[None]:
-    """Raises UserError in place of an error of the operating system: a folder that cannot be read, a full disk."""
+    """Raises UserError in place of an OSError, such as an unreadable folder or a full disk."""
     try:
         yield
     except OSError as e:

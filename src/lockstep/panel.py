@@ -1,4 +1,4 @@
-"""Panels of the report about the test set: what they show, what they are computed from, and those that tasks share. Free of HTML."""
+"""Panels of the report about the test set: contents, base class, and the panels that tasks share. Free of HTML."""
 
 # B batch · N sample · K class · L label · H W pixel · T target, or token of a sequence
 
@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Table:
-    """Sorted by a click on a column. `rows` holds texts and numbers; a fraction of samples, such as an accuracy, is a `Share`."""
+    """A table, sortable by column. `rows`: text, numbers, or a `Share` for a fraction of samples such as accuracy."""
 
     title: str
     columns: Sequence[str]
@@ -45,7 +45,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Counts of what each row was taken for; the diagonal is right."""
+    """Counts of the predictions (columns) for each target (row). The diagonal counts correct predictions."""
 
     title: str
     names: Sequence[str]
@@ -55,7 +55,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Lines:
-    """Curves of points (x, y), also of a sample; one that is not finite leaves a gap."""
+    """Curves of points (x, y), for the test set or for one sample. A point that is not finite leaves a gap."""
 
     title: str
     x: str
@@ -64,7 +64,7 @@ class Lines:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Arrays and tensors become plain numbers: a chart is drawn long after the batch."""
+        """Converts arrays and tensors to plain numbers, because a chart is drawn long after the batch."""
         series = dict[str, Sequence[Point]]()
         for name, points in self.series.items():
             try:
@@ -78,7 +78,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Points:
-    """A scatter plot; `diagonal` draws the line of equal values."""
+    """A scatter plot. `diagonal` draws the line x = y."""
 
     title: str
     x: str
@@ -90,7 +90,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Bars:
-    """A histogram: the edges of the bins, one more than there are counts."""
+    """A histogram. `edges` of the bins has one more element than `counts`."""
 
     title: str
     x: str
@@ -102,7 +102,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Mask:
-    """A class for each pixel, drawn over the sample's image with a legend of `names`. Class 0 and pixels that are `ignored` stay clear."""
+    """A class for each pixel, drawn over the image with a legend of `names`. Class 0 and `ignored` are transparent."""
 
     classes_HW: Any
     ignored: int = -1
@@ -111,15 +111,15 @@ class Mask:
 
 @dataclass(frozen=True)
 class Picture:
-    """Shown beside the sample's image. Of 1 or 3 channels: bytes, or floats from 0 to 1, which become bytes."""
+    """An image next to the sample's image, with 1 or 3 channels: uint8, or floats from 0 to 1, converted to uint8."""
 
     image_CHW: Any
 
     def __post_init__(self) -> None:
-        given = self.image_CHW
-        if isinstance(given, Tensor):
-            given = (given.float() if given.is_floating_point() else given).detach().cpu()  # NumPy has no bfloat16
-        image_CHW = np.asarray(given)
+        image = self.image_CHW
+        if isinstance(image, Tensor):
+            image = (image.float() if image.is_floating_point() else image).detach().cpu()  # NumPy has no bfloat16
+        image_CHW = np.asarray(image)
         if image_CHW.ndim != 3 or len(image_CHW) not in (1, 3) or not image_CHW.size:
             raise UserError(
                 f"Picture: the image has the shape {image_CHW.shape}, and needs (channels, height, width) with 1 or 3 channels. "
@@ -138,14 +138,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Pieces of text, each with a number that colours it."""
+    """Pieces of text, each coloured by a number."""
 
     pieces: Sequence[tuple[str, float]]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """`facts`: texts, numbers, a Mask, a Picture, Lines or Tokens by name. `image_CHW`: bytes, or None."""
+    """`facts` by name: text, numbers, a Mask, a Picture, Lines or Tokens. `image_CHW`: uint8 or None."""
 
     index: int | None
     facts: Mapping[str, Any]
@@ -163,8 +163,10 @@ Content = Table | Matrix | Lines | Points | Bars | Gallery
 
 
 class Panel(Metric):
-    """A panel about the test set. Subclass it: declare sums with `add_state` as for any torchmetrics Metric, and torchmetrics
-    adds them up over processes, so every sample counts exactly once."""
+    """A panel about the test set. Subclass it and declare sums with `add_state`, as in any torchmetrics Metric.
+
+    torchmetrics adds the sums up over processes, so each sample counts exactly once.
+    """
 
     full_state_update = False
 
@@ -173,15 +175,15 @@ class Panel(Metric):
         raise NotImplementedError
 
     def contents(self) -> Sequence[Content]:
-        """What the report shows, from the states of all processes."""
+        """The contents that the report shows, computed from the states of all processes."""
         raise NotImplementedError
 
     def compute(self) -> None:
-        """Unused, and required by torchmetrics."""
+        """Unused, but required by torchmetrics."""
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
-    """The 95% interval of a fraction (Wilson, "Probable Inference", 1927); (0, 1) of no samples."""
+    """The 95% interval of a fraction (Wilson, "Probable Inference", 1927); (0, 1) without samples."""
     if not count:
         return 0.0, 1.0
     z, p = 1.959963984540054, right / count
@@ -191,17 +193,17 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 
 
 def largest(count: int, key_N: Tensor, index_N: Tensor, *values: Tensor) -> list[Tensor]:
-    """The rows with the largest keys, largest first; the smaller index first where keys are equal. NaN is the largest."""
+    """The rows with the largest keys, largest first. Ties are ordered by index, and NaN counts as the largest."""
     by_index_N = index_N.argsort(stable=True)
     order = by_index_N[key_N[by_index_N].argsort(descending=True, stable=True)][:count]
     return [value[order] for value in (key_N, index_N, *values)]
 
 
-HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, and no two below 2^32 meet
+HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, no collisions below 2^32
 
 
 class Kept(Panel):
-    """Values of the samples with the largest losses; or of a random sample, which is the same in every evaluation, world and order."""
+    """Values of the highest-loss samples, or of a random subset, the same in every evaluation, world and order."""
 
     key_N: Tensor
     index_N: Tensor
@@ -225,8 +227,8 @@ class Kept(Panel):
 
     def found(self) -> list[tuple[int, Tensor]]:
         """Index and value, the largest key first."""
-        parts = self.value_N.flatten(end_dim=self.index_N.dim() - 1)  # of all processes
-        _, index_N, value_N = largest(self.kept, self.key_N.flatten(), self.index_N.flatten(), parts)
+        values = self.value_N.flatten(end_dim=self.index_N.dim() - 1)  # of all processes
+        _, index_N, value_N = largest(self.kept, self.key_N.flatten(), self.index_N.flatten(), values)
         return [(index, value) for index, value in zip(index_N.tolist(), value_N, strict=True) if index >= 0]
 
 
@@ -235,13 +237,13 @@ class Kept(Panel):
 # `inputs` is the task's `metric_inputs`: panels and metrics are computed from the same values.
 
 Inputs = Callable[[Any, Mapping[str, Any]], tuple[Any, ...]]
-BINS = 15  # of the calibration; the number of Guo et al., "On Calibration of Modern Neural Networks", 2017
-FEW = 30  # classes whose matrix can be read; of more, the most frequent confusions are listed
+BINS = 15  # of the calibration, as in Guo et al., "On Calibration of Modern Neural Networks", 2017
+FEW = 30  # the largest number of classes for a readable matrix; above it, the most frequent confusions are listed
 PAIRS = 20
 
 
 class Confusion(Panel):
-    """Counts of (target, prediction), each of K classes; targets outside of them do not count."""
+    """Counts of (target, prediction) pairs of K classes. Other targets do not count."""
 
     confusion_KK: Tensor
     columns: ClassVar[tuple[str, ...]] = ("count", "recall", "precision", "F1")
@@ -256,10 +258,10 @@ class Confusion(Panel):
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
         size, (output, target) = len(self.names), self.inputs(output, batch)
         target, guess = target.flatten().long(), output[:, :size].argmax(1).flatten()
-        # as numbers: a selection would wait for the GPU
-        counts = (target >= 0) & (target < size) & (target != self.ignored)
-        place = target.clamp(0, size - 1) * size + guess
-        self.confusion_KK.view(-1).index_add_(0, place, counts.long())
+        # counted by weights 0 and 1, because boolean indexing would wait for the GPU
+        is_valid = (target >= 0) & (target < size) & (target != self.ignored)
+        index = target.clamp(0, size - 1) * size + guess
+        self.confusion_KK.view(-1).index_add_(0, index, is_valid.long())
 
     def matrix(self) -> Iterator[Content]:
         values = self.confusion_KK.tolist()
@@ -267,8 +269,8 @@ class Confusion(Panel):
             yield Matrix("Confusion matrix", self.names, values, "Rows are targets, columns predictions.")
             return
         wrong = self.confusion_KK.clone().fill_diagonal_(0).flatten()
-        places = [place for place in wrong.topk(PAIRS).indices.sort().values.tolist() if wrong[place]]
-        pairs = sorted(((int(wrong[place]), *divmod(place, len(values))) for place in places), reverse=True)
+        indices = [index for index in wrong.topk(PAIRS).indices.sort().values.tolist() if wrong[index]]
+        pairs = sorted(((int(wrong[index]), *divmod(index, len(values))) for index in indices), reverse=True)
         rows = [(self.names[a], self.names[b], n, Share(n, sum(values[a]))) for n, a, b in pairs]
         yield Table("Most frequent confusions", ("target", "taken for", "count", "of the target"), rows)
 
@@ -283,17 +285,17 @@ class Confusion(Panel):
 
 
 def precision_and_recall(right: int, target: int, guess: int) -> tuple[Any, ...]:
-    """How many there are, the fraction that was found, the fraction that was right, and their harmonic mean."""
+    """The count, the recall, the precision, and their harmonic mean, F1."""
     return target, Share(right, target), Share(right, guess), ratio(2 * right, target + guess)
 
 
 def ratio(part: int, whole: int) -> float:
-    """NaN of nothing: a class that neither occurs nor is predicted is neither found nor missed, and counts in no mean."""
+    """NaN if `whole` is 0: a class that neither occurs nor is predicted has no score, and no mean includes it."""
     return part / whole if whole else math.nan
 
 
 class ByPixel(Confusion):
-    """Of segmentation: counts pixels, and measures by the intersection over union how well a class is found."""
+    """For segmentation: counts pixels, and measures each class by its intersection over union."""
 
     columns = ("pixels", "IoU", "recall", "precision")
 
@@ -303,7 +305,7 @@ class ByPixel(Confusion):
 
 
 class Calibration(Panel):
-    """Whether a probability of 0.8 is right 8 times of 10. Bins as torchmetrics' CalibrationError has them."""
+    """Whether a probability of 0.8 is right 8 times out of 10. Same bins as torchmetrics' CalibrationError."""
 
     bins_3B: Tensor
 
@@ -317,9 +319,9 @@ class Calibration(Panel):
         probability_B, guess_B = probability_BK.max(1)
         right_B = guess_B == target_B
         edges = torch.linspace(0, 1, BINS + 1, dtype=probability_B.dtype).to(probability_B)
-        place_B = (torch.bucketize(probability_B, edges, right=True) - 1).clamp(0, BINS - 1)
-        parts = torch.stack([torch.ones_like(probability_B), probability_B, right_B.to(probability_B)])
-        self.bins_3B.index_add_(1, place_B, parts.to(self.bins_3B.dtype))
+        index_B = (torch.bucketize(probability_B, edges, right=True) - 1).clamp(0, BINS - 1)
+        values_3B = torch.stack([torch.ones_like(probability_B), probability_B, right_B.to(probability_B)])
+        self.bins_3B.index_add_(1, index_B, values_3B.to(self.bins_3B.dtype))
 
     def contents(self) -> Sequence[Content]:
         count_B, probability_B, right_B = self.bins_3B.tolist()
@@ -328,19 +330,19 @@ class Calibration(Panel):
         line = [(p / n, r / n) for n, p, r in filled]
         series = {"perfect": [(0.0, 0.0), (1.0, 1.0)], "measured": line}
         x, note = "probability of the prediction", f"Expected calibration error {error:.4f}."
-        edges, counted = [place / BINS for place in range(BINS + 1)], "Samples in each bin of the calibration."
-        bins = Bars("Predictions by probability", x, "samples", edges, count_B, counted)
+        edges, bars_note = [index / BINS for index in range(BINS + 1)], "Samples in each bin of the calibration."
+        bins = Bars("Predictions by probability", x, "samples", edges, count_B, bars_note)
         return [Lines("Calibration", x, "fraction that is right", series, note), bins]
 
 
 LEVELS, LEVEL = 56, 0.5  # thresholds: bins of the probability's logit, from -14 to 14
-SHOWN = 8  # curves that one chart shows
+SHOWN = 8  # maximum number of curves in a chart
 
 
 class PrecisionRecall(Panel):
-    """Precision over recall of each class against the rest. `scores` gives probability_BK, and target_B or target_BK of 0 and 1."""
+    """Precision over recall of each class against the rest. `scores`: probability_BK, and target_B or 0/1 target_BK."""
 
-    counts_2KT: Tensor  # of samples that are not, and that are, of the class
+    counts_2KT: Tensor  # of samples outside of the class, and in the class
 
     def __init__(self, names: Sequence[str], scores: Inputs) -> None:
         super().__init__()
@@ -353,27 +355,27 @@ class PrecisionRecall(Panel):
         level_BK = level_BK.long().clamp(0, LEVELS - 1)
         class_K = torch.arange(size).to(level_BK)
         is_BK = target if target.dim() == 2 else target[:, None] == class_K
-        place_N = ((is_BK.long() * size + class_K) * LEVELS + level_BK).flatten()
-        self.counts_2KT.view(-1).index_add_(0, place_N, torch.ones_like(place_N))
+        index_N = ((is_BK.long() * size + class_K) * LEVELS + level_BK).flatten()
+        self.counts_2KT.view(-1).index_add_(0, index_N, torch.ones_like(index_N))
 
     def contents(self) -> Sequence[Content]:
-        right_KT, taken_KT = (x.cpu().flip(1).cumsum(1) for x in (self.counts_2KT[1], self.counts_2KT.sum(0)))
-        recall_KT, precision_KT = right_KT / right_KT[:, -1:].clamp(min=1), right_KT / taken_KT.clamp(min=1)
+        right_KT, guess_KT = (x.cpu().flip(1).cumsum(1) for x in (self.counts_2KT[1], self.counts_2KT.sum(0)))
+        recall_KT, precision_KT = right_KT / right_KT[:, -1:].clamp(min=1), right_KT / guess_KT.clamp(min=1)
         gain_KT = recall_KT.diff(dim=1, prepend=torch.zeros(len(recall_KT), 1))
         average_K = (gain_KT * precision_KT).sum(1)
-        known = sorted(right_KT[:, -1].nonzero().flatten().tolist(), key=average_K.tolist().__getitem__)
+        indices = sorted(right_KT[:, -1].nonzero().flatten().tolist(), key=average_K.tolist().__getitem__)
         curves: dict[str, list[Point]] = {}
-        for place in known[:SHOWN]:
-            new_T = gain_KT[place] > 0
-            points = torch.stack([recall_KT[place][new_T], precision_KT[place][new_T]], 1).tolist()
-            curves[f"{self.names[place]} ({average_K[place]:.3f})"] = [(0.0, points[0][1]), *map(tuple, points)]
-        note = f"Mean average precision {average_K[known].mean():.4f}."
-        note += f" The {SHOWN} with the lowest average precision are shown." if len(known) > SHOWN else ""
-        return [Lines("Precision and recall", "recall", "precision", curves, note)] if known else []
+        for index in indices[:SHOWN]:
+            new_T = gain_KT[index] > 0
+            points = torch.stack([recall_KT[index][new_T], precision_KT[index][new_T]], 1).tolist()
+            curves[f"{self.names[index]} ({average_K[index]:.3f})"] = [(0.0, points[0][1]), *map(tuple, points)]
+        note = f"Mean average precision {average_K[indices].mean():.4f}."
+        note += f" The {SHOWN} with the lowest average precision are shown." if len(indices) > SHOWN else ""
+        return [Lines("Precision and recall", "recall", "precision", curves, note)] if indices else []
 
 
 class ByLabel(Panel):
-    """Of multilabel data: what was found and what was missed of each label."""
+    """For multilabel data: recall and precision of each label."""
 
     counts_3L: Tensor
 

@@ -1,6 +1,6 @@
-"""A run's folder, `runs/<name>`: what reads and writes its config, report, metrics and lock, and what its report says. Free of torch.
+"""A run's folder, `runs/<name>`: reads and writes its config, report, metrics and lock. Free of torch.
 
-What a person may have damaged raises UserError, which names the file.
+A file that the user may have damaged raises a UserError that names the file.
 """
 
 import csv
@@ -27,77 +27,83 @@ from lockstep.errors import FolderRemoved, OutOfMemory, UserError, naming_memory
 from lockstep.machine import files
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
-PATIENCE_S = 1.0  # another process may have looked at the lock just then
+PATIENCE_S = 1.0  # another process may hold the lock for a moment to check it
 log = logging.getLogger("lockstep")
 
 
 @contextmanager
 def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
-    """Any error of the block that reads `path` becomes a UserError: a person may have put anything there."""
+    """Turns any error of the block that reads `path` into a UserError: the file may contain anything."""
     try:
         with naming_memory(path):
             yield
     except (UserError, OutOfMemory):
         raise
     except Exception as e:
-        why, _, _ = str(getattr(e, "strerror", None) or e).partition("\n")
-        raise UserError(f"{path} is damaged: {why}. {advice}") from None
+        reason, _, _ = str(getattr(e, "strerror", None) or e).partition("\n")
+        raise UserError(f"{path} is damaged: {reason}. {advice}") from None
 
 
-MOST_VALUES, DEEPEST = 1_000_000, 50  # of a config
-BUSY_S = 0.2  # an evaluation writes beside a run that trains
+MOST_VALUES, DEEPEST = 1_000_000, 50  # limits of a config
+BUSY_S = 0.2  # an evaluation may write to the folder of a run that trains
 CONFIG_BYTES, LOG_BYTES, MOST_STEPS = 2**23, 2**26, 2**53
 CONFIG_ADVICE = "Put the file back, or set run=<another name> to start over."
 ROWS_ADVICE = "Repair it, or move it away: the run continues without its earlier rows."
 
 
 def foreign(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
-    """Why a config that was read back is not what a run has written. A run writes values: OmegaConf would resolve a `${` of a stranger,
-    and what a small file shares or nests would not end."""
-    left, count = [(tree, 0)], 1
-    while left:
-        node, depth = left.pop()
-        inner = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
-        count += len(inner)
+    """Why a saved config cannot have been written by a run; None if it can. A run writes only values.
+
+    OmegaConf would resolve a `${` of an untrusted file, and YAML aliases can make a small file expand without end.
+    """
+    stack, count = [(tree, 0)], 1
+    while stack:
+        node, depth = stack.pop()
+        children = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+        count += len(children)
         if count > most or depth > DEEPEST:
             return f"it has more than {most:,} values, or they are nested more than {DEEPEST} deep"
         if not references and isinstance(node, str) and ("${" in node or node == "???"):
             return f"it has {node[:80]}, and the config of a run has values in place of references"
-        left += [(each, depth + 1) for each in inner]
+        stack += [(child, depth + 1) for child in children]
     return None
 
 
 class CsvLog:
-    """A CSV file that a run appends to; a new name is a new column. A last row that a kill cut off is no row."""
+    """A CSV file that a run appends to. A new name adds a column. An incomplete last row after a kill is ignored."""
 
     def __init__(self, path: Path, *needed: str) -> None:
         self.path, self.needed = path, ("step", *needed)
-        self.columns: list[str] = []  # of the file, once it was read or written
+        self.columns: list[str] = []  # of the file, once it has been read or written
 
     def rows(self) -> list[dict[str, str]]:
-        """No rows without a file. A step is a whole number; a row without one, as a logger may write it, has that of the row before."""
+        """The rows; empty without a file. A row without a step, as loggers may write it, gets that of the previous row.
+
+        Raises:
+            UserError: the file is damaged, e.g. a step is not a whole number.
+        """
         with told_if_damaged(self.path, ROWS_ADVICE):
             text = files.read_text(self.path) if self.path.exists() else ""
             reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
             self.columns, rows, step = list(reader.fieldnames or ()), list(reader), 0.0
             for row in rows:
-                if lacks := [name for name in self.needed if row.get(name) is None]:
-                    raise ValueError(f"a row has no {lacks[0]}")
+                if missing := [name for name in self.needed if row.get(name) is None]:
+                    raise ValueError(f"a row has no {missing[0]}")
                 if not (step := float(row["step"] or step)).is_integer() or abs(step) > MOST_STEPS:
                     raise ValueError(f"{row['step'][:80]} is no step")
                 row["step"] = str(int(step))
         return rows
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        found = self.path.stat() if self.path.exists() else None
-        if self.columns and not found:
+        stat = self.path.stat() if self.path.exists() else None
+        if self.columns and not stat:
             log.warning("%s was removed while the run was going on: its earlier rows are lost", self.path)
         names = dict.fromkeys(name for row in rows for name in row)
         try:
-            if not names.keys() <= set(self.columns) or not found or not found.st_size or found.st_nlink > 1:
-                earlier = self.rows()
+            if not names.keys() <= set(self.columns) or not stat or not stat.st_size or stat.st_nlink > 1:
+                previous_rows = self.rows()
                 self.columns += [name for name in names if name not in self.columns]
-                files.write_csv(self.path, self.columns, [*earlier, *rows])
+                files.write_csv(self.path, self.columns, [*previous_rows, *rows])
                 return
             with files.naming(self.path), files.open_plain(self.path, "a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self.columns).writerows(rows)
@@ -118,15 +124,15 @@ class RunFolder:
         self.panels_file = self.path / "panels.json"
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.metrics_log = CsvLog(self.path / "metrics.csv")
-        # Of each step's losses, gradients and weights.
+        # Digests of each step's losses, gradients and weights.
         self.digests_log = CsvLog(self.path / "digests.csv", "what", "name", "digest")
         self.lock_file = self.path / ".lock"
         self.is_locked = partial(files.is_held, self.lock_file)
 
-    # --- What later commands read ---
+    # --- Files that later commands read ---
 
     def is_empty(self) -> bool:
-        """Whether nothing but the lock is there."""
+        """Whether the folder contains nothing but the lock."""
         return not self.path.exists() or {file.name for file in self.path.iterdir()} <= {self.lock_file.name}
 
     def has_config(self) -> bool:
@@ -137,16 +143,16 @@ class RunFolder:
         """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
         with told_if_damaged(self.config_file, CONFIG_ADVICE):
             values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
-            if (why := foreign(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
-                raise ValueError(why or "it is no config")
+            if (reason := foreign(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
+                raise ValueError(reason or "it is no config")
         return values, text
 
     def report(self) -> dict[str, Any]:
-        """Empty without one. A run that is `running` on this machine although no process holds its lock has `died`."""
+        """The report; empty without a file. A run is `died` if it is `running` on this machine but its lock is free."""
         with told_if_damaged(self.report_file, "Remove the file: the run continues without it."):
             report = judged(json.loads(files.read_text(self.report_file))) if self.report_file.exists() else {}
-        is_here = report.get("status") == "running" and report.get("host") == socket.gethostname()
-        return report | {"status": "died"} if is_here and not self.is_locked() else report
+        is_local = report.get("status") == "running" and report.get("host") == socket.gethostname()
+        return report | {"status": "died"} if is_local and not self.is_locked() else report
 
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, without empty cells; no rows without a file."""
@@ -155,7 +161,7 @@ class RunFolder:
         return rows
 
     def log_lines(self) -> list[str]:
-        """The last ones of train.log."""
+        """The last lines of train.log, at most LOG_BYTES."""
         if not self.log_file.exists():
             return []
         with files.open_plain(self.log_file) as file:
@@ -163,7 +169,7 @@ class RunFolder:
             return str(file.read(LOG_BYTES), "utf-8", "replace").splitlines()
 
     def validate(self) -> None:
-        """Raises one UserError for all that is wrong with the files that continuing a run reads."""
+        """Raises one UserError with all errors in the files that resuming the run reads."""
         problems: list[str] = []
         for read in (self.saved_config, self.report, self.metrics):
             try:
@@ -173,11 +179,11 @@ class RunFolder:
         raise_problems(problems)
 
     def refuse_links(self) -> None:
-        """Raises UserError: something of the run is a link, a pipe or a device, through which other files would be read or written."""
+        """Raises UserError if the run contains a link, a pipe or a device: it could lead to files elsewhere."""
         folders = (self.path, self.logs, self.path / "tensorboard")
         files.refuse_odd(*(path for folder in folders if folder.is_dir() for path in folder.iterdir()))
 
-    # --- What the run writes ---
+    # --- Files that the run writes ---
 
     def write_config(self, text: str) -> None:
         if (size := len(text.encode("utf-8", "backslashreplace"))) > CONFIG_BYTES:
@@ -190,38 +196,41 @@ class RunFolder:
         files.write_json(self.report_file, dict(report))
 
     def record_end(self, error: BaseException) -> None:
-        """Writes how a run ended whose own processes could not. At Ctrl-C, one may fail because another is gone already."""
+        """Writes how a run ended if its own processes could not.
+
+        Ctrl-C also replaces `failed`: a process may have failed because another one was already gone.
+        """
         outcome, report = outcome_of(error), self.report()
-        usual = ("running", "died")
-        open_ends = {"interrupted": (*usual, "failed"), "refused": ()}.get(outcome.status, usual)
-        if report.get("status") in open_ends:
+        unfinished = ("running", "died")
+        replaceable = {"interrupted": (*unfinished, "failed"), "refused": ()}.get(outcome.status, unfinished)
+        if report.get("status") in replaceable:
             self.write_report(report | {"status": outcome.status, "error": outcome.error})
 
     def cut(self, steps: int) -> None:
-        """Drops the rows after `steps` steps, which a resumed run will write again."""
-        for log in (self.digests_log, self.metrics_log):  # which was validated
+        """Drops the rows after step `steps`, which a resumed run will write again."""
+        for log in (self.digests_log, self.metrics_log):  # metrics_log is already validated
             log.keep(lambda row: int(row["step"]) <= steps)
 
     def drop_tests(self, metrics: Iterable[str]) -> None:
-        """Drops the rows of earlier tests, which hold these metrics and nothing else."""
+        """Drops the rows of earlier tests, which contain only these metrics."""
         names = {"step", *metrics}
         self.metrics_log.keep(lambda row: any(value and name not in names for name, value in row.items()))
 
     def discard(self) -> None:
-        """Removes what a run wrote that died before its first checkpoint."""
+        """Removes the files of a run that died before its first checkpoint."""
         for file in (self.config_file, self.metrics_log.path, self.digests_log.path):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
     def restorer(self) -> Callable[[], None]:
-        """A function that puts the folder back to what it is now, if the run cannot start."""
+        """A function that restores the current state of the folder, for a run that cannot start."""
         if self.is_empty():
             return partial(files.remove, self.path)
-        replaced = (self.config_file, self.report_file, self.page_file)
-        earlier = {file: files.read_text(file) if file.is_file() else None for file in replaced}
+        paths = (self.config_file, self.report_file, self.page_file)
+        contents = {file: files.read_text(file) if file.is_file() else None for file in paths}
 
         def restore() -> None:
-            for file, text in earlier.items():
+            for file, text in contents.items():
                 file.unlink(missing_ok=True) if text is None else files.write_text(file, text)
 
         return restore
@@ -230,23 +239,23 @@ class RunFolder:
 
     @contextmanager
     def locked(self, patience_s: float = PATIENCE_S) -> Iterator[None]:
-        """Makes the folder and holds its lock within the block; a folder that is empty then is removed again.
+        """Creates the folder and holds its lock within the block. Afterwards, removes the new folders that are empty.
 
         Raises:
-            UserError: after `patience_s` seconds another process still has the lock.
+            UserError: another process still holds the lock after `patience_s` seconds.
         """
         self.refuse_links()
-        new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         in_use = f"{self.path} is in use: another process trains there now. Wait until it ends, or stop it; then run the command again with resume=auto. Or set another run=<name>."
         try:
             with files.locked(self.lock_file, in_use, patience_s):
-                files.remove_parts(self.checkpoints, age_s=0)  # of a run that was killed while it saved
+                files.remove_parts(self.checkpoints, age_s=0)  # left by a run that was killed while saving
                 files.remove_parts(self.path, age_s=BUSY_S)
                 yield
         finally:
-            for folder in new:
-                with suppress(OSError):  # it is in use
+            for folder in new_folders:
+                with suppress(OSError):  # it is not empty
                     folder.rmdir()
 
 
@@ -254,41 +263,41 @@ class RunFolder:
 
 
 def run_folders(runs_dir: str | Path) -> Iterator[RunFolder]:
-    """All runs below `runs_dir`. A job that failed before it began has only a report.
+    """All runs below `runs_dir`. A job that failed before it started has only a report.
 
     W&B's folders and exported folders have a config.yaml too, but neither checkpoints/ nor metrics.csv.
     """
-    for place, folders, names in os.walk(runs_dir):
-        folders[:] = [name for name in folders if not name.startswith(files.PART)]  # not complete
+    for path, folders, names in os.walk(runs_dir):
+        folders[:] = [name for name in folders if not name.startswith(files.PART)]  # still being written
         if "report.json" in names or ("config.yaml" in names and ("checkpoints" in folders or "metrics.csv" in names)):
-            yield RunFolder(place)
+            yield RunFolder(path)
 
 
-def find_run(given: str | Path, runs_dir: str | Path, *, needs: str = "config.yaml", key: str = "") -> RunFolder:
-    """The run `given`, which has the file `needs`: a name, or a directory if no config key named it.
+def find_run(run: str | Path, runs_dir: str | Path, *, needs: str = "config.yaml", key: str = "") -> RunFolder:
+    """The run with this name that has the file `needs`. Without a config `key`, `run` may also be the path of a run.
 
     Raises:
-        UserError: there is none; names similar runs, or else the last ones.
+        UserError: there is no such run; the message names similar runs, or else the last ones.
     """
-    by_name, by_path = Path(runs_dir, given) / needs, Path(given) / needs
+    by_name, by_path = Path(runs_dir, run) / needs, Path(run) / needs
     for file in (by_name,) if key else (by_name, by_path):
         if file.is_file():
             return RunFolder(file.parent)
-    names = sorted(run.path.relative_to(runs_dir).as_posix() for run in run_folders(runs_dir) if run.has_config())
-    similar = difflib.get_close_matches(str(given), names, n=3, cutoff=0.4) or names[-3:]
-    there = f"Runs there: {', '.join(similar)}." if names else f"There are no runs in {runs_dir}/."
+    names = sorted(item.path.relative_to(runs_dir).as_posix() for item in run_folders(runs_dir) if item.has_config())
+    similar = difflib.get_close_matches(str(run), names, n=3, cutoff=0.4) or names[-3:]
+    hint = f"Runs there: {', '.join(similar)}." if names else f"There are no runs in {runs_dir}/."
     if key:
-        raise UserError(f"{key}={given}: neither a checkpoint nor a run ({by_name} is missing). {there}")
-    raise UserError(f"{given} is not a run: neither {by_path} nor {by_name} exists. {there}")
+        raise UserError(f"{key}={run}: neither a checkpoint nor a run ({by_name} is missing). {hint}")
+    raise UserError(f"{run} is not a run: neither {by_path} nor {by_name} exists. {hint}")
 
 
-# --- What the report of a run says: where the run comes from, and what was tested ---
+# --- Content of a run's report: the origin of the run, and the metrics that were tested ---
 
 PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
-SEPARATOR = " | "  # of names in `evaluated`: values of report.json are neither lists nor dicts
+SEPARATOR = " | "  # between names in `evaluated`, because values of report.json are neither lists nor dicts
 
 
-@cache  # asked at every checkpoint; reading the packages' metadata takes 30 ms
+@cache  # called at every checkpoint; reading the metadata of the packages takes 30 ms
 def versions() -> str:
     installed = [f"python {platform.python_version()}"]
     for package in PACKAGES:
@@ -300,7 +309,7 @@ def versions() -> str:
 def provenance(root: Path | None) -> dict[str, Any]:
     """When and where a run starts, and from which code. `root`: the checkout of the project.
 
-    The commit ends in `-dirty` if files were changed since; it is None without a checkout or without git.
+    The commit ends in `-dirty` if there are uncommitted changes. It is None without a checkout or without git.
     """
     command, sha = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], ""
     with suppress(OSError, subprocess.SubprocessError):
@@ -309,13 +318,13 @@ def provenance(root: Path | None) -> dict[str, Any]:
     return {"started": started, "host": socket.gethostname(), "git_sha": sha or None, "versions": versions()}
 
 
-# What readers take these values of a report for; a value may also be null, and other keys have any value.
+# The types that readers expect of these report values. Each value may also be null; other keys may have any value.
 TEXTS = ("status", "run", "host", "started", "monitor", "monitor_mode", "unit", "data/name", "data/sha256", "evaluated", "overrides", "resumed_from")  # fmt: skip
 NUMBERS = ("batch_size", "micro_batch", "world_size", "restarts", "wall_s", "train/steps", "train/epochs")
 
 
 def judged(report: Any) -> dict[str, Any]:
-    """A report whose values have the types that its readers expect. Raises ValueError otherwise: anybody may have written it."""
+    """The report with checked value types, because anyone may have written it. Raises ValueError: a type is wrong."""
     if not isinstance(report, dict):
         raise ValueError("it is not a report")
     report = {key: files.finite(value) for key, value in report.items()}
@@ -327,20 +336,20 @@ def judged(report: Any) -> dict[str, Any]:
             raise ValueError(f"{key} is {str(value)[:80]}")
         if isinstance(value, str) and "\0" in value:
             raise ValueError(f"{key} has a null character")
-    shlex.split(report.get("overrides") or "")  # it has an open quote
+    shlex.split(report.get("overrides") or "")  # raises ValueError for an unclosed quote
     return report
 
 
 def tested(report: Mapping[str, Any]) -> list[str]:
-    """The names of the test metrics, which a LightningModule may call as it likes."""
+    """The names of the test metrics. A LightningModule may log any names."""
     return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]
 
 
 def validation_of(rows: Iterable[Mapping[str, float]], step: int, monitor: str | None) -> dict[str, float]:
-    """The metrics of the validation at `step`, that of the tested checkpoint; without `monitor` of the last one."""
+    """The metrics of the validation at `step`, that of the tested checkpoint; without `monitor`, of the last one."""
     if monitor:
-        found = [row for row in rows if monitor in row and row["step"] == step]
+        matches = [row for row in rows if monitor in row and row["step"] == step]
     else:
-        found = [row for row in rows if any(name.startswith("val/") for name in row)]
-    last = found[-1] if found else {}
+        matches = [row for row in rows if any(name.startswith("val/") for name in row)]
+    last = matches[-1] if matches else {}
     return {name: value for name, value in last.items() if name not in ("step", "epoch", "val/count")}

@@ -1,4 +1,7 @@
-"""Every check of a config without torch, whose problems are reported together, and those that need the classes of the user."""
+"""Checks a config: the rules that need neither torch nor the user's classes, then those that import the user's classes.
+
+All problems that can be detected at the same time are reported together.
+"""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -21,43 +24,47 @@ from lockstep.config.targets import foreign_names, imports_no_torch, written_arg
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
-TRAINED = ("train/loss", "train/lr")  # what the training of every task logs
-MEASURED = ("_per_s", "_memory_gib")  # endings of metrics that depend on the data's unit or on the device
+TRAINED = ("train/loss", "train/lr")  # training metrics that every task logs
+MEASURED = ("_per_s", "_memory_gib")  # suffixes of metrics that depend on the data's unit or on the device
 
 # --- Signatures ---
 
 
 def components(cfg: RunConfig) -> dict[str, Component]:
-    """All components by their keys. Without `data`."""
-    found = {key: getattr(cfg, key) for key in COMPONENTS if key != "data" and getattr(cfg, key)}
+    """All components except `data`, by config key."""
+    single = {key: getattr(cfg, key) for key in COMPONENTS if key != "data" and getattr(cfg, key)}
     groups = {"task.metrics": cfg.task.parts("metrics"), "callbacks": cfg.callbacks, "logger": cfg.logger}
-    return found | {f"{key}.{name}": each for key, group in groups.items() for name, each in group.items()}
+    return single | {f"{key}.{name}": component for key, group in groups.items() for name, component in group.items()}
 
 
 def unread_arguments(settings: Settings) -> Iterator[str]:
-    """Keys without a Kind that a class does not take. Its source is read, because it takes seconds to import. If that of one class does
-    not say what it takes, `check_classes` reports all."""
+    """Keys without a Kind that a class does not accept. Reads the source of the class, because an import takes seconds.
+
+    If the source of any user class does not show its parameters, `check_classes` reports all such keys instead.
+    """
     for key, component in components(settings.cfg).items() if are_readable(settings) else ():
-        left_out = (*SPECIAL, *ENGINE.get(key, ()))
-        asked = [name for name in component.kwargs if name not in left_out and f"{key}.{name}" not in KEYS]
-        known = written_arguments(component.target) if asked else None
-        yield from not_taken(component.target, key, asked, known) if known is not None else ()
+        ignored = (*SPECIAL, *ENGINE.get(key, ()))
+        names = [name for name in component.kwargs if name not in ignored and f"{key}.{name}" not in KEYS]
+        parameters = written_arguments(component.target) if names else None
+        yield from not_taken(component.target, key, names, parameters) if parameters is not None else ()
 
 
 def are_readable(settings: Settings) -> bool:
-    """Whether the sources of all classes of the user's say what they take, so none is imported to be checked."""
+    """Whether the source of every user class shows its parameters, so the check imports none of them."""
     cfg = settings.cfg
-    own = [each for each in components(cfg).values() if not each.is_shipped]
-    is_read = all(written_arguments(each.target) is not None for each in own)
-    return is_read and (cfg.data.is_shipped or imports_no_torch(cfg.data.target))
+    custom = [component for component in components(cfg).values() if not component.is_shipped]
+    are_parsed = all(written_arguments(component.target) is not None for component in custom)
+    return are_parsed and (cfg.data.is_shipped or imports_no_torch(cfg.data.target))
 
 
 def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
-    """Keys that a class of the user's does not take or that have another type, and of the `shipped` ones too, which take seconds to
-    import. Without `data`."""
+    """Keys that a user class does not accept, or whose values have the wrong type. Excludes `data`.
+
+    With `shipped`, also checks the shipped classes, which take seconds to import.
+    """
     for key, component in components(settings.cfg).items():
         if shipped or not component.is_shipped:
-            from lockstep.compat import others  # noqa: F401  # before Lightning
+            from lockstep.compat import others  # noqa: F401  # must precede the import of Lightning
 
             yield from problems(settings.optimizer_node if key == "optim" else component.node, key)
 
@@ -66,22 +73,22 @@ def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
 
 
 def data(settings: Settings) -> Iterator[str]:
-    """The keys of `data`, by its class."""
-    component, own = settings.cfg.data, settings.own_loaders
-    if not own:
+    """Keys of `data` that its class does not accept."""
+    component, is_datamodule = settings.cfg.data, settings.own_loaders
+    if not is_datamodule:
         for key, value in component.kwargs.items():
-            if now := RENAMES.get(f"data.{key}"):
-                yield f"data.{key}={shown(value)} is {now} now. Set {now}={shown(value)}; a class that has this argument gets it from there."
+            if new_key := RENAMES.get(f"data.{key}"):
+                yield f"data.{key}={shown(value)} is {new_key} now. Set {new_key}={shown(value)}; a class that has this argument gets it from there."
         component = component.without(*LOADER_KEYS)
-    left = not_its_own(component)
-    if len(left) > 2:  # of the data that was chosen before; one sentence instead of one for each
-        yield f"data._target_={component.target} takes no {', '.join(left)}. Pass data=own data._target_={component.target}, and its own arguments as +data.<name>=<value>."
+    names = not_its_own(component)
+    if len(names) > 2:  # left over from the data chosen earlier: one message instead of one per key
+        yield f"data._target_={component.target} takes no {', '.join(names)}. Pass data=own data._target_={component.target}, and its own arguments as +data.<name>=<value>."
     else:
-        yield from problems(component.node, "data") if own else data_set_problems(component)
+        yield from problems(component.node, "data") if is_datamodule else data_set_problems(component)
 
 
 def own_loaders(settings: Settings) -> Iterator[str]:
-    """What a LightningDataModule leaves without effect."""
+    """Keys and groups that have no effect with a LightningDataModule."""
     component = settings.cfg.data
     if not settings.own_loaders:
         return
@@ -99,11 +106,11 @@ def own_loaders(settings: Settings) -> Iterator[str]:
 
 
 def changed_loader_keys(cfg: RunConfig) -> dict[str, Any]:
-    """What a command or a recipe has set of the loader."""
-    from lockstep.config.compose import compose_config  # which checks what it composes
+    """The keys of `loader` that differ from their defaults because a command or a recipe set them."""
+    from lockstep.config.compose import compose_config  # imports this module
 
-    usual = compose_config("train", []).loader
-    return {key: value for key, value in vars(cfg.loader).items() if value != usual[key]} if cfg.loader else {}
+    defaults = compose_config("train", []).loader
+    return {key: value for key, value in vars(cfg.loader).items() if value != defaults[key]} if cfg.loader else {}
 
 
 def task(settings: Settings) -> Iterator[str]:
@@ -114,11 +121,11 @@ def task(settings: Settings) -> Iterator[str]:
 
 
 def own_task(settings: Settings) -> Iterator[str]:
-    """Of a Task."""
+    """Problems with a Task."""
     cfg = settings.cfg
     for name in sorted({"loss", "count"} & cfg.task.parts("metrics").keys()):
         yield f"task.metrics.{name}: every task already logs {name}. Use another name."
-    # a run whose train.py made one has none of these in its config
+    # With weights from a checkpoint, groups may be absent: the train.py of that run may have built the objects itself.
     for group in [group for group in OPTIONAL if not (settings.weights or getattr(cfg, group))]:
         yield (
             f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose it with "
@@ -129,7 +136,7 @@ def own_task(settings: Settings) -> Iterator[str]:
 
 
 def replacing(settings: Settings) -> Iterator[str]:
-    """Groups without effect on task=lightning_module, which says so before its class is known."""
+    """Groups that have no effect with task=lightning_module. Its config lists them, so no class is imported."""
     if "replaces" in settings.cfg.task:
         yield from replaced(settings)
 
@@ -142,74 +149,74 @@ def replaced(settings: Settings, advice: str = "") -> Iterator[str]:
 
 
 def own_module(settings: Settings) -> Iterator[str]:
-    """Groups and keys that a LightningModule as the task does not use."""
+    """Groups and keys that have no effect when the task is a LightningModule."""
     cfg, name = settings.cfg, settings.cfg.task.title
     if "replaces" not in cfg.task:
         yield from replaced(settings, "task=lightning_module")
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
     if settings.spec.is_sharded:
-        own = f"needs an optimizer of the group optim with strategy={cfg.strategy.name}, and {name} makes its own. Set strategy=ddp"
-        yield from settings.excluded({"exact.logical_ranks": (None, own)})
+        reason = f"needs an optimizer of the group optim with strategy={cfg.strategy.name}, and {name} makes its own. Set strategy=ddp"
+        yield from settings.excluded({"exact.logical_ranks": (None, reason)})
     if settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
 
 
 def mixing(settings: Settings) -> Iterator[str]:
-    """Operations that a LightningModule as the task does not know."""
-    mixing = [key for key, each in settings.operations.items() if getattr(each, "mixes", False)]
-    for operation in mixing if settings.custom_module else ():
-        yield f"augment.{operation} mixes the losses of two targets, which a task computes and {settings.cfg.task.title} does not. Remove it: ~augment.{operation}."
+    """`augment` operations that need a Task, so they do not work with a LightningModule."""
+    names = [name for name, operation in settings.operations.items() if getattr(operation, "mixes", False)]
+    for name in names if settings.custom_module else ():
+        yield f"augment.{name} mixes the losses of two targets, which a task computes and {settings.cfg.task.title} does not. Remove it: ~augment.{name}."
 
 
 def whole_batch_problems(settings: Settings) -> Iterator[str]:
-    """What divides the global batch of a task that compares its samples (`Task.between_samples`)."""
-    why = f"task={settings.cfg.task.title} compares the samples of a batch (between_samples)"
-    cfg, given = settings.cfg, settings.cfg.trainer.accumulate_grad_batches
+    """Keys that divide the global batch although the task compares samples across it (`Task.between_samples`)."""
+    reason = f"task={settings.cfg.task.title} compares the samples of a batch (between_samples)"
+    cfg, accumulate = settings.cfg, settings.cfg.trainer.accumulate_grad_batches
     if cfg.exact.logical_ranks:
-        yield f"exact.logical_ranks={cfg.exact.logical_ranks} divides the global batch into logical ranks, but {why}. Remove it."
-    elif given != 1:
+        yield f"exact.logical_ranks={cfg.exact.logical_ranks} divides the global batch into logical ranks, but {reason}. Remove it."
+    elif accumulate != 1:
         yield (
-            f"trainer.accumulate_grad_batches={given} divides the global batch into micro-batches, but {why}. "
+            f"trainer.accumulate_grad_batches={accumulate} divides the global batch into micro-batches, but {reason}. "
             "Set trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller loader.batch_size."
         )
 
 
 def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
-    """Monitored metrics that nothing logs. The metrics of callbacks that are not Lockstep's are known only when the run logs them."""
+    """Monitored metrics that nothing logs. Those of callbacks outside Lockstep are unknown until the run logs them."""
     cfg = settings.cfg
-    first = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
-    monitors = {first: cfg.checkpoint.monitor}
-    monitors |= {f"callbacks.{name}.monitor": each.get("monitor") for name, each in cfg.callbacks.items()}
-    own = all(each.target.startswith("lockstep.") for each in cfg.callbacks.values())
+    checkpoint_key = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
+    monitors = {checkpoint_key: cfg.checkpoint.monitor}
+    monitors |= {f"callbacks.{name}.monitor": callback.get("monitor") for name, callback in cfg.callbacks.items()}
+    all_ours = all(callback.target.startswith("lockstep.") for callback in cfg.callbacks.values())
     for key, monitor in monitors.items():
-        of_callback = key != first
-        if monitor is None or (of_callback and monitor == cfg.checkpoint.monitor):  # told once
+        is_callback = key != checkpoint_key
+        if monitor is None or (is_callback and monitor == cfg.checkpoint.monitor):  # reported once
             continue
         monitor = str(monitor)
-        names = [*(f"val/{metric}" for metric in ("loss", *metrics)), *(TRAINED if of_callback else ())]
-        known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
-        later = of_callback and not monitor.startswith("val/") and (not own or monitor.endswith(MEASURED))
-        if not known and not later:
-            yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Set one of them, or add it to task.metrics."
+        names = [*(f"val/{metric}" for metric in ("loss", *metrics)), *(TRAINED if is_callback else ())]
+        is_logged = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
+        may_be_logged = is_callback and not monitor.startswith("val/") and (not all_ours or monitor.endswith(MEASURED))
+        if not is_logged and not may_be_logged:
+            yield f"{key}={monitor}: the {'run' if is_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Set one of them, or add it to task.metrics."
 
 
 def unused(settings: Settings) -> Iterator[str]:
-    """Keys of the command without effect, because train.py makes an object of its own in place of that of their group."""
+    """Overrides that have no effect because train.py builds the object of that group itself."""
     by_hand = {"task", "model", "data", "optim", "schedule", "loader", "augment"} - settings.asked
     for override in settings.overrides or ():
         group, _, name = override.lstrip("+~").partition("=")[0].partition(".")
-        if group in by_hand and name not in NEEDED.get(group, ()):  # which the engine reads
+        if group in by_hand and name not in NEEDED.get(group, ()):  # the engine reads the NEEDED keys anyway
             yield f"{override} has no effect: train.py makes this object itself. Remove it."
 
 
-# --- What is known only once the data is prepared ---
+# --- Checks that need the prepared data ---
 
 
 def step_problems(settings: Settings, samples: int) -> Iterator[str]:
-    """Limits that a run of so many training samples per epoch does not reach."""
+    """Limits that exceed the length of a run with `samples` training samples per epoch."""
     trainer, plan = settings.cfg.trainer, settings.steps
-    every = trainer.val_check_interval
+    interval = trainer.val_check_interval
     batches, total = plan.epoch(samples), plan.steps(samples)
     if not batches:
         yield f"trainer.limit_train_batches={trainer.limit_train_batches} leaves nothing of an epoch to train. Set a larger number."
@@ -221,18 +228,18 @@ def step_problems(settings: Settings, samples: int) -> Iterator[str]:
         yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Set a smaller number."
     if trainer.min_steps and trainer.min_steps > total:
         yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Set a smaller number, or trainer.max_epochs=<more>."
-    if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
+    if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
         yield (
-            f"trainer.val_check_interval={every} is more than the {batches} batches of an epoch. Set a smaller number, "
+            f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch. Set a smaller number, "
             "or trainer.check_val_every_n_epoch=null to count over epochs."
         )
 
 
-# --- All of them ---
+# --- All rules ---
 
 Rule = Callable[[Settings], Iterator[str]]
 
-# Each rule, and the groups whose classes it asks: it waits until those of the user's are imported.
+# Each rule, with the groups whose classes it inspects. It runs after any user classes among these are imported.
 EVALUATION: dict[Rule, tuple[str, ...]] = {
     rules.devices: (),
     rules.strategy: (),
@@ -260,48 +267,50 @@ def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> 
     """The settings of a draft. Imports neither torch nor the user's classes, and reads no data.
 
     Raises:
-        UserError: all problems that need neither.
+        UserError: all problems that can be detected this way.
     """
-    cfg, found = values_of(draft)
-    augment = {f"augment.{name}": each for name, each in cfg.augment.items()}
+    cfg, errors = values_of(draft)
+    augment = {f"augment.{name}": operation for name, operation in cfg.augment.items()}
     for key, component in (components(cfg) | augment | {"data": cfg.data}).items():
-        found += foreign_names(component.node, key)
+        errors += foreign_names(component.node, key)
     try:
         world: Any = Settings.of(cfg).world
-    except Refused:  # nobody knows the processes
+    except Refused:  # an invalid value leaves the number of processes unknown
         world = Invalid()
     settings = Settings(cfg, world, drawn=draft.drawn)
-    found += unread_arguments(settings)
+    errors += unread_arguments(settings)
     left_out = () if with_data else (data,)
-    raise_problems(broken_rules(settings, found, evaluating=evaluating, early=True, left_out=left_out))
+    raise_problems(broken_rules(settings, errors, evaluating=evaluating, early=True, left_out=left_out))
     return settings
 
 
 def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool = False) -> list[str]:
-    """The problems that `check` cannot see: imports the user's classes, checks their signatures, and applies the rules that ask them.
+    """Problems that `check` cannot detect: imports the user's classes, checks their signatures, runs the rules on them.
 
-    The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
+    Checks the signatures of `shipped` classes only on request, because importing them takes seconds.
     """
-    # Skipped for an evaluation: its config has already trained. The job checks types, once all is imported anyway.
-    unknown = shipped or not are_readable(settings)
-    found = list(signature_problems(settings, shipped=shipped)) if unknown and not evaluating else []
-    return broken_rules(settings, found, evaluating=evaluating, early=False)
+    # Skipped for an evaluation: its config has already trained. The job checks types, as it imports everything anyway.
+    needs_import = shipped or not are_readable(settings)
+    errors = list(signature_problems(settings, shipped=shipped)) if needs_import and not evaluating else []
+    return broken_rules(settings, errors, evaluating=evaluating, early=False)
 
 
 def broken_rules(
-    settings: Settings, found: list[str], *, evaluating: bool, early: bool, left_out: Collection[Rule] = ()
+    settings: Settings, errors: list[str], *, evaluating: bool, early: bool, left_out: Collection[Rule] = ()
 ) -> list[str]:
-    """`found` and the problems of the rules that run `early`, before the user's classes are imported, or of the others. A rule ends where it
-    reads a value that is refused already."""
+    """`errors`, and those of the rules that run before the user's classes are imported (`early`) or afterwards.
+
+    A rule stops where it reads a value that is already known to be invalid.
+    """
     readable = are_readable(settings)
     for rule, groups in (EVALUATION if evaluating else TRAINING).items():
-        known = (settings.is_known(group, readable=readable, reads=rule is data) for group in groups)
-        if rule in left_out or early != all(known):
+        known_groups = (settings.is_known(group, readable=readable, reads=rule is data) for group in groups)
+        if rule in left_out or early != all(known_groups):
             continue
         try:
-            found += rule(settings)
+            errors += rule(settings)
         except UserError as e:
-            found += e.problems
+            errors += e.problems
         except Refused:
             pass
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(errors))

@@ -1,4 +1,7 @@
-"""A config that is not judged yet: composed of a command line, or read back from a run. `values_of` makes values of it. Free of torch."""
+"""A config that is not validated yet, composed from a command line or read back from a run. Free of torch.
+
+`values_of` validates it and returns its values.
+"""
 
 import os
 import re
@@ -34,10 +37,10 @@ def stamp() -> str:
 
 
 def sweep_name(run: object, env: MutableMapping[str, str] = os.environ) -> str:
-    """The directory of a multirun. Kept in the environment for the sweep's other processes."""
-    srun = env.get("SLURM_JOB_ID") if "SLURM_STEP_ID" in env else None
-    ours = env.get("TORCHELASTIC_RUN_ID") or srun  # there, every process runs Hydra itself
-    return env.setdefault(SWEEP, str(run or f"sweep-{ours or stamp()}"))
+    """The directory of a multirun. Stored in the environment for the sweep's other processes."""
+    srun_id = env.get("SLURM_JOB_ID") if "SLURM_STEP_ID" in env else None
+    job_id = env.get("TORCHELASTIC_RUN_ID") or srun_id  # under torchrun and srun, every process runs Hydra itself
+    return env.setdefault(SWEEP, str(run or f"sweep-{job_id or stamp()}"))
 
 
 def restarted(env: Mapping[str, str] = os.environ) -> bool:
@@ -58,14 +61,14 @@ def name_of_job(model_and_data: str, env: Mapping[str, str] = os.environ) -> str
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree as Hydra composes it, with references between its keys. Nobody changes one: `but` makes another."""
+    """A tree as Hydra composes it, with references between its keys. Immutable: `but` returns a changed copy."""
 
     tree: DictConfig
-    drawn: frozenset[str] = frozenset()  # keys that this process has drawn, which others would draw differently
+    drawn: frozenset[str] = frozenset()  # keys with random values of this process; other processes would draw others
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> "Draft":
-        """The config.yaml of a run. Raises UserError: it is damaged, or something else."""
+        """The config.yaml of a run. Raises UserError: it is damaged or not the config of a run."""
         values, text = folder.saved_config()
         with told_if_damaged(folder.config_file, CONFIG_ADVICE):
             tree: Any = OmegaConf.create(text)
@@ -75,16 +78,16 @@ class Draft:
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> "Draft":
-        """Of a saved config, of any version."""
+        """From the values of a saved config of any version."""
         return cls(OmegaConf.create(renamed(values)))
 
     def has(self, key: str) -> bool:
-        """Whether the tree has a dotted key, also one without a value."""
+        """Whether the tree has a dotted key, with or without a value."""
         node, name = self.owner(key), key.rpartition(".")[2]
-        return isinstance(node, DictConfig) and name in list(node.keys())  # `in` denies those that are ???
+        return isinstance(node, DictConfig) and name in list(node.keys())  # `name in node` is False for ???
 
     def owner(self, key: str) -> Any:
-        """The node that has a dotted key."""
+        """The node that contains a dotted key."""
         group = key.rpartition(".")[0]
         return OmegaConf.select(self.tree, group) if group else self.tree
 
@@ -92,11 +95,11 @@ class Draft:
         return plain(self.node(key, default))
 
     def node(self, key: str, default: Any = None) -> Any:
-        """A group with the references in it, which then lead to keys of the tree that takes it."""
+        """A node with unresolved references. They resolve to keys of the tree that it is inserted into."""
         return OmegaConf.select(self.tree, key, default=default)
 
     def but(self, values: Mapping[str, Any], merge: Collection[str] = (), without: Collection[str] = ()) -> "Draft":
-        """With other values of dotted keys, those of `merge` merged with what is there, and without some."""
+        """A copy with `values` at dotted keys. Values of keys in `merge` are merged; keys in `without` are removed."""
         tree = self.tree.copy()
         OmegaConf.set_struct(tree, False)
         for key, value in values.items():
@@ -105,7 +108,7 @@ class Draft:
             del OmegaConf.select(tree, group)[name]
         return Draft(tree)
 
-    # The keys by which a run is found, which are judged first.
+    # The keys that locate a run. They are validated first.
 
     @property
     def run(self) -> str | None:
@@ -129,13 +132,13 @@ class Draft:
 
     @property
     def model_and_data(self) -> str:
-        """What the name of a run begins with."""
+        """The prefix of the run's default name."""
         model, data, task = (Component.of(self.group(name)) for name in ("model", "data", "task"))
         name = re.sub(r"[^\w.+-]+", "-", f"{(model or task).title}-{data.title}")
         return name if RUN_NAME.fullmatch(name) else f"run{name}"
 
     def group(self, name: str) -> dict[str, Any]:
-        """The values of a group; none of one that is wrong, which `values_of` says."""
+        """The values of a group; empty if the group is invalid, which `values_of` reports."""
         try:
             node = self.get(name)
         except OmegaConfBaseException:
@@ -143,7 +146,7 @@ class Draft:
         return node if isinstance(node, dict) else {}
 
     def identified(self, experiment: str | None = None) -> "Draft":
-        """With a name, a seed and the loggers' ids; the experiment among their tags."""
+        """A copy with a run name, a seed and ids for the loggers; adds the experiment to the loggers' tags."""
         drawn: dict[str, Any] = {}
         if self.run is None:
             drawn["run"] = f"{self.model_and_data}-{stamp()}"
@@ -160,39 +163,39 @@ class Draft:
         return Draft(self.but(drawn).tree, frozenset(drawn))
 
 
-# --- Whether a tree has the groups, classes and keys that the engine reads, and no others ---
+# --- Structure: a tree has exactly the groups, classes and keys that the engine reads ---
 
-# Every config of a run has these.
+# In every config of a run.
 WHOLE = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")
 
 
 @cache
 def advice() -> dict[str, dict[str, str]]:
-    """What to type in place of keys that Lockstep sets itself (`owned`), of `keys` of other tools, and of unknown `options` by group."""
+    """What to set instead of keys that Lockstep sets itself (`owned`), `keys` of other tools and unknown `options`."""
     table: dict[str, dict[str, str]] = yaml.load(Path(__file__).with_name("advice.yaml").read_text(), LOADER)
     return table
 
 
 def missing_keys(draft: Draft, group: str = "") -> Iterator[str]:
-    """Keys of a group that the engine reads and that are not there; of "", those outside of groups."""
+    """Missing keys of a group that the engine reads; with group="", those outside of groups."""
     for key, kind in KEYS.items():
-        within, _, name = key.rpartition(".")
-        if within == group and (group in ("", *CLOSED) or name in NEEDED.get(group, ())) and not draft.has(key):
+        parent, _, name = key.rpartition(".")
+        if parent == group and (group in ("", *CLOSED) or name in NEEDED.get(group, ())) and not draft.has(key):
             yield f"{key} is not in the config, and the engine reads it. For example: {key}={kind.example}."
 
 
 def structure_problems(draft: Draft) -> Iterator[str]:
-    """Groups that are missing or hold no keys; classes and keys that are missing in them."""
+    """Groups that are missing or have no keys, and classes and keys that are missing from groups."""
     yield from missing_keys(draft)
     for group in (name for name in GROUPS if name not in RECIPES):
         try:
             node: Any = draft.tree.get(group)
             node = OmegaConf.to_container(node) if isinstance(node, DictConfig) else node
-        except OmegaConfBaseException as e:  # it refers to what there is not
+        except OmegaConfBaseException as e:  # a reference to a missing key
             node = str(e).partition("\n")[0]
         if not isinstance(node, Mapping):
-            there = f"{group}={shown(node)} is invalid" if draft.has(group) else f"{group} is not in the config"
-            yield f"{there}: the engine reads the keys of this group. Choose an option, {group}=<name>, or set single keys, {group}.<key>=<value>."
+            problem = f"{group}={shown(node)} is invalid" if draft.has(group) else f"{group} is not in the config"
+            yield f"{problem}: the engine reads the keys of this group. Choose an option, {group}=<name>, or set single keys, {group}.<key>=<value>."
         elif group in CLOSED:
             yield from missing_keys(draft, group)
         elif group in SEVERAL:
@@ -205,7 +208,7 @@ def structure_problems(draft: Draft) -> Iterator[str]:
 
 
 def named_nodes(nodes: Any, key: str) -> Iterator[str]:
-    """Problems of a group of named nodes, such as `callbacks`."""
+    """Problems with a group of named nodes, such as `callbacks`."""
     if not isinstance(nodes, Mapping):
         yield f"{key}={shown(nodes)} is invalid: it holds classes by name. For example: {key}={{}}."
         return
@@ -217,41 +220,43 @@ def unknown_keys(draft: Draft) -> Iterator[str]:
     """Keys added with `+key=value` that nothing reads."""
     for group in ("", *CLOSED):
         node: Any = draft.tree.get(group) if group else draft.tree
-        known = [*(key for key in KEYS if key.rpartition(".")[0] == group), *(() if group else GROUPS)]
+        known_keys = [*(key for key in KEYS if key.rpartition(".")[0] == group), *(() if group else GROUPS)]
         for key in (f"{group}.{name}".lstrip(".") for name in map(str, node if isinstance(node, DictConfig) else ())):
-            if key not in known and (why := advice()["owned"].get(key)):
-                yield f"{key} cannot be set: {why}."
-            elif key not in known:
-                yield f"{key} is not a key of this project{did_you_mean(key, known)}."
+            if key not in known_keys and (reason := advice()["owned"].get(key)):
+                yield f"{key} cannot be set: {reason}."
+            elif key not in known_keys:
+                yield f"{key} is not a key of this project{did_you_mean(key, known_keys)}."
 
 
 # --- The values of a tree ---
 
 
 def wrong_values(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, str]:
-    """Why `keys` have wrong values; no reason where the key that one refers to is to blame. Without `keys`: of all, except those of a class
-    of the user's, whose signature decides, and those that refer to them."""
-    wrong: dict[str, str] = {}
-    refers: dict[str, str] = {}
+    """The error of each of `keys` with an invalid value; an empty string if the key that it refers to has the error.
+
+    Without `keys`: of all keys, except those of a user class, whose signature decides, and keys that refer to them.
+    """
+    errors: dict[str, str] = {}
+    references: dict[str, str] = {}
     for key in KEYS if keys is None else keys:
         node, name = draft.owner(key), key.rpartition(".")[2]
         if not draft.has(key) or (keys is None and not is_ours(node)):
             continue
-        if why := problem_of(node, name, key, KEYS[key]):
-            refers[key] = str(written(node).get(name))[2:-1]
-            if refers[key] not in KEYS or is_ours(draft.owner(refers[key])):
-                wrong[key] = why
-    return {key: "" if refers[key] in wrong else why for key, why in wrong.items()}
+        if error := problem_of(node, name, key, KEYS[key]):
+            references[key] = str(written(node).get(name))[2:-1]
+            if references[key] not in KEYS or is_ours(draft.owner(references[key])):
+                errors[key] = error
+    return {key: "" if references[key] in errors else error for key, error in errors.items()}
 
 
 def written(node: DictConfig) -> dict[Any, Any]:
-    """The values of a node, with references as they are written."""
+    """The values of a node, with unresolved references."""
     values: Any = OmegaConf.to_container(node)
     return values
 
 
 def is_ours(node: Any) -> bool:
-    """Whether a node is a group without a class, or names one that comes with Lockstep; also what is none."""
+    """Whether a node has no class, or a class that comes with Lockstep. True also for a value that is no node."""
     return (
         not isinstance(node, DictConfig)
         or "_target_" not in (values := written(node))
@@ -260,7 +265,7 @@ def is_ours(node: Any) -> bool:
 
 
 def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> str | None:
-    """The problem of the value `name` of a node, if there is one; `key` is its place in the config."""
+    """The error of the value `name` of a node, or None if it is valid; `key` is its dotted key in the config."""
     if OmegaConf.is_missing(node, name):
         return f"{key} is missing; set {key}=<{name}>."
     text = written(node)[name]
@@ -270,33 +275,33 @@ def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> str | None:
         return f"{key}={text} refers to a key that is not in the config. Set that key, or {key}."
     if kind.accepts(value):
         return None
-    given = f"{shown(value)}, from {text}," if value != text else shown(value)
-    return f"{key}={given} is invalid; expected {kind.takes}, for example {key}={kind.example}."
+    source = f"{shown(value)}, from {text}," if value != text else shown(value)
+    return f"{key}={source} is invalid; expected {kind.takes}, for example {key}={kind.example}."
 
 
 def values_of(draft: Draft) -> tuple[RunConfig, list[str]]:
-    """The values of a draft, and what is wrong with them: a wrong value is Invalid, so no rule judges it.
+    """The values of a draft and their errors. Each invalid value becomes Invalid, so no rule evaluates it.
 
     Raises:
-        UserError: a group or a key is missing, so there are no values; with all other problems.
+        UserError: a group or a key is missing, so there are no values. Includes all other problems.
     """
-    structure, wrong = list(structure_problems(draft)), wrong_values(draft)
-    found = [*structure, *unknown_keys(draft), *filter(None, wrong.values())]
+    structure, invalid = list(structure_problems(draft)), wrong_values(draft)
+    errors = [*structure, *unknown_keys(draft), *filter(None, invalid.values())]
     if structure:
-        raise UserError(*found)
+        raise UserError(*errors)
     try:
-        tree = plain(draft.but(dict.fromkeys(wrong)).tree)
-    except OmegaConfBaseException as e:  # of a key that only its class knows
-        raise UserError(*found, " ".join(str(e).split())) from None
-    for key in wrong:
+        tree = plain(draft.but(dict.fromkeys(invalid)).tree)
+    except OmegaConfBaseException as e:  # in a key that only its class defines
+        raise UserError(*errors, " ".join(str(e).split())) from None
+    for key in invalid:
         *path, name = key.split(".")
         node = tree
         for part in path:
             node = node[part]
         node[name] = Invalid()
-    return RunConfig.of(tree), found
+    return RunConfig.of(tree), errors
 
 
 def as_yaml(config: RunConfig) -> str:
-    """What config.yaml says."""
+    """The content of config.yaml."""
     return OmegaConf.to_yaml(OmegaConf.create(config.plain()))

@@ -1,4 +1,4 @@
-"""Kinds of values that keys of a config accept: a test, a description, an example to type. Free of torch."""
+"""Kinds of values that config keys accept: a test, a description and an example. Free of torch."""
 
 import math
 import re
@@ -8,15 +8,15 @@ from typing import Any
 
 from lockstep.config.words import shown
 
-MOST = 2**63 - 1  # what the libraries' integers hold
-LONGEST = 255  # bytes in a name of a file
-TIME_UNITS = ("weeks", "days", "hours", "minutes", "seconds")  # timedelta's
+MOST = 2**63 - 1  # the largest integer that the libraries can hold
+LONGEST = 255  # bytes in a file name
+TIME_UNITS = ("weeks", "days", "hours", "minutes", "seconds")  # of timedelta
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a key takes: a test, its description, and an example to type."""
+    """What a key accepts: a test, its description and an example value."""
 
     accepts: Callable[[Any], bool]
     takes: str
@@ -29,13 +29,13 @@ class Kind:
         return self.or_word(None)
 
 
-def whole(low: int, example: int, what: str = "a whole number", high: int = MOST) -> Kind:
-    text = f"{what} of at least {low}" + (f" and at most {high}" if high < MOST else "")
+def whole(low: int, example: int, noun: str = "a whole number", high: int = MOST) -> Kind:
+    text = f"{noun} of at least {low}" + (f" and at most {high}" if high < MOST else "")
     return Kind(lambda v: type(v) is int and low <= v <= high, text, str(example))
 
 
 def counted(example: int) -> Kind:
-    """A number of epochs or steps; -1 is no limit. 0 would train nothing."""
+    """A number of epochs or steps; -1 means no limit. 0 is invalid, because it would train nothing."""
     return Kind(
         lambda v: type(v) is int and (v == -1 or 1 <= v <= MOST),
         "a whole number of at least 1, or -1 for no limit",
@@ -44,14 +44,14 @@ def counted(example: int) -> Kind:
 
 
 def is_number(v: Any) -> bool:
-    """A number that a float holds: neither infinite nor too large."""
+    """Whether `v` is a number that a float can represent: neither infinite nor too large."""
     return (type(v) is int and abs(v) <= MOST) or (type(v) is float and math.isfinite(v))
 
 
 def number(
     low: float, example: float | str, *, above: bool = False, below: float = math.inf, high: float = math.inf
 ) -> Kind:
-    """A finite number within bounds: `above` excludes `low`, `below` is excluded, `high` is not."""
+    """A finite number within bounds: `below` is exclusive, `high` inclusive, `low` inclusive unless `above` is set."""
 
     def accepts(v: Any) -> bool:
         return is_number(v) and (v > low if above else v >= low) and v < below and v <= high
@@ -61,12 +61,12 @@ def number(
     return Kind(accepts, f"a number {' and '.join(bounds)}", str(example))
 
 
-def numbers(each: Kind, example: str, count: int | None = None, *, rising: bool = False) -> Kind:
+def numbers(element: Kind, example: str, count: int | None = None, *, rising: bool = False) -> Kind:
     def accepts(v: Any) -> bool:
-        good = isinstance(v, list) and count in (None, len(v)) and all(map(each.accepts, v))
-        return good and (not rising or v == sorted(set(v)))
+        is_valid = isinstance(v, list) and count in (None, len(v)) and all(map(element.accepts, v))
+        return is_valid and (not rising or v == sorted(set(v)))
 
-    takes = each.takes.removeprefix("a number ")
+    takes = element.takes.removeprefix("a number ")
     return Kind(
         accepts, f"a list of {'rising ' if rising else ''}{count or ''} numbers {takes}".replace("  ", " "), example
     )
@@ -90,14 +90,14 @@ def is_devices(v: Any) -> bool:
 
 
 def is_duration(v: Any) -> bool:
-    """Lightning's `max_time`: above 0, and short enough for a timedelta."""
+    """Whether `v` is a valid `max_time` of Lightning: above 0 and short enough for a timedelta."""
     if isinstance(v, dict):
         return set(v) <= set(TIME_UNITS) and all(is_number(n) and 0 <= n < 1e6 for n in v.values()) and any(v.values())
     return bool(re.fullmatch(r"\d{1,6}:\d\d:\d\d:\d\d", str(v))) and any(char in "123456789" for char in str(v))
 
 
 def is_text(v: Any) -> bool:
-    """Also a path: each name in it can be one of a file, and UTF-8, as the config is saved."""
+    """Whether `v` is text that can be a path: UTF-8, as the config is saved, with parts short enough for file names."""
     is_utf8 = isinstance(v, str) and v != "" and "\0" not in v and v.encode(errors="replace").decode() == v
     return is_utf8 and all(len(n.encode()) <= LONGEST for n in v.split("/"))
 

@@ -1,4 +1,4 @@
-"""The project that a command belongs to: its folder, its configs, and the packages that its configs may name.
+"""The project of a command: its folder, its configs, and the packages that its configs may name.
 
 A project is a folder whose pyproject.toml has a table [tool.lockstep]. Free of torch and of Hydra.
 """
@@ -21,23 +21,23 @@ from lockstep import CONFIGS, PACKAGE, TEMPLATE
 from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_PROJECT"  # the project's root, for child processes; empty if there is no project
-TYPED = "LOCKSTEP_TYPED"  # what `typed_with` returned in the parent process
+TYPED = "LOCKSTEP_TYPED"  # the result of `typed_with` in the parent process
 
 
 @dataclass(frozen=True)
 class Project:
-    """A project; the default is none, Lockstep alone."""
+    """A project; by default no project, only Lockstep."""
 
     root: Path | None = None
-    installed: tuple[str, ...] = ()  # `packages` of the table: those outside of src/
+    installed: tuple[str, ...] = ()  # the key `packages` of [tool.lockstep]: packages outside of src/
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Packages that configs may name, besides Lockstep's own list."""
+        """Packages that configs may name, in addition to Lockstep's own list."""
         return tuple(dict.fromkeys((*self.own(), *self.installed, *TEMPLATES)))
 
     def own(self) -> list[str]:
-        """The packages in src/, with or without an __init__.py, and the modules."""
+        """The packages in src/, with or without an __init__.py, and the modules there."""
         return packages_in(self.root / "src") if self.root else []
 
 
@@ -48,7 +48,7 @@ def packages_in(source: Path) -> list[str]:
     return [name for name in names if name.isidentifier() and not name.startswith("__")]
 
 
-# Those of the template, whose configs serve where a project has none of a name.
+# The template's packages. Its configs are used where a project has no config of the same name.
 TEMPLATES = [name for name in packages_in(TEMPLATE / "src") if name not in (PACKAGE.name, "hydra_plugins")]
 
 
@@ -79,35 +79,35 @@ def read(root: Path) -> Project | None:
 
 @cache
 def table_of(pyproject: str) -> object:
-    """[tool.lockstep] of the content of a pyproject.toml. Kept, because each override asks for the project's folders."""
+    """[tool.lockstep] of the content of a pyproject.toml. Cached, because each override needs the project's folders."""
     return tomllib.loads(pyproject).get("tool", {}).get("lockstep") if "lockstep" in pyproject else None
 
 
 def find(folder: Path) -> Project:
-    """The nearest project at or above `folder`; without one, Lockstep alone."""
-    here = folder.resolve()
-    return next((found for root in (here, *here.parents) if (found := read(root))), Project())
+    """The nearest project at or above `folder`; if there is none, a Project without a root."""
+    folder = folder.resolve()
+    return next((project for root in (folder, *folder.parents) if (project := read(root))), Project())
 
 
 def current() -> Project:
-    """The project of this process: the one that `enter` found, else that of the current directory."""
-    given = os.environ.get(VARIABLE)
-    if given is None:
+    """The project of this process: the one set by `enter`, else that of the current directory."""
+    root = os.environ.get(VARIABLE)
+    if root is None:
         return find(Path.cwd())
-    found = read(Path(given)) if given else Project()
-    if found is None:
-        raise UserError(f"{VARIABLE}={given}: {given}/pyproject.toml has no table [tool.lockstep]. Unset {VARIABLE}.")
-    return found
+    project = read(Path(root)) if root else Project()
+    if project is None:
+        raise UserError(f"{VARIABLE}={root}: {root}/pyproject.toml has no table [tool.lockstep]. Unset {VARIABLE}.")
+    return project
 
 
 def enter(folder: Path) -> None:
     """Makes the project at or above `folder` the project of this process and its children."""
     os.environ.setdefault(VARIABLE, str(find(folder).root or ""))
-    before = list(sys.path)
+    previous_path = list(sys.path)
     make_importable()
-    added = [path for path in sys.path if path not in before]
-    if added:  # a SLURM job is unpickled before it can ask for its project
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *added]))
+    new_folders = [path for path in sys.path if path not in previous_path]
+    if new_folders:  # a SLURM job is unpickled before it can look up its project
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *new_folders]))
 
 
 def environment() -> dict[str, str]:
@@ -116,7 +116,7 @@ def environment() -> dict[str, str]:
 
 
 def make_importable() -> None:
-    """Puts src/ of the project and of the template on sys.path if something in it is not installed."""
+    """Adds src/ of the project and of the template to sys.path if it contains packages that are not installed."""
     for root, names in ((current().root, current().own()), (TEMPLATE, TEMPLATES)):
         source = str(Path(root or "", "src"))
         if source not in sys.path and any(importlib.util.find_spec(name) is None for name in names):
@@ -124,18 +124,20 @@ def make_importable() -> None:
 
 
 def of_users_code(error: BaseException) -> bool:
-    """Whether code of the project, or any that is not installed, takes part in an error: a bug to be shown, not a refusal to be
-    explained."""
+    """Whether an error passed through code of the project, or any code that is not installed.
+
+    If so, it is a bug to show with its traceback, not a user error to explain.
+    """
     if isinstance(error, UserError):
         return False
-    if "Original Traceback" in str(error):  # torch's words for an error in a process that loads data
+    if "Original Traceback" in str(error):  # torch's text for an error in a DataLoader worker
         return True
-    own, libraries = current().packages, [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    packages, libraries = current().packages, [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     for frame, _ in traceback.walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(PACKAGE) or file.name.startswith("<"):
             continue
-        if f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{package}." for package in own)):
+        if f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{package}." for package in packages)):
             return True
         if not any(file.is_relative_to(library) for library in libraries):
             return True
@@ -143,7 +145,7 @@ def of_users_code(error: BaseException) -> bool:
 
 
 def typed_with() -> str:
-    """How the running command starts, before its script: `uv run`, `python`, `lockstep`, or their paths."""
+    """The start of the running command, before its script: `uv run`, `python`, `lockstep`, or their paths."""
     if TYPED in os.environ:
         return os.environ[TYPED]
     python, *arguments = sys.orig_argv
@@ -155,25 +157,25 @@ def typed_with() -> str:
 
 
 def short(program: str) -> str:
-    """A program's name if the shell finds it by that, else its path."""
+    """A program's name if the shell finds it under that name, else its path."""
     path, name = Path(program), Path(program).name
     return name if shutil.which(name) in (program, str(path.absolute())) else shlex.quote(program)
 
 
 def command(name: str) -> str:
     """The command that runs a job or script, with the same start as the running command."""
-    root, typed = current().root, typed_with()
-    if typed.endswith("lockstep"):
-        return f"{typed} {name}"
+    root, prefix = current().root, typed_with()
+    if prefix.endswith("lockstep"):
+        return f"{prefix} {name}"
     for script in (root / f"{name}.py", root / "scripts" / f"{name}.py") if root else ():
         if script.is_file():
-            return f"{typed} {shlex.quote(min(os.path.relpath(script), str(script), key=len))}"
-    entry = Path(sys.executable).with_name("lockstep")
-    start = "uv run lockstep" if typed == "uv run" else short(str(entry)) if entry.is_file() else f"{typed} -m lockstep"
+            return f"{prefix} {shlex.quote(min(os.path.relpath(script), str(script), key=len))}"
+    exe = Path(sys.executable).with_name("lockstep")
+    start = "uv run lockstep" if prefix == "uv run" else short(str(exe)) if exe.is_file() else f"{prefix} -m lockstep"
     return f"{start} {name}"
 
 
 def config_folders() -> list[Path]:
-    """The folders of configs, in which the first file of a name counts: the project's, the template's, Lockstep's."""
+    """The config folders in order of precedence: the project's, the template's, Lockstep's."""
     folders = [root / "configs" for root in dict.fromkeys((current().root, TEMPLATE)) if root]
     return [*(folder for folder in folders if folder.is_dir()), CONFIGS]

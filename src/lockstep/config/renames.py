@@ -1,4 +1,4 @@
-"""Keys that had another name in an earlier version: one table for command lines, saved configs and checkpoints. Free of torch."""
+"""Keys that were renamed since an earlier version, for command lines, saved configs and checkpoints. Free of torch."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -19,39 +19,42 @@ MOVED = {
 
 
 def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved config of any version under the keys of today: a renamed key keeps its value. A class of the user's keeps those of `data` as
-    well, because only the class says whose they are (launch/resuming.py)."""
-    found = {group: with_new_target(node) for group, node in config.items()}
+    """A saved config of any version, with today's keys: a renamed key keeps its value.
+
+    For a user class, `data` also keeps the old keys, because only the class determines whether they are its arguments
+    (launch/resuming.py).
+    """
+    groups = {group: with_new_target(node) for group, node in config.items()}
     data = config.get("data")
     if "loader" in config or not isinstance(data, Mapping):
-        return found
-    moved = {key: data[key] for key in LOADER_KEYS if key in data}
-    left = dict(found["data"])
+        return groups
+    loader = {key: data[key] for key in LOADER_KEYS if key in data}
+    data_node = dict(groups["data"])
     if str(data.get("_target_")).startswith("lockstep."):
-        left = {key: value for key, value in left.items() if key not in moved}
-    return {**found, "data": left, "loader": moved}
+        data_node = {key: value for key, value in data_node.items() if key not in loader}
+    return {**groups, "data": data_node, "loader": loader}
 
 
 def with_new_target(node: Any) -> Any:
-    """A node of a config, which names its class where it is today."""
-    moved = MOVED.get(str(node.get("_target_"))) if isinstance(node, Mapping) else None
-    return {**node, "_target_": moved} if moved else node
+    """A config node with the current path of its class."""
+    target = MOVED.get(str(node.get("_target_"))) if isinstance(node, Mapping) else None
+    return {**node, "_target_": target} if target else node
 
 
-def renamed_override(override: str, is_there: Callable[[str], bool] = lambda _: False) -> str:
-    """An override under the key of today. `is_there`: whether the config has a key itself, as an argument of a class of the user's."""
+def renamed_override(override: str, has_key: Callable[[str], bool] = lambda _: False) -> str:
+    """An override with today's key. `has_key`: whether the config has the old key, as an argument of a user class."""
     key, equals, value = override.partition("=")
-    return f"{RENAMES[key]}{equals}{value}" if key in RENAMES and not is_there(key) else override
+    return f"{RENAMES[key]}{equals}{value}" if key in RENAMES and not has_key(key) else override
 
 
-def renamed_overrides(overrides: Sequence[str], is_there: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    """Overrides under the keys of today, and what to say of those that had another one."""
-    new = [renamed_override(override, is_there) for override in overrides]
-    pairs = [(old.partition("=")[0], now.partition("=")[0]) for old, now in zip(overrides, new, strict=True)]
-    return new, [f"{old} is {now} now" for old, now in pairs if old != now]
+def renamed_overrides(overrides: Sequence[str], has_key: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """Overrides with today's keys, and a message for each renamed key."""
+    renamed = [renamed_override(override, has_key) for override in overrides]
+    pairs = [(old.partition("=")[0], new.partition("=")[0]) for old, new in zip(overrides, renamed, strict=True)]
+    return renamed, [f"{old} is {new} now" for old, new in pairs if old != new]
 
 
 def overrides_of(report: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Those that a report keeps, under the keys of today; None if it keeps none, as of an earlier version."""
-    kept = report.get("overrides")
-    return None if kept is None else tuple(map(renamed_override, shlex.split(kept)))
+    """The overrides in a report, with today's keys; None if it has none because an earlier version wrote it."""
+    overrides = report.get("overrides")
+    return None if overrides is None else tuple(map(renamed_override, shlex.split(overrides)))

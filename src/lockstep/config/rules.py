@@ -1,4 +1,4 @@
-"""Rules between the keys of a config: devices, strategy, batches, length, task, and what `exact.logical_ranks` excludes. Free of torch."""
+"""Rules between config keys: devices, strategy, data, length, and limits of `exact.logical_ranks`. Free of torch."""
 
 import math
 import os
@@ -10,12 +10,12 @@ from lockstep.config.targets import written_value
 from lockstep.config.words import shown
 from lockstep.machine.world import available, number, why_no_gpu
 
-# What `exact.logical_ranks` excludes: a key, its usual value, and why it cannot have another one. In training and in evaluation:
+# Keys that `exact.logical_ranks` excludes, with their defaults and the reasons. In training and evaluation:
 EXACT = {
     "compile": (False, "computes differently under each strategy, so {exact} is not possible. Remove one of them"),
     "tf32": (False, "computes differently on each kind of GPU, so {exact} is not possible. Remove one of them"),
 }
-# In training alone; the last four keys are those of torch's DistributedDataParallel and all-reduce.
+# In training only. The last four keys are options of torch's DistributedDataParallel and all-reduce.
 ADDED = "has no effect with {exact}, which adds gradients itself. Remove it"
 EXACT_TRAINING = {
     "trainer.accumulate_grad_batches": (
@@ -34,7 +34,7 @@ EXACT_TRAINING = {
     "strategy.find_unused_parameters": (False, ADDED),
 }
 SCHEDULES = "lockstep.training.schedules."
-ENDLESS = (f"{SCHEDULES}constant",)  # those that do not ask when the run ends
+ENDLESS = (f"{SCHEDULES}constant",)  # schedules that do not depend on the length of the run
 COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
 
 
@@ -42,27 +42,27 @@ COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "va
 
 
 def devices(settings: Settings) -> Iterator[str]:
-    """Whether the machine and its launcher have the devices and processes that a config asks for."""
+    """Devices and processes that a config requires but the machine or its launcher does not provide."""
     cfg, world, splits = settings.cfg, settings.world, settings.spec.splits_batches
     ids = cfg.trainer.devices
-    given, there = shown(ids), available(world.accelerator)
-    if world.accelerator == "cuda" and not there:
+    text, count = shown(ids), available(world.accelerator)
+    if world.accelerator == "cuda" and not count:
         yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'this machine shows none'}. Set trainer.accelerator=cpu."
-    elif there is not None and world.devices > there and not world.external:
-        yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Set trainer.devices={there}, or trainer.accelerator=cpu."
+    elif count is not None and world.devices > count and not world.external:
+        yield f"trainer.devices={text} asks for {world.devices} {world.accelerator} devices; this machine has {count}. Set trainer.devices={count}, or trainer.accelerator=cpu."
     if isinstance(ids, list) and is_devices(ids) and world.accelerator == "cpu":
-        yield f"trainer.devices={given} names GPUs by their ids, but a CPU has none. Set trainer.devices={world.devices}."
-    elif isinstance(ids, list) and is_devices(ids) and there and max(ids) >= there:
-        yield f"trainer.devices={given}: this machine has {there} {world.accelerator} devices, 0 to {there - 1}."
+        yield f"trainer.devices={text} names GPUs by their ids, but a CPU has none. Set trainer.devices={world.devices}."
+    elif isinstance(ids, list) and is_devices(ids) and count and max(ids) >= count:
+        yield f"trainer.devices={text}: this machine has {count} {world.accelerator} devices, 0 to {count - 1}."
     if world.one_process and not splits and world.devices > 1:
-        yield f"strategy={world.strategy} uses one device; trainer.devices={given} asks for {world.devices}. Set strategy=ddp, or trainer.devices=1."
+        yield f"strategy={world.strategy} uses one device; trainer.devices={text} asks for {world.devices}. Set strategy=ddp, or trainer.devices=1."
     if splits and world.accelerator == "cpu" and world.devices > 1:
-        yield f"strategy={world.strategy} splits batches over GPUs, but trainer.devices={given} on a CPU has none. Set strategy=ddp, or trainer.devices=1."
+        yield f"strategy={world.strategy} splits batches over GPUs, but trainer.devices={text} on a CPU has none. Set strategy=ddp, or trainer.devices=1."
     if world.one_process and world.nodes > 1:
         yield f"strategy={world.strategy} is one process, but trainer.num_nodes={world.nodes} needs several. Set strategy=ddp, or trainer.num_nodes=1."
     if not world.external:
-        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-        if world.nodes > 1 and not world.one_process and (absent or "run" in settings.drawn):
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+        if world.nodes > 1 and not world.one_process and (missing or "run" in settings.drawn):
             yield (
                 f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
                 "environment of each node, and run=<name>. Run torchrun --nnodes=... train.py, or trainer.num_nodes=1."
@@ -73,12 +73,12 @@ def devices(settings: Settings) -> Iterator[str]:
                 "from another job, run unset NODE_RANK; otherwise trainer.num_nodes=<how many there are>."
             )
         return
-    if there is not None and there < world.devices:
-        yield f"{world.external} started {world.devices} processes on this node, but this one sees {there} {world.accelerator} devices. Let each process see all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
+    if count is not None and count < world.devices:
+        yield f"{world.external} started {world.devices} processes on this node, but this one sees {count} {world.accelerator} devices. Let each process see all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
     if world.one_process and splits and world.devices * world.nodes > 1:
         yield f"strategy={world.strategy} is one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one, or set strategy=ddp."
     if cfg.trainer.devices not in ("auto", -1, world.devices):
-        yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Remove trainer.devices."
+        yield f"trainer.devices={text} contradicts {world.external}, which started {world.devices} processes on this node. Remove trainer.devices."
     if "seed" in settings.drawn and cfg.resume is None:
         yield f"seed=null would be drawn separately by each process that {world.external} started. Set seed=<number>."
     if cfg.trainer.num_nodes not in (1, world.nodes):
@@ -86,38 +86,38 @@ def devices(settings: Settings) -> Iterator[str]:
 
 
 def strategy(settings: Settings) -> Iterator[str]:
-    precision, possible = str(settings.cfg.trainer.precision), settings.spec.precisions
+    precision, supported = str(settings.cfg.trainer.precision), settings.spec.precisions
     if precision in ("16-mixed", "16-true", "16") and settings.world.accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Set trainer.precision=bf16-mixed."
-    if possible and precision not in ("auto", "32", *possible):
-        yield f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it takes one of {', '.join(possible)}. Set trainer.precision=bf16-mixed."
+    if supported and precision not in ("auto", "32", *supported):
+        yield f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it takes one of {', '.join(supported)}. Set trainer.precision=bf16-mixed."
     yield from without_effect(settings).values()
 
 
 def without_effect(settings: Settings) -> dict[str, str]:
-    """Keys that do nothing under the strategy or on the device, each with what to say. Flags, or names that null takes away."""
-    cfg, on_gpu, found = settings.cfg, settings.world.accelerator == "cuda", dict[str, str]()
+    """Keys without effect under the strategy or on the device, with messages: flags, or names that null disables."""
+    cfg, on_gpu, messages = settings.cfg, settings.world.accelerator == "cuda", dict[str, str]()
     under = f"has no effect under strategy={settings.world.strategy}"
     if cfg.tf32 and not on_gpu:
-        found["tf32"] = f"has no effect on {settings.world.accelerator}: only NVIDIA GPUs have it. Set tf32=false."
+        messages["tf32"] = f"has no effect on {settings.world.accelerator}: only NVIDIA GPUs have it. Set tf32=false."
     if cfg.trainer.sync_batchnorm and settings.spec.splits_batches:
-        found["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Set strategy=ddp."
+        messages["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Set strategy=ddp."
     if cfg.compile and settings.spec.splits_batches:
-        found["compile"] = f"{under}: all replicas would run on the first device. Set strategy=ddp."
+        messages["compile"] = f"{under}: all replicas would run on the first device. Set strategy=ddp."
     if cfg.checkpoint.sharded and not settings.spec.is_sharded:
-        found["checkpoint.sharded"] = (
+        messages["checkpoint.sharded"] = (
             f"{under}: nothing is sharded there. Set strategy=fsdp, or checkpoint.sharded=false."
         )
     if cfg.strategy.get("comm_hook") and not on_gpu:
-        found["strategy.comm_hook"] = "has no effect without GPUs. Set strategy.comm_hook=null."
-    return {key: f"{settings.given(key)} {why}" for key, why in found.items()}
+        messages["strategy.comm_hook"] = "has no effect without GPUs. Set strategy.comm_hook=null."
+    return {key: f"{settings.given(key)} {message}" for key, message in messages.items()}
 
 
-# --- The same bits on any number of processes (`exact.logical_ranks`) ---
+# --- Bit-identical results on any number of processes (`exact.logical_ranks`) ---
 
 
 def processes(settings: Settings) -> Iterator[str]:
-    """Of training and evaluation: where metrics would depend on the processes."""
+    """Settings of training and evaluation that would make metrics depend on the number of processes."""
     cfg, world, exact = settings.cfg, settings.world, settings.given("exact.logical_ranks")
     ranks, on_gpu = cfg.exact.logical_ranks, world.accelerator == "cuda"
     if ranks is None:
@@ -145,8 +145,8 @@ def processes(settings: Settings) -> Iterator[str]:
 def exact_training(settings: Settings) -> Iterator[str]:
     trainer, exact = settings.cfg.trainer, settings.given("exact.logical_ranks")
     if settings.cfg.exact.logical_ranks is None:
-        alone = "has no effect without exact.logical_ranks. Set exact.logical_ranks=8 as well, or remove it"
-        yield from settings.excluded({"exact.threads": (1, alone), "exact.digests": (False, alone)})
+        reason = "has no effect without exact.logical_ranks. Set exact.logical_ranks=8 as well, or remove it"
+        yield from settings.excluded({"exact.threads": (1, reason), "exact.digests": (False, reason)})
         return
     for key in COUNTED:
         count = settings.cfg.get(f"trainer.{key}")
@@ -180,11 +180,11 @@ def images(settings: Settings) -> Iterator[str]:
     smallest = written_value(model.target, "smallest_image") if type(side) is int else None
     if smallest and side < smallest:
         yield f"data.image_size={side}: {model.target.rpartition('.')[2]} needs images of at least {smallest} pixels."
-    _ = settings.operations  # raises all that is wrong with their arguments
+    _ = settings.operations  # raises all errors in their arguments
 
 
 def division(settings: Settings) -> Iterator[str]:
-    """The global batch must divide into processes x micro-batches, each with whole pairs and copies; evaluation batches need not."""
+    """The global batch must divide into processes × micro-batches of whole pairs and copies. For training only."""
     if (loader := settings.loader) is None:
         return
     batch, folds, fold = loader.batch_size, loader.folds, loader.fold
@@ -192,44 +192,44 @@ def division(settings: Settings) -> Iterator[str]:
         yield f"loader.fold={fold} has no effect without loader.folds. Set loader.folds=5 as well."
     if folds is not None and fold >= folds:
         yield f"loader.fold={fold} is invalid with loader.folds={folds}; folds are counted from 0 to {folds - 1}."
-    whole, why = settings.unit
+    multiple, reason = settings.unit
     count = settings.steps.micro_batches(settings.world.size)
-    if batch % (unit := count * whole):
+    if batch % (unit := count * multiple):
         low, high = batch // unit * unit, (batch // unit + 1) * unit
-        each = f", each a multiple of {whole} samples ({why} within a micro-batch)" if whole > 1 else ""
+        detail = f", each a multiple of {multiple} samples ({reason} within a micro-batch)" if multiple > 1 else ""
         yield (
-            f"loader.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches{each}. "
+            f"loader.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches{detail}. "
             f"Set loader.batch_size={f'{low} or {high}' if low else high}, or change trainer.devices, trainer.accumulate_grad_batches or "
             "exact.logical_ranks, which divide it."
         )
 
 
 def accumulation(settings: Settings) -> Iterator[str]:
-    """Counts of micro-batches are whole steps. trainer.accumulate_grad_batches=auto restarts the processes with other ones."""
+    """Counts of micro-batches must be whole steps, and trainer.accumulate_grad_batches=auto must be able to restart."""
     trainer, world, accumulate = settings.cfg.trainer, settings.world, settings.steps.accumulate
     auto, is_auto = "trainer.accumulate_grad_batches=auto", trainer.accumulate_grad_batches == "auto"
     if is_auto and (world.external or world.nodes > 1):
-        who = world.external or "more than one parent process"
+        launcher = world.external or "more than one parent process"
         yield (
-            f"{auto} restarts the processes when memory runs out, but {who} started them. Set trainer.accumulate_grad_batches=1: "
+            f"{auto} restarts the processes when memory runs out, but {launcher} started them. Set trainer.accumulate_grad_batches=1: "
             "if a micro-batch does not fit, the error names a number that does."
         )
     for key in ("limit_train_batches", "val_check_interval"):
         count = settings.cfg.get(f"trainer.{key}")
-        share = isinstance(count, float) and key == "limit_train_batches"
-        if is_auto and count and (share or isinstance(count, int)):
+        is_fraction = isinstance(count, float) and key == "limit_train_batches"
+        if is_auto and count and (is_fraction or isinstance(count, int)):
             yield (
                 f"trainer.{key}={count} counts micro-batches; with {auto} their number per step is not known yet. "
                 "Set trainer.accumulate_grad_batches=1, or a larger number."
             )
-        if (share and accumulate > 1) or (isinstance(count, int) and count % accumulate):
+        if (is_fraction and accumulate > 1) or (isinstance(count, int) and count % accumulate):
             yield (
                 f"trainer.{key}={count} counts micro-batches and must be whole steps of {accumulate}. "
                 f"Set trainer.{key}={accumulate * max(1, int(count) // accumulate)}."
             )
 
 
-# --- The training: its length, optimizer, checkpoints, callbacks, loggers ---
+# --- Training: length, optimizer, checkpoints, callbacks, loggers ---
 
 
 def length(settings: Settings) -> Iterator[str]:
@@ -249,8 +249,8 @@ def length(settings: Settings) -> Iterator[str]:
 
 def optimizer(settings: Settings) -> Iterator[str]:
     optim, trainer = settings.cfg.optim, settings.cfg.trainer
-    if optim.get("fused") is True and (why := settings.why_not_fused):
-        yield f"optim.fused=true {why}. Remove optim.fused."
+    if optim.get("fused") is True and (reason := settings.why_not_fused):
+        yield f"optim.fused=true {reason}. Remove optim.fused."
     if optim.get("nesterov") is True and "momentum" in optim and not optim.get("momentum"):
         yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."
     if optim.get("no_decay") is True and "weight_decay" in optim and not optim.get("weight_decay"):
@@ -260,11 +260,11 @@ def optimizer(settings: Settings) -> Iterator[str]:
 
 
 def monitored(settings: Settings) -> Iterator[str]:
-    """What makes a checkpoint the best, and ends a run early."""
+    """The metric that selects the best checkpoint, and those that callbacks watch, e.g. to end a run early."""
     cfg, checkpoint = settings.cfg, settings.cfg.checkpoint
     modes = {cfg.task.get("monitor"): cfg.task.get("mode"), "val/loss": "min", None: checkpoint.mode}
-    if (good := modes.get(checkpoint.monitor, checkpoint.mode)) != checkpoint.mode:
-        yield f"checkpoint.monitor={checkpoint.monitor} with checkpoint.mode={checkpoint.mode} would keep the worst checkpoint. Set checkpoint.mode={good}."
+    if (mode := modes.get(checkpoint.monitor, checkpoint.mode)) != checkpoint.mode:
+        yield f"checkpoint.monitor={checkpoint.monitor} with checkpoint.mode={checkpoint.mode} would keep the worst checkpoint. Set checkpoint.mode={mode}."
     for name, callback in cfg.callbacks.items():
         if "monitor" not in callback or not callback.is_shipped:
             continue
@@ -275,15 +275,15 @@ def monitored(settings: Settings) -> Iterator[str]:
 
 
 def checkpoints(settings: Settings) -> Iterator[str]:
-    """What is kept and started from: saving, and weights."""
+    """Keys about saving checkpoints and about initial weights."""
     cfg, checkpoint = settings.cfg, settings.cfg.checkpoint
     if not cfg.trainer.enable_checkpointing:
-        idle = {
+        unused = {
             "checkpoint.every_n_steps": checkpoint.every_n_steps,
             "checkpoint.background=false": not checkpoint.background,
         }
-        idle |= {f"logger.{name}.log_model": logger.get("log_model") for name, logger in cfg.logger.items()}
-        for key in (key for key, is_set in idle.items() if is_set):
+        unused |= {f"logger.{name}.log_model": logger.get("log_model") for name, logger in cfg.logger.items()}
+        for key in (key for key, is_set in unused.items() if is_set):
             yield f"{key} has no effect with trainer.enable_checkpointing=false. Remove one of them."
     pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
     if cfg.init_from and (pretrained or path):

@@ -1,4 +1,4 @@
-"""The config of a run as frozen values; the bounds and an example of each key are its annotation. Free of torch and of Hydra."""
+"""The config of a run as frozen values, annotated with bounds and an example. Free of torch and Hydra."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,11 @@ OptionalFlag = Annotated[bool | None, one_of(True, False, None, example="true")]
 
 
 class Refused(Exception):
-    """A rule reads a value that is refused already."""
+    """A rule read a value that is already reported as invalid."""
 
 
 class Invalid:
-    """In place of a value that is refused: whatever computes with it or shows it raises Refused."""
+    """Takes the place of an invalid value: any operation on it, or formatting it, raises Refused."""
 
     def refuse(self, *_: object) -> NoReturn:
         raise Refused
@@ -35,7 +35,7 @@ class Invalid:
 
 @dataclass(frozen=True)
 class Component:
-    """A class or function that the config names with `_target_`, and its arguments; without a target: none."""
+    """A class or function that the config names with `_target_`, and its arguments. Without a target, it is empty."""
 
     target: str = ""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -43,17 +43,17 @@ class Component:
     @classmethod
     def of(cls, node: Mapping[str, Any]) -> "Component":
         kwargs = {name: value for name, value in node.items() if name != "_target_"}
-        # A text, whatever was named: its title is asked before it is judged.
+        # Always a string, even for an invalid target: `title` is read before the target is validated.
         return cls(str(node.get("_target_") or ""), kwargs)
 
     @property
     def is_shipped(self) -> bool:
-        """Whether it comes with Lockstep. Its keys are known without importing it."""
+        """Whether it comes with Lockstep, so its keys are known without importing it."""
         return str(self.target).startswith(SHIPPED)
 
     @property
     def node(self) -> dict[str, Any]:
-        """As Hydra writes it."""
+        """The component as a Hydra node."""
         return {"_target_": self.target, **self.kwargs} if self else {}
 
     @property
@@ -126,7 +126,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Loader:
-    """How the samples of a data set become batches; not of data that has its own dataloaders."""
+    """How the samples of a data set become batches. Data with its own dataloaders has none."""
 
     batch_size: Annotated[int, whole(1, 64)]
     eval_batch_size: Annotated[int | None, whole(1, 1000).or_null()]
@@ -157,7 +157,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Exact:
-    """The same bits on any number of processes."""
+    """Bit-identical results on any number of processes."""
 
     logical_ranks: Annotated[int | None, kinds.POWER_OF_TWO]
     threads: Annotated[int, whole(1, 1, high=1024)]
@@ -166,7 +166,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line of predict.py asks for."""
+    """The options of predict.py."""
 
     input: Annotated[str, kinds.INPUT]
     output: Annotated[str | None, kinds.TEXT.or_null()]
@@ -174,17 +174,17 @@ class Request:
     top_k: Annotated[int, whole(1, 5)]
     probabilities: Flag
     gallery: Flag
-    part: str | None = None  # the part of the run's own data that `input` names
+    part: str | None = None  # the split of the run's own data that `input` names
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All that a run is: what it trains, on what, how and where. Nobody changes one: `but` makes another."""
+    """The full definition of a run: what it trains, on what, how and where. Immutable: `but` returns a changed copy."""
 
     task: Component
     model: Component
     data: Component
-    loader: Loader | None  # None of data with dataloaders of its own
+    loader: Loader | None  # None for data with its own dataloaders
     augment: Components
     strategy: Component
     trainer: Trainer
@@ -194,7 +194,7 @@ class RunConfig:
     logger: Components
     checkpoint: Checkpoint
     exact: Exact
-    seed: Annotated[int | None, whole(0, 0, high=2**32 - 1).or_null()]  # NumPy's generators take no larger one
+    seed: Annotated[int | None, whole(0, 0, high=2**32 - 1).or_null()]  # the largest seed of NumPy's generators
     run: Annotated[str | None, kinds.NAME]
     runs_dir: Annotated[str, kinds.TEXT]
     resume: Annotated[str | None, kinds.TRAINED]
@@ -206,13 +206,13 @@ class RunConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Of the tree of plain values that `plain` returns."""
+        """The config of a tree of plain values, as `plain` returns it."""
         parts: dict[str, Any] = {}
-        for name in (each.name for each in fields(cls)):
+        for name in (item.name for item in fields(cls)):
             value = values[name]
             if name in CLOSED:
                 value = (
-                    CLOSED[name](**{each.name: value[each.name] for each in fields(CLOSED[name])}) if value else None
+                    CLOSED[name](**{item.name: value[item.name] for item in fields(CLOSED[name])}) if value else None
                 )
             elif name in COMPONENTS:
                 value = Component.of(value)
@@ -222,8 +222,8 @@ class RunConfig:
         return cls(**parts)
 
     def plain(self) -> dict[str, Any]:
-        """As a tree of plain values, as YAML and checkpoints hold it."""
-        parts = {each.name: plain(getattr(self, each.name)) for each in fields(self)}
+        """The config as a tree of plain values, as in YAML and checkpoints."""
+        parts = {item.name: plain(getattr(self, item.name)) for item in fields(self)}
         return parts | {"loader": parts["loader"] or {}}
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -236,7 +236,7 @@ class RunConfig:
         return value
 
     def but(self, values: Mapping[str, Any]) -> "RunConfig":
-        """With other values of dotted keys."""
+        """A copy with new values of dotted keys."""
         tree = self.plain()
         for key, value in values.items():
             *path, name = key.split(".")
@@ -249,7 +249,7 @@ class RunConfig:
 
 COMPONENTS = ("task", "model", "data", "strategy", "optim", "schedule")
 SEVERAL = ("augment", "callbacks", "logger")  # groups of named components
-# Groups that take no other keys.
+# Groups with a fixed set of keys.
 CLOSED: dict[str, type[Any]] = {"loader": Loader, "trainer": Trainer, "checkpoint": Checkpoint, "exact": Exact}
 
 
@@ -259,7 +259,7 @@ def plain(value: Any) -> Any:
         return value.node
     if isinstance(value, tuple(CLOSED.values())):
         return dict(vars(value))
-    return {key: plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def annotated(group: type[Any], prefix: str = "") -> Iterator[tuple[str, Kind]]:

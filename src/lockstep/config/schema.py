@@ -10,7 +10,7 @@ FLAGS = (
     "logger.wandb.log_model", "logger.mlflow.log_model", "model.pretrained", "strategy.gradient_as_bucket_view", "strategy.static_graph",
     "strategy.find_unused_parameters", "strategy.reshard_after_forward", "strategy.reduce_each_micro_batch",
 )  # fmt: skip
-# Keys of shipped components. A component passes other keys on to its class.
+# Keys of shipped components. Any other key of a component is passed on to its class.
 OF_COMPONENTS: dict[str, Kind] = {
     **dict.fromkeys(FLAGS, FLAG),
     "task.monitor": MONITOR,
@@ -90,4 +90,4 @@ GROUPS = (
 )  # fmt: skip
 RECIPES = ("experiment", "debug")  # groups that only set keys of other groups
 OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`
-NEEDED = {"task": ("monitor", "mode"), "strategy": ("name",)}  # of components, which the engine reads itself
+NEEDED = {"task": ("monitor", "mode"), "strategy": ("name",)}  # keys of components that the engine reads itself

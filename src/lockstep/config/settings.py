@@ -1,7 +1,7 @@
-"""The settings of a run: its config and what follows from it, decided before any process starts. Free of torch.
+"""The settings of a run: its config and the values derived from it, decided before any process starts. Free of torch.
 
-A resumed run and its evaluation compute as the run began. Processes that decide separately, such as torchrun's, must agree
-(callbacks/summary.py).
+A resumed run and its evaluation keep the settings that the run began with. Processes that decide separately, such as
+those of torchrun, must agree (callbacks/summary.py).
 """
 
 import math
@@ -39,7 +39,7 @@ from lockstep.run import RunFolder
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
 
-# Keys of `data` that may be `model`: as in pretraining.
+# Keys of `data` that accept `model`: the value of the network's pretraining.
 OF_NETWORK = ("mean", "std", "resize", "crop_pct", "interpolation")
 
 # --- How a global batch is divided into micro-batches, and the length of a run ---
@@ -47,18 +47,18 @@ OF_NETWORK = ("mean", "std", "resize", "crop_pct", "interpolation")
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How each step's global batch is divided, and how many steps a run has. Infinite without a limit."""
+    """How each step's global batch is divided, and how many steps a run has; infinite without a limit."""
 
-    batch_size: int  # global; 0 with dataloaders of your own
+    batch_size: int  # global; 0 with custom dataloaders
     repeats: int
-    accumulate: int  # `trainer.accumulate_grad_batches`; 1 for `auto`, which starts with it
-    logical_ranks: int | None  # exact.logical_ranks, which divide the batch instead
+    accumulate: int  # `trainer.accumulate_grad_batches`; 1 for `auto`, which starts with 1
+    logical_ranks: int | None  # exact.logical_ranks, which divide the batch in place of `accumulate`
     max_epochs: int | None
     max_steps: int
     limit_train_batches: int | float | None
 
     def micro_batches(self, processes: int) -> int:
-        """Of each step, in all processes."""
+        """The number of micro-batches of each step, over all processes."""
         return self.logical_ranks or processes * self.accumulate
 
     @property
@@ -68,47 +68,47 @@ class StepPlan:
         return math.inf if self.max_epochs == -1 else self.max_epochs
 
     def epoch(self, samples: int) -> int:
-        """The micro-batches of an epoch of so many training samples."""
+        """The number of micro-batches in an epoch with `samples` training samples."""
         limit, batches = self.limit_train_batches, samples // (self.batch_size // self.repeats) * self.accumulate
         if limit is None:
             return batches
         return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
     def steps(self, samples: int) -> float:
-        """The optimizer steps of a run."""
+        """The number of optimizer steps of a run."""
         total = self.epochs * (self.epoch(samples) // self.accumulate)
         return min(total, self.max_steps) if self.max_steps != -1 else total
 
 
 def accumulations(batch: int, world: int, unit: int = 1) -> list[int]:
-    """The possible numbers of micro-batches per process and step, smallest first. Each has a multiple of `unit` samples."""
+    """The possible numbers of micro-batches per process and step, rising. Each has a multiple of `unit` samples."""
     return [count for count in range(1, batch // world + 1) if batch % (world * count * unit) == 0]
 
 
-# --- What `auto` is for this run and machine ---
+# --- The values of `auto` for this run and machine ---
 
 MOST_WORKERS = 8  # per process
-SGD = ("torch.optim.SGD", "torch.optim.sgd.SGD")  # torch's own, which a check need not import; subclasses are asked
-ROWS, SPARSEST = 20, 50  # of the log: at least so many a run, and at least one in so many steps
+SGD = ("torch.optim.SGD", "torch.optim.sgd.SGD")  # torch's SGD is recognised without importing it, unlike subclasses
+ROWS, SPARSEST = 20, 50  # rows of the log: at least 20 in a run, at least one every 50 steps
 
 
-def precision(accelerator: str, possible: Sequence[str] | None) -> str:
-    """The fastest mixed precision that the hardware has units for. `possible` under the strategy; None: all."""
+def precision(accelerator: str, supported: Sequence[str] | None) -> str:
+    """The fastest mixed precision with hardware units. `supported` by the strategy; None means all."""
     if multiplies_bf16(accelerator):
         return "bf16-mixed"
     has_fp16 = accelerator == "cuda" and min(capabilities(), default=0) >= VOLTA
-    return "16-mixed" if has_fp16 and "16-mixed" in (possible or ["16-mixed"]) else "32-true"
+    return "16-mixed" if has_fp16 and "16-mixed" in (supported or ["16-mixed"]) else "32-true"
 
 
 def workers(bytes_in_memory: int | None, world: World) -> int:
-    """0 if the data fits into memory; otherwise this process's cores minus the one that trains."""
+    """0 if the data fits into memory; otherwise this process's CPU cores minus the one that trains."""
     if bytes_in_memory is not None and bytes_in_memory < memory_bytes() / 2:
         return 0
     return max(1, min(MOST_WORKERS, cores() // (world.size // world.nodes) - 1))
 
 
 def log_interval(steps: float) -> int:
-    """The optimizer steps from one row of the log to the next, in a run of so many; `steps` may be infinite."""
+    """The optimizer steps between two rows of the log, in a run of `steps` steps, which may be infinite."""
     return int(min(SPARSEST, max(1.0, steps / ROWS)))
 
 
@@ -122,7 +122,7 @@ def world_of(
     nodes: int,
     env: Mapping[str, str] = os.environ,
 ) -> World:
-    """The processes that a config asks for; under torchrun and SLURM, those that they started."""
+    """The processes that a config requests; under torchrun and SLURM, the ones they started."""
     spec, accelerator = spec_of(strategy.target), accelerator_of(str(accelerator))
     count = device_count(devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
     external, rank = external_launcher(env), rank_of(env)
@@ -138,14 +138,14 @@ def world_of(
 
 @dataclass(frozen=True)
 class Settings:
-    """The config of a run, its processes, and what follows from both."""
+    """The config of a run, its processes, and the values derived from both."""
 
     cfg: RunConfig
     world: World
     request: Request | None = None  # of predict.py
-    overrides: tuple[str, ...] | None = ()  # with which the run was begun and resumed; None: unknown
+    overrides: tuple[str, ...] | None = ()  # of the commands that started and resumed the run; None: unknown
     drawn: frozenset[str] = frozenset()  # see Draft
-    asked: set[str] = field(default_factory=set, compare=False)  # the groups that objects of this process were made of
+    asked: set[str] = field(default_factory=set, compare=False)  # groups from which this process has built objects
 
     @classmethod
     def of(cls, cfg: RunConfig, env: Mapping[str, str] = os.environ) -> "Settings":
@@ -153,10 +153,10 @@ class Settings:
         return cls(cfg, world_of(cfg.strategy, trainer.accelerator, trainer.devices, trainer.num_nodes, env))
 
     def but(self, values: Mapping[str, Any]) -> "Settings":
-        """With other values of dotted keys."""
+        """A copy with new values of dotted keys."""
         return replace(self, cfg=self.cfg.but(values))
 
-    # --- The names of its parts ---
+    # --- Names and paths ---
 
     @property
     def model_title(self) -> str:
@@ -169,12 +169,12 @@ class Settings:
 
     @property
     def seed(self) -> int:
-        assert self.cfg.seed is not None  # Draft.identified has drawn one
+        assert self.cfg.seed is not None  # set by Draft.identified
         return self.cfg.seed
 
     @property
     def tested_checkpoint(self) -> str:
-        """The one that an evaluation is of."""
+        """The checkpoint that an evaluation tests."""
         assert self.cfg.init_from
         return self.cfg.init_from
 
@@ -185,36 +185,38 @@ class Settings:
 
     @property
     def weights(self) -> str | None:
-        """The checkpoint whose weights a new module gets."""
+        """The checkpoint with the initial weights of a new module."""
         return None if self.cfg.resume else self.cfg.init_from
 
     def starting_from(self, checkpoint: str) -> "Settings":
-        """For a module with the weights of a checkpoint."""
+        """A copy in which a new module starts from the weights of a checkpoint."""
         return self.but({"init_from": checkpoint, "resume": None})
 
     def as_built(self) -> "Settings":
-        """Without the network, optimizer and schedule of the config, if train.py made its own."""
+        """A copy without those of the config's network, optimizer and schedule that train.py built itself."""
         return self.but({group: {} for group in OPTIONAL if getattr(self.cfg, group) and group not in self.asked})
 
     def evaluation_file(self, job: str = "eval") -> Path:
-        """Where eval.py and predict.py write: the run's <job>.json, or a file beside a checkpoint that is not in a run directory."""
+        """Where eval.py and predict.py write: the run's <job>.json, or a file next to a checkpoint outside of a run."""
         folder = self.folder.path
         return folder / f"{job}.json" if folder.is_dir() else Path(self.tested_checkpoint).with_suffix(f".{job}.json")
 
-    # --- Its classes ---
+    # --- Classes ---
 
     @cached_property
     def spec(self) -> StrategySpec:
         return spec_of(self.cfg.strategy.target)
 
     def is_known(self, group: str, *, readable: bool, reads: bool = False) -> bool:
-        """Whether all that a rule may ask of the components of a group is known without importing classes of the user's: they are shipped,
-        or `readable`. What data `reads` says its class, which is asked early if it imports no torch."""
+        """Whether a rule can inspect the components of a group without importing user classes: shipped, or `readable`.
+
+        `reads`: the rule needs the class of the data, which is imported early if it imports no torch.
+        """
         value = getattr(self.cfg, group)
         if not isinstance(value, Component):
-            return all(each.is_shipped for each in value.values())
-        known = not value or value.is_shipped or (readable and lineage(value.target) is not None)
-        return known and (not reads or imports_no_torch(value.target))
+            return all(component.is_shipped for component in value.values())
+        is_known = not value or value.is_shipped or (readable and lineage(value.target) is not None)
+        return is_known and (not reads or imports_no_torch(value.target))
 
     @cached_property
     def own_loaders(self) -> bool:
@@ -228,7 +230,7 @@ class Settings:
 
     @cached_property
     def custom_module(self) -> bool:
-        """Whether the task is the user's LightningModule: task=lightning_module says so; of another task, its class."""
+        """Whether the task is the user's LightningModule, as declared by task=lightning_module or the task's class."""
         task, base, ours = self.cfg.task, "lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"
         if "replaces" in task:
             return not is_a(task, "task", ours, base)
@@ -236,20 +238,20 @@ class Settings:
 
     @cached_property
     def operations(self) -> dict[str, Any]:
-        """The operations of `augment` by name. Raises UserError: all that is wrong with their arguments."""
+        """The operations of `augment` by name. Raises UserError with all errors in their arguments."""
         return operations(self.cfg.augment, self.cfg.data.get("image_size"))
 
     @property
     def evaluates(self) -> bool:
-        """Whether nothing trains."""
+        """Whether the run only evaluates."""
         return bool(self.cfg.trainer.limit_train_batches == 0)
 
     @property
     def transforms(self) -> list[str]:
-        """Those that run where samples are read: transforms of libraries, and operations that say so."""
+        """The operations that run where samples are read: transforms of libraries, and those with `at_reading`."""
         return [name for name, operation in self.operations.items() if getattr(operation, "at_reading", True)]
 
-    # --- Its batches and steps ---
+    # --- Batches and steps ---
 
     @cached_property
     def steps(self) -> StepPlan:
@@ -267,7 +269,7 @@ class Settings:
 
     @property
     def unit(self) -> tuple[int, str]:
-        """A micro-batch has a multiple of so many samples, and why: copies and partners are made within it."""
+        """The divisor of every micro-batch size, and the reason: copies and mixed pairs stay within a micro-batch."""
         repeats = self.loader.repeats if self.loader else 1
         pairs = [name for name, operation in self.operations.items() if getattr(operation, "mixes", False)]
         copies = [f"loader.repeats={repeats} copies each sample"] if repeats > 1 else []
@@ -281,7 +283,7 @@ class Settings:
 
     @property
     def batches(self) -> dict[str, Any]:
-        """For the report: the global batch and how it is divided; None for the user's own dataloaders."""
+        """For the report: the global batch and how it is divided; None with custom dataloaders."""
         accumulate = self.steps.micro_batches(self.world.size) // self.world.size
         batch = self.loader.batch_size if self.loader else None
         return {
@@ -290,7 +292,7 @@ class Settings:
             "micro_batch": batch and batch // (self.world.size * accumulate),  # per process
         }
 
-    # --- Its optimizer ---
+    # --- Optimizer ---
 
     @property
     def why_not_fused(self) -> str | None:
@@ -312,55 +314,55 @@ class Settings:
 
     @property
     def optimizer_node(self) -> dict[str, Any]:
-        """The `optim` node, with `fused: auto` decided for the strategy of this process."""
+        """The `optim` node, with `fused: auto` resolved for the strategy of this process."""
         node = self.cfg.optim.node
         if node.get("fused") != "auto":
             return node
-        # with exact.logical_ranks all strategies compute as shards do
-        unknown = self.steps.logical_ranks and accelerator_of(str(self.cfg.trainer.accelerator)) != "cpu"
-        return {**node, "fused": self.why_not_fused is None and not unknown}
+        # With exact.logical_ranks, all strategies compute as they do on shards.
+        is_untested = self.steps.logical_ranks and accelerator_of(str(self.cfg.trainer.accelerator)) != "cpu"
+        return {**node, "fused": self.why_not_fused is None and not is_untested}
 
-    # --- Messages about its keys ---
+    # --- Messages about keys ---
 
     def given(self, key: str) -> str:
         """A key and its value, as messages show them."""
         return f"{key}={shown(self.cfg.get(key))}"
 
     def excluded(self, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
-        """Keys of a table that differ from their usual value, with why they must not."""
-        for key, (usual, why) in table.items():
-            if self.cfg.get(key, usual) not in (usual, None):
-                yield f"{self.given(key)} {why.format(exact=self.given('exact.logical_ranks'))}."
+        """A message for each key of a table that differs from its default, with the reason why it must not."""
+        for key, (default, reason) in table.items():
+            if self.cfg.get(key, default) not in (default, None):
+                yield f"{self.given(key)} {reason.format(exact=self.given('exact.logical_ranks'))}."
 
-    # --- What a run decides once ---
+    # --- Values that are decided once per run ---
 
     def decided(self, data: "DataSet | None", samples: int | None = None) -> "Settings":
-        """With a value for each `auto` that depends on the machine or on the number of training samples.
+        """A copy with a value for each `auto` that depends on the machine or on the number of training samples.
 
-        `data` is None for a LightningDataModule, which knows its length only when it trains (callbacks/module_hooks.py).
+        `data` is None for a LightningDataModule: its length is unknown until it trains (callbacks/module_hooks.py).
         """
-        cfg, found = self.cfg, dict[str, Any]()
+        cfg, values = self.cfg, dict[str, Any]()
         if cfg.trainer.precision == "auto":
             best = precision(self.world.accelerator, self.spec.precisions)
-            found["trainer.precision"] = "32-true" if self.custom_module else best  # Lightning's default
+            values["trainer.precision"] = "32-true" if self.custom_module else best  # Lightning's default
         if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
-            found["trainer.log_every_n_steps"] = log_interval(self.steps.steps(samples))
+            values["trainer.log_every_n_steps"] = log_interval(self.steps.steps(samples))
         if (loader := self.loader) is None:
-            found["loader"] = {}
+            values["loader"] = {}
         elif data is not None:
             if loader.num_workers == "auto":
                 in_memory = None if self.transforms else data.evaluated.bytes_in_memory
-                found["loader.num_workers"] = 0 if loader.on_device is True else workers(in_memory, self.world)
+                values["loader.num_workers"] = 0 if loader.on_device is True else workers(in_memory, self.world)
             if loader.eval_batch_size is None:
-                found["loader.eval_batch_size"] = data.eval_batch_size or loader.batch_size
+                values["loader.eval_batch_size"] = data.eval_batch_size or loader.batch_size
         if data is not None and data.source and cfg.data.get("source") == "auto":
-            found["data.source"] = data.source
-        return self.but(found)
+            values["data.source"] = data.source
+        return self.but(values)
 
     def with_numbers(self) -> "Settings":
-        """With values in place of `model` in `data`, so a newer timm cannot change a resumed run."""
+        """A copy with numbers in place of `model` in `data`, so a newer timm cannot change a resumed run."""
         data = self.cfg.data
-        if not (wanted := [key for key in OF_NETWORK if data.get(key) == "model"]):
+        if not (keys := [key for key in OF_NETWORK if data.get(key) == "model"]):
             return self
         values = pretraining(self.cfg.model, data)
-        return self.but({f"data.{key}": values[key] for key in wanted})
+        return self.but({f"data.{key}": values[key] for key in keys})

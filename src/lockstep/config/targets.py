@@ -1,4 +1,4 @@
-"""What a config may name at which key, and the arguments of what it names. Free of torch."""
+"""The classes and functions that a config may name at each key, and their parameters. Free of torch."""
 
 import ast
 import importlib
@@ -20,12 +20,12 @@ from lockstep.config.renames import MOVED
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
-# --- What a config may name at which key: a class of the key's kind, or a function that says it returns one. Free of torch ---
+# --- What each key accepts: a class of the key's kind, or a function whose annotation says that it returns one ---
 #
-# A config may come from a stranger: every checkpoint holds one. So no package is admitted as a whole. Classes are known by the names
-# of their bases, so a check of the user's own classes imports no more than they do.
+# A config may be untrusted, because every checkpoint contains one. So no package is allowed as a whole. Bases are given
+# by name, so checking a user class imports only what the class itself imports.
 
-# Packages whose modules a config may import, besides those of the project (config/project.py).
+# Packages whose modules a config may import, in addition to those of the project (config/project.py).
 TRUSTED = (
     "lockstep.",
     "torch.nn.",
@@ -37,7 +37,7 @@ TRUSTED = (
     "lightning.pytorch.",
     "optuna.pruners.",
 )
-# Each base, and the libraries' modules that may define its subclasses. Those of Lockstep and of the project always may.
+# Each base class, and the library modules that may define its subclasses. Lockstep and the project always may.
 BASES: dict[str, tuple[str, ...]] = {
     "lockstep.training.task.Task": (),
     "lockstep.data.dataset.DataSet": (),
@@ -56,17 +56,17 @@ BASES: dict[str, tuple[str, ...]] = {
     "torchmetrics.metric.Metric": ("torchmetrics.",),
     "torch.utils.data.dataset.Dataset": ("torchvision.datasets.",),
     "optuna.pruners._base.BasePruner": ("optuna.pruners.",),
-    "builtins.object": (  # no base in common; each only changes samples
+    "builtins.object": (  # transforms without a common base
         "torchvision.transforms.", "timm.data.auto_augment.", "timm.data.random_erasing.", "timm.data.transforms.",
         "albumentations.augmentations.", "albumentations.core.composition.",
     ),
 }  # fmt: skip
-os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # its import looks for a newer version online
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import checks for a newer version online
 CLASS = "my_package.my_module.MyClass"  # in messages
 LIGHT = ("numpy.", "PIL.", "lockstep.data.", "lockstep.errors.", "lockstep.machine.")  # modules that import no torch
-FUNCTIONS = ("timm.data.auto_augment.",)  # each makes a transform, and says not of what type
-UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle beside the data, which may run code
-# The kinds of a key, by the last parts of their bases. A node within another node may be of any kind, or anything of the project's.
+FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, without a return annotation
+UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code
+# The kinds of a key, by the class names of their bases. A nested node may be of any kind, or anything of the project.
 KINDS = {
     "task": ("Task", "LightningModule"),
     "model": ("Module",),
@@ -82,51 +82,51 @@ KINDS = {
 
 
 def trusted() -> tuple[str, ...]:
-    """The beginnings of names that may be looked up."""
+    """The prefixes of names that may be imported."""
     project.make_importable()
     return tuple(dict.fromkeys([*TRUSTED, *(f"{package}." for package in project.current().packages)]))
 
 
 def kinds_of(key: str) -> tuple[str, ...] | None:
-    """The kinds of a key; None for a node within another one."""
+    """The kinds of a key; None for a nested node."""
     return KINDS.get(key) or KINDS.get(f"{key.rpartition('.')[0]}.*")
 
 
 def home(target: Any) -> str:
-    """Where a class or function is defined, whatever name it was found by."""
+    """The dotted path where a class or function is defined, regardless of the path that it was imported from."""
     return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
 def may_name(target: Any, key: str) -> bool:
-    """Whether a config may name `target` at `key`. Calls nothing."""
+    """Whether a config may name `target` at `key`. Does not call `target`."""
     while isinstance(target, partial):
         target = target.func
-    where, kinds = home(target), kinds_of(key)
-    # a checkout has Lockstep's own packages among those of the project
-    own = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
-    if where.startswith(UNPICKLING) or not callable(target):
+    path, kinds = home(target), kinds_of(key)
+    # In a checkout, the project's packages include those of Lockstep.
+    packages = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
+    if path.startswith(UNPICKLING) or not callable(target):
         return False
-    if where.startswith((*own, *FUNCTIONS)) and (kinds is None or "object" in kinds):
+    if path.startswith((*packages, *FUNCTIONS)) and (kinds is None or "object" in kinds):
         return True
-    made = target
+    cls = target
     if not isinstance(target, type):
         try:
-            made = typing.get_type_hints(getattr(target, "__func__", target)).get("return")
-        except Exception:  # another annotation of it, such as one under TYPE_CHECKING
-            made = None
-        if not isinstance(made, type) or made is Any:
-            return where.startswith(own)
-    bases = {home(base) for base in made.__mro__}
+            cls = typing.get_type_hints(getattr(target, "__func__", target)).get("return")
+        except Exception:  # an unrelated annotation cannot be resolved, e.g. one under TYPE_CHECKING
+            cls = None
+        if not isinstance(cls, type) or cls is Any:
+            return path.startswith(packages)
+    bases = {home(base) for base in cls.__mro__}
     return any(
         base in bases
-        and where.startswith(modules if base == "builtins.object" else (*modules, f"{PACKAGE.name}.", *own))
+        and path.startswith(modules if base == "builtins.object" else (*modules, f"{PACKAGE.name}.", *packages))
         for base, modules in BASES.items()
         if kinds is None or base.rpartition(".")[2] in kinds
     )
 
 
 def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A node with a `_target_` and those within it, which Hydra makes too, with their keys."""
+    """A node with a `_target_`, and the nested nodes that Hydra would instantiate too, each with its key."""
     if isinstance(value, Mapping):
         if "_target_" in value:
             yield key, value
@@ -138,7 +138,7 @@ def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def unnamed(node: Any, key: str) -> Iterator[str]:
-    """Why a node names no class: it is not a node, or its `_target_` is missing or not a dotted name."""
+    """The error if a node names no class: it is not a node, or its `_target_` is missing or not a dotted name."""
     target = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping):
         yield f"{key}={shown(node)} is invalid: it names a class and its arguments. For example: {key}={{_target_: {CLASS}}}."
@@ -149,49 +149,49 @@ def unnamed(node: Any, key: str) -> Iterator[str]:
 
 
 def foreign_names(value: Any, key: str) -> Iterator[str]:
-    """Names in a node, and in those within it, that no config may name. Imports nothing."""
+    """An error for each target in a node and its nested nodes that no config may name. Imports nothing."""
     allowed = trusted()
-    for place, node in nodes(value, key):
+    for node_key, node in nodes(value, key):
         path = node["_target_"]
         if str(path).startswith("pytorch_lightning."):
-            yield f"{place}._target_={path} is of the package pytorch_lightning. Lockstep has those of lightning: lightning.pytorch{path.removeprefix('pytorch_lightning')}."
+            yield f"{node_key}._target_={path} is of the package pytorch_lightning. Lockstep has those of lightning: lightning.pytorch{path.removeprefix('pytorch_lightning')}."
         elif isinstance(path, str) and "." in path and not path.startswith(allowed):
             yield (
-                f"{place}._target_={path} may not be named by a config; packages that may: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
+                f"{node_key}._target_={path} may not be named by a config; packages that may: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
                 "They include the packages and modules in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
             )
 
 
-# --- The arguments and their types of a class or function named by a config, including those of base classes ---
+# --- Parameters of a class or function named by a config, with types, including those of base classes ---
 
 
 def locate(path: str) -> Any:
-    """The object of a dotted path. Raises LookupError if there is none; lets errors of the modules themselves through.
+    """The object at a dotted path. Raises LookupError if there is none, and any error that a module raises on import.
 
-    Imports only what a config may name, as importing a module runs it.
-    As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.base` is a function.
+    Imports only what a config may name, because importing a module runs its code.
+    As in Hydra, a package's attribute precedes its module of the same name: `lockstep.strategies.base` is a function.
     """
     if not path.startswith(trusted()):
         raise LookupError(f"a config may not name {path}")
-    found, parts = None, path.split(".")
-    for place, part in enumerate(parts):
-        if found is not None and hasattr(found, part):
-            found = getattr(found, part)
+    target, parts = None, path.split(".")
+    for index, part in enumerate(parts):
+        if target is not None and hasattr(target, part):
+            target = getattr(target, part)
             continue
-        here, module = ".".join(parts[:place]), ".".join(parts[: place + 1])
+        parent, module = ".".join(parts[:index]), ".".join(parts[: index + 1])
         try:
-            found = importlib.import_module(module)
+            target = importlib.import_module(module)
         except ModuleNotFoundError as e:
             if e.name is None or not f"{module}.".startswith(f"{e.name}."):
                 raise  # raised by an import inside that module
-            if not here:
+            if not parent:
                 raise LookupError(f"there is no package {part}") from None
-            raise LookupError(f"{here} has no {part}{did_you_mean(part, dir(found))}") from None
-    return found
+            raise LookupError(f"{parent} has no {part}{did_you_mean(part, dir(target))}") from None
+    return target
 
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
-    """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
+    """The object that a `_target_` names. Raises UserError if a config may not name it or it does not exist."""
     raise_problems(foreign_names({"_target_": path}, key))
     if path in MOVED:
         raise UserError(f"{key}._target_={path} is {MOVED[path]} now. Change it.")
@@ -217,22 +217,22 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
-    """The arguments of a target by name, with those that `**kwargs` passes on to base classes; None if unknown, or if there is no such target.
+    """The parameters of a target by name, with those that `**kwargs` passes on to base classes; None if unknown.
 
-    Inherited arguments are optional: the class may set them itself.
+    Inherited parameters are optional: the class may set them itself.
     """
     try:
         target = locate(path)
-        found = signature(target)
-        for made, base in pairwise(constructors(target)):
-            if not (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) or keeps(made, rest[0]):
+        result = signature(target)
+        for init, base in pairwise(constructors(target)):
+            if not (rest := [name for name, p in result.items() if p.kind is p.VAR_KEYWORD]) or keeps(init, rest[0]):
                 break
             inherited = list(signature(base).values())[1:]  # without `self`
-            own = {k: p for k, p in found.items() if k not in rest}
-            found = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | own
+            named = {k: p for k, p in result.items() if k not in rest}
+            result = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | named
     except (LookupError, TypeError, ValueError):
         return None
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -249,24 +249,24 @@ class Source:
 
 
 def statements(tree: ast.Module | ast.If | ast.Try) -> Iterator[ast.stmt]:
-    """Those of a module, also within `if TYPE_CHECKING` and the like."""
+    """The statements of a module, including those inside `if TYPE_CHECKING` and the like."""
     for node in tree.body:
         yield from statements(node) if isinstance(node, ast.If | ast.Try) else [node]
 
 
 @cache
 def source(path: str) -> Source | None:
-    """The source of a class or function, found without importing it; None if it is not where its path and the imports there lead."""
+    """The source of a class or function, without importing it; None if its path and imports do not lead to it."""
     module, _, name = path.rpartition(".")
     package, *rest = module.split(".")
     spec = find_spec(package) if package else None
     if spec is None or spec.origin is None:
         return None
-    place = Path(spec.origin).parent.joinpath(*rest)
-    if not rest and spec.submodule_search_locations is None:  # a module of its own
-        place = Path(spec.origin).with_suffix("")
-    file, inside = (
-        (place / "__init__.py", module) if place.is_dir() else (place.with_suffix(".py"), module.rpartition(".")[0])
+    base = Path(spec.origin).parent.joinpath(*rest)
+    if not rest and spec.submodule_search_locations is None:  # a top-level module, not a package
+        base = Path(spec.origin).with_suffix("")
+    file, parent = (
+        (base / "__init__.py", module) if base.is_dir() else (base.with_suffix(".py"), module.rpartition(".")[0])
     )
     tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
     for node in statements(tree):
@@ -274,34 +274,34 @@ def source(path: str) -> Source | None:
             return Source(node, module, tree)
         if isinstance(node, ast.ImportFrom):
             for alias in (alias for alias in node.names if name == (alias.asname or alias.name)):
-                return source(f"{resolve_name('.' * node.level + (node.module or ''), inside)}.{alias.name}")
+                return source(f"{resolve_name('.' * node.level + (node.module or ''), parent)}.{alias.name}")
     return None
 
 
-def meaning(name: str, where: Source) -> str:
-    """What a dotted name stands for in a module: one that it imports, or its own."""
+def meaning(name: str, origin: Source) -> str:
+    """The full path of a dotted name used in a module: imported there, or else defined there."""
     first, dot, rest = name.partition(".")
-    for node in statements(where.tree):
+    for node in statements(origin.tree):
         if isinstance(node, ast.Import):
             for alias in (alias for alias in node.names if (alias.asname or alias.name).split(".")[0] == first):
                 return f"{alias.name if alias.asname else first}{dot}{rest}"
         if isinstance(node, ast.ImportFrom) and not node.level:
             for alias in (alias for alias in node.names if first == (alias.asname or alias.name)):
                 return f"{node.module}.{alias.name}{dot}{rest}"
-    return f"{where.module}.{name}"
+    return f"{origin.module}.{name}"
 
 
 @cache
 def lineage(path: str) -> list[str] | None:
-    """The homes of a class and of its bases, up to those of BASES, as its source names them; None if they are not all found there."""
-    found = source(path)
-    if found is None or isinstance(found.node, ast.FunctionDef):
+    """The homes of a class and its bases, up to those in BASES, read from the source; None if the source lacks any."""
+    cls = source(path)
+    if cls is None or isinstance(cls.node, ast.FunctionDef):
         return None
-    if found.home in BASES:
-        return [found.home]
-    homes = [found.home]
-    for base in found.node.bases:
-        inherited = lineage(meaning(ast.unparse(base), found))
+    if cls.home in BASES:
+        return [cls.home]
+    homes = [cls.home]
+    for base in cls.node.bases:
+        inherited = lineage(meaning(ast.unparse(base), cls))
         if inherited is None:
             return None
         homes += inherited
@@ -309,47 +309,47 @@ def lineage(path: str) -> list[str] | None:
 
 
 def imports_no_torch(path: str) -> bool:
-    """Whether the file of a class imports nothing but Python's own modules, NumPy, Pillow, and what Lockstep has of data."""
-    found, names = source(path), list[str]()
-    for node in statements(found.tree) if found else ():
+    """Whether the file of a class imports only the standard library, NumPy, Pillow and LIGHT modules of Lockstep."""
+    cls, names = source(path), list[str]()
+    for node in statements(cls.tree) if cls else ():
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-    light = (name.split(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(LIGHT) for name in names)
-    return found is not None and all(light)
+    are_light = (name.split(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(LIGHT) for name in names)
+    return cls is not None and all(are_light)
 
 
 def written_arguments(path: str) -> list[str] | None:
-    """The arguments in the source of a class or function; None if it passes on others, or is not found."""
+    """The parameters in the source of a class or function; None if it has `**kwargs` or its source is not found."""
     homes = lineage(path) or [path]
-    for found in filter(None, map(source, homes)):
-        own = found.node.body if isinstance(found.node, ast.ClassDef) else [found.node]
-        for each in own:
-            if isinstance(each, ast.FunctionDef) and (each is found.node or each.name == "__init__"):
-                names = [arg.arg for arg in (*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs)]
-                return None if each.args.kwarg else names[each is not found.node :]
+    for target in filter(None, map(source, homes)):
+        body = target.node.body if isinstance(target.node, ast.ClassDef) else [target.node]
+        for node in body:
+            if isinstance(node, ast.FunctionDef) and (node is target.node or node.name == "__init__"):
+                names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                return None if node.args.kwarg else names[node is not target.node :]
     return None
 
 
 def written_value(path: str, name: str) -> Any:
-    """A plain attribute in the source of a class or of its bases; None if it is not there."""
-    for found in filter(None, map(source, lineage(path) or [path])):
-        for each in found.node.body:
-            target = each.targets[0] if isinstance(each, ast.Assign) else getattr(each, "target", None)
-            value = getattr(each, "value", None)
+    """The constant value of an attribute in the source of a class or its bases; None if there is none."""
+    for cls in filter(None, map(source, lineage(path) or [path])):
+        for node in cls.node.body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            value = getattr(node, "value", None)
             if target is not None and ast.unparse(target) == name:
                 return value.value if isinstance(value, ast.Constant) else None
     return None
 
 
 def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Its arguments. Annotations are types, also those written as text, unless only a type checker understands one of them."""
+    """The parameters of a function. Annotations become types, unless one of them exists only for type checkers."""
     constructor: Any = function
     try:
         types = typing.get_type_hints(constructor.__init__ if isinstance(function, type) else function)
     except Exception:
         types = {}
-    found = inspect.signature(function).parameters
-    return {name: p.replace(annotation=types.get(name, p.annotation)) for name, p in found.items()}
+    named = inspect.signature(function).parameters
+    return {name: p.replace(annotation=types.get(name, p.annotation)) for name, p in named.items()}
 
 
 def takes_one(parameter: inspect.Parameter) -> bool:
@@ -357,42 +357,42 @@ def takes_one(parameter: inspect.Parameter) -> bool:
 
 
 def constructors(target: Any) -> list[Callable[..., Any]]:
-    """The `__init__` of a class and of its base classes, in the order in which `super()` finds them."""
+    """The `__init__` of a class and of its base classes, in the order of `super()` calls."""
     classes = getattr(target, "__mro__", (object,))[:-1]
-    return [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
+    return [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
 
 
 def keeps(constructor: Callable[..., Any], rest: str) -> bool:
-    """Whether it gives its `**rest` to no other constructor, so any name may be meant for itself."""
+    """Whether a constructor passes its `**rest` to no other constructor, so it may use any of the names itself."""
     try:
         parts = ast.walk(ast.parse(f"if True:\n{inspect.getsource(constructor)}"))  # a method is indented
     except (OSError, TypeError, SyntaxError):  # without source
         return False
-    calls = [each for each in parts if isinstance(each, ast.Call) and ast.unparse(each.func).endswith("__init__")]
-    given = [each for call in calls for each in ast.walk(call) if isinstance(each, ast.Name) and each.id == rest]
-    return not (given or constructor.__module__.startswith("lightning."))  # whose data module drops them
+    calls = [node for node in parts if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("__init__")]
+    uses = [node for call in calls for node in ast.walk(call) if isinstance(node, ast.Name) and node.id == rest]
+    return not (uses or constructor.__module__.startswith("lightning."))  # LightningDataModule drops them
 
 
-def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """The `offered` arguments that the signature of a target names."""
+def accepted(path: str, context: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `context` that a target has parameters for."""
     named = parameters(path)
-    return {name: value for name, value in offered.items() if named is not None and name in named}
+    return {name: value for name, value in context.items() if named is not None and name in named}
 
 
 def type_problem(parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
-    """Whether the annotation of an argument accepts a value; an argument without annotation accepts any."""
+    """The error if the annotation of a parameter does not accept a value. No annotation accepts every value."""
     annotation = parameter.annotation
     if annotation is parameter.empty or isinstance(annotation, str) or any(nodes(value, key)):
         return
-    from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not wait for
+    from pydantic import TypeAdapter, ValidationError  # takes 0.1 s, which would delay --help
 
     try:
-        found = TypeAdapter(annotation, config={"arbitrary_types_allowed": True}).validate_python(value)
-        wrong = isinstance(value, str | bool) and isinstance(found, int | float) and type(found) is not type(value)
+        parsed = TypeAdapter(annotation, config={"arbitrary_types_allowed": True}).validate_python(value)
+        is_wrong = isinstance(value, str | bool) and isinstance(parsed, int | float) and type(parsed) is not type(value)
     except ValidationError:
-        wrong = True
-    except Exception:  # annotations that pydantic does not understand, or with settings of their own
+        is_wrong = True
+    except Exception:  # pydantic does not support the annotation, or the annotated type has its own pydantic config
         return
-    if wrong:
+    if is_wrong:
         name = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
         yield f"{key}={shown(value)} is invalid; expected {name or str(annotation).replace('typing.', '')}."

@@ -1,4 +1,4 @@
-"""How messages show values and names."""
+"""Formatting of values and names in messages."""
 
 import re
 import shlex
@@ -32,12 +32,12 @@ FRACTION = re.compile(r"^P\(|(?:^|[/_])(?:acc|accuracy|top_?\d+|precision|recall
 
 
 def is_fraction(name: str, *values: float) -> bool:
-    """Whether a metric is shown as a percentage: by its name, and if no value is above 1, as of those logged in percent."""
+    """Whether a metric is shown as a percentage: its name is that of a fraction, and no value is logged in percent."""
     return bool(FRACTION.search(name)) and all(0 <= value <= 1 for value in values)
 
 
 def metric(name: str, value: Any) -> str:
-    """The value of a metric: 92.50% of an accuracy, 0.2377 of a loss."""
+    """The value of a metric, e.g. 92.50% for an accuracy and 0.2377 for a loss."""
     return percent(value) if isinstance(value, float) and is_fraction(name, value) else number(value)
 
 
@@ -54,24 +54,24 @@ def seconds(value: float) -> str:
 
 
 def readable(text: str) -> str:
-    """`text` with control characters spelt out, except line ends and tabs: a terminal would obey its escape sequences."""
-    odd = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in odd else ascii(c)[1:-1] for c in text)
+    """`text` with control characters escaped, except newlines and tabs: a terminal would execute escape sequences."""
+    control = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in control else ascii(c)[1:-1] for c in text)
 
 
 def inline(text: object) -> str:
-    """Text of others, such as the name of a file, as part of a line: line ends and tabs are spelt out as well."""
+    """Untrusted text, such as a file name, as part of a line: newlines and tabs are escaped as well."""
     return readable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def shell_line(*words: str) -> str | None:
-    """A command for a shell, in which no word does more than be one; None if a word has characters that no line can show."""
+    """A shell command with each word quoted; None if a word has characters that a line cannot show."""
     line = shlex.join(words)
     return line if inline(line) == line else None
 
 
 def warn(text: str) -> None:
-    """On standard error, for what comes before a run has its log."""
+    """Prints a warning to standard error, for messages before a run has its log."""
     print(readable(f"WARNING: {text}"), file=sys.stderr)
 
 
