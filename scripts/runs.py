@@ -75,7 +75,7 @@ def written_s(run: Report) -> float:
 
 
 def began_s(run: Report) -> float:
-    """When it was last started, or if unknown, last written to."""
+    """When a run was last started or, if that is unknown, last written to."""
     with suppress(KeyError, TypeError, ValueError):
         return datetime.fromisoformat(run["started"]).timestamp()
     return written_s(run)
@@ -93,7 +93,7 @@ def find_runs(runs_dir: Path) -> list[Report]:
 
 
 def named(runs: list[Report], target: str, runs_dir: Path) -> list[Report]:
-    """The run with a name or directory, or the jobs of a sweep. Raises UserError that names the nearest one."""
+    """The run with a name or directory, or the jobs of a sweep. Raises UserError with the nearest name."""
     name = target.rstrip("/").removeprefix(f"{runs_dir}/")
     matches = [run for run in runs if f"{run['run']}/".startswith(f"{name}/")]
     if not matches:
@@ -193,7 +193,7 @@ def has_failed(run: Report, stale_min: float) -> bool:
 
 
 def again(run: Report, runs_dir: Path) -> str:
-    """The command that reruns it; see the rules at the top."""
+    """The command that reruns a run, by the rules at the top of this file."""
     name, has_config, recorded = run["run"], run.run_folder.has_config(), overrides_of(run)
     saved = has_config and next(checkpoints(run.folder), None)
     if (has_config and not run.settings) or (not saved and recorded is None):

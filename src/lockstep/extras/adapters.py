@@ -58,7 +58,7 @@ class Wrapped(Images):
     def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
         parts = (*PARTS, *self.evaluation_sets)
         declared = {part: class_names(holder_of(self.samples(part)), numbers=False) for part in parts}
-        new = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # data.classes renames
+        new = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # data.classes renames them
         return {part: {"classes": [new.get(name, name) for name in names]} for part, names in declared.items() if names}
 
     @cached_property
@@ -131,7 +131,7 @@ def declared_names(classes: Any) -> list[str]:
 
 
 def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
-    """Names for 0 to the largest class number that occurs; empty if the numbers are no classes, such as prices or table keys."""
+    """Names for 0 to the largest class number that occurs; empty if the numbers are not classes, such as prices or table keys."""
     count = int(max(numbers)) + 1 if len(numbers) else 0
     return [*map(str, range(count))] if count <= max(samples, 2 * len(numbers)) else []
 

@@ -73,7 +73,7 @@ class Exported:
     offered: Mapping[str, Any]  # arguments of the network
     task: Task
     whole: nn.Module  # the module that the task calls
-    data: DataSet  # of the run, or one for files
+    data: DataSet  # of the run, or one that reads files
     batch: Batch
     network: str = ""  # the submodule to export; empty: all of `whole`
     made: str = ""  # the submodule that the config's `model` creates; empty: `whole`

@@ -70,7 +70,7 @@ def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool
 
 # --- Files that the processes write for rank 0, which merges them as streams in input order ---
 
-*_, ERROR = RESERVED  # the column of why a file could not be read
+*_, ERROR = RESERVED  # the column with the reason why a file could not be read
 FIRST = (*RESERVED[:-1], "target")  # columns before the task's
 SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
 KEPT = 200  # samples in a gallery
@@ -107,8 +107,8 @@ class Parts:
         self.example: Row = example
         self.masks = sorted(path.name for path in folder.iterdir() if path.is_dir())
         columns = [name for name in self.example if name not in (*FIRST, ERROR) and not name.startswith("target/")]
-        numbers = [name for name in self.example if f"target/{name}" in self.example]  # one may be called target
-        self.guess = next(iter(numbers + columns), "")  # the column of what is predicted
+        numbers = [name for name in self.example if f"target/{name}" in self.example]  # one may be named target
+        self.guess = next(iter(numbers + columns), "")  # the column of the prediction
         self.key = next((name for name in SORTED if name in self.example), None)
 
     def rows(self) -> Iterator[tuple[int, Row]]:

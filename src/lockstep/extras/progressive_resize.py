@@ -49,7 +49,7 @@ class ProgressiveResize(Checked, Callback):
         return min(whole, max(self.size_increment, int(scale * whole) // self.size_increment * self.size_increment))
 
     def resized(self, batch: Batch, progress: float) -> Batch:
-        """The images after `preprocess`, BCHW, and their masks."""
+        """A batch after `preprocess`, with resized images and masks."""
         image_BCHW = batch["input"]
         whole = image_BCHW.shape[-1]
         side = self.side(whole, progress)

@@ -1,6 +1,6 @@
 """An Optuna sweep that can be interrupted, continued, and shared by several machines.
 
-A study belongs to a storage, and several machines may work on it. A trial belongs to the sweep that began it. Its values are read
+A study belongs to a storage, and several machines may work on it. A trial belongs to the sweep that started it. Its values are read
 from its run's report, so every launcher works.
 """
 
