@@ -150,8 +150,8 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
     allowed = 0.0 if exact else tolerance
     parts: tuple[str, ...] = ("state_dict", "current_model_state")
     parts += ("optimizer_states", "lr_schedulers", "callbacks") if exact else ()
-    in_logical_ranks = all(run.settings.get("exact.logical_ranks") for run in (a, b))
-    parts += ("loops",) if exact and not in_logical_ranks else ()  # `loops` counts the micro-batches of one process
+    batches_are_divided = all(run.settings.get("exact.logical_ranks") for run in (a, b))
+    parts += ("loops",) if exact and not batches_are_divided else ()  # `loops` counts the micro-batches of one process
     configs = [{key: value for key, value in run.settings.items() if key not in OWN} for run in (a, b)]
     data = [{key: run.get(key) for key in DATA} for run in (a, b)]
     diffs = {
