@@ -58,7 +58,7 @@ def difference(reference: Report, other: Report) -> tuple[float, float, float]:
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
         raise RuntimeError(f"{other.folder} did not do the steps of {reference.folder}")
     floating = [key for key, value in weights[0].items() if value.is_floating_point()]
-    vectors = [torch.cat([each[key].double().flatten() for key in floating]) for each in weights]
+    vectors = [torch.cat([state[key].double().flatten() for key in floating]) for state in weights]
     loss = max(comparison.relative(a, b) for a, b in zip(*losses, strict=True))
     tensor = max(comparison.tensor_difference(weights[0][key], weights[1][key]) for key in floating)
     return loss, comparison.tensor_difference(*vectors), tensor
@@ -95,21 +95,21 @@ def setups(recipe: str) -> list[tuple[str, int, int]]:
 
 def strategies(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
     """The table, and whether all differences are within their limits."""
-    rows, good = [], True
+    rows, within_limits = [], True
     for number, (recipe, (overrides, steps, limit)) in enumerate(RECIPES.items()):
         common = ["trainer.log_every_n_steps=1", *overrides, *args.overrides]
         whole = [*common, f"trainer.max_steps={steps}", "resume=auto"]
         reference = trained(runs_dir, f"{number}", *whole, *on("single"))
-        for place, (name, world, accumulate) in enumerate(setups(recipe)):
-            run, strategy = f"{number}-{place}", name.partition(",")[0]
+        for index, (name, world, accumulate) in enumerate(setups(recipe)):
+            run, strategy = f"{number}-{index}", name.partition(",")[0]
             if name == RESUMED[0]:
                 trained(runs_dir, run, *common, f"trainer.max_steps={steps // 2}", *on("single"))
             options = [*on(strategy, world), f"trainer.accumulate_grad_batches={accumulate}"]
-            apart = difference(reference, trained(runs_dir, run, *whole, *options))
-            good &= apart[1] <= limit
-            rows.append([recipe, f"{steps}", name, f"{world}", f"{accumulate}", *(f"{value:.1e}" for value in apart)])
+            gaps = difference(reference, trained(runs_dir, run, *whole, *options))
+            within_limits &= gaps[1] <= limit
+            rows.append([recipe, f"{steps}", name, f"{world}", f"{accumulate}", *(f"{value:.1e}" for value in gaps)])
             print(" | ".join(rows[-1]), file=sys.stderr)
-    return table(HEAD, rows), good
+    return table(HEAD, rows), within_limits
 
 
 # --- drift ---
@@ -128,11 +128,11 @@ PAIRS: dict[str, tuple[list[str], list[str]]] = {  # BasicNet: the recipe, and w
 def drift(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
     """Relative differences of all weights. The last row compares two seeds, for reference."""
     rows = []
-    for number, (name, (recipe, more)) in enumerate(PAIRS.items()):
+    for number, (name, (recipe, extra)) in enumerate(PAIRS.items()):
         rows.append([name])
         for steps in args.steps:
             common = [f"trainer.max_steps={steps}", "trainer.log_every_n_steps=1", *recipe]
-            one, two = (trained(runs_dir, f"{number}-{steps}-{len(x)}", *common, *x) for x in ([], more))
+            one, two = (trained(runs_dir, f"{number}-{steps}-{len(x)}", *common, *x) for x in ([], extra))
             rows[-1].append(f"{difference(one, two)[1]:.1g}")
         print(" | ".join(rows[-1]), file=sys.stderr)
     return table(["", *(f"{steps} steps" for steps in args.steps)], rows), True
@@ -173,10 +173,10 @@ WAYS: dict[str, list[list[str]]] = {
 
 def train(stages: list[list[str]], overrides: list[str], run: Path, steps: int) -> None:
     """Raises RuntimeError if the last stage fails."""
-    given = [*overrides, f"runs_dir={run.parent}", f"run={run.name}", f"trainer.max_steps={steps}", "resume=auto"]
+    options = [*overrides, f"runs_dir={run.parent}", f"run={run.name}", f"trainer.max_steps={steps}", "resume=auto"]
     log = run.parent / f"{run.name}.log"
     for number, stage in enumerate(stages, start=1):
-        process = start_command([sys.executable, *stage, *given], log)
+        process = start_command([sys.executable, *stage, *options], log)
         if number < len(stages):  # kill it once its log shows the step; the step's checkpoint may not exist yet
             step = steps * number // len(stages)
             wait_until(lambda: last_step(run / "metrics.csv") >= step or process.poll() is not None, math.inf, 0.2)  # noqa: B023
@@ -189,12 +189,12 @@ def train(stages: list[list[str]], overrides: list[str], run: Path, steps: int) 
 def digest(run: Path) -> str:
     """A hash of the trained state, which two versions of Lockstep can compare."""
     content = torch.load(run / "checkpoints/last.ckpt", weights_only=True, map_location="cpu")
-    found = hashlib.blake2b(digest_size=6)
+    content_hash = hashlib.blake2b(digest_size=6)
     for keys, leaf in leaves({part: content.get(part) for part in PARTS}):
         tensor = isinstance(leaf, Tensor)
         data = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor else repr(leaf).encode()
-        found.update(repr(keys).encode() + data)
-    return found.hexdigest()
+        content_hash.update(repr(keys).encode() + data)
+    return content_hash.hexdigest()
 
 
 def bits(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:

@@ -105,9 +105,9 @@ def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
         if limits and name.startswith("lockstep") and (figures.waiting or 0.0) > MOST_WAITING:
             yield f"{name} waits for data for {figures.waiting:.1%} of its time; at most {MOST_WAITING:.0%} is expected"
     for (name, other), limit in limits.items():
-        found = ratio(contenders, name, other)
-        if found is not None and found < limit:
-            yield f"{name} is {found:.2f} times as fast as {other}; at least {limit:.2f} is expected"
+        speedup = ratio(contenders, name, other)
+        if speedup is not None and speedup < limit:
+            yield f"{name} is {speedup:.2f} times as fast as {other}; at least {limit:.2f} is expected"
 
 
 # Limits with room for the noise of a shared machine: --quick measured 2.9, 1.7, 0.88 and 0.93 on two cores. The first applies if the
@@ -140,14 +140,14 @@ AMOUNTS = {  # batch, optimizer steps per turn, rounds
 
 def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> Kinds:
     """Contenders by name. Peers whose package is not installed are skipped, with a message."""
-    found: Kinds = {}
+    contenders: Kinds = {}
     for name in peers:
         if name == "plain" or importlib.util.find_spec(name):
-            found[name] = (name, [])
+            contenders[name] = (name, [])
         else:
             say(f"{name} is skipped: it is not installed. Run uv run --group peers benchmarks/benchmark.py")
     ours = {name: what for name, what in OURS.items() if world == 1 or what[0] == "lockstep"}
-    return found | ours | {f"lockstep {options}": ("lockstep", options.split()) for options in also}
+    return contenders | ours | {f"lockstep {options}": ("lockstep", options.split()) for options in also}
 
 
 def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
@@ -199,11 +199,11 @@ class Contender:
     def answer(self) -> dict[str, Any]:
         ready, _, _ = select.select([self.process.stdout], [], [], ANSWER_S)
         if line := self.process.stdout.readline() if ready else "":
-            found: dict[str, Any] = json.loads(line)
-            return found
+            reply: dict[str, Any] = json.loads(line)
+            return reply
         end = "\n".join(self.log.read_text().splitlines()[-30:])
-        why = "ended before its time" if ready else f"did not answer within {ANSWER_S} s"
-        raise TrainingFailed(f"the contender {self.name} {why}; the end of its log:\n{end}")
+        reason = "ended before its time" if ready else f"did not answer within {ANSWER_S} s"
+        raise TrainingFailed(f"the contender {self.name} {reason}; the end of its log:\n{end}")
 
     def train(self, steps: int) -> dict[str, Any]:
         print(steps, file=self.process.stdin)
@@ -223,8 +223,8 @@ def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes: list[Contender] = []
         for name, (kind, options) in contenders.items():
-            own = [*arithmetic(kind, options, args.device), f"runs_dir={folder}/{len(processes)}"]
-            process = Contender(name, kind, [*overrides, *own], Path(folder), device=args.device, world=args.world)
+            extra = [*arithmetic(kind, options, args.device), f"runs_dir={folder}/{len(processes)}"]
+            process = Contender(name, kind, [*overrides, *extra], Path(folder), device=args.device, world=args.world)
             stack.callback(process.end)
             processes.append(process)
         for process in processes:
@@ -235,7 +235,7 @@ def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -
         for i in range(args.rounds):
             for process in processes if i % 2 == 0 else processes[::-1]:
                 figures[process.name].turns.append(process.train(args.segment))
-            say(" · ".join(f"{name} {found.speeds[-1]:,.1f}" for name, found in figures.items()))
+            say(" · ".join(f"{name} {figure.speeds[-1]:,.1f}" for name, figure in figures.items()))
         for process in processes if args.accuracy else ():
             if not process.name.startswith("upper bound"):
                 figures[process.name].accuracy = process.train(REST)["accuracy"]
@@ -265,8 +265,8 @@ def main(args: argparse.Namespace) -> None:
     peers = [f"{name} {version(name)}" for name in PEERS[1:] if name in figures]
     measuring.show(f"{about}\n\n{table(figures)}\n", *peers, machine(args.device))
     limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
-    if found := list(problems(figures, limits if args.check else {})):
-        raise TrainingFailed("; ".join(found))
+    if errors := list(problems(figures, limits if args.check else {})):
+        raise TrainingFailed("; ".join(errors))
 
 
 def arguments() -> argparse.Namespace:

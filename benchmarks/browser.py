@@ -31,15 +31,15 @@ def main() -> None:
     parser = measuring.parser(__doc__)
     parser.add_argument("pages", nargs="+", metavar="name=page")
     pages = parser.parse_args().pages
-    if why := missing():
-        raise UserError(why)
+    if reason := missing():
+        raise UserError(reason)
     FOLDER.mkdir(exist_ok=True)
     with browser() as driver:
-        for each in pages:
-            name, _, page = each.partition("=")
+        for pair in pages:
+            name, _, page = pair.partition("=")
             name, _, section = name.partition("#")
             if not Path(page).is_file():
-                raise UserError(f"{each}: there is no page {page!r}; expected <name>=<page>, such as runs=runs.html")
+                raise UserError(f"{pair}: there is no page {page!r}; expected <name>=<page>, such as runs=runs.html")
             width, height = (390, 800) if name == "phone" else (1280, 1180)
             show(driver, Path(page), width=width, height=height, dark=name.endswith("dark"))
             if section:
@@ -68,7 +68,7 @@ def browser() -> Iterator[Any]:
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
-    options.binary_location = next(found for found in map(shutil.which, NAMES) if found)
+    options.binary_location = next(path for path in map(shutil.which, NAMES) if path)
     for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})

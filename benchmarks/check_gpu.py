@@ -79,9 +79,9 @@ class Checks:
                 os.killpg(child.pid, signal.SIGKILL)
         return int(child.wait())
 
-    def options(self, name: str, *more: str) -> list[str]:
-        cache = [] if "data=none" in more else [f"data.cache_dir={self.folder / 'cache'}"]
-        return [f"trainer.accelerator={self.device}", f"runs_dir={self.folder}", f"run={name}", *cache, *more]
+    def options(self, name: str, *extra: str) -> list[str]:
+        cache = [] if "data=none" in extra else [f"data.cache_dir={self.folder / 'cache'}"]
+        return [f"trainer.accelerator={self.device}", f"runs_dir={self.folder}", f"run={name}", *cache, *extra]
 
     def train(self, name: str, *options: str, script: Sequence[str] = ("train.py",), kill_at_step: int = 0) -> Any:
         """Returns the report, with the exit code."""
@@ -101,24 +101,24 @@ class Checks:
             tensors = [read(file).values["state_dict"] for file in files]
         except (UserError, OSError) as e:
             return f"not compared: {e}"
-        weights = [torch.cat([each[key].double().flatten() for key in sorted(each)]) for each in tensors]
+        weights = [torch.cat([state[key].double().flatten() for key in sorted(state)]) for state in tensors]
         return f"weights {tensor_difference(*weights):.1e} apart; {lines[0]}"
 
     def rate_of(self, name: str) -> str:
-        found = re.findall(r"^RATE (\S+)", self.output(name), re.MULTILINE)
-        return f"{found[-1]} images/s" if found else " ".join(self.output(name).split())[-200:]
+        rates = re.findall(r"^RATE (\S+)", self.output(name), re.MULTILINE)
+        return f"{rates[-1]} images/s" if rates else " ".join(self.output(name).split())[-200:]
 
     def compared(
         self, base: str, options: list[str], ways: dict[str, list[str]], script: Sequence[str] = ("train.py",)
     ) -> Iterator[str]:
         self.train(base, *options, script=script)
-        for name, more in ways.items():
-            self.train(name, *options, *more, script=script)
+        for name, extra in ways.items():
+            self.train(name, *options, *extra, script=script)
             yield f"{name} against {base}: {self.apart(base, name)}"
 
     def speeds(self, options: list[str], ways: dict[str, list[str]]) -> Iterator[str]:
-        for name, more in ways.items():
-            yield f"{name}: {rate(self.train(name, *options, *more))}"
+        for name, extra in ways.items():
+            yield f"{name}: {rate(self.train(name, *options, *extra))}"
 
     def of_photos(self, pixels: int, batch: int) -> list[str]:
         length = [f"trainer.max_steps={self.steps}", f"trainer.log_every_n_steps={self.steps // 4}", *TEST_ONE]
@@ -174,7 +174,7 @@ def waits(checks: Checks) -> Iterator[str]:
         name, length = f"waits-{steps}", [f"trainer.max_steps={steps}", f"trainer.log_every_n_steps={steps // 2}"]
         options = [*checks.mnist, *length, *TEST_ONE, "loader.batch_size=16"]
         checks.train(name, *options, script=["-W", "always", "-c", WARNING])
-        places.append([found[2] for found in PLACE.finditer(checks.output(name))])
+        places.append([match[2] for match in PLACE.finditer(checks.output(name))])
     few, many = map(Counter, places)
     yield f"{few.total()} in 100 steps, {many.total()} in 200; more in steps without a row: {dict(many - few) or 'none'}"
     yield f"by place: {dict(many.most_common())}"

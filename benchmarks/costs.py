@@ -202,9 +202,9 @@ def save_costs(times: dict[str, Any], size_gb: float) -> dict[str, float]:
 
 
 def saved_run(args: argparse.Namespace, setup: str, background: bool, runs_dir: str) -> dict[str, float]:
-    place = [f"runs_dir={runs_dir}", f"run={setup}-{background}", f"trainer.limit_train_batches={args.steps}"]
+    location = [f"runs_dir={runs_dir}", f"run={setup}-{background}", f"trainer.limit_train_batches={args.steps}"]
     saves = [f"checkpoint.background={str(background).lower()}", f"checkpoint.every_n_steps={args.every}"]
-    settings = Settings.of(resolve([*SAVING, *SETUPS[setup], *saves, *place]))
+    settings = Settings.of(resolve([*SAVING, *SETUPS[setup], *saves, *location]))
     run_processes(Path(__file__).resolve(), settings)
     checkpoint = settings.folder.checkpoints / "last.ckpt"
     files = [checkpoint] if checkpoint.is_file() else list(checkpoint.iterdir())
@@ -269,7 +269,7 @@ def startup(args: argparse.Namespace) -> str:
     source = f"data.root={args.data_root.resolve()}" if args.data_root else "data.source=embedded"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ways = {name: partial(probe, *each, folder) for name, each in PROBES.items()}
+        ways = {name: partial(probe, *options, folder) for name, options in PROBES.items()}
         for what, env in ((STEP, CACHED), (f"{STEP}, without cached bytecode", NOT_CACHED)):
             ways[what] = partial(first_step, [source, "data.cache_dir=cache"], folder, env)
         taken_s = in_turns(ways, args.rounds, warm_up=1)
@@ -326,11 +326,11 @@ def trained(options: list[str]) -> tuple[float, float, float]:
 
 
 def speeds(rows: Rows, args: argparse.Namespace) -> str:
-    found = in_turns({name: partial(trained, options) for name, (_, options) in rows.items()}, args.rounds)
+    results = in_turns({name: partial(trained, options) for name, (_, options) in rows.items()}, args.rounds)
     lines = []
     for name, (base, _) in rows.items():
-        rates, accuracies, memories = zip(*found[name], strict=True)
-        times = measuring.ratio(rates, [rate for rate, _, _ in found[base]])
+        rates, accuracies, memories = zip(*results[name], strict=True)
+        times = measuring.ratio(rates, [rate for rate, _, _ in results[base]])
         medians = f"{statistics.median(accuracies):.1%}", f"{statistics.median(memories):.2f}"
         lines.append([name, spread(rates), f"{times:.2f}", *medians])
     return table(["what", "images/s, median (least to most)", "ratio", "test accuracy", "peak memory, GiB"], lines)

@@ -117,17 +117,17 @@ class Run:
 
     def processes(self, groups: list[int] | None = None) -> list[int]:
         """The processes of the given commands, or of all; the commands come first."""
-        groups, found = self.groups if groups is None else groups, []
+        groups, pids = self.groups if groups is None else groups, []
         for process in psutil.process_iter():
             with suppress(OSError, psutil.NoSuchProcess):  # it has ended
                 if os.getpgid(process.pid) in groups and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process.pid)
-        return sorted(found, key=lambda pid: (pid not in groups, pid))
+                    pids.append(process.pid)
+        return sorted(pids, key=lambda pid: (pid not in groups, pid))
 
     def one_rank(self) -> list[int]:
         """A random training process, if there is one: a child of a command, or the command if it has no children."""
-        found = self.processes()
-        ranks = [pid for pid in found if pid not in self.groups] or found
+        pids = self.processes()
+        ranks = [pid for pid in pids if pid not in self.groups] or pids
         return [self.draw.choice(ranks)] if ranks else []
 
     def one_node(self) -> list[int]:
@@ -174,8 +174,8 @@ class Run:
 
 def files(folder: Path) -> set[str]:
     """All files except the logs of ranks: a rank that is killed before it prints has none."""
-    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return {str(path) for path in found if path.parts[0] != "logs"}
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in paths if path.parts[0] != "logs"}
 
 
 def said(logs: Iterable[Path]) -> str:
@@ -188,8 +188,8 @@ def said(logs: Iterable[Path]) -> str:
 def stop_and(then: signal.Signals, run: Run) -> None:
     """Stops a rank for a while. With SIGCONT, it may also stop a command."""
     pids = run.one_rank()
-    if then is signal.SIGCONT and (found := run.processes()):
-        pids = [run.draw.choice(found)]
+    if then is signal.SIGCONT and (candidates := run.processes()):
+        pids = [run.draw.choice(candidates)]
     send(signal.SIGSTOP, pids)
     time.sleep(run.draw.uniform(0.1, 3.0))
     send(then, pids)
@@ -213,21 +213,21 @@ def fill(run: Run) -> None:
 def flip(place: str, pattern: str, run: Run) -> None:
     """Flips one bit of one of the files as soon as they exist. Kills the run afterwards in half of the cases."""
 
-    def there() -> list[Path]:
+    def existing_files() -> list[Path]:
         with suppress(FileNotFoundError):  # a checkpoint has just taken its name
             return [path for path in (run.folder / place).rglob(pattern) if path.is_file() and path.stat().st_size]
         return []
 
-    wait_until(lambda: bool(there()) or not run.processes(), FILES_S, 0.0)
-    if not (found := there()):
+    wait_until(lambda: bool(existing_files()) or not run.processes(), FILES_S, 0.0)
+    if not (matches := existing_files()):
         return
-    path = run.draw.choice(sorted(found))
+    path = run.draw.choice(sorted(matches))
     with suppress(FileNotFoundError), path.open("r+b") as file:
-        before = file.read()
-        at = run.draw.randrange(len(before))
-        os.pwrite(file.fileno(), bytes([before[at] ^ 1 << run.draw.randrange(8)]), at)
-        run.notes.append(f"byte {at} of {path.relative_to(run.folder)}")
-        run.flipped[path] = before, path.read_bytes()
+        content = file.read()
+        position = run.draw.randrange(len(content))
+        os.pwrite(file.fileno(), bytes([content[position] ^ 1 << run.draw.randrange(8)]), position)
+        run.notes.append(f"byte {position} of {path.relative_to(run.folder)}")
+        run.flipped[path] = content, path.read_bytes()
     if run.draw.random() < 0.5:
         run.notes.append("killed")
         run.kill()
@@ -340,8 +340,8 @@ def verdict(run: Run, fault: Fault, whole: Reference) -> str | None:
     if any(codes):
         return "clear"
     run.bring_back("runs")  # restores files damaged after their last use; the next use would reject them
-    if told := run.compared(whole.saves):
-        raise Badly(told)
+    if differences := run.compared(whole.saves):
+        raise Badly(differences)
     return "right"
 
 
@@ -360,29 +360,29 @@ def outcome(case: Case, folder: Path, nodes: list[hosts.Host], draw: random.Rand
     """Injects a fault into a run; returns one of KINDS. Starts a new run if the run ends before the fault."""
     name, setup = case
     fault = FAULTS[name]
-    kind, why = None, ""
+    kind, reason = None, ""
     while kind is None:
         run, began_s = Run(folder, setup, nodes, draw), time.monotonic()
         with small_disk(run.folder) if fault.inject is fill else nullcontext():
             try:
                 kind = verdict(run, fault, whole)
             except Badly as e:
-                kind, why = "badly", f": {e}\n{said(sorted(run.logs.glob('*.log')))}"
+                kind, reason = "badly", f": {e}\n{said(sorted(run.logs.glob('*.log')))}"
             finally:
                 run.kill()
                 run.repair()
         shutil.rmtree(run.logs)
     notes = ", ".join([name, *run.notes])
-    print(f"{folder.name}: {setup}: {notes}: {kind}{why} [{time.monotonic() - began_s:.1f} s]", flush=True)
+    print(f"{folder.name}: {setup}: {notes}: {kind}{reason} [{time.monotonic() - began_s:.1f} s]", flush=True)
     return kind
 
 
 def cases(rounds: int, draw: random.Random) -> list[Case]:
     """All pairs of fault and setup, in random order."""
-    found = [(name, setup) for setup in SETUPS for name in FAULTS if "nodes" in setup or not FAULTS[name].network]
-    found = [(name, setup) for name, setup in found if len(SETUPS[setup]) > 1 or not FAULTS[name].several] * rounds
-    draw.shuffle(found)
-    return found
+    pairs = [(name, setup) for setup in SETUPS for name in FAULTS if "nodes" in setup or not FAULTS[name].network]
+    pairs = [(name, setup) for name, setup in pairs if len(SETUPS[setup]) > 1 or not FAULTS[name].several] * rounds
+    draw.shuffle(pairs)
+    return pairs
 
 
 KINDS = ("right", "clear", "badly")
@@ -390,7 +390,7 @@ KINDS = ("right", "clear", "badly")
 
 def table(tally: Counter[tuple[str, str]]) -> str:
     rows = [[fault, *(str(tally[fault, kind]) for kind in KINDS)] for fault in FAULTS]
-    totals = [str(sum(int(row[place]) for row in rows)) for place in range(1, 1 + len(KINDS))]
+    totals = [str(sum(int(row[column]) for row in rows)) for column in range(1, 1 + len(KINDS))]
     return measuring.table(["fault", *KINDS], [*rows, ["all", *totals]])
 
 

@@ -64,8 +64,8 @@ def memory_of(process: psutil.Process, folder: Path | None = None) -> Memory:
         maps = process.memory_maps()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return np.zeros(3, np.int64)
-    mapped = (each.pss for each in maps if folder and each.path.startswith(f"{folder}/"))
-    return np.array([sum(each.pss for each in maps), sum(each.anonymous for each in maps), sum(mapped)])
+    mapped = (area.pss for area in maps if folder and area.path.startswith(f"{folder}/"))
+    return np.array([sum(area.pss for area in maps), sum(area.anonymous for area in maps), sum(mapped)])
 
 
 def descendants() -> list[psutil.Process]:
@@ -95,16 +95,16 @@ def repeatedly(look: Callable[[], None], every_s: float) -> Iterator[None]:
 
 def watched(args: argparse.Namespace, *options: str, folder: Path | None = None) -> tuple[Memory, Memory, int]:
     """Trains; returns the peak memory of any process, that of all processes together, and the number of parameters."""
-    each = together = np.zeros(3, np.int64)
+    largest = total = np.zeros(3, np.int64)
 
     def look() -> None:
-        nonlocal each, together
+        nonlocal largest, total
         if now := [memory_of(process, folder) for process in psutil.Process().children()]:
-            each, together = np.maximum(each, np.max(now, 0)), np.maximum(together, np.sum(now, 0))
+            largest, total = np.maximum(largest, np.max(now, 0)), np.maximum(total, np.sum(now, 0))
 
     with repeatedly(look, every_s=0.1):
         report = train(args, *options)
-    return each, together, report["parameters"]
+    return largest, total, report["parameters"]
 
 
 KINDS = ("memory, MiB", "open files", "threads")
@@ -163,13 +163,13 @@ def world(args: argparse.Namespace) -> str:
     batches = {(kind, n): 256 if kind == STRONG else 64 * n for kind in (STRONG, WEAK) for n in args.worlds}
     ways = {f"{kind} {n}": partial(speed, args, n, batch, threads=1) for (kind, n), batch in batches.items()}
     alone = "one process with all cores"
-    found = in_turns(ways | {alone: partial(speed, args, 1, 256, threads=None)}, args.rounds)
+    rates = in_turns(ways | {alone: partial(speed, args, 1, 256, threads=None)}, args.rounds)
     rows = []
     for (kind, n), batch in batches.items():
-        own = found[f"{kind} {n}"]
-        faster = ratio(own, found[f"{kind} {args.worlds[0]}"])
-        rows.append([kind, str(n), str(batch), spread(own), f"{faster:.2f}"])
-    rows.append([alone, "1", "256", spread(found[alone]), ""])
+        rates_of_one = rates[f"{kind} {n}"]
+        speedup = ratio(rates_of_one, rates[f"{kind} {args.worlds[0]}"])
+        rows.append([kind, str(n), str(batch), spread(rates_of_one), f"{speedup:.2f}"])
+    rows.append([alone, "1", "256", spread(rates[alone]), ""])
     head = ["what", "processes", "batch", "images/s, median (least to most)", "times one process"]
     return f"BasicNet under ddp, one thread per process, {args.steps} steps.\n\n{table(head, rows)}"
 
@@ -190,9 +190,9 @@ def memory(args: argparse.Namespace) -> str:
     for strategy in ("ddp", "fsdp"):
         for n in args.worlds:
             setup = [f"strategy={strategy}", f"trainer.devices={n}"]
-            each, together, count = watched(args, *VIT, *SHORT, f"+model.depth={args.depth}", *setup)
+            largest, total, count = watched(args, *VIT, *SHORT, f"+model.depth={args.depth}", *setup)
             theory = BYTES * count / (n if strategy == "fsdp" else 1)
-            sizes = [theory, each[OWN] - base, together[PSS]]
+            sizes = [theory, largest[OWN] - base, total[PSS]]
             rows.append([strategy, str(n), *(f"{size / GIB:.2f}" for size in sizes)])
     head = ["strategy", "processes", "weights, gradients, AdamW in theory", "own, above the base", "all (PSS)"]
     net = f"vit_large_patch16_224 with {args.depth} of its 24 blocks, {count / 1e6:.0f} million parameters"
@@ -238,11 +238,11 @@ def grown_bytes(call: Callable[[], Any]) -> int:
     """How much the memory of this process grew at most during `call`, as reported by the kernel."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = psutil.Process().memory_info().rss
-    kept = call()
+    start_bytes = psutil.Process().memory_info().rss
+    result = call()
     peak = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    del kept
-    return max(0, 1024 * peak - before)
+    del result
+    return max(0, 1024 * peak - start_bytes)
 
 
 def first_s(batches: TrainBatches, micro_batch: int) -> float:
@@ -355,7 +355,7 @@ def predict(args: argparse.Namespace) -> str:
 # --- the page ---
 
 
-SECTIONS = {each.__name__: each for each in (world, memory, sampler, data, long, predict)}
+SECTIONS = {section.__name__: section for section in (world, memory, sampler, data, long, predict)}
 
 
 def numbers(text: str) -> list[int]:

@@ -18,9 +18,9 @@ def missing() -> str | None:
         return "iproute2 is not installed (bash scripts/install_test_systems.sh)"
     if os.geteuid() != 0:
         return "network namespaces are made by root"
-    tried = subprocess.run(["ip", "netns", "add", f"lockstep{os.getpid()}"], capture_output=True, text=True)
+    trial = subprocess.run(["ip", "netns", "add", f"lockstep{os.getpid()}"], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", f"lockstep{os.getpid()}"], capture_output=True)
-    return tried.stderr.strip() or None
+    return trial.stderr.strip() or None
 
 
 def ip(*args: str) -> str:
@@ -59,22 +59,22 @@ class Host:
 def hosts(count: int) -> Iterator[list[Host]]:
     """Creates `count` connected hosts. Removes them and kills all their processes at the end."""
     prefix, bridge = f"ls{os.getpid() % 100000}", f"lsbr{os.getpid() % 100000}"
-    made: list[Host] = []
+    created: list[Host] = []
     ip("link", "add", bridge, "type", "bridge")
     try:
         ip("link", "set", bridge, "up")
         for number in range(1, count + 1):
             host = Host(f"{prefix}n{number}", f"10.77.0.{number}", f"{prefix}v{number}")
             ip("netns", "add", host.name)
-            made.append(host)
+            created.append(host)
             ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.name)
             ip("link", "set", host.link, "master", bridge, "up")
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 ip("-n", host.name, "link", "set", link, "up")
-        yield made
+        yield created
     finally:
-        for host in made:
+        for host in created:
             host.kill()
             ip("netns", "del", host.name)
         ip("link", "del", bridge)

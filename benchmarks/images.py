@@ -59,7 +59,7 @@ def new_draws(count: int) -> Draws:
 
 def transforms(size: int) -> dict[str, tuple[augment.Operation, Reference]]:
     """Operations that run torchvision's transforms, by option name."""
-    made: dict[str, augment.SampleTransform] = {
+    operations: dict[str, augment.SampleTransform] = {
         "crop": augment.RandomResizedCrop(image_size=size),
         "rotate": augment.Rotate(degrees=15.0),
         "color_jitter": augment.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
@@ -67,10 +67,10 @@ def transforms(size: int) -> dict[str, tuple[augment.Operation, Reference]]:
         "rand": augment.RandAugment(),
     }
 
-    def alone(operation: augment.SampleTransform) -> Reference:
-        return lambda one, _: operation.transform(one)
+    def reference(operation: augment.SampleTransform) -> Reference:
+        return lambda image, _: operation.transform(image)
 
-    return {name: (each, alone(each)) for name, each in made.items()}
+    return {name: (operation, reference(operation)) for name, operation in operations.items()}
 
 
 def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
@@ -85,11 +85,11 @@ def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
     pasted = cut.boxes(height, width, new_draws(count)).tolist()
     share = beta(new_draws(count), mixup.alpha).tolist()
 
-    def with_box(one: Tensor, place: int) -> Tensor:
-        top, left, height, width = pasted[place]
+    def with_box(one: Tensor, index: int) -> Tensor:
+        top, left, height, width = pasted[index]
         box = (slice(None), slice(top, top + height), slice(left, left + width))
         one = one.clone()
-        one[box] = image[place ^ 1][box]
+        one[box] = image[index ^ 1][box]
         return one
 
     return {
@@ -109,14 +109,14 @@ def compared(image: Tensor, operation: augment.Operation, reference: Reference, 
         return operation(batch, new_draws(len(image)))["input"]
 
     def theirs() -> Tensor:
-        return torch.stack([reference(one, place) for place, one in enumerate(image)])
+        return torch.stack([reference(one, index) for index, one in enumerate(image)])
 
-    apart = (ours().int() - theirs().int()).abs()
-    close = [f"{(apart <= levels).float().mean():.2%}" for levels in (0, 1)]
+    differences = (ours().int() - theirs().int()).abs()
+    close = [f"{(differences <= levels).float().mean():.2%}" for levels in (0, 1)]
     if operation.at_reading:  # it is torchvision's own transform
         close = ["", ""]
     taken_s = in_turns({"ours": partial(spent_s, ours), "theirs": partial(spent_s, theirs)}, turns, warm_up=1)
-    return [*close, *(f"{1000 * statistics.median(each):.1f}" for each in taken_s.values())]
+    return [*close, *(f"{1000 * statistics.median(times_s):.1f}" for times_s in taken_s.values())]
 
 
 def augmentation(args: argparse.Namespace) -> str:
@@ -189,7 +189,7 @@ def from_files(folder: Path, turns: int) -> str:
         row = [f"{width} x {height}, {path.stat().st_size / 1000:,.0f} kB"]
         for ways in (training(path, count, 0.08), training(path, count, 0.5), evaluation(path, count)):
             taken_s = in_turns({name: partial(spent_s, read) for name, read in ways.items()}, turns, warm_up=1)
-            row.append("{} ({}, {})".format(*(f"{count / min(each):,.0f}" for each in taken_s.values())))
+            row.append("{} ({}, {})".format(*(f"{count / min(times_s):,.0f}" for times_s in taken_s.values())))
         rows.append(row)
     return table(["Lockstep (torchvision, timm)", "crops from 0.08", "crops from 0.5", "evaluation"], rows)
 
@@ -197,8 +197,8 @@ def from_files(folder: Path, turns: int) -> str:
 def into_the_cache(folder: Path, images: int) -> str:
     """Builds the cache of `images` files of the first size."""
     write_jpeg(folder / "one.jpg", *JPEGS[0])
-    for place in range(images):
-        path = folder / "classes" / str(place % 2) / f"{place}.jpg"
+    for index in range(images):
+        path = folder / "classes" / str(index % 2) / f"{index}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes((folder / "one.jpg").read_bytes())
     data = Folder(root=str(folder / "classes"), decode="cache", cache_dir=str(folder / "cache"), image_size=SIDE)
@@ -231,8 +231,8 @@ class Pictures(Dataset[tuple[Any, int]]):
 
 
 class Unkeyed(Reader):
-    def __getitem__(self, place: tuple[Any, int]) -> Mapping[str, Any]:
-        return self.samples[place[0]]
+    def __getitem__(self, key: tuple[Any, int]) -> Mapping[str, Any]:
+        return self.samples[key[0]]
 
 
 def rate(reader: type[Reader], items: Items, workers: int) -> float:
@@ -272,7 +272,7 @@ def keyed(args: argparse.Namespace) -> str:
                     [
                         case,
                         str(workers),
-                        *(f"{statistics.median(each):,.0f}" for each in (unkeyed, ours)),
+                        *(f"{statistics.median(rates):,.0f}" for rates in (unkeyed, ours)),
                         f"{ratio:.3f}",
                     ]
                 )

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 
 from lockstep.strategies import SingleDevice
 
-made = pl.Trainer.__init__
+init = pl.Trainer.__init__
 OPEN = {
     "strategy": ("auto",),
     "accelerator": ("auto", "cpu"),
@@ -25,11 +25,11 @@ OPEN = {
 }
 
 
-@wraps(made)
-def with_ours(self: pl.Trainer, **given: Any) -> None:
-    if all(given.get(name, values[0]) in values for name, values in OPEN.items()):
-        given |= {"strategy": SingleDevice(), "accelerator": "cpu"}
-    made(self, **given)
+@wraps(init)
+def with_ours(self: pl.Trainer, **kwargs: Any) -> None:
+    if all(kwargs.get(name, values[0]) in values for name, values in OPEN.items()):
+        kwargs |= {"strategy": SingleDevice(), "accelerator": "cpu"}
+    init(self, **kwargs)
 
 
 if not os.environ.get("LIGHTNINGS_OWN"):

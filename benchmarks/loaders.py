@@ -138,14 +138,14 @@ def lockstep(side: int, loader: DataLoader[Any]) -> float:
 def rows(args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
     for case, (data, options, side) in cases(args.images, folder).items():
         for workers in (0, 1) if isinstance(data, IterableDataset) else (0, 2):
-            given: DataLoader[Any] = DataLoader(data, batch_size=64, num_workers=workers, **options)
+            plain: DataLoader[Any] = DataLoader(data, batch_size=64, num_workers=workers, **options)
             if args.training:
-                ways = {"torch": partial(lightning_alone, side, given), "Lockstep": partial(lockstep, side, given)}
+                ways = {"torch": partial(lightning_alone, side, plain), "Lockstep": partial(lockstep, side, plain)}
             else:
-                ways = {"torch": partial(reading, given), "Lockstep": partial(reading, around(given, Division(seed=0)))}
-            found = in_turns(ways, args.turns, warm_up=1)
-            rates = [f"{statistics.median(each):,.0f}" for each in found.values()]
-            yield [case, str(workers), *rates, f"{ratio(found['Lockstep'], found['torch']):.3f}"]
+                ways = {"torch": partial(reading, plain), "Lockstep": partial(reading, around(plain, Division(seed=0)))}
+            results = in_turns(ways, args.turns, warm_up=1)
+            rates = [f"{statistics.median(values):,.0f}" for values in results.values()]
+            yield [case, str(workers), *rates, f"{ratio(results['Lockstep'], results['torch']):.3f}"]
 
 
 def main() -> None:

@@ -91,24 +91,24 @@ class Job:
 
 def elastic_run(folder: Path, run: str, nodes: list[hosts.Host], losses: int, draw: random.Random) -> list[str]:
     """Trains while nodes are lost and come back; returns a description of each loss."""
-    job, lost, away, every = Job(folder, run, nodes), [], None, len(nodes)
-    until(lambda: job.trains_with(every, 0), "the first round of all")
+    job, lost, away, count = Job(folder, run, nodes), [], None, len(nodes)
+    until(lambda: job.trains_with(count, 0), "the first round of all")
     for number in range(losses):
         low, high = STEPS * number // losses + 5, STEPS * (number + 1) // losses - 25
-        at = draw.randint(max(low, last_step(job.metrics) + 2), max(high, last_step(job.metrics) + 4))
-        until(lambda at=at: last_step(job.metrics) >= at, f"step {at}")  # type: ignore[misc]
+        step = draw.randint(max(low, last_step(job.metrics) + 2), max(high, last_step(job.metrics) + 4))
+        until(lambda step=step: last_step(job.metrics) >= step, f"step {step}")  # type: ignore[misc]
         node, how, since = draw.choice(nodes[1:]), draw.choice(list(WAYS)), time.time()
-        at = last_step(job.metrics)
+        step = last_step(job.metrics)
         WAYS[how](node)
         away = node
-        print(f"{run}: {node.address} {how} after step {at}", flush=True)
-        lost.append(f"{how} after step {at}")
-        until(lambda since=since: job.trains_with(every - 1, since), "a round without it")  # type: ignore[misc]
+        print(f"{run}: {node.address} {how} after step {step}", flush=True)
+        lost.append(f"{how} after step {step}")
+        until(lambda since=since: job.trains_with(count - 1, since), "a round without it")  # type: ignore[misc]
         if number + 1 < losses or draw.random() < 0.5:
             since = time.time()
             job.come_back(node)
             away = None
-            until(lambda since=since: job.trains_with(every, since) or job.ended(), "a round of all")  # type: ignore[misc]
+            until(lambda since=since: job.trains_with(count, since) or job.ended(), "a round of all")  # type: ignore[misc]
             print(f"{run}: {node.address} is back at step {last_step(job.metrics)}", flush=True)
     job.wait(away)
     for node in nodes:
@@ -160,22 +160,22 @@ def notes(folder: Path) -> list[Note]:
     return [Note(*json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def images_of_steps(found: Sequence[Note]) -> dict[int, list[int]]:
+def images_of_steps(records: Sequence[Note]) -> dict[int, list[int]]:
     """The images of each step, from the last round that ran it: earlier results were lost with a node."""
-    last = {note.step: note.round for note in sorted(found, key=lambda note: note.time)}
+    last = {note.step: note.round for note in sorted(records, key=lambda note: note.time)}
     images: dict[int, list[int]] = {step: [] for step in sorted(last)}
-    for note in found:
+    for note in records:
         if note.round == last[note.step]:
             images[note.step] += note.images
-    return {step: sorted(of_step) for step, of_step in images.items()}
+    return {step: sorted(numbers) for step, numbers in images.items()}
 
 
 def uninterrupted(folder: Path) -> dict[int, list[int]]:
     """Trains the run `alone`; returns the images of each step."""
-    place = notes_folder(folder, "alone")
-    env = {**os.environ, **ENVIRONMENT, NOTES: str(place)}
+    records_folder = notes_folder(folder, "alone")
+    env = {**os.environ, **ENVIRONMENT, NOTES: str(records_folder)}
     subprocess.run([sys.executable, __file__, "run=alone", *RECIPE], cwd=folder, env=env, check=True)
-    return images_of_steps(notes(place))
+    return images_of_steps(notes(records_folder))
 
 
 def main() -> int:
@@ -198,14 +198,14 @@ def main() -> int:
                 print(f"{run}: {e}\n" + (folder / f"{run}.log").read_text()[-8000:], file=sys.stderr)
                 return 1
             noted = sorted(notes(folder / f"notes-{run}"), key=lambda note: note.time)
-            found = images_of_steps(noted)
-            changed = sum(found.get(step) != expected.get(step) for step in found.keys() | expected.keys())
+            images = images_of_steps(noted)
+            changed = sum(images.get(step) != expected.get(step) for step in images.keys() | expected.keys())
             lines = differences(folder / "runs/alone", folder / "runs" / run, tolerance=LIMIT)
             lines += [f"{changed} steps have different images"] if changed else []
             print(f"{run}: {'; '.join(lines) or 'matches the uninterrupted run'}", flush=True)
             rounds = {note.round: str(note.world) for note in noted}.values()
             same = "no" if lines else "yes"
-            rows.append([f"{number}", "; ".join(lost), ", ".join(rounds), f"{len(found)}", f"{changed}", same])
+            rows.append([f"{number}", "; ".join(lost), ", ".join(rounds), f"{len(images)}", f"{changed}", same])
     head = ["run", "lost", "processes of each round", "steps", "of them with other images", f"same to within {LIMIT:g}"]
     show(table(head, rows))
     return int(any(row[-1] == "no" for row in rows))

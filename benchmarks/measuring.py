@@ -40,14 +40,14 @@ def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
     return split
 
 
-def made_by(*more: str) -> str:
+def made_by(*extra: str) -> str:
     """A line that says how a table was made, for the page that shows it."""
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    return f"Made by `{command}` with {', '.join([versions(), *more])}, on {cores()} CPU cores.\n"
+    return f"Made by `{command}` with {', '.join([versions(), *extra])}, on {cores()} CPU cores.\n"
 
 
-def show(text: str, *more: str) -> None:
-    print(f"{made_by(*more)}\n{text}", flush=True)
+def show(text: str, *extra: str) -> None:
+    print(f"{made_by(*extra)}\n{text}", flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -66,13 +66,13 @@ def ratio(ours: Sequence[float], others: Sequence[float]) -> float:
 
 def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0) -> dict[str, list[T]]:
     """What each way returned in each round. Warm-up rounds do not count."""
-    found: dict[str, list[T]] = {name: [] for name in ways}
+    results: dict[str, list[T]] = {name: [] for name in ways}
     for number in range(-warm_up, rounds):
         for name, way in ways.items():
             value = way()
             print(f"{name}: {value}", file=sys.stderr, flush=True)
-            found[name] += [value] if number >= 0 else []
-    return found
+            results[name] += [value] if number >= 0 else []
+    return results
 
 
 def wait_until(true: Callable[[], bool], limit_s: float, every_s: float = 0.05) -> bool:
@@ -109,22 +109,22 @@ def start_command(command: Sequence[str], log: Path, popen: Any = subprocess.Pop
 def differences(reference: Path, run: Path, tolerance: float = 0.0) -> list[str]:
     """Differences between the folders of two runs, except their configs; bit by bit, unless there is a tolerance."""
     runs = (comparison.find(folder.name, folder.parent) for folder in (reference, run))
-    found = comparison.compare(*runs, exact=not tolerance, tolerance=tolerance)
-    return [line for name in ("data", "log", "metrics", "weights") for line in found[name]]
+    sections = comparison.compare(*runs, exact=not tolerance, tolerance=tolerance)
+    return [line for name in ("data", "log", "metrics", "weights") for line in sections[name]]
 
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """Discards the standard output of this process and its child processes."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    saved = os.dup(1)
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         os.dup2(nowhere.fileno(), 1)
         try:
             yield
         finally:
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(saved, 1)
+            os.close(saved)
 
 
 def train(overrides: list[str]) -> dict[str, Any]:

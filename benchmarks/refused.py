@@ -80,12 +80,12 @@ def picture(side: int = 8) -> bytes:
 
 def pictures(**other: bytes) -> dict[str, bytes]:
     """A folder of two classes; `other` adds files to class `a`, by name."""
-    found = {f"own/{part}/{kind}/{i}.ppm": picture() for part in ("train", "test") for kind in "ab" for i in range(32)}
-    return found | {f"own/train/a/{name}.ppm": content for name, content in other.items()}
+    files = {f"own/{part}/{kind}/{i}.ppm": picture() for part in ("train", "test") for kind in "ab" for i in range(32)}
+    return files | {f"own/train/a/{name}.ppm": content for name, content in other.items()}
 
 
 def data() -> Iterator[Case]:
-    own, family = ("data.root=own",), "data files"
+    args, family = ("data.root=own",), "data files"
     for what, files, named in (
         ("test images of another size", digits(test=idx(32, 14, 14)), "t10k-images"),
         ("no test images", digits(test=idx(0, 12, 12), test_labels=idx(0)), "t10k-images"),
@@ -100,7 +100,7 @@ def data() -> Iterator[Case]:
         ("a file of text", digits(train=b"hello"), "train-images"),
         ("bytes that follow", digits(train=idx(64, 12, 12) + b"x"), "train-images"),
     ):
-        yield Case(family, own, named, files, what=what)
+        yield Case(family, args, named, files, what=what)
     packed = {f"{name}.gz": gzip.compress(content) for name, content in digits().items()}
     name = "own/train-images-idx3-ubyte.gz"
     bomb = gzip.compress(idx(64, 12, 12)) + gzip.compress(bytes(2**24)) * 256  # 4 GB
@@ -108,9 +108,9 @@ def data() -> Iterator[Case]:
         "a bomb": bomb, "cut off": packed[name][:-9], "cut off early": packed[name][:20], "a wrong checksum": packed[name][:-6] + bytes(6),
         "two bytes": b"\x1f\x8b", "nothing": b"", "text": b"text" * 99,
     }.items():  # fmt: skip
-        yield Case(family, own, "train-images", {**packed, name: content}, what=f"archive: {what}")
-    yield Case(family, own, "", packed, what="archives", works=True)
-    yield Case(family, own, "own", {"own": b"a file"}, what="data.root is a file")
+        yield Case(family, args, "train-images", {**packed, name: content}, what=f"archive: {what}")
+    yield Case(family, args, "", packed, what="archives", works=True)
+    yield Case(family, args, "own", {"own": b"a file"}, what="data.root is a file")
     folder = ("data=folder", "data.root=own")
     yield Case(family, folder, "", pictures(), what="good", works=True)
     for content in (b"", b"text", picture()[:50], b"P6 0 0 255\n", b"P6 99999 99999 255\n" + bytes(50)):
@@ -118,8 +118,8 @@ def data() -> Iterator[Case]:
     for table in (b"", b"path,target", b"a,b\n1,2", b"path,target\nnothing.ppm,a\n", b"path,target\n,\n", b"\xff\xfe\0\0",
                   b"path,target,split\ntrain/a/0.ppm,a,abc\n", b"path,target\ntrain/a/0.ppm\n", b"path,target\n\0\n",
                   b"path,target,split\ntrain/a/0.ppm,a,test\n", b"path,target\ntrain/a/0.ppm,a\n", b'path,target\n"' + b"x" * 200_000):  # fmt: skip
-        found = {**pictures(), "own/list.csv": table}
-        yield Case(family, (*folder, "data.csv=list.csv"), "list.csv", found, what=repr(table[:50]))
+        files = {**pictures(), "own/list.csv": table}
+        yield Case(family, (*folder, "data.csv=list.csv"), "list.csv", files, what=repr(table[:50]))
     yield Case(family, folder, "own", {"own/a/0.txt": b"x"}, what="no images")
     yield Case(family, folder, "own", {"own/a/0.ppm": picture()}, what="one class")
 
@@ -184,8 +184,8 @@ def groups() -> Iterator[Case]:
             yield Case("a group is removed, null or no group", (override,), group)
     for group in (group for group in GROUPS if group not in WITHOUT_TARGET):
         yield Case("a target is removed, null or no class", (f"~{group}._target_",), f"{group}._target_")
-        for given in ("null", "5", "[1]", "lockstep.nothing.Here", "nothing.Here", "lockstep", "''"):
-            yield Case("a target is removed, null or no class", (f"{group}._target_={given}",), f"{group}._target_")
+        for value in ("null", "5", "[1]", "lockstep.nothing.Here", "nothing.Here", "lockstep", "''"):
+            yield Case("a target is removed, null or no class", (f"{group}._target_={value}",), f"{group}._target_")
     for group in EMPTY:
         for value in ("5", "null", "abc", "[1]", "{}", "{a: 1}", "{_target_: 5}", "{_target_: lockstep.nothing.Here}"):
             yield Case("a target is removed, null or no class", (f"+{group}.x={value}",), f"{group}.x")
@@ -240,8 +240,8 @@ def commands() -> Iterator[Case]:
 
 @cache
 def cases() -> list[Case]:
-    every = [Case(WORKING, (), "", works=True), *lines(), *commands(), *groups(), *names(), *keys(), *data()]
-    return list({(case.args, *case.files.values(), *case.env.items()): case for case in reversed(every)}.values())[::-1]
+    pool = [Case(WORKING, (), "", works=True), *lines(), *commands(), *groups(), *names(), *keys(), *data()]
+    return list({(case.args, *case.files.values(), *case.env.items()): case for case in reversed(pool)}.values())[::-1]
 
 
 # --- how a case is rejected ---
@@ -278,9 +278,9 @@ def verdict(case: Case, code: int | None, message: str, stage: str, left: list[s
         return LATE
     if left:
         return LEFT
-    told = [line for line in message.splitlines() if not line.startswith("WARNING")]
-    good = any("error: " in line for line in told) and any(case.key in line for line in told)
-    return WELL if good else DIM
+    lines = [line for line in message.splitlines() if not line.startswith("WARNING")]
+    is_clear = any("error: " in line for line in lines) and any(case.key in line for line in lines)
+    return WELL if is_clear else DIM
 
 
 # --- a case in a separate process, forked from a server that has imported torch ---
@@ -293,8 +293,8 @@ def import_s(what: str) -> float:
 
 
 def write_files(case: Case, folder: Path) -> None:
-    own = any(name.startswith("own") for name in case.files)
-    for name, content in {**({} if own else digits()), **case.files}.items():
+    has_data = any(name.startswith("own") for name in case.files)
+    for name, content in {**({} if has_data else digits()), **case.files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     folder.mkdir(exist_ok=True)

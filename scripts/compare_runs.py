@@ -27,25 +27,25 @@ def main() -> int:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     args = parser.parse_args()
     try:
-        a, b = (find(given, args.runs_dir) for given in args.runs)
+        a, b = (find(name, args.runs_dir) for name in args.runs)
     except UserError as e:
         print(readable(f"error: {e}"), file=sys.stderr)
         return 2
-    found = compare(a, b, exact=args.exact, tolerance=args.tolerance)
-    for section, lines in found.items():
+    differences = compare(a, b, exact=args.exact, tolerance=args.tolerance)
+    for section, lines in differences.items():
         print(f"{section}: {'no difference' if not lines else ''}")
         for line in lines:
             print(f"  {inline(line)}")
-    same = "identical, bit by bit" if args.exact else f"the same to {args.tolerance:g}"
-    if agree(found):
-        print(f"the results are {same}")
+    verdict = "identical, bit by bit" if args.exact else f"the same to {args.tolerance:g}"
+    if agree(differences):
+        print(f"the results are {verdict}")
         return 0
     if args.exact:
         print("the results differ")
         return 1
-    grown, why = grown_rounding(a, b)
+    grown, reason = grown_rounding(a, b)
     grown = grown and agree(compare(a, b, exact=False, tolerance=ENDS))
-    print(f"the results differ by rounding that grew: {why}" if grown else f"the results differ ({why})")
+    print(f"the results differ by rounding that grew: {reason}" if grown else f"the results differ ({reason})")
     return 0 if grown else 1
 
 

@@ -43,19 +43,19 @@ def main() -> None:
     args = parser.parse_args()
     path = tested_checkpoint(args.what.removeprefix("run="), "export")  # as eval.py and predict.py name it
     run = path.resolve().parent.parent
-    of_sweep = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
-    name = "-".join(filter(None, (f"{of_sweep}{run.name}", args.network)))
+    prefix = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
+    name = "-".join(filter(None, (f"{prefix}{run.name}", args.network)))
     folder = args.folder or Path("exports") / name
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
-    made = export(path, folder, formats, args.files, args.network)
-    model = json.loads((made / "model.json").read_text())
+    exported = export(path, folder, formats, args.files, args.network)
+    model = json.loads((exported / "model.json").read_text())
     reads_files = model["inputs"] is None or model["reader"]
     use = (
         f"Try it: {shell_line('python', f'{folder}/load.py')} <file>"
         if reads_files
         else "Its README.md shows how to call it."
     )
-    print(inline(f"{path} is exported to {made}. {use}"))
+    print(inline(f"{path} is exported to {exported}. {use}"))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ OWNED = {
     f"src/{NAME}": "src/{package}",
     f"tests/{NAME}": "tests",
 }
-# Where its name stands: in targets, imports and paths. The word itself is used elsewhere.
+# The package name in targets, imports and paths. Elsewhere the word has its usual meaning.
 NAMED = re.compile(rf"\b{NAME}(?=\.(?:model|module|data)\b)|(?<=src/){NAME}\b")
 README = """# {package}
 
@@ -138,10 +138,10 @@ IGNORED = "\n".join(
         "",
     ]
 )
-DEV = ("pytest", "ruff")  # of a project
+DEV = ("pytest", "ruff")  # development dependencies of a project
 Wheel = tuple[str, bytes]  # name and content
-REACHABLE = re.compile(r"(https?|ssh)://|[\w.-]+@[\w.-]+:")  # addresses that others may reach; uv has no git://
-BUILDERS = (  # of a wheel, into a folder
+REACHABLE = re.compile(r"(https?|ssh)://|[\w.-]+@[\w.-]+:")  # addresses that others can reach; uv lacks git://
+BUILDERS = (  # commands that build a wheel into a folder
     [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d"],
     ["uv", "build", "--quiet", "--wheel", "--out-dir"],
     [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", ".", "-w"],
@@ -161,24 +161,24 @@ def check(folder: Path, package: str) -> None:
 
 
 def create(folder: Path, package: str, requirement: str | None, wheel: Wheel | None) -> None:
-    """Copies what is owned, under its new name, and adds what a project of its own needs."""
+    """Copies OWNED under the new package name, and adds the other files of a project."""
     for source, target in OWNED.items():
-        there = TEMPLATE / source
-        for path in sorted(there.rglob("*")) if there.is_dir() else [there]:
-            place = folder / target.format(package=package) / path.relative_to(there)
+        origin = TEMPLATE / source
+        for path in sorted(origin.rglob("*")) if origin.is_dir() else [origin]:
+            path_in_project = folder / target.format(package=package) / path.relative_to(origin)
             if path.is_file() and "__pycache__" not in path.parts:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(NAMED.sub(package, path.read_text(encoding="utf-8")), encoding="utf-8")
-                shutil.copymode(path, place)
+                path_in_project.parent.mkdir(parents=True, exist_ok=True)
+                path_in_project.write_text(NAMED.sub(package, path.read_text(encoding="utf-8")), encoding="utf-8")
+                shutil.copymode(path, path_in_project)
     link = re.fullmatch(r".*(https?://.*?)(\.git)?(@[^@/]*)?", requirement or "")
-    about = {
+    fields = {
         "package": package,
         "title": package.replace("_", "-"),
         "lockstep": f"[Lockstep]({link[1]})" if link else "Lockstep",
     }
     texts = {
-        "README.md": README.format(**about),
-        "pyproject.toml": PYPROJECT.format(**about),
+        "README.md": README.format(**fields),
+        "pyproject.toml": PYPROJECT.format(**fields),
         ".gitignore": IGNORED,
         ".github/workflows/ci.yml": CI,
     }
@@ -196,10 +196,10 @@ def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
     parts = {r'^    "lockstep\b.*",$': f'    "{requirement or "lockstep"}",',
              r"^constraint-dependencies = \[[^\]]*\]$": "\n".join(["constraint-dependencies = [", *pins(), "]"])}  # fmt: skip
     for pattern, new in parts.items():
-        found = re.search(pattern, text, re.MULTILINE)
-        if not found:
+        match = re.search(pattern, text, re.MULTILINE)
+        if not match:
             raise UserError(f"{file} has no line {pattern}, which a project of new_project.py has. Change it by hand.")
-        text = text[: found.start()] + new + text[found.end() :]
+        text = text[: match.start()] + new + text[match.end() :]
     if wheel:
         table = "[tool.uv.sources]\n"
         text = text if table in text else f"{text}\n{table}"
@@ -212,35 +212,37 @@ def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def needed(names: Iterator[str] | tuple[str, ...], found: set[str]) -> set[str]:
-    """Packages and all that they need on this machine, added to those that are `found` already."""
+def needed(names: Iterator[str] | tuple[str, ...], packages: set[str]) -> set[str]:
+    """Adds packages, and the installed packages that they need, to `packages`."""
     for name in map(canonicalize_name, names):
-        if name not in found:
+        if name not in packages:
             try:
-                every = [Requirement(text) for text in requires(name) or ()]
+                deps = [Requirement(text) for text in requires(name) or ()]
             except PackageNotFoundError:
                 continue
-            found.add(name)
-            needed((each.name for each in every if each.marker is None or each.marker.evaluate({"extra": ""})), found)
-    return found
+            packages.add(name)
+            needed((dep.name for dep in deps if dep.marker is None or dep.marker.evaluate({"extra": ""})), packages)
+    return packages
 
 
 def pins() -> list[str]:
-    """The tested set of the packages that a project needs, by version: no hashes, which name one index's files."""
+    """The tested versions of the packages that a project needs; without hashes, which belong to the files of one index."""
     names = needed(("lockstep", *DEV), set())
     lines = (line.rstrip(" \\") for line in (TEMPLATE / "requirements.txt").read_text().splitlines() if "==" in line)
     return [f'    "{line}",' for line in lines if line.partition("==")[0] in names]
 
 
 def git(*command: str) -> str:
-    """What git says of this checkout; empty if it is none."""
+    """The output of git in this checkout; empty if it fails."""
     done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
     return "" if done.returncode else done.stdout.strip()
 
 
 def git_requirement() -> str | None:
-    """This commit at the first remote that others may reach and that has it; None if there is none, or files have changed since. The
-    version, if Lockstep is installed as a package."""
+    """This commit at the first remote that has it and that others can reach; None if there is none, or files have changed since.
+
+    If Lockstep is installed as a package, its version.
+    """
     if WHEEL:
         return f"lockstep=={__version__}"
     commit = git("rev-parse", "HEAD")
@@ -269,8 +271,8 @@ def build_wheel() -> Wheel:
                 done = subprocess.run([*command, target], cwd=ROOT, capture_output=True, text=True)
             except FileNotFoundError:
                 continue
-            if found := list(Path(target).glob("*.whl")):
-                return found[0].name, found[0].read_bytes()
+            if wheels := list(Path(target).glob("*.whl")):
+                return wheels[0].name, wheels[0].read_bytes()
             errors += (done.stderr or done.stdout).strip().splitlines()[-1:]
     raise UserError(
         f"no wheel of Lockstep could be built: {'; '.join(errors)}. Install one of hatchling and uv, or name an address with --lockstep."
@@ -278,10 +280,10 @@ def build_wheel() -> Wheel:
 
 
 def commit(folder: Path, message: str) -> None:
-    """Makes the project's first commit, if git and an author's name are there."""
-    known = subprocess.run(["git", "config", "user.email"], capture_output=True).returncode == 0
-    who = [] if known else ["-c", "user.name=new_project", "-c", "user.email=new_project@localhost"]
-    for command in (["init", "--quiet", "-b", "main"], ["add", "-A"], [*who, "commit", "--quiet", "-m", message]):
+    """Makes the project's first commit, if git works; without a configured author, as `new_project`."""
+    has_author = subprocess.run(["git", "config", "user.email"], capture_output=True).returncode == 0
+    author = [] if has_author else ["-c", "user.name=new_project", "-c", "user.email=new_project@localhost"]
+    for command in (["init", "--quiet", "-b", "main"], ["add", "-A"], [*author, "commit", "--quiet", "-m", message]):
         subprocess.run(["git", *command], cwd=folder, check=False)
 
 
@@ -297,8 +299,8 @@ def main() -> None:
         if args.package or not (args.folder / "pyproject.toml").is_file():
             raise UserError("--upgrade takes the folder of an existing project, and no option but --lockstep.")
         depend(args.folder, requirement, None if requirement else build_wheel())
-        now = requirement or "the wheel in wheels/"
-        print(f"{args.folder} now depends on {now}: cd {args.folder} && uv run pytest")
+        dependency = requirement or "the wheel in wheels/"
+        print(f"{args.folder} now depends on {dependency}: cd {args.folder} && uv run pytest")
         return
     if not args.package:
         raise UserError("--package is missing. Pass the name of the package, for example --package flowers.")

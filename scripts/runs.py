@@ -60,7 +60,7 @@ def value_of(run: Report, key: str) -> Any:
     """A value of report.json or config.yaml; ABSENT without the key. A group has the value of its title."""
     key = RENAMES.get(key, key)
     if key in run or key.partition(".")[0] not in (*GROUPS, *KEYS):
-        return run.get(key, ABSENT)  # config.yaml is read when it is needed
+        return run.get(key, ABSENT)  # config.yaml is read only if needed
     if key in run.settings:
         return run.settings[key]
     node = {name.removeprefix(f"{key}."): value for name, value in run.settings.items() if name.startswith(f"{key}.")}
@@ -75,7 +75,7 @@ def written_s(run: Report) -> float:
 
 
 def began_s(run: Report) -> float:
-    """When it was last started, or if unknown, last written to."""
+    """When a run was last started or, if that is unknown, last written to."""
     with suppress(KeyError, TypeError, ValueError):
         return datetime.fromisoformat(run["started"]).timestamp()
     return written_s(run)
@@ -92,15 +92,15 @@ def find_runs(runs_dir: Path) -> list[Report]:
     return sorted(runs, key=lambda run: (began_s(run), run["run"]))
 
 
-def named(runs: list[Report], given: str, runs_dir: Path) -> list[Report]:
-    """The run with a name or directory, or the jobs of a sweep. Raises UserError that names the nearest one."""
-    name = given.rstrip("/").removeprefix(f"{runs_dir}/")
-    found = [run for run in runs if f"{run['run']}/".startswith(f"{name}/")]
-    if not found:
+def named(runs: list[Report], target: str, runs_dir: Path) -> list[Report]:
+    """The run with a name or directory, or the jobs of a sweep. Raises UserError with the nearest name."""
+    name = target.rstrip("/").removeprefix(f"{runs_dir}/")
+    matches = [run for run in runs if f"{run['run']}/".startswith(f"{name}/")]
+    if not matches:
         names = list(dict.fromkeys(n for run in runs for n in (run["run"].rpartition("/")[0], run["run"]) if n))
-        there = f"Runs there: {', '.join(names[-3:])}." if names else "There are no runs."
-        raise UserError(f"{name}: there is no such run in {runs_dir}/{did_you_mean(name, names)}. {there}")
-    return found
+        listing = f"Runs there: {', '.join(names[-3:])}." if names else "There are no runs."
+        raise UserError(f"{name}: there is no such run in {runs_dir}/{did_you_mean(name, names)}. {listing}")
+    return matches
 
 
 def is_number(value: Any) -> bool:
@@ -124,26 +124,26 @@ def arranged(runs: list[Report], where: list[str], sort: str) -> tuple[list[Repo
     by = sort.removeprefix("-")
     keys = list(dict.fromkeys(key for key in (*(key for key, _, _ in conditions), by) if key))
     unknown = [key for key in keys if runs and all(value_of(run, key) is ABSENT for run in runs)]
-    known = [*dict.fromkeys(key for run in runs for key in run), *KEYS]
-    raise_problems(f"{key} is not a key of any run{did_you_mean(key, known)}." for key in unknown)
-    chosen = [run for run in runs if all(holds(value_of(run, key), sign, text) for key, sign, text in conditions)]
+    known_keys = [*dict.fromkeys(key for run in runs for key in run), *KEYS]
+    raise_problems(f"{key} is not a key of any run{did_you_mean(key, known_keys)}." for key in unknown)
+    selected = [run for run in runs if all(holds(value_of(run, key), sign, text) for key, sign, text in conditions)]
 
-    def place(run: Report) -> tuple[Any, ...]:
+    def sort_key(run: Report) -> tuple[Any, ...]:
         value = value_of(run, by)
         return (0, value, "") if is_number(value) else (1, 0, shown(value))
 
-    sortable = [run for run in chosen if value_of(run, by) not in (ABSENT, None)]
-    rest = [run for run in chosen if value_of(run, by) in (ABSENT, None)]
-    return sorted(sortable, key=place, reverse=sort.startswith("-")) + rest, keys
+    sortable = [run for run in selected if value_of(run, by) not in (ABSENT, None)]
+    rest = [run for run in selected if value_of(run, by) in (ABSENT, None)]
+    return sorted(sortable, key=sort_key, reverse=sort.startswith("-")) + rest, keys
 
 
 def columns(runs: list[Report]) -> dict[str, str]:
-    """The columns of the table with their headings: monitored metrics, the same metrics of the test, and speeds."""
+    """The columns of the table with their headings: COLUMNS, monitored metrics, the same metrics of the test, and speeds."""
     monitored = dict.fromkeys(str(run["monitor"]) for run in runs if run.get("monitor"))
     metrics = [name for monitor in monitored for name in (monitor, monitor.replace("val", "test", 1))]
     units = dict.fromkeys(str(run["unit"]) for run in runs if run.get("unit"))
-    of_metrics = {name: name.replace("/", " ") for name in metrics}
-    return COLUMNS | of_metrics | {f"train/{unit}_per_s": f"{unit}/s" for unit in units}
+    metric_headings = {name: name.replace("/", " ") for name in metrics}
+    return COLUMNS | metric_headings | {f"train/{unit}_per_s": f"{unit}/s" for unit in units}
 
 
 def cell(run: Report, key: str, *, digits: bool) -> str:
@@ -158,10 +158,10 @@ def age(since_s: float) -> str:
     return f"{age_min:.0f} min" if h < 1 else f"{h:.0f} h" if h < 48 else f"{h / 24:.0f} d"
 
 
-def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
+def print_runs(runs: list[Report], extra_keys: list[str], form: str) -> None:
     headings = columns(runs)
-    keys = list(dict.fromkeys([*headings, *asked]))
-    rows = [dict(run) | {key: v for key in asked if (v := value_of(run, key)) is not ABSENT} for run in runs]
+    keys = list(dict.fromkeys([*headings, *extra_keys]))
+    rows = [dict(run) | {key: v for key in extra_keys if (v := value_of(run, key)) is not ABSENT} for run in runs]
     if form == "json":
         print(json.dumps(rows, indent=1))
     elif form == "csv":
@@ -180,51 +180,51 @@ def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
 def show(run: Report) -> None:
     files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
     metrics = [f"{key}: {shown(v)}" for key, v in run.items() if key != "run"]
-    given = overrides_of(run)
-    overrides = ["unknown"] if given is None else given or ["none"]
+    known_overrides = overrides_of(run)
+    overrides = ["unknown"] if known_overrides is None else known_overrides or ["none"]
     for heading, lines in ((f"{run['run']}:", metrics), ("overrides:", overrides), ("files:", files)):
         print(*map(inline, (heading, *lines)), sep="\n  ")
 
 
 def has_failed(run: Report, stale_min: float) -> bool:
-    ended = run["status"]
-    stale = ended not in ("done", "pruned") and time.time() - written_s(run) > 60 * stale_min
-    return stale or ended in ("failed", "interrupted", "died")
+    status = run["status"]
+    stale = status not in ("done", "pruned") and time.time() - written_s(run) > 60 * stale_min
+    return stale or status in ("failed", "interrupted", "died")
 
 
 def again(run: Report, runs_dir: Path) -> str:
-    """The command that reruns it; see the rules at the top."""
-    name, begun, given = run["run"], run.run_folder.has_config(), overrides_of(run)
-    saved = begun and next(checkpoints(run.folder), None)
-    if (begun and not run.settings) or (not saved and given is None):
+    """The command that reruns a run, by the rules at the top of this file."""
+    name, has_config, recorded = run["run"], run.run_folder.has_config(), overrides_of(run)
+    saved = has_config and next(checkpoints(run.folder), None)
+    if (has_config and not run.settings) or (not saved and recorded is None):
         return f"# {inline(name)}: its files do not say how to run it again"
     if saved:
         words = ["resume=auto"]
     else:
-        words = [word for word in given or () if not word.startswith("-")]  # an option, such as --config-dir
-        before = run.get("resumed_from")
-        other = before and run.folder.resolve() not in Path(before).resolve().parents
-        start = [f"resume={typed(before)}"] if other else ["resume=auto"] if begun else []
-        name += "-again" if begun and other else ""
-        left_out = (*PLACE, "init_from", *RECIPES) if other else PLACE  # what the other run started from
-        words = [*start, *(o for o in words if key_of(o) not in left_out)]
-    place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
-    line = shell_line(*shlex.split(command("train")), f"run={typed(name)}", *place, *words)
+        words = [word for word in recorded or () if not word.startswith("-")]  # an option, such as --config-dir
+        origin = run.get("resumed_from")
+        is_other_run = origin and run.folder.resolve() not in Path(origin).resolve().parents
+        start = [f"resume={typed(origin)}"] if is_other_run else ["resume=auto"] if has_config else []
+        name += "-again" if has_config and is_other_run else ""
+        dropped = (*PLACE, "init_from", *RECIPES) if is_other_run else PLACE  # what the other run started from
+        words = [*start, *(o for o in words if key_of(o) not in dropped)]
+    location = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
+    line = shell_line(*shlex.split(command("train")), f"run={typed(name)}", *location, *words)
     return line or f"# {inline(name)}: its name or its settings have characters that a command cannot have"
 
 
 def main() -> None:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--runs-dir", type=Path, default=argparse.SUPPRESS, help="default: runs")
-    chosen = argparse.ArgumentParser(add_help=False)
+    filters = argparse.ArgumentParser(add_help=False)
     where_help = "a condition; can be repeated, all must hold"
-    chosen.add_argument("--where", action="append", default=argparse.SUPPRESS, metavar="'key=value'", help=where_help)
-    chosen.add_argument("--sort", default=argparse.SUPPRESS, metavar="[-]key", help="default: newest last")
+    filters.add_argument("--where", action="append", default=argparse.SUPPRESS, metavar="'key=value'", help=where_help)
+    filters.add_argument("--sort", default=argparse.SUPPRESS, metavar="[-]key", help="default: newest last")
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common, chosen])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common, filters])
     parser.add_argument("--format", choices=["table", "csv", "json"], default="table")
     commands = parser.add_subparsers(dest="command", metavar="{html,show,failed}")
-    html = commands.add_parser("html", parents=[common, chosen])
+    html = commands.add_parser("html", parents=[common, filters])
     html.add_argument("run", nargs="?", metavar="sweep")
     html.add_argument("-o", "--out", type=Path, default=Path("runs.html"))
     commands.add_parser("show", parents=[common]).add_argument("run")
@@ -233,11 +233,11 @@ def main() -> None:
     failed.add_argument("--stale-min", type=float, default=30.0)
     argv = sys.argv[1:]
     with suppress(ValueError):  # argparse would read the value of `--sort -test/acc` as an option
-        at = argv.index("--sort")
-        argv[at : at + 2] = ["=".join(argv[at : at + 2])]
+        index = argv.index("--sort")
+        argv[index : index + 2] = ["=".join(argv[index : index + 2])]
     args = parser.parse_args(argv, argparse.Namespace(runs_dir=Path("runs"), where=[], sort=""))
-    picks = args.command in (None, "html")
-    if (args.format != "table" and args.command) or ((args.where or args.sort) and not picks):
+    selects = args.command in (None, "html")
+    if (args.format != "table" and args.command) or ((args.where or args.sort) and not selects):
         raise UserError(f"--where, --sort and --format have no effect on {args.command}. Remove them.")
     runs = find_runs(args.runs_dir)
     if args.command is not None and args.run is not None:

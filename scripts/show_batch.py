@@ -51,35 +51,35 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
 
 
 def picture(before: "Batch", after: "Batch", about: Mapping[str, Any], count: int) -> Image.Image:
-    """The first `count` samples of two batches as the network gets them. Raises UserError if they are no images."""
+    """The first `count` samples of two batches as the network gets them. Raises UserError if they are not images."""
     images = [bytes_of(batch, about)[:count] for batch in (before, after)]
     scale = max(1, math.ceil(SMALLEST / images[1].shape[2]))
     width, height = images[1].shape[2] * scale, images[1].shape[1] * scale
     columns = min(COLUMNS, count)
-    tall = 2 * (height + GAP) + LINE + GAP
-    page = Image.new("RGB", (MARGIN + columns * (width + GAP), math.ceil(count / columns) * tall + GAP), "white")
+    row_height = 2 * (height + GAP) + LINE + GAP
+    page = Image.new("RGB", (MARGIN + columns * (width + GAP), math.ceil(count / columns) * row_height + GAP), "white")
     draw = ImageDraw.Draw(page)
-    for place in range(count):
-        row, column = divmod(place, columns)
-        left, top = MARGIN + column * (width + GAP), GAP + row * tall
+    for index in range(count):
+        row, column = divmod(index, columns)
+        left, top = MARGIN + column * (width + GAP), GAP + row * row_height
         for line, (batch, drawn) in enumerate(zip((before, after), images, strict=True)):
-            tile = with_mask(drawn[place], batch["target"][place].numpy())
+            tile = with_mask(drawn[index], batch["target"][index].numpy())
             page.paste(tile.resize((width, height), Image.Resampling.NEAREST), (left, top + line * (height + GAP)))
             if not column:
                 draw.text((4, top + line * (height + GAP)), ("before", "after")[line], fill="black")
-        draw.text((left, top + 2 * (height + GAP) - 2), caption(after, place, about, width // 6), fill="black")
+        draw.text((left, top + 2 * (height + GAP) - 2), caption(after, index, about, width // 6), fill="black")
     return page
 
 
 def bytes_of(batch: "Batch", about: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """image_BHW3: the input of a network without its normalisation."""
-    given: Any = batch.get("input")
+    """image_BHW3: the input of the network without its normalisation."""
+    value: Any = batch.get("input")
     from lockstep.callbacks.summary import restored
 
-    image_BCHW = restored(given, about)
+    image_BCHW = restored(value, about)
     if image_BCHW is None or image_BCHW.shape[1] not in (1, 3):
-        what = f"{given.dtype} of shape {tuple(given.shape)}" if hasattr(given, "shape") else type(given).__name__
-        raise UserError(f"only images can be shown; `input` is {what}.")
+        kind = f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+        raise UserError(f"only images can be shown; `input` is {kind}.")
     image: NDArray[np.uint8] = image_BCHW.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
     return image
 
@@ -93,13 +93,13 @@ def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image
     return blended(image_HW3, target)
 
 
-def caption(batch: "Batch", place: int, about: Mapping[str, Any], longest: int) -> str:
+def caption(batch: "Batch", index: int, about: Mapping[str, Any], longest: int) -> str:
     """The target of a sample; for a mixed sample, both targets with their fractions."""
-    own = name(batch["target"][place].tolist(), about)
+    text = name(batch["target"][index].tolist(), about)
     if "share" in batch:
-        share, other = float(batch["share"][place]), int(batch["partner"][place])
-        own = f"{share:.0%} {own} + {1 - share:.0%} {name(batch['target'][other].tolist(), about)}"
-    return own[:longest]
+        share, other = float(batch["share"][index]), int(batch["partner"][index])
+        text = f"{share:.0%} {text} + {1 - share:.0%} {name(batch['target'][other].tolist(), about)}"
+    return text[:longest]
 
 
 def name(target: Any, about: Mapping[str, Any]) -> str:
@@ -107,7 +107,7 @@ def name(target: Any, about: Mapping[str, Any]) -> str:
     if isinstance(target, list):
         labels = about.get("labels")
         if labels and len(labels) == len(target):
-            return ", ".join(str(label) for label, there in zip(labels, target, strict=True) if there)
+            return ", ".join(str(label) for label, is_present in zip(labels, target, strict=True) if is_present)
         return "" if target and isinstance(target[0], list) else ", ".join(f"{value:.3g}" for value in target)
     classes = about.get("classes")
     return str(classes[target]) if classes and isinstance(target, int) else f"{target:.3g}"

@@ -1,4 +1,4 @@
-"""Other libraries' data: torch Datasets, torchvision's by name, a folder of Hugging Face's. Free of torch until samples are read."""
+"""Data of other libraries: torch Datasets, torchvision datasets by name, Hugging Face folders. Imports torch only when samples are read."""
 
 import hashlib
 import importlib.util
@@ -30,10 +30,10 @@ IMAGE_SIZE = 224
 
 
 class Wrapped(Images):
-    """The parts of a data set as torch Datasets, in `held`; `val` may be None. A subclass may override `open_part` and `names` instead.
+    """A data set from torch Datasets: `held` has one for each part; `val` may be None. A subclass may override `open_part` and `names` instead.
 
-    Images get the treatment of images: resized to `image_size` where they are decoded, normalised on the device. Anything
-    else goes to the network unchanged. The first training sample decides which it is.
+    Images are resized to `image_size` when they are decoded, and normalised on the device. Other samples reach the network
+    unchanged. The first training sample decides which kind it is.
     """
 
     held: Mapping[str, Any]
@@ -51,14 +51,14 @@ class Wrapped(Images):
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
-        """What describes the targets: `classes`, `targets`, ..."""
+        """Names of the targets: `classes`, `targets`, ..."""
         return {"classes": names} if (names := class_names(self.held["train"])) else {}
 
     @cached_property
     def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
         parts = (*PARTS, *self.evaluation_sets)
         declared = {part: class_names(holder_of(self.samples(part)), numbers=False) for part in parts}
-        new = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # by data.classes
+        new = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # data.classes renames them
         return {part: {"classes": [new.get(name, name) for name in names]} for part, names in declared.items() if names}
 
     @cached_property
@@ -70,9 +70,9 @@ class Wrapped(Images):
         return self.first.dtype == np.uint8 and self.first.ndim == 3
 
     def prepare(self) -> None:
-        """Raises UserError for image options if the samples are not images."""
-        usual = {"image_size": IMAGE_SIZE, "channels": 3}
-        options = [f"data.{key}={shown(value)}" for key in usual if (value := getattr(self, key)) != usual[key]]
+        """Raises UserError if image options are set and the samples are not images."""
+        defaults = {"image_size": IMAGE_SIZE, "channels": 3}
+        options = [f"data.{key}={shown(value)}" for key in defaults if (value := getattr(self, key)) != defaults[key]]
         if options and not self.holds_images:
             raise UserError(
                 f"{' and '.join(options)} {'have' if len(options) > 1 else 'has'} no effect: `input` is {self.first.dtype} of shape {self.first.shape}, not an image of bytes (uint8, CHW). Remove it."
@@ -104,34 +104,34 @@ class Wrapped(Images):
 
 
 def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
-    """Class names of a Dataset, a Subset or a ConcatDataset, or class numbers; empty if it has neither. Raises UserError: joined ones differ."""
+    """Class names, or else class numbers, of a Dataset, Subset or ConcatDataset; empty without either. Raises UserError: joined Datasets differ."""
     if names := declared_names(getattr(dataset, "classes", None)):
         return names
     if numbers and (class_N := classes_of(dataset)) is not None and len(class_N):
         return numbers_as_names(np.unique(class_N), len(class_N))
     inner = [dataset.dataset] if hasattr(dataset, "dataset") else getattr(dataset, "datasets", None) or []
-    known = sorted({tuple(names) for each in inner if (names := class_names(each, numbers=False))})
-    if len(known) > 1:
+    lists = sorted({tuple(names) for child in inner if (names := class_names(child, numbers=False))})
+    if len(lists) > 1:
         raise UserError(
-            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(listed, known))}: numbers would stand for several. Give them one order."
+            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(listed, lists))}: numbers would stand for several. Give them one order."
         )
-    return [*known[0]] if known else max((class_names(each, numbers=numbers) for each in inner), key=len, default=[])
+    return [*lists[0]] if lists else max((class_names(child, numbers=numbers) for child in inner), key=len, default=[])
 
 
 def declared_names(classes: Any) -> list[str]:
-    """The names that `classes` gives to 0, 1, ...: a list, or a dict of names or numbers; empty for others, such as the numbers that occur."""
+    """The names of classes 0, 1, ... in a list, or in a dict to or from numbers; empty for anything else, such as the numbers that occur."""
     if isinstance(classes, Mapping):
         name_of = dict((value, key) if isinstance(value, Integral) else (key, value) for key, value in classes.items())
         classes = [name_of.get(number) for number in range(len(classes))]
     names = classes.tolist() if getattr(classes, "ndim", 0) else classes
-    usual = isinstance(names, Collection) and not isinstance(names, str | set) and None not in names
-    if not usual or (all(isinstance(name, Integral) for name in names) and [*names] != [*range(len(names))]):
+    is_name_list = isinstance(names, Collection) and not isinstance(names, str | set) and None not in names
+    if not is_name_list or (all(isinstance(name, Integral) for name in names) and [*names] != [*range(len(names))]):
         return []
     return [str(name[0] if isinstance(name, tuple) else name) for name in names]
 
 
 def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
-    """0 to the largest of the class numbers that occur; empty if these are something else, such as prices or the keys of a table."""
+    """Names for 0 to the largest class number that occurs; empty if the numbers are not classes, such as prices or table keys."""
     count = int(max(numbers)) + 1 if len(numbers) else 0
     return [*map(str, range(count))] if count <= max(samples, 2 * len(numbers)) else []
 
@@ -139,8 +139,8 @@ def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> lis
 class TorchDataset(Wrapped):
     """`train`, `test` and optionally `val` and `evaluation_sets`: Datasets whose samples are (input, target) or a dict; PIL images become bytes.
 
-    `classes`: if the training Dataset has neither `classes` nor `targets`. A Dataset may have an attribute `fingerprint`; otherwise it is
-    computed from the arrays it holds and some of its samples.
+    Pass `classes` if the training Dataset has neither `classes` nor `targets`. A Dataset may have an attribute `fingerprint`; otherwise
+    it is computed from the Dataset's arrays and some of its samples.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class TorchDataset(Wrapped):
     ) -> None:  # fmt: skip
         super().__init__(**images)
         self.held = {"train": train, "val": val, "test": test}
-        self.evaluation_sets = {n: Items(each, **self.decoding) for n, each in (evaluation_sets or {}).items()}
+        self.evaluation_sets = {name: Items(held, **self.decoding) for name, held in (evaluation_sets or {}).items()}
         if classes:
             self.names = {"classes": list(classes)}
 
@@ -164,13 +164,13 @@ class TorchDataset(Wrapped):
                 yield f"data.{part} is missing; it names a Dataset, for example data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
 
 
-# --- torchvision's data sets by name ---
+# --- torchvision data sets by name ---
 
 SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "valid"), "test": ("test",)}
 
 
 class Torchvision(Wrapped):
-    """`torchvision.datasets.<dataset>(root, ...)` with its own parts. Without a test part, its validation part is the test set.
+    """`torchvision.datasets.<dataset>(root, ...)` with its official splits. Without a test split, the validation split is the test set.
 
     Raises UserError: there is no such data set, it has no test part, or it is neither on disk nor downloadable.
     """
@@ -190,8 +190,8 @@ class Torchvision(Wrapped):
         yield from super().problems(data)
         if (name := str(data.get("dataset"))) == "???":
             yield "data.dataset is missing; set data.dataset=<name>, one of torchvision.datasets, such as Flowers102; or data=folder for images of your own."
-        elif name not in (known := torchvision_names()):
-            yield f"data.dataset={name} is not in torchvision.datasets{did_you_mean(name, known)}. For another class, see data._target_=lockstep.extras.adapters.TorchDataset."
+        elif name not in (names := torchvision_names()):
+            yield f"data.dataset={name} is not in torchvision.datasets{did_you_mean(name, names)}. For another class, see data._target_=lockstep.extras.adapters.TorchDataset."
         if data.get("source") == "embedded":
             yield "data.source=embedded: no package contains torchvision's data sets. Set data.source=auto."
 
@@ -199,15 +199,15 @@ class Torchvision(Wrapped):
     def held(self) -> dict[str, Any]:  # type: ignore[override]
         import torchvision
 
-        make = getattr(torchvision.datasets, self.dataset)
-        named = inspect.signature(make).parameters
-        passes = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
-        downloads = "download" in named or passes
+        dataset_class = getattr(torchvision.datasets, self.dataset)
+        params = inspect.signature(dataset_class).parameters
+        takes_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in params.values())
+        can_download = "download" in params or takes_kwargs
         parts: dict[str, Any] = dict.fromkeys(PARTS)
-        if "split" in named and "split" not in self.arguments:
-            parts |= {part: self.first_split(make, names, downloads) for part, names in SPLITS.items()}
-        elif "train" in named or passes:
-            parts |= {part: self.make(make, downloads, train=part == "train") for part in ("train", "test")}
+        if "split" in params and "split" not in self.arguments:
+            parts |= {part: self.first_split(dataset_class, names, can_download) for part, names in SPLITS.items()}
+        elif "train" in params or takes_kwargs:
+            parts |= {part: self.make(dataset_class, can_download, train=part == "train") for part in ("train", "test")}
         if parts["test"] is None and parts["val"] is not None:
             parts |= {"test": parts["val"], "val": None}
             self.notice = f"{self.dataset} has no test part: its validation part is the test set; train is divided."
@@ -215,29 +215,29 @@ class Torchvision(Wrapped):
             raise UserError(f"torchvision.datasets.{self.dataset} has no test part. Set data=folder, which splits.")
         return parts
 
-    def first_split(self, make: Callable[..., Any], names: Iterable[str], downloads: bool) -> Any:
-        """The first of the splits that the data set has; None without."""
+    def first_split(self, dataset_class: Callable[..., Any], names: Iterable[str], can_download: bool) -> Any:
+        """The first of these splits that the data set has; None if it has none."""
         for name in names:
             try:
-                return self.make(make, downloads, split=name)
+                return self.make(dataset_class, can_download, split=name)
             except ValueError as e:
                 if isinstance(e, UserError) or "argument split" not in str(e):
                     raise
         return None
 
-    def make(self, make: Callable[..., Any], downloads: bool, **which: Any) -> Any:
-        """From the disk, or else downloaded."""
-        arguments = {"root": str(self.root), **self.arguments, **which}
+    def make(self, dataset_class: Callable[..., Any], can_download: bool, **split: Any) -> Any:
+        """Opens the data set on disk, or else downloads it."""
+        kwargs = {"root": str(self.root), **self.arguments, **split}
         try:
-            return make(**arguments)
+            return dataset_class(**kwargs)
         except (RuntimeError, OSError) as e:
-            if self.asked == "disk" or not downloads or (self.asked == "auto" and has_photos(self.root)):
+            if self.asked == "disk" or not can_download or (self.asked == "auto" and has_photos(self.root)):
                 raise UserError(
-                    f"data.root={self.root} {contents(self.root)[1]}, not torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * downloads}; for images of your own, data=folder data.root={self.root}."
+                    f"data.root={self.root} {contents(self.root)[1]}, not torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * can_download}; for images of your own, data=folder data.root={self.root}."
                 ) from None
         try:
             with one_download(self.cache, self.dataset, self.root):
-                dataset = make(**arguments, download=True)
+                dataset = dataset_class(**kwargs, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(
                 f"{self.dataset} is not in data.root={self.root} and could not be fetched ({reason(e)}). Set data.root=<folder> for one that holds it; on a machine with a network, torchvision.datasets.{self.dataset}(<folder>, download=True) makes it."
@@ -247,13 +247,13 @@ class Torchvision(Wrapped):
 
 
 def torchvision_names() -> list[str]:
-    """The data sets of torchvision.datasets, by its source, because importing it takes seconds."""
+    """The data sets of torchvision.datasets, read from its source, because importing it takes seconds."""
     spec: Any = importlib.util.find_spec("torchvision")
     text = (Path(spec.origin).parent / "datasets" / "__init__.py").read_text()
-    return re.findall(r'"([A-Z]\w*)"', text.partition("__all__")[2])  # it exports a function, too
+    return re.findall(r'"([A-Z]\w*)"', text.partition("__all__")[2])  # without the function that it also exports
 
 
-# --- A folder of Hugging Face's `save_to_disk`: Arrow files, mapped into memory. Needs the package datasets ---
+# --- Folders written by Hugging Face's `save_to_disk`: memory-mapped Arrow files. Needs the package datasets ---
 
 
 @dataclass(eq=False)
@@ -261,10 +261,10 @@ class Rows:
     """Rows of a table as batches. Images stay encoded in the table until they are read."""
 
     table: Any
-    columns: Mapping[str, str]  # names of its columns: input, target
+    columns: Mapping[str, str]  # the table's columns for `input` and `target`
     places: Indices
-    target_N: NDArray[Any] | None  # if they are classes or numbers
-    classes: Sequence[str] | None  # in the order of the part's numbers
+    target_N: NDArray[Any] | None  # class numbers or values; None for other targets
+    classes: Sequence[str] | None  # in the order of the part's class numbers
     decoding: dict[str, Any]
 
     def __len__(self) -> int:
@@ -272,18 +272,18 @@ class Rows:
 
     def __getitem__(self, indices: Indices) -> dict[str, NDArray[Any]]:
         rows = self.places[indices].tolist()
-        found = self.table[rows]
-        values = {key: found[column] for key, column in self.columns.items()}
+        values_of = self.table[rows]
+        values = {key: values_of[column] for key, column in self.columns.items()}
         if self.target_N is not None:
             values["target"] = self.target_N[indices]
-        if isinstance(values["input"], list):  # encoded images, or files that the table names
+        if isinstance(values["input"], list):  # encoded images, or paths of files
             files = [file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"]) for file in values["input"]]
             values["input"] = decoded_all(files, **self.decoding)
         return values
 
 
 class HuggingFace(Wrapped):
-    """Two columns of the tables in `root`: images, which workers decode, or numbers. Raises UserError for what is missing there."""
+    """Two columns of the tables in `root`: images, which workers decode, or numbers. Raises UserError: a split, column or value is missing."""
 
     source = "disk"
 
@@ -311,7 +311,7 @@ class HuggingFace(Wrapped):
         with reading(self.root):
             try:
                 saved: Any = datasets.load_from_disk(str(self.root))
-            except FileNotFoundError:  # for any other folder
+            except FileNotFoundError:  # raised for any other folder
                 raise UserError(
                     f"{where} {contents(self.root)[1]}: it is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>; for images of your own, data=folder {where}."
                 ) from None
@@ -320,11 +320,11 @@ class HuggingFace(Wrapped):
         tables = {part: by_name[names[part]] for part in PARTS if part in names}
         if "train" not in tables:
             raise UserError(f"{where} has no split `train`; it has {', '.join(by_name)}.")
-        there = tables["train"].column_names
+        column_names = tables["train"].column_names
         for key, column in self.columns.items():
-            if column not in there:
-                meant = f"{did_you_mean(column, there)}; {where} has {', '.join(there)}"
-                raise UserError(f"data.{key}={column}: there is no such column{meant}.")
+            if column not in column_names:
+                hint = f"{did_you_mean(column, column_names)}; {where} has {', '.join(column_names)}"
+                raise UserError(f"data.{key}={column}: there is no such column{hint}.")
         raise_problems(
             f"{where}: {self.columns['input']} has no value in row {row} of the {part} part. Remove such rows."
             for part, table in tables.items()
@@ -346,7 +346,7 @@ class HuggingFace(Wrapped):
         return {"targets": [column]} if kind.startswith(("float", "int", "uint")) else {}
 
     def targets(self, part: str) -> NDArray[Any] | None:
-        """Class numbers, or a column of numbers; None for others. Raises UserError: no class, such as a null, or a -1 for no answer."""
+        """Class numbers, or a column of numbers; None for other targets. Raises UserError: a value is not a class, such as null or -1."""
         column, classes = self.columns["target"], self.names.get("classes")
         values = self.tables[part][column][:] if self.names else []
         if classes is None:
@@ -362,21 +362,21 @@ class HuggingFace(Wrapped):
 
     @cached_property
     def rows(self) -> dict[str, tuple[Any, Indices, NDArray[Any] | None]]:
-        """The table, rows and targets of each part; missing parts are taken from train."""
+        """The table, rows and targets of each part; missing parts are split off train."""
         train, target_N = self.tables["train"], {part: self.targets(part) for part in self.tables}
         strata: Any = target_N["train"] if "classes" in self.names else np.zeros(len(train), int)
         fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
-        part_N, first = divided(np.full(len(train), "train"), strata, fractions), target_N["train"]
+        part_N, train_N = divided(np.full(len(train), "train"), strata, fractions), target_N["train"]
         whole = {part: (table, np.arange(len(table)), target_N[part]) for part, table in self.tables.items()}
-        return whole | {part: (train, np.flatnonzero(part_N == part), first) for part in ("train", *fractions)}
+        return whole | {part: (train, np.flatnonzero(part_N == part), train_N) for part in ("train", *fractions)}
 
     def open_part(self, part: str) -> Rows | None:
         import datasets
 
         if part not in self.rows:
             return None
-        table, places, target_N = self.rows[part]
-        if not len(places):
+        table, indices, target_N = self.rows[part]
+        if not len(indices):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
         classes = getattr(table.features[self.columns["target"]], "names", None)
         table = table.select_columns([*self.columns.values()])
@@ -385,12 +385,12 @@ class HuggingFace(Wrapped):
             table = table.cast_column(column, datasets.Image(decode=False))
         numbers = [column for column in table.column_names if column not in images]
         table = table.with_format("numpy", columns=numbers, output_all_columns=True)
-        target_N = None if target_N is None else target_N[places]
-        return Rows(table, self.columns, places, target_N, classes, self.decoding)
+        target_N = None if target_N is None else target_N[indices]
+        return Rows(table, self.columns, indices, target_N, classes, self.decoding)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the Arrow files, which are read once per machine, and of the columns and rows that are used."""
+        """Hash of the Arrow files, which are read once per machine, and of the columns and rows in use."""
         files = sorted(self.root.rglob("*.arrow"))
         folder = self.cache / key_of("huggingface", files)
         content = decoded(folder, lambda: ({}, {"sha256": [hash_of(path, "sha256") for path in files]})).extra

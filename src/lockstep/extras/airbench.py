@@ -1,5 +1,6 @@
-"""A network that learns small images quickly: that of K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024,
-arXiv:2404.00498), without its whitening layer, whose weights come from the training data.
+"""K. Jordan's network for fast training on small images ("94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024, arXiv:2404.00498).
+
+The whitening layer is omitted, because its weights come from the training data.
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 
 class AirbenchNet(nn.Module):
-    """image_BCHW to logits_BK: three groups of two 3x3 convolutions, each of which halves the image.
+    """image_BCHW to logits_BK: three groups of two 3x3 convolutions; each group halves the image.
 
-    `logit_scale` is the paper's 1/9. A convolution begins as the identity of its first channels.
+    `logit_scale` is the paper's 1/9. Each convolution starts as the identity on its first channels.
     """
 
     def __init__(
@@ -28,8 +29,8 @@ class AirbenchNet(nn.Module):
         smallest = 2 ** len(widths) + 1
         if image_size < smallest:
             raise ValueError(f"data.image_size={image_size}: AirbenchNet needs images of at least {smallest} pixels.")
-        stem = 24  # as many as the paper's whitened patches
-        groups = [group(before, after) for before, after in zip((stem, *widths), widths, strict=False)]
+        stem = 24  # the number of whitened patches in the paper
+        groups = [group(n_in, n_out) for n_in, n_out in zip((stem, *widths), widths, strict=False)]
         self.features = nn.Sequential(nn.Conv2d(in_channels, stem, 2), nn.GELU(), *groups)
         self.head = nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(widths[-1], num_classes, bias=False))
         self.logit_scale = logit_scale
@@ -38,19 +39,19 @@ class AirbenchNet(nn.Module):
         return self.head(self.features(image_BCHW)) * self.logit_scale
 
 
-def group(before: int, after: int) -> nn.Sequential:
+def group(in_channels: int, out_channels: int) -> nn.Sequential:
     return nn.Sequential(
-        convolution(before, after),
+        convolution(in_channels, out_channels),
         nn.MaxPool2d(2),
-        nn.BatchNorm2d(after, momentum=0.4),
+        nn.BatchNorm2d(out_channels, momentum=0.4),
         nn.GELU(),
-        convolution(after, after),
-        nn.BatchNorm2d(after, momentum=0.4),
+        convolution(out_channels, out_channels),
+        nn.BatchNorm2d(out_channels, momentum=0.4),
         nn.GELU(),
     )
 
 
-def convolution(before: int, after: int) -> nn.Conv2d:
-    made = nn.Conv2d(before, after, 3, padding=1, bias=False)
-    nn.init.dirac_(made.weight.data[:before])
-    return made
+def convolution(in_channels: int, out_channels: int) -> nn.Conv2d:
+    conv = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+    nn.init.dirac_(conv.weight.data[:in_channels])
+    return conv

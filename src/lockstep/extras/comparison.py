@@ -1,4 +1,4 @@
-"""Where two runs differ: config, data, rows of the log, metrics, weights and the rest of their state."""
+"""Where two runs differ: config, data, logged rows, metrics, weights and the rest of their state."""
 
 import math
 import os
@@ -11,26 +11,26 @@ from lockstep.reporting.report import Curve, Report
 from lockstep.run import find_run
 
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
-OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
-FORGOTTEN = ".current_score"  # of the last validation; ModelCheckpoint saves it for information and does not load it
-# Rounding starts small and grows step by step; another batch or another formula shows at once.
-BEGINS = 1e-6  # the most relative difference at the first row
-LEAP = 10.0  # the most growth from one row to the next
-ENDS = 1e-2  # the most relative difference at the end
+OWN = ("run", "runs_dir", "resume")  # config keys that only locate the run
+FORGOTTEN = ".current_score"  # score of the last validation; ModelCheckpoint saves it but does not load it
+# Rounding starts small and grows step by step; a different batch or formula shows at once.
+BEGINS = 1e-6  # largest relative difference in the first row
+LEAP = 10.0  # largest growth factor from one row to the next
+ENDS = 1e-2  # largest relative difference at the end
 FEWEST_ROWS = 10
 LOSS, FULL_PRECISIONS = "train/loss", ("32-true", "32", "64-true", "64")
 DATA = ("data/name", "data/source", "data/sha256", "data/train", "data/val", "data/test")
 
 
-def find(given: str, runs_dir: Path) -> Report:
-    """The run in a folder, or the run of that name. Raises UserError: there is none, or it is damaged."""
-    folder = find_run(given, runs_dir)
+def find(name: str, runs_dir: Path) -> Report:
+    """The run with this name or folder. Raises UserError: it does not exist or is damaged."""
+    folder = find_run(name, runs_dir)
     folder.validate()
     return Report(folder)
 
 
 def relative(a: float, b: float) -> float:
-    """The difference over the first value; 0 for equal values and for NaN with NaN."""
+    """The difference divided by the first value; 0 for equal values and for two NaNs."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / abs(a) if a and not math.isnan(a - b) else math.inf
@@ -43,7 +43,7 @@ def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
 
 
 def series(run: Report) -> dict[str, Curve]:
-    """The columns that two equal runs share."""
+    """The logged columns without measurements, because these differ between any two runs."""
     return {name: curve for name, curve in run.curves.items() if not name.endswith(MEASURED)}
 
 
@@ -65,25 +65,25 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
 
 
 def grown_rounding(a: Report, b: Report) -> tuple[bool, str]:
-    """Whether the losses of two runs drift apart as rounding does, and how that is seen."""
+    """Whether the losses of two runs drift apart as rounding does, and the reason."""
     ours, theirs = (dict(zip(*series(run).get(LOSS, Curve([], [])), strict=True)) for run in (a, b))
     rows = [(step, relative(x, theirs[step])) for step, x in ours.items() if step in theirs]
     if any(str(run.settings.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
         return False, "in trainer.precision=32-true, rounding could be told from a real difference"
     if len(rows) < FEWEST_ROWS:
         return False, "with trainer.log_every_n_steps=1, rounding could be told from a real difference"
-    (first, apart), most = rows[0], BEGINS
-    if apart > BEGINS:
-        return False, f"{LOSS} differs by {apart:.2g} at step {first} already, which is more than rounding"
-    for step, apart in rows:
-        if apart > LEAP * most:
-            return False, f"{LOSS} leaps apart at step {step}, from {most:.2g} to {apart:.2g}: this is no rounding"
-        most = max(most, apart)
-    return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {most:.2g} later, and never leaps"
+    (first, gap), peak = rows[0], BEGINS
+    if gap > BEGINS:
+        return False, f"{LOSS} differs by {gap:.2g} at step {first} already, which is more than rounding"
+    for step, gap in rows:
+        if gap > LEAP * peak:
+            return False, f"{LOSS} leaps apart at step {step}, from {peak:.2g} to {gap:.2g}: this is no rounding"
+        peak = max(peak, gap)
+    return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {peak:.2g} later, and never leaps"
 
 
 def metric_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
-    """Of the reports: metrics that were logged, and the length of the training."""
+    """Differences of the reports in logged metrics and in the length of training."""
     logged = (key for run in (a, b) for key in run if key in series(run))
     for key in dict.fromkeys([*logged, "train/steps", "train/epochs"]):
         pair: list[Any] = [run.get(key) for run in (a, b)]
@@ -92,7 +92,7 @@ def metric_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
 
 
 def tensor_difference(x: Any, y: Any) -> float:
-    """Norm of the difference over the norm, in float64; 0 only for equal bits."""
+    """Norm of the difference divided by the norm, in float64; 0 only if all bits are equal."""
     import torch
 
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -111,29 +111,29 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
     from lockstep.checkpoints.weights import read
 
     def values(path: Path, part: str) -> dict[str, Any]:
-        here = str(path.resolve().parent.parent)  # best checkpoints are saved with absolute paths
-        found = ((".".join(map(str, keys)), leaf) for keys, leaf in leaves(contents[path].values.get(part, {})))
-        return {key.replace(here, ""): v.replace(here, "") if isinstance(v, str) else v for key, v in found}
+        run_dir = str(path.resolve().parent.parent)  # the paths of best checkpoints are absolute
+        items = ((".".join(map(str, keys)), leaf) for keys, leaf in leaves(contents[path].values.get(part, {})))
+        return {key.replace(run_dir, ""): v.replace(run_dir, "") if isinstance(v, str) else v for key, v in items}
 
     contents = {path: read(path) for path in (one, other)}
     for part in parts:
         a, b = values(one, part), values(other, part)
         if a.keys() != b.keys():
             yield f"{part}: only in the first {sorted(a.keys() - b.keys())[:5]}, only in the second {sorted(b.keys() - a.keys())[:5]}"
-        both = [key for key in a if key in b]
-        tensors = [key for key in both if isinstance(a[key], Tensor) and isinstance(b[key], Tensor)]
-        apart = {key: tensor_difference(a[key], b[key]) for key in tensors}
-        over = [key for key in tensors if apart[key] > tolerance]
-        if over:
-            worst = max(over, key=apart.__getitem__)
-            yield f"{part}: {len(over)} of {len(tensors)} tensors differ, the most {worst} (by {apart[worst]:.2g})"
-        for key in both:
-            if key not in apart and not key.endswith(FORGOTTEN) and (type(a[key]), a[key]) != (type(b[key]), b[key]):
+        shared = [key for key in a if key in b]
+        tensors = [key for key in shared if isinstance(a[key], Tensor) and isinstance(b[key], Tensor)]
+        gaps = {key: tensor_difference(a[key], b[key]) for key in tensors}
+        differing = [key for key in tensors if gaps[key] > tolerance]
+        if differing:
+            worst = max(differing, key=gaps.__getitem__)
+            yield f"{part}: {len(differing)} of {len(tensors)} tensors differ, the most {worst} (by {gaps[worst]:.2g})"
+        for key in shared:
+            if key not in gaps and not key.endswith(FORGOTTEN) and (type(a[key]), a[key]) != (type(b[key]), b[key]):
                 yield f"{part}: {key}: {a[key]} | {b[key]}"
 
 
 def first_different_digest(a: Report, b: Report) -> Iterator[str]:
-    """Step, logical rank and tensor; nothing if all are equal, or a run has no digests (`exact.digests`)."""
+    """The first step, logical rank and tensors that differ; nothing if all are equal or a run has no digests (`exact.digests`)."""
     ours, theirs = (
         {(row["step"], row["what"], row["name"]): row["digest"] for row in run.run_folder.digests_log.rows()}
         for run in (a, b)
@@ -141,20 +141,20 @@ def first_different_digest(a: Report, b: Report) -> Iterator[str]:
     different = [key for key, digest in ours.items() if theirs.get(key, digest) != digest]
     for step, what, _ in different[:1]:
         names = [key[2] for key in different if key[:2] == (step, what)]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield f"the runs part at step {step}, in the {what} {', '.join(names[:3])}{more}"
+        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"the runs part at step {step}, in the {what} {', '.join(names[:3])}{rest}"
 
 
 def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str, list[str]]:
-    """Differences by section; those of `config` and `data` are for information."""
+    """Differences by section; `config` and `data` are informational."""
     allowed = 0.0 if exact else tolerance
     parts: tuple[str, ...] = ("state_dict", "current_model_state")
     parts += ("optimizer_states", "lr_schedulers", "callbacks") if exact else ()
-    divided = all(run.settings.get("exact.logical_ranks") for run in (a, b))
-    parts += ("loops",) if exact and not divided else ()  # these count the micro-batches of one process
+    batches_are_divided = all(run.settings.get("exact.logical_ranks") for run in (a, b))
+    parts += ("loops",) if exact and not batches_are_divided else ()  # `loops` counts the micro-batches of one process
     configs = [{key: value for key, value in run.settings.items() if key not in OWN} for run in (a, b)]
     data = [{key: run.get(key) for key in DATA} for run in (a, b)]
-    found = {
+    diffs = {
         "config": list(mapping_differences(*configs)),
         "data": list(mapping_differences(*data)),
         "log": list(log_differences(a, b, allowed)),
@@ -168,18 +168,18 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
         }
         for run in (a, b)
     ]
-    ours, theirs = ({name: path for name, path in each.items() if os.path.exists(path)} for each in paths)  # noqa: PTH110 - of any name
+    ours, theirs = ({name: path for name, path in by_name.items() if os.path.exists(path)} for by_name in paths)  # noqa: PTH110 - Path.exists raises for long names
     if not ours and not theirs:
-        found["weights"].append("neither run has a checkpoint to compare")
+        diffs["weights"].append("neither run has a checkpoint to compare")
     for name in dict.fromkeys([*ours, *theirs]):
         if name not in ours or name not in theirs:
-            found["weights"].append(f"{name}: {ours.get(name, 'absent')} | {theirs.get(name, 'absent')}")
+            diffs["weights"].append(f"{name}: {ours.get(name, 'absent')} | {theirs.get(name, 'absent')}")
             continue
         if exact and ours[name].name != theirs[name].name:
-            found["weights"].append(f"{name}: {ours[name].name} | {theirs[name].name}")
-        found["weights"] += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
-    return found
+            diffs["weights"].append(f"{name}: {ours[name].name} | {theirs[name].name}")
+        diffs["weights"] += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
+    return diffs
 
 
-def agree(found: dict[str, list[str]]) -> bool:
-    return not any(found[section] for section in ("log", "metrics", "weights"))
+def agree(diffs: dict[str, list[str]]) -> bool:
+    return not any(diffs[section] for section in ("log", "metrics", "weights"))

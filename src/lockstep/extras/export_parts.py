@@ -1,4 +1,4 @@
-"""Parts of an exported folder: the source files of the network, and graphs of it, ONNX and torch.export, compared before they are kept."""
+"""Parts of an exported folder: the network's source files and its graphs (ONNX, torch.export), compared before they are kept."""
 
 import ast
 import importlib.util
@@ -25,15 +25,15 @@ from lockstep.errors import UserError
 from lockstep.extras.exported import ACTIVATIONS, Model
 from lockstep.training.losses import samples_at
 
-# --- The source files that a network needs: its own, and those of its package that it imports, directly or through others ---
+# --- The source files of a network: its module, and what it imports from its package, directly or indirectly ---
 
-# By data/dataset.py and errors.py.
+# Names that the folder's copies of data/dataset.py and errors.py provide.
 OFFERED = {"lockstep.errors.UserError", *(f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound"))}
-ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable besides Python's own
+ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable, like the standard library
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module; None if there is no such module or it is not Python's."""
+    """The file of a module; None if there is no such module or it is not a Python file."""
     with suppress(ImportError, AttributeError, ValueError):
         spec = find_spec(module)
         if spec and spec.origin and spec.origin.endswith(".py"):
@@ -42,48 +42,48 @@ def source_of(module: str) -> Path | None:
 
 
 def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
-    """The modules of its package that a module needs, itself first, with their files. The folder has what is `offered`.
+    """The modules that a module needs from its own package, itself first, with their files. The folder already has `offered`.
 
     Raises:
-        UserError: one of them imports a package that the folder may not need.
+        UserError: one of them imports a package that an exported folder must not depend on.
     """
-    package, found, foreign = module.partition(".")[0], dict[str, Path](), dict[str, set[str]]()
-    left = [module]
-    for name in left:  # which grows
-        if name in found:
+    package, paths, disallowed = module.partition(".")[0], dict[str, Path](), dict[str, set[str]]()
+    queue = [module]
+    for name in queue:  # grows in the loop
+        if name in paths:
             continue
         path = source_of(name)
         assert path is not None, name
-        found[name] = path
+        paths[name] = path
         names = imported(path, name)
-        own = {each for each in names if each.partition(".")[0] == package}
-        if others := {each.partition(".")[0] for each in names - own - offered} - ALLOWED - sys.stdlib_module_names:
-            foreign[path.name] = others
-        left += sorted(each for each in own if source_of(each))
-    if package == "lockstep" and len(found) > 1:
-        foreign[found[module].name] = {"lockstep"}
-    if foreign:
-        which = "; ".join(f"{file} imports {', '.join(sorted(names))}" for file, names in foreign.items())
+        ours = {dep for dep in names if dep.partition(".")[0] == package}
+        if others := {dep.partition(".")[0] for dep in names - ours - offered} - ALLOWED - sys.stdlib_module_names:
+            disallowed[path.name] = others
+        queue += sorted(dep for dep in ours if source_of(dep))
+    if package == "lockstep" and len(paths) > 1:
+        disallowed[paths[module].name] = {"lockstep"}
+    if disallowed:
+        details = "; ".join(f"{file} imports {', '.join(sorted(names))}" for file, names in disallowed.items())
         raise UserError(
-            f"{which}: the files of an exported network may import only torch, torchvision, timm, numpy and each other. "
+            f"{details}: the files of an exported network may import only torch, torchvision, timm, numpy and each other. "
             "Put other code that they need into your package."
         )
-    return found
+    return paths
 
 
 def imported(path: Path, module: str) -> set[str]:
-    """The modules that a file imports, in full; without those for type checkers."""
-    inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    own, found = module.partition(".")[0] + ".", set[str]()
+    """Full names of the modules that a file imports, except under `if TYPE_CHECKING`."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    prefix, names = module.partition(".")[0] + ".", set[str]()
     for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), inside)
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             for name in (f"{base}.{alias.name}" for alias in node.names):
-                is_module = name.startswith(own) and source_of(name)
-                found.add(name if is_module or name in OFFERED else base)
-    return found
+                is_module = name.startswith(prefix) and source_of(name)
+                names.add(name if is_module or name in OFFERED else base)
+    return names
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -95,10 +95,10 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def copy(modules: dict[str, Path], folder: Path) -> None:
-    """Writes the modules into `folder` as packages; an __init__.py that no other needs is empty."""
+    """Copies the modules into `folder` as packages; a missing __init__.py becomes an empty file."""
     for name, path in modules.items():
-        place = folder.joinpath(*name.split("."))
-        target = place / "__init__.py" if path.name == "__init__.py" else place.with_suffix(".py")
+        base = folder.joinpath(*name.split("."))
+        target = base / "__init__.py" if path.name == "__init__.py" else base.with_suffix(".py")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     for package in (path for path in folder.rglob("*") if path.is_dir()):
@@ -112,16 +112,16 @@ def copy(modules: dict[str, Path], folder: Path) -> None:
 
 Inputs = tuple[Any, ...]  # arguments of a network: tensors, or dicts, lists and tuples of them
 Run = Callable[..., Any]
-# the arguments of a file for some samples, and what the network makes of them
+# from samples to the arguments of an exported file, and the outputs of the trained network
 Original = Callable[[Batch], tuple[Inputs, Any]]
 TOLERANCE = 1e-4
-BATCHES = (1, 5)  # the exporter has frozen the batch of a network to that of its example (pytorch#157621)
+BATCHES = (1, 5)  # the exporter has frozen a network's batch size to that of its example (pytorch#157621)
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-INTERNAL_BYTES = 1.8e9  # of weights within an ONNX file, which holds at most 2 GiB
+INTERNAL_BYTES = 1.8e9  # of weights inside an ONNX file, which holds at most 2 GiB
 
 
 class Whole(nn.Module):
-    """From uint8 image_BCHW of any size, or from the network's own arguments, to probabilities or numbers."""
+    """From uint8 image_BCHW of any size, or from the network's arguments, to probabilities or numbers."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -137,63 +137,64 @@ class Whole(nn.Module):
 
 
 def in_frame(x: Tensor, frame: Frame) -> Tensor:
-    """`Frame.tensor` for graphs of images (..., H, W) of any size, which have no branches."""
+    """`Frame.tensor` without branches, for graphs that take images (..., H, W) of any size."""
     size, (height, width) = frame.size, x.shape[-2:]
-    apart = (torch.sym_max(side - size, size - side) for side in (height, width))
-    full = size + (math.floor(size / frame.crop_pct) - size) * torch.sym_min(sum(apart), 1)  # one of its size stays
+    differences = (torch.sym_max(side - size, size - side) for side in (height, width))
+    # an image of exactly `size` is not resized
+    full = size + (math.floor(size / frame.crop_pct) - size) * torch.sym_min(sum(differences), 1)
     side = {"crop": torch.sym_min, "pad": torch.sym_max, "squash": lambda *_: 1}[frame.resize](height, width)
     height, width = (full * length // side if frame.resize != "squash" else full for length in (height, width))
     x = F.interpolate(x, size=(height, width), mode=frame.interpolation, antialias=True)
     x = x.clamp(0, 255) if frame.interpolation == "bicubic" else x
     for dim, length in ((-2, height), (-1, width)):
         cut, added = torch.sym_max(length - size, 0), torch.sym_min(length - size, 0)
-        start = cut // 2 + cut % 2 * (cut // 2 % 2) + (added + 1) // 2  # as Python's round, and torchvision's padding
-        place = torch.arange(size, device=x.device) + start
-        x = x.index_select(dim, place.clamp(min=0).minimum(torch.zeros_like(place) + length - 1))
-        if frame.resize == "pad" or frame.crop_pct > 1:  # on black
-            inside = (place >= 0) & (place < length)
+        start = cut // 2 + cut % 2 * (cut // 2 % 2) + (added + 1) // 2  # rounds like Python, pads like torchvision
+        index = torch.arange(size, device=x.device) + start
+        x = x.index_select(dim, index.clamp(min=0).minimum(torch.zeros_like(index) + length - 1))
+        if frame.resize == "pad" or frame.crop_pct > 1:  # pad with black
+            inside = (index >= 0) & (index < length)
             x = x * (inside[:, None] if dim == -2 else inside)
     return x
 
 
 def missing(formats: Sequence[str]) -> Iterator[str]:
-    """Problems: packages that a format needs."""
+    """Errors: packages that a format needs and that are not installed."""
     absent = [name for name in ONNX_PACKAGES if find_spec(name) is None]
     if "onnx" in formats and absent:
         yield f"--onnx needs {', '.join(absent)}, which {'are' if len(absent) > 1 else 'is'} not installed. Run uv pip install 'lockstep[onnx]', or uv pip install {' '.join(absent)}."
 
 
 def write_graphs(model: Model, formats: Sequence[str], folder: Path, examples: Sequence[Inputs]) -> dict[str, Run]:
-    """Writes model.onnx and model.pt2 as asked for; returns how to run each file."""
+    """Writes model.onnx and model.pt2 if requested; returns a function to run each file."""
     example, other = examples[0], dict(leaves(examples[1]))
-    dynamic = torch.export.Dim.DYNAMIC  # any size of the dimensions in which the examples differ
+    dynamic = torch.export.Dim.DYNAMIC  # dimensions in which the examples differ may have any size
 
-    def varying(place: Any, one: Tensor) -> dict[int, Any]:
-        return {dim: dynamic for dim, size in enumerate(one.shape) if size != other[place].shape[dim]}
+    def dynamic_dims(path: Any, tensor: Tensor) -> dict[int, Any]:
+        return {dim: dynamic for dim, size in enumerate(tensor.shape) if size != other[path].shape[dim]}
 
-    shapes = {"inputs": mapped(example, varying)}
-    found: dict[str, Run] = {}
-    what = " ".join(f"--{name}" for name in formats)
+    shapes = {"inputs": mapped(example, dynamic_dims)}
+    runners: dict[str, Run] = {}
+    flags = " ".join(f"--{name}" for name in formats)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # the exporters warn about themselves
             graph = torch.export.export(Whole(model).eval(), example, dynamic_shapes=shapes)
             if "pt2" in formats:
                 torch.export.save(graph, folder / "model.pt2")
-                found["model.pt2"] = torch.export.load(folder / "model.pt2").module()
+                runners["model.pt2"] = torch.export.load(folder / "model.pt2").module()
             if "onnx" in formats:
-                what = "--onnx"
-                found["model.onnx"] = write_onnx(model, graph, folder / "model.onnx")
-    except Exception as e:  # of torch's tracing: anything
-        why = next(iter(str(e).strip().splitlines()), type(e).__name__)
+                flags = "--onnx"
+                runners["model.onnx"] = write_onnx(model, graph, folder / "model.onnx")
+    except Exception as e:  # torch's tracing may raise anything
+        reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise UserError(
-            f"{what}: torch cannot export this network ({why}). Remove {what}, or set callbacks.exportable.formats=[]: load.py needs no graph."
+            f"{flags}: torch cannot export this network ({reason}). Remove {flags}, or set callbacks.exportable.formats=[]: load.py needs no graph."
         ) from e
-    return found
+    return runners
 
 
 def write_onnx(model: Model, graph: Any, path: Path) -> Run:
-    """Returns what runs the file."""
+    """Writes model.onnx; returns a function to run it."""
     import onnxruntime
 
     large = sum(p.numel() * p.element_size() for p in model.net.parameters()) > INTERNAL_BYTES
@@ -206,42 +207,42 @@ def write_onnx(model: Model, graph: Any, path: Path) -> Run:
 
     def run(*inputs: Any) -> list[Tensor]:
         values = (tensor.numpy() for _, tensor in leaves(inputs))
-        named = {each.name: value for each, value in zip(session.get_inputs(), values, strict=True)}
-        return [torch.from_numpy(each) for each in session.run(None, named)]
+        feed = {argument.name: value for argument, value in zip(session.get_inputs(), values, strict=True)}
+        return [torch.from_numpy(array) for array in session.run(None, feed)]
 
     return run
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """The largest one; infinite where one is NaN."""
+    """The largest absolute difference; infinite if there is a NaN."""
     return (a.float() - b.float()).abs().where(a != b, 0.0).nan_to_num(nan=math.inf).max().item()
 
 
-# a network may change its inputs in place, and the next one its outputs
+# a network may change its inputs in place, and the next module its outputs
 cloned = partial(apply_to_collection, dtype=Tensor, function=Tensor.clone)
 
 
 @torch.inference_mode()
 def compared(runners: dict[str, Run], original: Original, batch: Batch) -> dict[str, float]:
-    """The largest difference of each file's outputs from those of the trained network, over all samples and BATCHES.
+    """The largest difference between each file's outputs and those of the trained network, over all samples and BATCHES.
 
     Raises:
-        UserError: one is above TOLERANCE.
+        UserError: a difference is above TOLERANCE.
     """
-    found, count = dict.fromkeys(runners, 0.0), len(batch["index"])
+    largest, count = dict.fromkeys(runners, 0.0), len(batch["index"])
     for size in BATCHES:
-        for first in range(0, count, size):
-            inputs, expected = original(samples_at(batch, slice(first, first + size), count))
+        for start in range(0, count, size):
+            inputs, expected = original(samples_at(batch, slice(start, start + size), count))
             for name, run in runners.items():
                 try:
                     pairs = zip(leaves(run(*cloned(inputs))), leaves(expected), strict=True)
                     differences = [difference(a, b) for (_, a), (_, b) in pairs]
                 except Exception as e:
                     raise UserError(f"{name} does not run on a batch of {size}: {e!s:.300}. Nothing was kept.") from e
-                found[name] = max(found[name], *differences)
-                if not found[name] <= TOLERANCE:
+                largest[name] = max(largest[name], *differences)
+                if not largest[name] <= TOLERANCE:
                     raise UserError(
-                        f"{name} differs from the network by {found[name]:.2g} on {count} samples in batches of {size}; at most "
+                        f"{name} differs from the network by {largest[name]:.2g} on {count} samples in batches of {size}; at most "
                         f"{TOLERANCE:g} is accepted. Nothing was kept."
                     )
-    return found
+    return largest

@@ -1,10 +1,10 @@
-"""Loads this folder: a trained network with its preprocessing. Needs torch and Pillow, and what README.md names.
+"""Loads this folder: a trained network with its preprocessing. Needs torch, Pillow, and the packages that README.md names.
 
 from load import load
-model = load(".")                          # the folder of this file, or another one
+model = load(".")                          # this folder, or a different one
 model.predict(image_BCHW)                  # uint8 images of any size, 0 to 255: [{"class": "seven", "probability": 0.98}, ...]
-model.predict(*inputs)                     # of other data: what README.md says that the network takes
-model.predict_files(["a.png", "b.jpg"])    # the same with `path` and `error`, of files
+model.predict(*inputs)                     # other data: the inputs that README.md names
+model.predict_files(["a.png", "b.jpg"])    # the same for files, with `path` and `error`
 
 python load.py <folder or files> ... [--csv <file>]
 """
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 # B batch · C channel · H W pixel · K class
 
 
-AT_ONCE = 16  # samples
-# Of the network's outputs: probabilities of classes (or of the classes of each pixel), of the next token, of labels, or numbers.
+AT_ONCE = 16  # samples in a batch
+# From the network's outputs to probabilities of classes (per image or per pixel), of the next token or of labels, or to numbers.
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "softmax": lambda output: output.float().softmax(1),
     "next_token": lambda output: output[:, -1].float().softmax(1),
@@ -50,7 +50,7 @@ class Images:
     ) -> None:
         self.pixels, self.endings = pixels, pixels.ENDINGS
         self.channels, self.frame = channels, pixels.Frame(image_size, **framing)
-        # uint8 images_BCHW of any size to the input of the network
+        # from uint8 images_BCHW of any size to the input of the network
         self.normalise = pixels.Preprocess(self.frame, mean=mean, std=std)
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -72,17 +72,17 @@ class Model:
     """A network for evaluation, with its preprocessing and the names of its outputs: classes, labels or targets."""
 
     net: nn.Module
-    reader: Any  # has `read` of a file and `preprocess` of a batch; None if files cannot be read
+    reader: Any  # with `read(path)` and `preprocess(batch)`; None if files cannot be read
     pixels: ModuleType  # preprocess.py: masks to images, errors to text
-    inputs: Any  # the network's arguments as names of a batch's values, in their structure; None: images
-    named: list[str]  # the last ones are passed by these names
+    inputs: Any  # the network's arguments as nested names of a batch's values; None: images
+    named: list[str]  # keyword names of the last arguments
     classes: list[str]
     activation: str
     threshold: float | None  # of labels
 
     @torch.inference_mode()
     def outputs(self, *inputs: Any) -> Any:
-        """Probabilities, or numbers, of uint8 images or of the network's arguments: BK, or BKHW for a class per pixel."""
+        """Probabilities or numbers for uint8 images or for the network's arguments: BK, or BKHW for a class per pixel."""
         if self.inputs is None:
             inputs = (self.reader.normalise(inputs[0]),)
         return ACTIVATIONS[self.activation](self.call(*inputs))
@@ -92,28 +92,28 @@ class Model:
         return self.net(*inputs[:first], **dict(zip(self.named, inputs[first:], strict=True)))
 
     def predict(self, *inputs: Any) -> list[dict[str, Any]]:
-        """A row for each sample: what Lockstep's predict.py writes."""
+        """A row for each sample, as Lockstep's predict.py writes it."""
         output = self.outputs(*inputs)
         if self.activation == "none":
             if isinstance(output, list | tuple):
-                output = {f"output_{place}": each for place, each in enumerate(output)}
-            named = output if isinstance(output, dict) else {"output": output}
-            columns = [digits(x.tolist()) if isinstance(x, Tensor) else x for x in named.values()]
-            return [dict(zip(named, row, strict=True)) for row in zip(*columns, strict=True)]
+                output = {f"output_{index}": value for index, value in enumerate(output)}
+            by_name = output if isinstance(output, dict) else {"output": output}
+            columns = [digits(x.tolist()) if isinstance(x, Tensor) else x for x in by_name.values()]
+            return [dict(zip(by_name, row, strict=True)) for row in zip(*columns, strict=True)]
         if self.activation == "identity":
             return [dict(zip(self.classes, map(digits, row), strict=True)) for row in output.tolist()]
         if self.threshold is not None:
             present = (output > self.threshold).tolist()
-            return [{"labels": [n for n, there in zip(self.classes, row, strict=True) if there]} for row in present]
+            return [{"labels": [n for n, is_on in zip(self.classes, row, strict=True) if is_on]} for row in present]
         if output.dim() == 4:
             return [{"mask": mask_HW} for mask_HW in output.argmax(1)]
         name = "token" if self.activation == "next_token" else "class"
-        found = zip(*(x.tolist() for x in output.max(1)), strict=True)
-        return [{name: self.classes[place], "probability": digits(value)} for value, place in found]
+        best = zip(*(x.tolist() for x in output.max(1)), strict=True)
+        return [{name: self.classes[index], "probability": digits(value)} for value, index in best]
 
     def samples(self, paths: Iterable[str]) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Of each sample in the files, what its row begins with, and its values; None with the `error` of one that cannot be read."""
-        known: dict[str, Any] = {}  # the shapes of the first sample
+        """For each sample in the files, the first cells of its row and its values. If it cannot be read, an `error` cell and None."""
+        expected: dict[str, Any] = {}  # the shapes of the first sample
         for path in paths:
             try:
                 if not Path(path).is_file():  # a pipe or a device may never end
@@ -128,13 +128,13 @@ class Model:
                 continue
             for row, sample in enumerate(samples):
                 facts = {"path": path} if single else {"path": path, "row": row}
-                known = known or shapes_of(sample)
-                error = odd_shape(sample, known)
+                expected = expected or shapes_of(sample)
+                error = odd_shape(sample, expected)
                 yield {**facts, "error": error}, None if error else sample
 
-    def files(self, given: Iterable[str]) -> list[str]:
-        """Files, and those in folders."""
-        walk, paths = self.pixels.Walk, map(Path, given)
+    def files(self, names: Iterable[str]) -> list[str]:
+        """The files, and the files in the folders."""
+        walk, paths = self.pixels.Walk, map(Path, names)
         return [
             file
             for path in paths
@@ -142,20 +142,20 @@ class Model:
         ]
 
     def arguments(self, samples: list[dict[str, Any]]) -> Any:
-        """What `predict` takes for samples as `samples` yields them."""
+        """The arguments of `predict` for samples from `samples`."""
         columns = {name: [sample[name] for sample in samples] for name in samples[0]}
         batch = {n: v if isinstance(v[0], str) else torch.tensor(np.stack(v)) for n, v in columns.items()}
         return (batch["input"],) if self.inputs is None else filled(self.inputs, self.reader.preprocess(batch))
 
     def predict_files(self, paths: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """A row for each file, or for each row of a table, in their order; one that cannot be read has only its path and the `error`.
+        """A row for each file, or for each row of a table, in order; one that cannot be read has only its path and the `error`.
 
         A `mask` is a Pillow image of the file's size.
         """
-        left = self.samples(paths)
-        while group := list(islice(left, AT_ONCE)):
-            good = [sample for _, sample in group if sample]
-            rows = iter(self.predict(*self.arguments(good)) if good else ())
+        remaining = self.samples(paths)
+        while group := list(islice(remaining, AT_ONCE)):
+            readable = [sample for _, sample in group if sample]
+            rows = iter(self.predict(*self.arguments(readable)) if readable else ())
             for facts, sample in group:
                 row, error = next(rows) if sample else {}, facts.pop("error")
                 if "mask" in row:
@@ -173,24 +173,24 @@ def shapes_of(sample: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: np.shape(value) for name, value in sample.items()}
 
 
-def odd_shape(sample: dict[str, Any], known: dict[str, tuple[int, ...]]) -> str:
-    """Why a sample fits into no batch of those with the `known` shapes; empty if it does."""
+def odd_shape(sample: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> str:
+    """Why a sample does not fit into a batch with the `expected` shapes; empty if it does."""
     shapes = shapes_of(sample)
-    odd = (name for name in known if shapes.get(name) != known[name])
-    return next((f"its {n} has the shape {shapes.get(n)}, and that of other files {known[n]}" for n in odd), "")
+    names = (name for name in expected if shapes.get(name) != expected[name])
+    return next((f"its {n} has the shape {shapes.get(n)}, and that of other files {expected[n]}" for n in names), "")
 
 
 def filled(names: Any, batch: dict[str, Any]) -> Any:
     """The values of a batch in place of their names."""
     if isinstance(names, dict):
-        return {key: filled(each, batch) for key, each in names.items()}
-    return tuple(filled(each, batch) for each in names) if isinstance(names, list) else batch[names]
+        return {key: filled(name, batch) for key, name in names.items()}
+    return tuple(filled(name, batch) for name in names) if isinstance(names, list) else batch[names]
 
 
 def digits(value: Any) -> Any:
-    """A number, or lists of them, with the digits that float32 has."""
+    """A number, or nested lists of numbers, rounded to the digits of a float32."""
     if isinstance(value, list):
-        return [digits(each) for each in value]
+        return [digits(item) for item in value]
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
@@ -203,20 +203,20 @@ def module(path: Path) -> ModuleType:
 
 
 def located(folder: Path, target: str) -> Any:
-    """What model.json names: a class of network.py, of a package in source/, or of an installed library."""
-    name, _, made = target.rpartition(".")
+    """The class that model.json names, in network.py, in a package in source/, or in an installed library."""
+    name, _, attribute = target.rpartition(".")
     if name == "network":
-        return getattr(module(folder / "network.py"), made)
+        return getattr(module(folder / "network.py"), attribute)
     source, package = folder / "source", name.partition(".")[0]
     if not (source / package).is_dir():
-        return getattr(importlib.import_module(name), made)
+        return getattr(importlib.import_module(name), attribute)
     loaded = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
     sys.path.insert(0, str(source))
     importlib.invalidate_caches()
     try:
-        return getattr(importlib.import_module(name), made)
+        return getattr(importlib.import_module(name), attribute)
     finally:
-        if loaded:  # this process has another copy of the package, which it goes on with
+        if loaded:  # this process continues with the copy of the package that it had imported
             sys.path.remove(str(source))
             for key in [key for key in sys.modules if key.partition(".")[0] == package]:
                 del sys.modules[key]
@@ -227,7 +227,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     """The model of an exported folder, on the CPU."""
     folder = Path(folder).resolve()
     model, data = (json.loads((folder / name).read_text()) for name in ("model.json", "preprocessing.json"))
-    net = located(folder, model["target"])(**model["arguments"]).get_submodule(model["network"])  # empty: itself
+    net = located(folder, model["target"])(**model["arguments"]).get_submodule(model["network"])  # empty: all of it
     net.load_state_dict(load_file(folder / "model.safetensors"))
     pixels, reader = module(folder / "preprocess.py"), None
     if model["inputs"] is None:
@@ -235,7 +235,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     elif model["reader"]:
         installed = importlib.util.find_spec("lockstep")
         if installed is None or installed.origin is None:
-            sys.path.append(str(folder / "standin"))  # its class DataSet
+            sys.path.append(str(folder / "standin"))  # for its class DataSet
         reader = located(folder, model["reader"]).for_files(data)
     return Model(
         net=net.eval(),
@@ -247,7 +247,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Lists as a|b. What a row lacks is empty."""
+    """Lists become a|b, missing values empty cells."""
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.DictWriter(file, list(columns), lineterminator="\n")
         writer.writeheader()
@@ -255,7 +255,7 @@ def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]
 
 
 def with_saved_masks(rows: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
-    """Rows with the paths of masks, which become PNG files in `folder`."""
+    """Writes masks as PNG files to `folder`, and replaces them by their paths."""
     for number, row in enumerate(rows):
         if "mask" in row:
             folder.mkdir(exist_ok=True)
@@ -284,9 +284,9 @@ def main() -> None:
         return
     for row in rows:
         path, error = row.pop("path"), row.pop("error")
-        found = ", ".join(f"{name} {text(value)}" for name, value in row.items() if name != "mask")
-        line = f"{path}: {f'cannot be read: {error}' if error else found}"
-        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))  # a terminal obeys what a name may hold
+        values = ", ".join(f"{name} {text(value)}" for name, value in row.items() if name != "mask")
+        line = f"{path}: {f'cannot be read: {error}' if error else values}"
+        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))  # names may hold terminal escapes
 
 
 if __name__ == "__main__":

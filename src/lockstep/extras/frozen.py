@@ -1,4 +1,4 @@
-"""A network that is not trained, beside those that are: a teacher, a perceptual loss."""
+"""A frozen network next to those that are trained, such as a teacher or a perceptual loss."""
 
 import hashlib
 from typing import Any
@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 
 class Frozen(nn.Module):
-    """A network beside those that are trained, such as a teacher: in evaluation mode, without gradients of its weights, left out of
-    checkpoints, optimizers and what processes exchange. Gradients reach its input. `network` is the network, for its other methods.
+    """A network that is not trained, such as a teacher. Gradients reach its input.
 
-    A checkpoint has a digest of the weights, which are those that the network has when it is passed here.
+    It stays in evaluation mode. Its weights get no gradients and are left out of checkpoints, optimizers and communication between
+    processes. `network` is the network itself, for its other methods. A checkpoint has a digest of the weights, as they were when
+    the network was passed here.
     """
 
     place: Tensor
@@ -23,15 +24,16 @@ class Frozen(nn.Module):
             content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             content.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         self.frozen_digest = content.hexdigest()
-        self.__dict__["held"] = network.eval().requires_grad_(False)  # no child
-        self.register_buffer("place", torch.empty(0), persistent=False)  # moved and converted in its stead
+        self.__dict__["held"] = network.eval().requires_grad_(False)  # not a registered submodule
+        # torch moves and converts this buffer; `network` follows it
+        self.register_buffer("place", torch.empty(0), persistent=False)
         self.moved = self.place.device, self.place.dtype
 
     @property
     def network(self) -> nn.Module:
-        if self.moved != (now := (self.place.device, self.place.dtype)):
-            self.moved = now
-            self.__dict__["held"].to(*now)
+        if self.moved != (current := (self.place.device, self.place.dtype)):
+            self.moved = current
+            self.__dict__["held"].to(*current)
         network: nn.Module = self.__dict__["held"]
         return network
 

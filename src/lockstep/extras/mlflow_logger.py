@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a database beside the runs."""
+"""Logs to MLflow: a tracking server, or a database in the runs folder."""
 
 import logging
 import os
@@ -17,20 +17,20 @@ from lockstep.reporting.loggers import RunEnd, flat, unreachable
 
 log = logging.getLogger("lockstep")
 STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others were ended from outside: KILLED
-ID = "lockstep.id"  # the tag by which a resumed run is found
-PARAMS, LONGEST = 100, 500  # parameters in a request; characters of one, which every version of a server takes
+ID = "lockstep.id"  # the tag that identifies a run when it is resumed
+PARAMS, LONGEST = 100, 500  # parameters per request; characters per value, which every server version accepts
 
 
 class MLflow(MLFlowLogger):
-    """MLflow at `tracking_uri`, else at MLFLOW_TRACKING_URI, else, or if that server is away, in <runs_dir>/mlflow.db.
+    """Logs to `tracking_uri`, else to MLFLOW_TRACKING_URI; without both, or if the server is unreachable, to <runs_dir>/mlflow.db.
 
-    Lightning's logger, but it connects when the run begins, and not in its constructor.
+    Unlike Lightning's logger, it connects when the run begins, not in its constructor.
 
     Raises:
         UserError: the package is not installed.
     """
 
-    local = "tracking_uri=null"  # works without the server
+    local = "tracking_uri=null"  # an override that works without a server
 
     def __init__(
         self,
@@ -50,23 +50,23 @@ class MLflow(MLFlowLogger):
             )
         Logger.__init__(self)
         self.id, self.log_model, self.connected = id, log_model, False
-        # the client's own defaults, 7 retries of 120 s, would hold a run up for minutes
+        # the client's defaults, 7 retries of 120 s, would block a run for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-        uri, place = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
-        if uri and uri.startswith("http") and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(uri)):
-            log.warning("MLflow logs to %s: %s", runs_dir / "mlflow.db", why)
+        uri, artifact_location = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
+        if uri and uri.startswith("http") and getattr(rank_zero_only, "rank", 0) == 0 and (reason := unreachable(uri)):
+            log.warning("MLflow logs to %s: %s", runs_dir / "mlflow.db", reason)
             uri = None
         if not uri:
-            here = runs_dir.resolve()
-            uri, place = f"sqlite:///{here / 'mlflow.db'}", (here / "mlflow-artifacts").as_uri()
-        known = {ID: id, "group": group, "tags": ", ".join(tags)}
+            folder = runs_dir.resolve()
+            uri, artifact_location = f"sqlite:///{folder / 'mlflow.db'}", (folder / "mlflow-artifacts").as_uri()
+        all_tags = {ID: id, "group": group, "tags": ", ".join(tags)}
         self.options: dict[str, Any] = {
             "experiment_name": experiment_name,
             "run_name": run,
             "tracking_uri": uri,
-            "tags": {name: value for name, value in known.items() if value},
-            "artifact_location": place,
+            "tags": {name: value for name, value in all_tags.items() if value},
+            "artifact_location": artifact_location,
         }
 
     @property
@@ -79,13 +79,13 @@ class MLflow(MLFlowLogger):
         return super().experiment
 
     def resumed_run(self) -> str | None:
-        """MLflow's id of this run, if it has begun before. Creates the experiment."""
+        """MLflow's id of this run, if it was started before. Creates the experiment if needed."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         client, name = MlflowClient(self.options["tracking_uri"]), self.options["experiment_name"]
         if client.get_experiment_by_name(name) is None:
-            with suppress(MlflowException):  # another run was first
+            with suppress(MlflowException):  # another run created it first
                 client.create_experiment(name, self.options["artifact_location"])
         experiment = client.get_experiment_by_name(name)
         runs = client.search_runs([experiment.experiment_id], f"tags.`{ID}` = '{self.id}'") if experiment else []
@@ -96,16 +96,16 @@ class MLflow(MLFlowLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """MLflow's parameters cannot change. Those that a resume has changed become tags, `resumed.<key>`."""
+        """Logs new parameters. MLflow's parameters cannot change; values that a resume changed become tags, `resumed.<key>`."""
         from mlflow.entities import Param, RunTag
 
         client, run = self.experiment, self.run_id
-        before = client.get_run(run).data.params
+        logged = client.get_run(run).data.params
         values = {re.sub(r"[^\w./ -]", "_", key): str(value)[:LONGEST] for key, value in flat(params).items()}
-        new = [Param(key, value) for key, value in values.items() if key not in before]
-        for first in range(0, len(new), PARAMS):
-            client.log_batch(run, params=new[first : first + PARAMS])
-        changed = [RunTag(f"resumed.{key}", value) for key, value in values.items() if before.get(key, value) != value]
+        new = [Param(key, value) for key, value in values.items() if key not in logged]
+        for start in range(0, len(new), PARAMS):
+            client.log_batch(run, params=new[start : start + PARAMS])
+        changed = [RunTag(f"resumed.{key}", value) for key, value in values.items() if logged.get(key, value) != value]
         client.log_batch(run, tags=changed)
 
     @rank_zero_only
@@ -122,4 +122,4 @@ class MLflow(MLFlowLogger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Nothing: Lightning calls it when training ends, before the test; `on_run_end` knows more."""
+        """Does nothing: Lightning calls it when training ends, before the test. `on_run_end` ends the run."""

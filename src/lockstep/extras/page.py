@@ -1,4 +1,4 @@
-"""report.html: what a run shows, renewed while it trains."""
+"""report.html: the page of a run, rewritten while it trains."""
 
 import logging
 import math
@@ -32,12 +32,12 @@ from lockstep.training.workload import headline
 if TYPE_CHECKING:
     from lockstep.training.workload import Workload
 
-# Of the time: the name, and the colour, which for training, validation and test is that of their curves.
+# Parts of the time: name and colour. Training, validation and test have the colours of their curves.
 PARTS = {
     "start": ("start", "start"), "steps": ("training steps", "train"), "wait": ("waiting for data", "wait"),
     "validation": ("validation", "val"), "saving": ("saving", "saving"), "test": ("test and end", "test"),
 }  # fmt: skip
-ROWS, LINES = 5, 40  # of a failed run: rows of metrics.csv and lines of train.log
+ROWS, LINES = 5, 40  # shown for a failed run: rows of metrics.csv, lines of train.log
 Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs of step and value
 
 
@@ -45,8 +45,8 @@ Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs 
 
 
 def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str, Any]:
-    """The main metric as the page shows it: a number in large digits, its unit, what it is of, and its interval."""
-    name, text, ends = work.headline(report) if work else (*headline(report), None)
+    """The primary metric as the page shows it: its name, number and unit, the rest of its text, and its interval."""
+    name, text, interval = work.headline(report) if work else (*headline(report), None)
     value, _, rest = text.partition(" ")
     if not re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value):
         value, rest = "", ""
@@ -57,7 +57,7 @@ def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str,
         "text": text,
         "unit": unit,
         "rest": rest.removeprefix("of ").removeprefix("on "),
-        "interval": " to ".join(f"{scale * end:.{digits}f}" for end in ends) + unit if ends else "",
+        "interval": " to ".join(f"{scale * end:.{digits}f}" for end in interval) + unit if interval else "",
     }
 
 
@@ -65,42 +65,42 @@ def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str,
 
 
 def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those of the workload; then learning rate, speed and memory: charts over steps done, and numbers where there is one point only."""
+    """The workload's curves, then learning rate, speed and memory: charts over steps, or numbers if there is only one point."""
     unit, batch = report.get("unit", "samples"), report.get("batch_size")
     rates = [
         ("Learning rate", "", ("train/lr", *(name for name in columns if name.startswith("lr-")))),
         ("Speed", f"{unit}/s", (f"train/{unit}_per_s",)),
         ("Peak memory so far", "GiB, first process", ("train/peak_memory_gib",)),
     ]
-    known = {"epoch", *tested(report), *(name for _, _, names in rates for name in names)}
-    curves = [*work.curves(name for name in columns if name not in known), *rates]
+    excluded = {"epoch", *tested(report), *(name for _, _, names in rates for name in names)}
+    curves = [*work.curves(name for name in columns if name not in excluded), *rates]
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     last_step = max((step for points in columns.values() for step, _ in points), default=1)
     for title, y_unit, names in curves:
-        there = [(label, name) for label, name in zip(labels(names), names, strict=True) if name in columns]
-        lines = {label: columns[name] for label, name in there}
-        shown = {"title": title, "unit": y_unit, "svg": "", "keys": [], "values": []}
+        pairs = [(label, name) for label, name in zip(labels(names), names, strict=True) if name in columns]
+        lines = {label: columns[name] for label, name in pairs}
+        panel = {"title": title, "unit": y_unit, "svg": "", "keys": [], "values": []}
         if lines and all(len(points) == 1 for points in lines.values()):
-            values = [("" if len(there) == 1 else label, metric(name, columns[name][0][1])) for label, name in there]
-            yield shown | {"values": values}
+            values = [("" if len(pairs) == 1 else label, metric(name, columns[name][0][1])) for label, name in pairs]
+            yield panel | {"values": values}
             continue
-        validated = any(name.startswith("val") for _, name in there)
+        validated = any(name.startswith("val") for _, name in pairs)
         svg = chart(
             title,
             "step",
             lines,
             x_range=(0.0, max(1.0, last_step)),
             highest=max(map(work.highest, names)),
-            percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in there),
+            percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             second_x=(f"{unit} seen", batch) if batch else None,
         )
         if svg:
-            yield shown | {"svg": svg, "keys": coloured(lines) if validated else []}
+            yield panel | {"svg": svg, "keys": coloured(lines) if validated else []}
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """Short names of curves that one chart shows: only what differs, if they are named as stage/metric."""
+    """Short labels for the curves of one chart: only the part that differs, for names like stage/metric."""
     stages, _, metrics = zip(*(name.partition("/") for name in names), strict=True)
     if "" in metrics:
         return list(names)
@@ -118,21 +118,21 @@ def write_page(
     panels: Sequence[Content],
     progress: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes report.html, and with it panels.json of a run that is done or has failed. `progress`: of a run that still trains."""
+    """Writes report.html, and panels.json if the run is done or has failed. `progress`: of a run that is still training."""
     if progress is None:
         write_panels(folder.panels_file, panels)
     metrics, log_lines = folder.metrics(), folder.log_lines()
-    failed, there = report["status"] not in ("done", "running"), in_runs_dir(config)
+    failed, is_in_runs_dir = report["status"] not in ("done", "running"), in_runs_dir(config)
     galleries = [panel for panel in panels if isinstance(panel, Gallery)]
     if failed and metrics:
         report = {"train/steps": int(metrics[-1]["step"]), **report}
-    twice = {"max_epochs": 2 * (report.get("train/epochs") or 1), "max_steps": 2 * (report.get("train/steps") or 1)}
-    limits = [name for name in twice if (config.get(f"trainer.{name}") or 0) > 0] or ["max_epochs"]
+    doubled = {"max_epochs": 2 * (report.get("train/epochs") or 1), "max_steps": 2 * (report.get("train/steps") or 1)}
+    limits = [name for name in doubled if (config.get(f"trainer.{name}") or 0) > 0] or ["max_epochs"]
     values: dict[str, Any] = {
         "run": typed(str(config.run)),
-        "folder": shlex.quote(str(folder.path)) if there else config.run,
-        "there": there,
-        "longer": " ".join(f"trainer.{name}={twice[name]}" for name in limits),
+        "folder": shlex.quote(str(folder.path)) if is_in_runs_dir else config.run,
+        "there": is_in_runs_dir,
+        "longer": " ".join(f"trainer.{name}={doubled[name]}" for name in limits),
         "overrides": overrides_of(report),
         "config": as_yaml(config),
         "report": report,
@@ -156,10 +156,12 @@ def write_page(
 
 
 class LivePage(pl.Callback):
-    """Keeps report.html up to date while the run trains: every EVERY_S seconds, first after a fifth of that, and at most a hundredth of
-    the time. Rank 0 writes. A short run is better off without one."""
+    """Rewrites report.html while the run trains: every EVERY_S seconds, first after a fifth of that.
 
-    EVERY_S, PAUSE = 10.0, 100  # PAUSE: as a multiple of what a page takes
+    Rank 0 writes, for at most 1% of the time. A short run is better off without it.
+    """
+
+    EVERY_S, PAUSE = 10.0, 100  # PAUSE: a multiple of the time that a page takes
 
     work: "Workload"
 
@@ -179,14 +181,14 @@ class LivePage(pl.Callback):
             self.renew(trainer, pl_module)
 
     def renew(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Writes the page if it is time."""
+        """Writes the page if it is due."""
         if not trainer.is_global_zero or time.monotonic() < self.due_s:
             return
         began_s = time.monotonic()
         try:
             report = self.folder.report() | {"status": "running"}
             write_page(self.folder, self.config, report, self.work, (), self.progress(trainer))
-        except Exception as e:  # a decoration must not cost the run
+        except Exception as e:  # the page must not end the run
             logging.getLogger("lockstep").warning(
                 "report.html could not be renewed at step %s: %s", steps_done(trainer), e
             )
@@ -196,8 +198,8 @@ class LivePage(pl.Callback):
     on_train_end = renew
 
     def progress(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """How far the run is, for the page."""
-        step, total, times = steps_done(trainer), total_steps(trainer), "%H:%M:%S"
+        """The progress of the run, for the page."""
+        step, total, time_format = steps_done(trainer), total_steps(trainer), "%H:%M:%S"
         saved = [(path.stat().st_mtime, path.name) for path in found_in(self.folder.path)]
         return {
             "step": step,
@@ -205,7 +207,7 @@ class LivePage(pl.Callback):
             "epoch": trainer.current_epoch + 1,
             "left": time_left(self.began_s, self.first_step, step, total),
             "checkpoint": "".join(
-                f"{name}, {time.strftime(times, time.localtime(s))}" for s, name in sorted(saved)[-1:]
+                f"{name}, {time.strftime(time_format, time.localtime(s))}" for s, name in sorted(saved)[-1:]
             ),
             "every_s": self.EVERY_S,
             "written_s": time.time(),

@@ -1,4 +1,4 @@
-"""The panels of the test set: their images, as data (panels.json), and drawn for report.html."""
+"""The panels of the test set: their images, their data (panels.json), and their drawings for report.html."""
 
 import base64
 import colorsys
@@ -26,12 +26,12 @@ from lockstep.reporting.saved_panels import ARRAY, IMAGE, KIND
 
 # --- Small images for a page, as data URIs ---
 
-SIDE = 128  # pixels of a thumbnail, at most
-FEW = 64  # of an image that a browser enlarges
-SMALL = 200  # points of a sample's curve, at most
-LONG = 160  # letters; a longer text needs a wide column, and is no class
-CONTROLS = {n: f"\\x{n:02x}" for n in range(32) if chr(n) not in "\t\n"}  # spelt out, where a browser shows nothing
-# Colours of the classes of a mask: those of Okabe and Ito, which colour-blind people can tell apart, then hues a golden angle apart.
+SIDE = 128  # pixels: the largest side of a thumbnail
+FEW = 64  # pixels: up to this side, browsers enlarge an image
+SMALL = 200  # the most points of a sample's curve
+LONG = 160  # characters; a longer text gets a wide column, and is not a class
+CONTROLS = {n: f"\\x{n:02x}" for n in range(32) if chr(n) not in "\t\n"}  # escaped, because browsers do not show them
+# Colours of mask classes: those of Okabe and Ito, which colour-blind people can distinguish, then hues a golden angle apart.
 OKABE_ITO = np.frombuffer(bytes.fromhex("000000 e69f00 56b4e9 009e73 f0e442 0072b2 d55e00 cc79a7"), np.uint8)
 HUES = [colorsys.hsv_to_rgb(0.618 * k % 1, (0.9, 0.55)[k % 2], (0.95, 0.7)[k // 2 % 2]) for k in range(8, 256)]
 COLOURS = np.concatenate([OKABE_ITO.reshape(-1, 3), 255 * np.array(HUES)]).astype(np.float32)
@@ -56,7 +56,7 @@ def overlaid(image_CHW: Any, classes_HW: Any, ignored: int | None = None) -> Ima
 
 
 def blended(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | None = None) -> Image.Image:
-    """The mask over the image; class 0 and what is ignored stay clear."""
+    """The mask over the image; class 0 and the ignored class are transparent."""
     drawn = ((classes != 0) & (classes != ignored))[..., None]
     mixed = np.where(drawn, OPACITY * colour_of(classes) + (1 - OPACITY) * image_HW3, image_HW3)
     return Image.fromarray(mixed.round().astype(np.uint8))
@@ -67,25 +67,25 @@ def colour_of(classes: Any) -> NDArray[np.float32]:
 
 
 def data_uri(image: Image.Image) -> str:
-    """PNG of few pixels, which a browser enlarges without blurring; JPEG of many."""
+    """PNG for few pixels, which a browser enlarges without blurring; JPEG for many."""
     file, kind = io.BytesIO(), "png" if max(image.size) <= FEW else "jpeg"
     image.save(file, kind, optimize=True, quality=82)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-# --- panels.json: what report.html shows of the test set, as data. reporting/saved_panels.py reads it ---
+# --- panels.json: the test-set panels of report.html as data. reporting/saved_panels.py reads it ---
 
 
 def encoded(value: Any) -> Any:
-    """Plain values. Images (CHW) become thumbnails and a sample's curves are thinned out, as on the page; other arrays keep all their values."""
+    """A value as JSON. As on the page, images (CHW) become thumbnails and a sample's curves are thinned out; other arrays keep all values."""
     if isinstance(value, Sample):
         value = replace(value, facts={**value.facts, **charts(value)})
     if is_dataclass(value) and not isinstance(value, type):
         return {KIND: type(value).__name__} | {f.name: encoded(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): encoded(each) for key, each in value.items()}
+        return {str(key): encoded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encoded(each) for each in value]
+        return [encoded(item) for item in value]
     if getattr(value, "ndim", 0) == 3:
         return {IMAGE: data_uri(thumbnail(value))}
     if getattr(value, "ndim", 0):
@@ -113,30 +113,30 @@ def drawn(panel: Lines | Points | Bars) -> Markup:
 
 
 def keys(panel: Lines) -> list[tuple[str, str]]:
-    """The series and their colours; a single one has that of the test set."""
+    """The series and their colours; a single series has the colour of the test set."""
     return coloured([name for name, points in panel.series.items() if points], one="test")
 
 
 def most_errors(panel: Matrix) -> int:
-    """The darkest red of a matrix."""
+    """The largest count off the diagonal, which is drawn in the darkest red."""
     return max((n for i, row in enumerate(panel.values) for j, n in enumerate(row) if i != j), default=0)
 
 
 def is_right(sample: Sample) -> bool | None:
-    """None of samples without a prediction in words."""
+    """Whether the prediction is right; None for samples without target and prediction as text."""
     pair = [sample.facts.get(name) for name in ("target", "prediction")]
-    return pair[0] == pair[1] if all(isinstance(each, str | list) for each in pair) else None
+    return pair[0] == pair[1] if all(isinstance(value, str | list) for value in pair) else None
 
 
 def classes(sample: Sample) -> list[str]:
-    """The target in words; of several labels, each. A long text is no class."""
+    """The target as text, or each of several labels. A long text is not a class."""
     target = sample.facts.get("target")
     words = map(str, target) if isinstance(target, list) else [target] if isinstance(target, str) else []
     return [word for word in words if len(word) <= LONG]
 
 
 def classes_of(galleries: Sequence[Gallery]) -> list[str]:
-    """The targets that all samples name in words, by which the page filters."""
+    """All targets that are text, by which the page filters."""
     words = {word for panel in galleries for sample in panel.samples for word in classes(sample)}
     return sorted(words, key=lambda word: (len(word) if word.isdigit() else 0, word)) if len(words) > 1 else []
 
@@ -145,50 +145,50 @@ def mask_legend(panel: Gallery) -> list[tuple[str, str]]:
     """The classes of the masks that are drawn, with their colours."""
     facts = (fact for sample in panel.samples for fact in sample.facts.values())
     masks = [fact for fact in facts if isinstance(fact, Mask) and fact.names]
-    drawn = {int(k) for mask in masks for k in np.unique(mask.classes_HW) if k != mask.ignored}
-    names = [(k, str(name)) for k, name in enumerate(masks[0].names if masks else ()) if k > 0 and k in drawn]
+    present = {int(k) for mask in masks for k in np.unique(mask.classes_HW) if k != mask.ignored}
+    names = [(k, str(name)) for k, name in enumerate(masks[0].names if masks else ()) if k > 0 and k in present]
     return [(name, "rgb({:.0f} {:.0f} {:.0f})".format(*colour_of(k))) for k, name in names]
 
 
 def images(sample: Sample) -> list[tuple[str, str, bool]]:
-    """The masks of a sample over its image, or the image itself, and its pictures: name, data URI, and whether the pixels are few."""
-    found, facts = list[tuple[str, Image.Image]](), sample.facts.items()
+    """The masks of a sample over its image, or the image itself, and its pictures: name, data URI, and whether it has few pixels."""
+    pictures, facts = list[tuple[str, Image.Image]](), sample.facts.items()
     if sample.image_CHW is not None:
         masks = [(name, v) for name, v in facts if isinstance(v, Mask)]
-        found = [(name, overlaid(sample.image_CHW, mask.classes_HW, mask.ignored)) for name, mask in masks]
-        found = found or [("sample", thumbnail(sample.image_CHW))]
-    found += [(name, thumbnail(v.image_CHW)) for name, v in facts if isinstance(v, Picture)]
-    return [(name, data_uri(image), max(image.size) <= FEW) for name, image in found]
+        pictures = [(name, overlaid(sample.image_CHW, mask.classes_HW, mask.ignored)) for name, mask in masks]
+        pictures = pictures or [("sample", thumbnail(sample.image_CHW))]
+    pictures += [(name, thumbnail(v.image_CHW)) for name, v in facts if isinstance(v, Picture)]
+    return [(name, data_uri(image), max(image.size) <= FEW) for name, image in pictures]
 
 
 def charts(sample: Sample) -> dict[str, Lines]:
-    """Its curves, with as many points as a small chart shows."""
-    found = {name: value for name, value in sample.facts.items() if isinstance(value, Lines)}
+    """A sample's curves, with as many points as a small chart shows."""
+    curves = {name: value for name, value in sample.facts.items() if isinstance(value, Lines)}
     return {
         name: replace(value, series={label: thinned(points, SMALL) for label, points in value.series.items()})
-        for name, value in found.items()
+        for name, value in curves.items()
     }
 
 
 def tokens(sample: Sample) -> list[tuple[str, list[tuple[str, float, float]]]]:
-    """Name, and each piece with the strength of its colour and its number."""
-    found = [(name, value.pieces) for name, value in sample.facts.items() if isinstance(value, Tokens)]
-    most = max((abs(v) for _, pieces in found for _, v in pieces if math.isfinite(v)), default=1.0) or 1.0
+    """Name, and for each piece its text, the strength of its colour, and its number."""
+    entries = [(name, value.pieces) for name, value in sample.facts.items() if isinstance(value, Tokens)]
+    largest = max((abs(v) for _, pieces in entries for _, v in pieces if math.isfinite(v)), default=1.0) or 1.0
     return [
-        (name, [(text, min(1.0, abs(v) / most) if math.isfinite(v) else 1.0, v) for text, v in pieces])
-        for name, pieces in found
+        (name, [(text, min(1.0, abs(v) / largest) if math.isfinite(v) else 1.0, v) for text, v in pieces])
+        for name, pieces in entries
     ]
 
 
 def sounds(sample: Sample) -> list[tuple[str, str, str]]:
-    """Name, the path of the waveform in a box of 200 x 60, and what a browser plays: a file, or the sound itself."""
+    """Name, the SVG path of the waveform in a box of 200 x 60, and what a browser plays: a file, or an embedded sound."""
     return [(name, waveform(v.wave_T), v.file or audio(v)) for name, v in sample.facts.items() if isinstance(v, Sound)]
 
 
 def waveform(wave_T: Any) -> str:
-    """The lowest and the highest value of each column."""
+    """An SVG path with a line for each column, from its lowest to its highest value."""
     columns = np.array_split(np.asarray(wave_T) / 32768, max(1, min(200, len(wave_T))))
-    ends = [(30 - 29 * each.max(initial=0), 30 - 29 * each.min(initial=0)) for each in columns]
+    ends = [(30 - 29 * column.max(initial=0), 30 - 29 * column.min(initial=0)) for column in columns]
     return "".join(f"M{200 * x / len(columns):.4g} {high:.1f}V{low + 0.5:.1f}" for x, (high, low) in enumerate(ends))
 
 
@@ -207,14 +207,14 @@ def texts(sample: Sample) -> dict[str, str]:
 
 def text(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
-        return ", ".join(text(name, each) for each in value)
+        return ", ".join(text(name, item) for item in value)
     return metric(name, value)
 
 
 def look(samples: Sequence[Sample]) -> str:
-    """How wide the columns of a gallery are."""
+    """The layout of a gallery: how wide its columns are."""
     kinds = {type(value) for sample in samples for value in sample.facts.values()}
-    is_long = any(len(said) > LONG for sample in samples for said in texts(sample).values())
+    is_long = any(len(line) > LONG for sample in samples for line in texts(sample).values())
     if Lines in kinds:
         return "charts"
     if {Mask, Picture, Sound} & kinds:
@@ -225,5 +225,5 @@ def look(samples: Sequence[Sample]) -> str:
 
 
 FILTERS = (drawn, keys, most_errors, is_right, classes, mask_legend, images, charts, sounds, tokens, texts, look)
-ENVIRONMENT.filters |= {each.__name__: each for each in FILTERS}
+ENVIRONMENT.filters |= {function.__name__: function for function in FILTERS}
 ENVIRONMENT.filters["kind"] = lambda panel: type(panel).__name__

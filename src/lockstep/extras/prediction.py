@@ -1,4 +1,4 @@
-"""What predict.py does: each process writes its predictions while it makes them, and rank 0 joins all in input order."""
+"""The work of predict.py: each process writes its predictions as it makes them, and rank 0 merges them in input order."""
 
 import hashlib
 import heapq
@@ -42,17 +42,17 @@ from lockstep.training.losses import RESERVED, sample_at
 from lockstep.training.task import Task
 from lockstep.training.workload import Columns
 
-# --- Columns of predictions as the rows of a table: plain values by name ---
+# --- From columns of predictions to table rows: plain values by name ---
 
 # B batch · K class, label, ... · H W pixel
 
 
-WIDE = "probabilities"  # a column of a number for each class or label, written on request
+WIDE = "probabilities"  # a column with a number for each class or label, written on request
 
 
 def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool) -> list[Row]:
-    """A dict for each of `count` samples. Raises UserError: a column does not fit into it."""
-    found: dict[str, list[Any]] = {}
+    """A dict for each of `count` samples. Raises UserError: a column does not have one value per sample."""
+    cells: dict[str, list[Any]] = {}
     for name, value in columns.items():
         if len(value) != count or (isinstance(value, Tensor) and value.dim() > 2):
             size = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} values"
@@ -62,40 +62,40 @@ def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool
             )
         if name == WIDE and names and isinstance(value, Tensor) and value.dim() == 2:
             labels = zip(names, value.unbind(1), strict=False) if wide else ()
-            found |= {f"probability/{label}": digits(column.tolist()) for label, column in labels}
+            cells |= {f"probability/{label}": digits(column.tolist()) for label, column in labels}
         else:
-            found[name] = digits(value.tolist()) if isinstance(value, Tensor) else list(value)
-    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+            cells[name] = digits(value.tolist()) if isinstance(value, Tensor) else list(value)
+    return [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
 
 
-# --- What the processes of a prediction leave for rank 0: each a file of lines, joined in input order as streams ---
+# --- Files that the processes write for rank 0, which merges them as streams in input order ---
 
-*_, ERROR = RESERVED  # the column of why a file could not be read
+*_, ERROR = RESERVED  # the column with the reason why a file could not be read
 FIRST = (*RESERVED[:-1], "target")  # columns before the task's
 SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
-KEPT = 200  # samples of a gallery
-DRAWN = "rank-{}.drawn"  # the file of one process: a line holds the index of a sample, and what its task draws of it
+KEPT = 200  # samples in a gallery
+DRAWN = "rank-{}.drawn"  # a file of each process; a line has the index of a sample and what its task draws
 
 
 def part(folder: Path, rank: int) -> Path:
-    """The file of one process: a line holds the number of a batch, the index of a sample, and its row."""
+    """The file of one process. A line has the number of a batch, the index of a sample, and its row."""
     return folder / f"rank-{rank}.jsonl"
 
 
 def order(row: Row) -> float:
-    """The place of a row in the gallery, by the first of SORTED that it has; otherwise rows keep their order."""
+    """The sort key of a row in the gallery, from the first of SORTED that it has; otherwise rows keep their order."""
     key = next((name for name in SORTED if name in row), "")
     value = row.get(key, 0.0)
     return -math.inf if math.isnan(value) else -value if key == "loss" else value
 
 
 def masks(output: Path, column: str) -> Path:
-    """The folder of a column of masks, beside the table."""
+    """The folder of a column of masks, next to the table."""
     return output.with_name(f"{output.stem}-{column}")
 
 
 class Parts:
-    """The rows of all processes: `write` makes the table of them, `gallery` a page; what they count is in `count`, `broken`, `wrong`."""
+    """The rows of all processes. `write` writes the table and counts `count`, `broken` and `wrong`; `gallery` writes a page."""
 
     def __init__(self, output: Path, folder: Path, world: int) -> None:
         self.output, self.folder, self.world = output, folder, world
@@ -107,12 +107,12 @@ class Parts:
         self.example: Row = example
         self.masks = sorted(path.name for path in folder.iterdir() if path.is_dir())
         columns = [name for name in self.example if name not in (*FIRST, ERROR) and not name.startswith("target/")]
-        numbers = [name for name in self.example if f"target/{name}" in self.example]  # one may be called target
-        self.guess = next(iter(numbers + columns), "")  # the column of what is predicted
+        numbers = [name for name in self.example if f"target/{name}" in self.example]  # one may be named target
+        self.guess = next(iter(numbers + columns), "")  # the column of the prediction
         self.key = next((name for name in SORTED if name in self.example), None)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
-        """Index and row, in input order: a batch is shared out by rank, so rows of a batch come by rank."""
+        """Index and row, in input order. Batches are split by rank, so the rows of a batch are in the order of the ranks."""
         paths = [part(self.folder, rank) for rank in range(self.world)]
         if missing := [str(path) for path in paths if not path.is_file()]:
             raise UserError(f"{missing[0]} is missing: all machines must share the folder of output=. Set another one.")
@@ -137,7 +137,7 @@ class Parts:
         return set(str(text(target)).split("|")) != set(str(text(guess)).split("|"))
 
     def write(self) -> None:
-        """The table, which appears whole or not at all, with its masks."""
+        """Writes the table, whole or not at all, with its masks."""
         with replacing(self.output) as new:
             write_table(new, self.output.suffix, self.example, self.counted())
             for name in self.masks:
@@ -145,19 +145,19 @@ class Parts:
                 (self.folder / name).replace(masks(self.output, name))
 
     def gallery(self, path: Path, data: DataModule, about: Mapping[str, str]) -> None:
-        """A page of `KEPT` samples with their predictions. It needs no network, and the files of sounds beside it only to play them."""
-        good = (each for each in self.rows() if not each[1].get(ERROR))
-        kept = heapq.nsmallest(KEPT, good, lambda each: order(each[1]))
+        """Writes a page of `KEPT` samples with their predictions. It works offline, and needs the files of sounds only to play them."""
+        readable = (item for item in self.rows() if not item[1].get(ERROR))
+        chosen = heapq.nsmallest(KEPT, readable, lambda item: order(item[1]))
         lines = [line for path in self.folder.glob(DRAWN.format("*")) for line in path.read_text().splitlines()]
         drawn = dict(json.loads(line, object_hook=decoded) for line in lines)
-        folders = [Path.cwd() / Path(row["path"]).parent for _, row in kept if "path" in row]
+        folders = [Path.cwd() / Path(row["path"]).parent for _, row in chosen if "path" in row]
         common = os.path.commonpath(folders) if folders else ""
         values = {
-            "samples": [self.sample(index, row, data, path.parent, drawn.get(index, {})) for index, row in kept],
-            "rows": [row for _, row in kept],
+            "samples": [self.sample(index, row, data, path.parent, drawn.get(index, {})) for index, row in chosen],
+            "rows": [row for _, row in chosen],
             "hidden": {*FIRST, self.guess, f"target/{self.guess}", self.key, ERROR, *self.masks},
             "names": [
-                as_utf8(os.path.relpath(row["path"], common)) if "path" in row else f"#{index}" for index, row in kept
+                as_utf8(os.path.relpath(row["path"], common)) if "path" in row else f"#{index}" for index, row in chosen
             ],
             "order": SORTED.get(str(self.key), "the first ones"),
             "unit": data.unit,
@@ -167,7 +167,7 @@ class Parts:
         write_text(path, render("gallery.html.j2", self.output.stem, values))
 
     def sample(self, index: int, row: Row, data: DataModule, page: Path, drawn: Mapping[str, Any]) -> Sample:
-        """What a page shows of a sample: as the data set stores it, its masks, and what the task draws."""
+        """A sample as the page shows it: what the data set stores, its masks, and what the task draws."""
         raw = sample_at(data.raw(data.predicted_split[0], [index]), 0, 1)
         shown = data.dataset.show(raw)
         if isinstance(data.dataset, Inputs):
@@ -182,14 +182,14 @@ class Parts:
         return Sample(index, {**shown, **drawn}, image)
 
 
-# --- Writes the predictions of a process while it makes them ---
+# --- Writes the predictions of a process as it makes them ---
 
 
 class Writer(pl.Callback):
-    """Turns what `predict_step` returns into rows, in a file of this process; nothing is kept in memory.
+    """Writes what `predict_step` returns as rows to a file of this process, without keeping them in memory.
 
-    `asked` are the keys of predict.py. `made` makes columns of the outputs, and `names` are those of their classes or labels. Masks
-    of files are enlarged or shrunk to the size of the file.
+    `asked`: the keys of predict.py. `made`: turns outputs into columns. `names`: the names of their classes or labels. Masks of files
+    are resized to the size of the file.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Writer(pl.Callback):
         self.loaders, self.task, self.asked, self.made, self.names = loaders, task, asked, made, names
         self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
         self.output = self.folder = Path(str(asked.output))
-        self.own = ExitStack()  # of rank 0: the folder of the parts
+        self.own = ExitStack()  # on rank 0: the folder of the parts
         dataset = getattr(loaders.data, "dataset", None)
         self.files = dataset.test if isinstance(dataset, Inputs) else None
         self.file: IO[str] | None = None
@@ -206,11 +206,11 @@ class Writer(pl.Callback):
 
     @property
     def problems(self) -> Sequence[str | None] | None:
-        """Why files of the batch could not be read; None if the data is no files."""
+        """For each file of the batch, why it could not be read; None if the data is not files."""
         return getattr(self.loaders.data, "problems", None)
 
     def first(self, index: int) -> Row:
-        """What the data knows of a sample: its file, or the index in its part."""
+        """The first cells of a row: the sample's file, or its index in the part."""
         if self.files is not None:
             return self.files.facts(index)
         paths = self.loaders.paths
@@ -221,8 +221,8 @@ class Writer(pl.Callback):
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self.folder = self.own.enter_context(part_folder(self.output.parent))
         self.folder = trainer.strategy.broadcast(self.folder)
-        same = hashlib.sha256(self.files.name_N.tobytes()).hexdigest() if self.files else ""
-        if trainer.strategy.broadcast(same) != same:  # which also waits for the folder
+        digest = hashlib.sha256(self.files.name_N.tobytes()).hexdigest() if self.files else ""
+        if trainer.strategy.broadcast(digest) != digest:  # the broadcast also waits for the folder
             raise TrainingFailed("input: processes found different files: the folder changes. Pass a CSV of the files.")
         trainer.strategy.barrier("the folder of the parts")
         self.file = part(self.folder, trainer.global_rank).open("w", encoding="utf-8")
@@ -242,41 +242,41 @@ class Writer(pl.Callback):
             ):  # a mask for each sample
                 columns[name] = self.saved(name, value, indices)
         rows = table_rows(columns, self.names, len(indices), wide=self.asked.probabilities)
-        for place, (index, row) in enumerate(zip(indices, rows, strict=True)):
-            why = self.problems and self.problems[place]  # None: the data is no files
-            row = self.first(index) | ({} if why else row) | ({} if why is None else {ERROR: why})
+        for position, (index, row) in enumerate(zip(indices, rows, strict=True)):
+            problem = self.problems and self.problems[position]  # None: the data is not files
+            row = self.first(index) | ({} if problem else row) | ({} if problem is None else {ERROR: problem})
             self.file.write(f"{json.dumps([batch_idx, index, row])}\n")
         if self.asked.gallery and self.task:
             self.draw(self.task, outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
 
-    def draw(self, task: Task, outputs: Any, places: Sequence[tuple[float, int]]) -> None:
-        """Keeps the pictures and curves of the samples that the gallery may show, as a page has them: a set of images is large."""
+    def draw(self, task: Task, outputs: Any, keys: Sequence[tuple[float, int]]) -> None:
+        """Keeps the pictures and curves of the samples that the gallery may show, encoded for a page, because images are large."""
         try:
             described = task.describe(*outputs)
-            found = [{n: v for n, v in facts.items() if isinstance(v, Lines | Picture)} for facts in described]
-            new = [(*place, facts) for place, facts in zip(places, found, strict=True) if facts]
+            drawable = [{n: v for n, v in facts.items() if isinstance(v, Lines | Picture)} for facts in described]
+            new = [(*key, facts) for key, facts in zip(keys, drawable, strict=True) if facts]
         except Exception as e:
-            self.task = None  # for the next batch the same
-            if e.args != ("target",):  # which files do not have
+            self.task = None  # it would fail for the next batch, too
+            if e.args != ("target",):  # files have no target
                 warn(f"the gallery lacks pictures and curves: `describe` failed: {type(e).__name__}: {e}")
             return
-        kept = heapq.nsmallest(KEPT, [*self.drawn, *new], itemgetter(0))
-        self.drawn = [(at, index, v if isinstance(v, str) else json.dumps(encoded(v))) for at, index, v in kept]
+        first = heapq.nsmallest(KEPT, [*self.drawn, *new], itemgetter(0))
+        self.drawn = [(key, index, v if isinstance(v, str) else json.dumps(encoded(v))) for key, index, v in first]
 
     def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int]) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
-        there = masks(self.output, name)
-        if there.exists() and not self.asked.overwrite:
-            raise UserError(f"{there} exists. Set another output=, or overwrite=true.")
+        target = masks(self.output, name)
+        if target.exists() and not self.asked.overwrite:
+            raise UserError(f"{target} exists. Set another output=, or overwrite=true.")
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        for place, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
-            if self.problems and self.problems[place]:
+        for position, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
+            if self.problems and self.problems[position]:
                 continue
             size = self.files.reader.mask_size(self.files.path(index)) if self.files else None
             frame = getattr(self.files.reader, "frame", None) if self.files else None
             (frame or Frame(len(mask_HW))).mask(mask_HW, size).save(folder / f"{index:06}.png")
-        return [f"{there.name}/{index:06}.png" for index in indices]
+        return [f"{target.name}/{index:06}.png" for index in indices]
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close()
@@ -289,18 +289,23 @@ class Writer(pl.Callback):
             self.file.close()
 
 
-# --- The data to predict, and the table of their predictions ---
+# --- The data to predict, and the table of predictions ---
 
 
+<<<<<<< HEAD
 def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
     """Of the part of the run's data that is asked for, or of the files."""
+=======
+def batches(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
+    """Batches of the requested part of the run's data, or of the files."""
+>>>>>>> g6
     cfg, request = settings.cfg, settings.request
     assert request
     if request.part:
         return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
-    instead = "pass input=test, or val or train: a part of the run's own data"
-    files = input_files(request.input, cfg.data, checkpoint.metadata, instead)
+    hint = "pass input=test, or val or train: a part of the run's own data"
+    files = input_files(request.input, cfg.data, checkpoint.metadata, hint)
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")
     if isinstance(files.reader, Images):
@@ -315,7 +320,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
 
 @contextmanager
 def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
-    """Raises UserError: another prediction is writing `output`, or has written it meanwhile."""
+    """Locks `output`. Raises UserError: another prediction is writing it, or has written it meanwhile."""
     in_use = f"output={output}: another prediction is writing it. Set a different output=."
     with locked(output.with_name(f".{output.name}.lock"), in_use, 0):
         if output.exists() and not overwrite:
@@ -324,14 +329,14 @@ def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
 
 
 def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Parts | None:
-    """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
-    world, asked, work = settings.world, settings.request, workload(settings, module, data)
-    assert asked and asked.output
-    output = Path(asked.output)
-    work.loaders.predict_on(asked.part, gallery=asked.gallery)
-    writer = Writer(work.loaders, work.task, asked, *work.columns(asked.top_k))
+    """Writes the table; returns its rows and counts on rank 0, else None. Raises UserError: the module does not predict."""
+    world, request, work = settings.world, settings.request, workload(settings, module, data)
+    assert request and request.output
+    output = Path(request.output)
+    work.loaders.predict_on(request.part, gallery=request.gallery)
+    writer = Writer(work.loaders, work.task, request, *work.columns(request.top_k))
     trainer = evaluator(settings, work, writer)
-    claim = nullcontext() if world.rank else claimed(output, overwrite=asked.overwrite)
+    claim = nullcontext() if world.rank else claimed(output, overwrite=request.overwrite)
     with claim, writer.own, closing(writer):
         with build.oom_advice(settings, trainer, work):
             trainer.predict(work.module, datamodule=data, return_predictions=False)
@@ -339,22 +344,22 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Parts 
             return None
         parts = Parts(output, writer.folder, world.size)
         parts.write()
-        if asked.gallery:
+        if request.gallery:
             parts.gallery(
-                gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(settings.tested_checkpoint).name}
+                gallery_of(output), data, {"Input": request.input, "Checkpoint": Path(settings.tested_checkpoint).name}
             )
         if parts.broken:
-            what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
-            warn(f"{what}:{listed(parts.reasons, parts.broken)}")
+            message = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
+            warn(f"{message}:{listed(parts.reasons, parts.broken)}")
         return parts
 
 
 def show_predictions(settings: Settings, about: Mapping[str, Any], parts: Parts) -> None:
-    """Says where the table is, and writes predict.json."""
-    asked, path, broken = settings.request, settings.evaluation_file("predict"), parts.broken
-    assert asked and asked.output
-    output, gallery = Path(asked.output), asked.gallery
-    result = {"input": asked.input, "output": asked.output, "count": parts.count, "broken": broken}
+    """Prints the path of the table, and writes predict.json."""
+    request, path, broken = settings.request, settings.evaluation_file("predict"), parts.broken
+    assert request and request.output
+    output, gallery = Path(request.output), request.gallery
+    result = {"input": request.input, "output": request.output, "count": parts.count, "broken": broken}
     rows = f"done: {counted(parts.count, 'row')}" + (f", {counted(broken, 'broken file')}" if broken else "")
     say(f"{rows}; predictions by {about['checkpoint']}:")
     say(str(output), copied=True)
@@ -363,5 +368,5 @@ def show_predictions(settings: Settings, about: Mapping[str, Any], parts: Parts)
         say(str(page), copied=True, link=page)
     try:
         write_json(path, {**about, **result})
-    except OSError as e:  # the table is complete, and may be elsewhere because the run is read-only
+    except OSError as e:  # the run may be read-only; the table is complete, and may be elsewhere
         warn(f"{path} could not be written: {e.strerror}. The table is complete.")

@@ -1,4 +1,4 @@
-"""Smaller images at first, which train faster."""
+"""Trains on smaller images at first, which is faster."""
 
 import math
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ ENDLESS = "it needs the run's number of steps. Set trainer.max_epochs=<n> or tra
 
 @dataclass(eq=False)
 class ProgressiveResize(Checked, Callback):
-    """Training images have `initial_scale` of their side for `delay_fraction` of the run, then grow, and are whole for the last
-    `finetune_fraction`. Evaluation always sees whole images.
+    """Scales the side of training images by `initial_scale` at first, and then up to full size.
 
+    They grow after `delay_fraction` of the run and have full size for its last `finetune_fraction`. Evaluation always uses full size.
     The schedule and its defaults are those of MosaicML's Composer; the idea is fast.ai's (Howard, 2018). A size is a multiple of
-    `size_increment` pixels. It depends on the step alone, so it is the same on all processes and after a resume.
+    `size_increment` pixels. It depends on the step only, so it is the same on all processes and after a resume.
     """
 
     needs: ClassVar = " It needs a network that takes images of any size."
@@ -40,16 +40,16 @@ class ProgressiveResize(Checked, Callback):
             raise ValueError("delay_fraction and finetune_fraction together are more than 1. Set smaller ones")
 
     def side(self, whole: int, progress: float) -> int:
-        """The side of images that have `whole` pixels, after `progress` (0 to 1) of the run."""
-        growing = 1 - self.delay_fraction - self.finetune_fraction
-        grown = (progress - self.delay_fraction) / growing if growing > 0 else float(progress >= self.delay_fraction)
-        scale = self.initial_scale + (1 - self.initial_scale) * min(1.0, max(0.0, grown))
+        """The side of images whose full side is `whole` pixels, at `progress` (0 to 1) of the run."""
+        ramp = 1 - self.delay_fraction - self.finetune_fraction
+        growth = (progress - self.delay_fraction) / ramp if ramp > 0 else float(progress >= self.delay_fraction)
+        scale = self.initial_scale + (1 - self.initial_scale) * min(1.0, max(0.0, growth))
         if scale == 1:
             return whole
         return min(whole, max(self.size_increment, int(scale * whole) // self.size_increment * self.size_increment))
 
     def resized(self, batch: Batch, progress: float) -> Batch:
-        """The images after `preprocess`, BCHW, and their masks."""
+        """A batch after `preprocess`, with resized images and masks."""
         image_BCHW = batch["input"]
         whole = image_BCHW.shape[-1]
         side = self.side(whole, progress)
@@ -60,7 +60,7 @@ class ProgressiveResize(Checked, Callback):
         return {**batch, **masks, "input": small_BCHW}
 
     def dry_run(self, batch: Batch, steps: float) -> Batch:
-        """The first batch of a run of so many steps. Raises UserError: the run has no end, or the batch no images, or lists of boxes."""
+        """The first batch of a run of `steps` steps. Raises UserError: the run has no end, or the batch has no images, or lists of boxes."""
         if batch["input"].dim() != 4 or spatial(batch, nested=True).keys() != spatial(batch).keys():
             raise UserError("it resizes images and masks only. Remove it")
         if math.isinf(steps):

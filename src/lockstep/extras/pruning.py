@@ -1,4 +1,4 @@
-"""Lets an Optuna study end a trial early."""
+"""Lets an Optuna study prune a trial."""
 
 import os
 from typing import Any
@@ -26,9 +26,9 @@ class Pruned(TrainingFailed):
 
 
 class Pruning(Callback):
-    """Reports each validation and its optimizer step to the study, and ends the run when the study's pruner says so.
+    """Reports each validation and its optimizer step to the study, and ends the run if the study's pruner decides so.
 
-    Only rank 0 talks to the storage. A resumed run reports from its checkpoint on; Optuna keeps the first report of a step.
+    Only rank 0 uses the storage. A resumed run reports again from its checkpoint; Optuna keeps the first report of a step.
     """
 
     def __init__(self, study: str, trial: int, monitor: str, pruner: Any) -> None:

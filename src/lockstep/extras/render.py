@@ -1,4 +1,4 @@
-"""Templates and charts to pages: one file with its styles, script and images, which needs no network. Free of torch."""
+"""Renders templates and charts as pages: one file with its styles, script and images, which works offline. Does not import torch."""
 
 import math
 import re
@@ -15,15 +15,15 @@ from markupsafe import Markup
 from lockstep import __version__
 from lockstep.config.words import inline, is_fraction, metric, number, percent, seconds, shown, size
 
-# --- Charts as SVG, coloured by the page's CSS. matplotlib takes more than a second to import, at the end of every run ---
+# --- Charts as SVG, coloured by the page's CSS. Importing matplotlib would add more than a second to every run ---
 
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 420, 232
 LEFT, RIGHT, TOP, BOTTOM = 46, 410, 14, 190  # the frame around the curves
-COLOURS = 8  # classes c0 to c7 of the CSS, besides those of the splits
+COLOURS = 8  # CSS classes c0 to c7, in addition to those of the splits
 SPLITS = ("train", "val", "test")
-FEW, MANY = 16, 1000  # up to this many points get markers; more than `many` are thinned out
+FEW, MANY = 16, 1000  # up to FEW points get markers; more than `many` are thinned out
 
 
 def chart(
@@ -42,14 +42,15 @@ def chart(
     second_x: tuple[str, float] | None = None,
     many: int = MANY,
 ) -> Markup:
-    """One SVG; empty if there is no finite point. `colours`: the CSS class of each series, else that of `coloured`. `bars` are (from,
-    to, height). `mark` names a place on the x axis. The y axis ends at `highest`, the largest value that there can be.
+    """An SVG; empty if there is no finite point.
 
-    `second_x`: a second unit of the x axis, and how many of it are one of x; the page switches between the two.
+    `colours`: the CSS class of each series; default: those of `coloured`. `bars`: (from, to, height). `mark`: a label and its x. The y
+    axis ends at `highest`, the largest possible value. `second_x`: a second unit of the x axis, and its number per x; the page
+    switches between the two.
     """
     parts = {name: groupby(thinned(points, many), is_finite) for name, points in series.items()}
-    lines = {name: [list(part) for known, part in found if known] for name, found in parts.items()}
-    lines = {name: parts for name, parts in lines.items() if parts}  # of a curve, between its gaps
+    lines = {name: [list(part) for finite, part in groups if finite] for name, groups in parts.items()}
+    lines = {name: parts for name, parts in lines.items() if parts}  # pieces of a curve, between its gaps
     scatter = [point for point in scatter if is_finite(point)]
     corners = [p for points in (*chain(*lines.values()), scatter) for p in points]
     corners += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
@@ -82,16 +83,16 @@ def chart(
 
 
 def coloured(names: Collection[str], one: str = "c0") -> list[tuple[str, str]]:
-    """Each series with its colour: a split has the same in every chart, what would be perfect is quiet. `one`: of a single series."""
-    known = {name: split for name in names for split in SPLITS if name.startswith(split)}
-    known |= {"perfect": "quiet"} if "perfect" in names else {}
-    others = [name for name in names if name not in known]
-    known |= {name: one if len(others) == 1 else f"c{place % COLOURS}" for place, name in enumerate(others)}
-    return [(name, known[name]) for name in names]
+    """Each series with its colour. A split has the same colour in every chart, and `perfect` a muted one. `one`: for a single series."""
+    colour_of = {name: split for name in names for split in SPLITS if name.startswith(split)}
+    colour_of |= {"perfect": "quiet"} if "perfect" in names else {}
+    others = [name for name in names if name not in colour_of]
+    colour_of |= {name: one if len(others) == 1 else f"c{index % COLOURS}" for index, name in enumerate(others)}
+    return [(name, colour_of[name]) for name in names]
 
 
 def compact(value: float) -> str:
-    """A short label of an axis: 12k, 0.05."""
+    """A short label for an axis: 12k, 0.05."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= max(1e4, unit):
             return f"{value / unit:.4g}{letter}"
@@ -99,7 +100,7 @@ def compact(value: float) -> str:
 
 
 def is_finite(point: tuple[float, float]) -> bool:
-    return all(abs(value) < 1e300 for value in point)  # no differences that overflow
+    return all(abs(value) < 1e300 for value in point)  # differences of larger values overflow
 
 
 def widened(values: Sequence[float]) -> tuple[float, float]:
@@ -117,21 +118,21 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def thinned(points: Points, many: int = MANY) -> Points:
-    """At most `many` points: the lowest and the highest of each group of neighbours, so no peak is lost; and one of its gaps."""
-    each = math.ceil(2 * len(points) / many)
-    if each <= 2:
+    """At most `many` points: the lowest and highest of each group of neighbours, so no peak is lost, and one gap per group."""
+    group_size = math.ceil(2 * len(points) / many)
+    if group_size <= 2:
         return points
-    kept = list[tuple[float, float]]()
-    for first in range(0, len(points), each):
-        group = points[first : first + each]
-        known, gaps = ([p for p in group if is_finite(p) is wanted] for wanted in (True, False))
-        heights = sorted(known, key=lambda point: point[1])
+    thinned_points = list[tuple[float, float]]()
+    for first in range(0, len(points), group_size):
+        group = points[first : first + group_size]
+        finite, gaps = ([p for p in group if is_finite(p) is flag] for flag in (True, False))
+        heights = sorted(finite, key=lambda point: point[1])
         ends = {*heights[:1], *heights[-1:], *gaps[:1]}
-        kept += [point for point in group if point in ends]
-    return kept
+        thinned_points += [point for point in group if point in ends]
+    return thinned_points
 
 
-# --- Templates to pages: one file with its styles, script and images, which needs no network. Free of torch ---
+# --- Templates to pages ---
 
 FOLDER = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
@@ -152,22 +153,22 @@ ENVIRONMENT.filters |= {
     "logged": lambda value, name: percent(value) if is_fraction(name, value) else f"{value:,.6g}",
     "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
 }
-ENVIRONMENT.policies["json.dumps_kwargs"] = {}  # keys in their order
-MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")  # of Markdown, besides HTML
+ENVIRONMENT.policies["json.dumps_kwargs"] = {}  # keys are not sorted
+MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")  # Markdown's markup, in addition to HTML's
 
 
 def markdown(value: Any) -> Any:
-    """Text of others in a page of Markdown, where it is no markup: an expression of a template, unless it is `code`."""
+    """Escapes a template's expressions in a Markdown page, except `code`, so text from elsewhere is never markup."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return MARKUP.sub(r"\\\g<0>", escape(inline(value), quote=False))
 
 
 def code(value: object) -> Markup:
-    """A line of code in Markdown, between more backticks than it has."""
+    """Inline code in Markdown, between more backticks than it contains."""
     text = inline(value)
-    ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return Markup(f"{ticks} {text} {ticks}" if len(ticks) > 1 else f"`{text}`")
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return Markup(f"{fence} {text} {fence}" if len(fence) > 1 else f"`{text}`")
 
 
 MARKDOWN = ENVIRONMENT.overlay(autoescape=False, finalize=markdown)

@@ -1,4 +1,4 @@
-"""The page of many runs: a section for each data set, as only runs of the same data can be ranked. Free of torch."""
+"""The page of many runs, with a section per data set, because only runs on the same data can be ranked. Does not import torch."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from lockstep.machine.files import read_text
 from lockstep.reporting.report import Curve, Report
 from lockstep.run import tested
 
-METRICS, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
-# Decided by Lockstep, not by a person.
+METRICS, POINTS, SETTINGS = 6, 100, 12  # with these limits, 100 runs stay below 5 MB
+# Keys that Lockstep sets, not the user.
 DERIVED = ("logger.", "data.source", "loader.num_workers", "trainer.precision", "trainer.log_every_n_steps")
 Values = dict[str, Any]
 
@@ -28,22 +28,22 @@ Values = dict[str, Any]
 class Column(NamedTuple):
     head: str
     title: str
-    form: Callable[[Any], str]  # of a number
+    form: Callable[[Any], str]  # formats a value
     values: list[Any]  # one for each run
 
 
 def differing(runs: Sequence[Report]) -> list[str]:
-    """The keys of the configs that do not have one value; those that name classes come last."""
+    """The config keys whose values differ between the runs; those that name classes come last."""
     texts = [{key: shown(value) for key, value in run.settings.items()} for run in runs]
-    keys = dict.fromkeys(key for each in texts for key in each)
-    found = [key for key in keys if not key.startswith((*PLACE, *DERIVED)) and len({t.get(key) for t in texts}) > 1]
-    return sorted(found, key=lambda key: key.endswith("_target_"))
+    keys = dict.fromkeys(key for settings in texts for key in settings)
+    varying = [key for key in keys if not key.startswith((*PLACE, *DERIVED)) and len({t.get(key) for t in texts}) > 1]
+    return sorted(varying, key=lambda key: key.endswith("_target_"))
 
 
 def curve_charts(
     runs: Sequence[Report], monitors: Sequence[str], unit: str, colours: Mapping[str, str]
 ) -> Iterator[Values]:
-    """A chart for each metric, the monitored ones first; a second one over samples seen if the runs' batches differ."""
+    """A chart for each metric, monitored ones first; a second one over samples seen if the batch sizes differ."""
     batches, curves = {run["run"]: int(run.get("batch_size") or 1) for run in runs}, dict[str, dict[str, Curve]]()
     for run in runs:
         with suppress(UserError):
@@ -66,7 +66,7 @@ def curve_charts(
 
 
 def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
-    """The run with the best monitored value; None if the runs disagree on what is best."""
+    """The run with the best monitored value; None if the runs do not share a direction."""
     scored = [run for run in runs if isinstance(run.get(monitor), int | float)]
     modes = {run.get("monitor_mode") for run in scored if run.get("monitor") == monitor}
     if not scored or len(modes) != 1:
@@ -75,7 +75,7 @@ def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
 
 
 def confusion(run: Report) -> Values | None:
-    """Of panels.json as it is: reporting/saved_panels.py, which decodes it, imports torch."""
+    """The confusion matrix in the raw panels.json, because reporting/saved_panels.py, which decodes it, imports torch."""
     with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
         panels = json.loads(read_text(run.run_folder.panels_file))
         matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
@@ -84,28 +84,28 @@ def confusion(run: Report) -> Values | None:
 
 
 def repeats(runs: Sequence[Report], settings: Sequence[str], metrics: Sequence[str]) -> list[tuple[Values, list[Any]]]:
-    """Finished runs that differ by their seed only: what else differs, how many there are, and mean and deviation of each metric."""
+    """Groups of finished runs that differ only by seed: their settings, then their number, and mean and deviation of each metric."""
     groups: dict[tuple[str, ...], list[Report]] = {}
     others = [key for key in settings if key != "seed"]
     for run in runs:
         if run["status"] == "done":
             groups.setdefault(tuple(shown(run.settings.get(key)) for key in others), []).append(run)
-    found = []
-    for key, same in groups.items():
-        cells: list[Any] = [len(same)]
+    rows = []
+    for key, group in groups.items():
+        cells: list[Any] = [len(group)]
         for name in metrics:
-            values = [float(v) for run in same if isinstance(v := run.get(name), int | float)]
+            values = [float(v) for run in group if isinstance(v := run.get(name), int | float)]
             cells.append((fmean(values), stdev(values) if len(values) > 1 else None) if values else None)
-        found.append((dict(zip(others, key, strict=True)), cells))
-    return found if any(len(same) > 1 for same in groups.values()) else []
+        rows.append((dict(zip(others, key, strict=True)), cells))
+    return rows if any(len(group) > 1 for group in groups.values()) else []
 
 
 def section(title: str, runs: Sequence[Report], out: Path) -> Values:
-    """What the page shows of the runs of one data set."""
+    """What the page shows for the runs on one data set."""
     monitors = [name for name, _ in Counter(str(run["monitor"]) for run in runs if run.get("monitor")).most_common()]
     unit = next((str(run["unit"]) for run in runs if run.get("unit")), "samples")
-    of_test = [name for run in runs for name in tested(run) if not name.endswith("/count")]
-    metrics = [n for n in dict.fromkeys([*monitors, *of_test]) if any(n in run for run in runs)]
+    test_metrics = [name for run in runs for name in tested(run) if not name.endswith("/count")]
+    metrics = [n for n in dict.fromkeys([*monitors, *test_metrics]) if any(n in run for run in runs)]
     settings = differing(runs)
     short = Counter(key.rpartition(".")[2] for key in settings[:SETTINGS])
     heads = {key: name if short[name := key.rpartition(".")[2]] == 1 else key for key in settings[:SETTINGS]}
@@ -122,7 +122,7 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
         quote(os.fsencode(os.path.relpath(page, out.parent).replace(os.sep, "/"))) if page.is_file() else ""
         for page in pages
     ]
-    colours = {run["run"]: f"c{place % COLOURS}" for place, run in enumerate(runs)}
+    colours = {run["run"]: f"c{index % COLOURS}" for index, run in enumerate(runs)}
     best = best_of(runs, monitors[0]) if monitors else None
     compared = {
         run["run"]: {
@@ -159,6 +159,6 @@ def runs_page(runs: Sequence[Report], folder: Path, out: Path) -> str:
         "folder": str(folder),
         "count": len(runs),
         "facts": [(status.capitalize(), number(count)) for status, count in counts.most_common()],
-        "sections": [section(title, same, out) for title, same in zip(titles, by_data.values(), strict=True)],
+        "sections": [section(title, group, out) for title, group in zip(titles, by_data.values(), strict=True)],
     }
     return render("runs.html.j2", f"{len(runs)} runs", values)

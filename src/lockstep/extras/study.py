@@ -1,6 +1,6 @@
 """An Optuna sweep that can be interrupted, continued, and shared by several machines.
 
-A study belongs to a storage, and several machines may work on it. A trial belongs to the sweep that began it. Its values are read
+A study belongs to a storage, and several machines may work on it. A trial belongs to the sweep that started it. Its values are read
 from its run's report, so every launcher works.
 """
 
@@ -43,22 +43,22 @@ OWNER = "sweep"  # the user attribute of a trial that names the sweep it belongs
 
 
 def directions(objective: Any, monitor: str | None, mode: str) -> dict[str, str]:
-    """The metrics to optimise, with their better directions. Raises UserError if a direction is unknown."""
-    known: dict[Any, str] = {"val/loss": "min", monitor: mode, **dict.fromkeys(COSTS, "min")}
+    """The metrics to optimise, with their directions. Raises UserError if a direction is unknown."""
+    modes: dict[Any, str] = {"val/loss": "min", monitor: mode, **dict.fromkeys(COSTS, "min")}
     names: list[Any] = [objective] if isinstance(objective, str | None) else list(objective)
-    known |= {name: "max" for name in names if str(name).endswith("_per_s")}
-    wrong = [name for name in names if name is None or name not in known] if names else [None]
+    modes |= {name: "max" for name in names if str(name).endswith("_per_s")}
+    invalid = [name for name in names if name is None or name not in modes] if names else [None]
     raise_problems(
         f"hydra.sweeper.objective={shown(name)}: it takes {shown(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed "
         "(train/..._per_s). For another metric of the validation, set checkpoint.monitor=<metric> checkpoint.mode=max (or min). "
         "Choosing by the test set would make its metrics worthless."
-        for name in wrong
+        for name in invalid
     )
-    return {name: {"min": "minimize", "max": "maximize"}[known[name]] for name in names}
+    return {name: {"min": "minimize", "max": "maximize"}[modes[name]] for name in names}
 
 
 def open_storage(url: str) -> RDBStorage:
-    """The storage at `url`. Creating its tables fails when two machines do it at once: try again."""
+    """The storage at `url`. Creating its tables fails if two machines do it at once, so it is retried."""
     for _ in range(ATTEMPTS - 1):
         with suppress(SQLAlchemyError):
             return RDBStorage(url)
@@ -67,7 +67,7 @@ def open_storage(url: str) -> RDBStorage:
 
 
 def open_study(url: str, name: str, **options: Any) -> tuple[RDBStorage, optuna.Study]:
-    """The study `name` in the storage at `url`, created if it is not there. Raises UserError: the storage cannot be used."""
+    """The study `name` in the storage at `url`, created if it does not exist. Raises UserError: the storage cannot be used."""
     try:
         storage = open_storage(url)
         study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, **options)
@@ -82,28 +82,28 @@ def open_study(url: str, name: str, **options: Any) -> tuple[RDBStorage, optuna.
 
 
 class StudySweeper(SweeperSteps):
-    """Runs what is missing of `n_trials`: first this sweep's interrupted trials, with `resume=auto`, then new ones."""
+    """Runs the missing trials of `n_trials`: first this sweep's interrupted ones, with `resume=auto`, then new ones."""
 
     def __init__(
         self, objective: Any, monitor: str | None, mode: str, pruner: DictConfig | None, sampler: Any, **options: Any
     ) -> None:
         from hydra.utils import instantiate
 
-        better = directions(objective, monitor, mode)
-        self.objectives = list(better)
+        metrics = directions(objective, monitor, mode)
+        self.objectives = list(metrics)
         self.pruner = {str(key): pruner[key] for key in pruner} if pruner else {}
         first = self.objectives[0]
-        if self.pruner and (len(better) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
+        if self.pruner and (len(metrics) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
             raise UserError(
                 f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation "
                 "metric. Set hydra/sweeper/pruner=none."
             )
         if not options["n_jobs"] > 0:
             raise UserError(f"hydra.sweeper.n_jobs={options['n_jobs']} is invalid; expected at least 1.")
-        self.unfinished: set[int] = set()  # ended by the system; the next call of this sweep continues them
+        self.unfinished: set[int] = set()  # trials that the system ended; rerunning the sweep continues them
         super().__init__(
             sampler=instantiate(sampler, _execution_whitelist_=SAMPLERS),
-            direction=list(better.values()),
+            direction=list(metrics.values()),
             max_failure_rate=1.0,
             **options,
         )
@@ -136,8 +136,8 @@ class StudySweeper(SweeperSteps):
         self.study = self.open(space)
         while batch := self.batch():
             overrides = [
-                (*own, f"run={self.name}/{trial.number}", "resume=auto", *self.pruning(trial))
-                for trial, own in zip(batch, self.overrides_of(batch, space, fixed, removed), strict=True)
+                (*values, f"run={self.name}/{trial.number}", "resume=auto", *self.pruning(trial))
+                for trial, values in zip(batch, self.overrides_of(batch, space, fixed, removed), strict=True)
             ]
             returns = self.launcher.launch(overrides, initial_job_idx=self.job_idx)
             self.job_idx += len(returns)
@@ -164,21 +164,21 @@ class StudySweeper(SweeperSteps):
                 f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Set a different run=<name>."
             )
         study.set_user_attr("objectives", self.objectives)
-        own = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
-        odd = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in own]
-        if odd:
-            raise UserError(f"{self.folder} has runs of another study ({', '.join(odd[:5])}). Set another run=<name>.")
+        numbers = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
+        runs = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in numbers]
+        if runs:
+            raise UserError(f"{self.folder} has runs of another study ({', '.join(runs[:5])}). Set another run=<name>.")
         if study.trials:
             study.sampler.reseed_rng()  # the same seed would suggest the first trials again
         return study
 
     def batch(self) -> list[Trial]:
-        """The next trials to run at once: interrupted ones, else new ones; none when all are done."""
+        """The next trials to run in parallel: interrupted ones, else new ones; none if all are done."""
         trials = self.study.get_trials(deepcopy=False)
-        own = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
-        left = [t.number for t in own if t.number not in self.unfinished]
-        if left:
-            ids = [trial_id(self.database, self.study.study_name, number) for number in left[: self.n_jobs]]
+        running = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
+        interrupted = [t.number for t in running if t.number not in self.unfinished]
+        if interrupted:
+            ids = [trial_id(self.database, self.study.study_name, number) for number in interrupted[: self.n_jobs]]
             return [Trial(self.study, id) for id in ids]
         new: list[Trial] = []
         for _ in range(min(self.n_jobs, self.n_trials - len(trials))):
@@ -195,7 +195,7 @@ class StudySweeper(SweeperSteps):
         return [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
 
     def record(self, trial: Trial, done: bool) -> None:
-        """Tells the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
+        """Reports to the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
         report = {"status": "failed"} | RunFolder(self.folder / str(trial.number)).report()
         values: list[Any] = [report.get(name) for name in self.objectives]
         if "train/steps" in report:
@@ -205,8 +205,8 @@ class StudySweeper(SweeperSteps):
         elif report["status"] == "pruned":
             self.study.tell(trial, state=TrialState.PRUNED)
         elif not done or None in values:  # NaN is null in a report
-            why = report.get("error", f"{report['status']}, without {' or '.join(self.objectives)}")
-            trial.set_user_attr("error", str(why))
+            error = report.get("error", f"{report['status']}, without {' or '.join(self.objectives)}")
+            trial.set_user_attr("error", str(error))
             self.study.tell(trial, state=TrialState.FAIL)
         else:
             self.study.tell(trial, values)
@@ -221,7 +221,7 @@ HEADER = """# @package _global_
 
 
 def write_files(study: optuna.Study, objectives: list[str], folder: Path) -> None:
-    """Writes trials.csv, experiment/best.yaml and study.html. Several objectives: best-0.yaml, ... of the Pareto front."""
+    """Writes trials.csv, experiment/best.yaml and study.html. With several objectives: best-0.yaml, ... for the Pareto front."""
     write_table(study, objectives, folder / "trials.csv")
     if not any(t.state is TrialState.COMPLETE for t in study.get_trials(deepcopy=False)):
         return
@@ -256,10 +256,10 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     """An experiment config with the trial's values and with the overrides that all trials shared."""
     skipped = ("sweep", "error", "resume", "runs_dir", "steps")
     chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
-    read: Any = {
+    parsed: Any = {
         k: OmegaConf.to_container(OmegaConf.create(f"it: {v}")) for k, v in chosen.items() if isinstance(v, str)
     }
-    chosen |= {key: value["it"] for key, value in read.items()}
+    chosen |= {key: value["it"] for key, value in parsed.items()}
     recipes = [f"/{group}/{recipe}" for group in RECIPES if (recipe := chosen.pop(group, None))]
     groups = [{f"override /{key}": chosen.pop(key)} for key in list(chosen) if is_group(key)]
     body = OmegaConf.create({"defaults": [*recipes, "_self_", *groups]})
@@ -271,7 +271,7 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
 
 
 def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> None:
-    """Writes study.html. Plots that need more trials are left out."""
+    """Writes study.html. Plots that need more trials are omitted."""
     from optuna import visualization
 
     options = {"target_names": objectives} if len(objectives) > 1 else {}

@@ -1,4 +1,4 @@
-"""What predictions are made of and written to: files, and tables as CSV, JSON, JSON lines or Parquet."""
+"""Inputs and outputs of predictions: files, and tables as CSV, JSON, JSON lines or Parquet."""
 
 import itertools
 import json
@@ -25,22 +25,22 @@ from lockstep.machine.files import finite
 # --- Files to predict ---
 
 Row = dict[str, Any]
-BUGS = (NameError, AttributeError, TypeError, ImportError)  # in a custom `read`, raised if no file can be read
+BUGS = (NameError, AttributeError, TypeError, ImportError)  # in a custom `read`; raised if no file can be read
 LISTED = 10  # files in a message
 
 
 def listed(reasons: list[tuple[str, str]], count: int) -> str:
-    """Why `count` files cannot be read; `reasons` has those of the first ones, by path."""
-    more = count - len(reasons)
+    """Lines that say why `count` files cannot be read. `reasons`: path and reason of the first ones."""
+    rest = count - len(reasons)
     return "".join(f"\n  {inline(path)}: {inline(why)}" for path, why in reasons) + (
-        f"\n  and {more:,} more" if more else ""
+        f"\n  and {rest:,} more" if rest else ""
     )
 
 
 class InputFiles:
-    """Samples of files. `problem` says why a file cannot be read: its sample is then a copy of another one's.
+    """Samples from files. For a file that cannot be read, `problem` has the reason, and the sample is a copy of a readable one.
 
-    Files are read when they are asked for, unless a file has several samples: then all are read at once.
+    Files are read on demand. If a file has several samples, all files are read at the start.
 
     Raises:
         UserError: no file can be read.
@@ -51,7 +51,7 @@ class InputFiles:
         self.name_N, self.target_N = (np.array([os.fsencode(x) for x in xs]) for xs in (inputs.paths, inputs.targets))
         self.reader, self.base, self.left_out = reader, inputs.base, inputs.left_out
         self.held: list[tuple[Arrays, str]] = []
-        self.several: bool | None = None  # whether files have several samples, by the first one that can be read
+        self.several: bool | None = None  # whether files have several samples, as in the first readable one
         self.bug: Exception | None = None
         count, problems = len(self.name_N), list[str]()
         for file in range(count):
@@ -84,7 +84,7 @@ class InputFiles:
         return self.base / self.name(self.file_N[index])
 
     def read(self, file: int) -> tuple[Arrays, str]:
-        """The samples of a file, and why it cannot be read."""
+        """The samples of a file, and the reason if it cannot be read."""
         try:
             content: Any = self.reader.read(self.base / self.name(file))
             several = isinstance(content, Arrays)
@@ -109,11 +109,11 @@ class InputFiles:
 
     def __getitem__(self, indices: Indices) -> Batch:
         samples, problems = zip(*(self.sample(index) for index in indices), strict=True)
-        columns = {name: np.stack([each[name] for each in samples]) for name in self.example}
+        columns = {name: np.stack([sample[name] for sample in samples]) for name in self.example}
         return {n: v.tolist() if v.dtype.kind == "U" else v for n, v in columns.items()} | {"problem": list(problems)}
 
     def facts(self, index: int) -> Row:
-        """The first columns of a table: the path of the file, the row in it, and the target, if they are known."""
+        """The first columns of a table: the path of the file, the row in it, and the target, if there are any."""
         file = self.file_N[index]
         row = {"row": int(self.row_N[index])} if self.several else {}
         if not len(self.target_N):
@@ -124,22 +124,25 @@ class InputFiles:
 
 
 def target_check(about: Mapping[str, Any]) -> Check:
-    """Spells a row's classes or labels as `about` does, and rejects a number that is none. A missing value becomes empty."""
+    """A check that spells a row's classes or labels as in `about`, and rejects targets that must be numbers and are not.
+
+    A missing value becomes empty.
+    """
     names = [*map(str, about.get("classes") or about.get("labels") or ())]
     is_number = len(about.get("targets") or ()) == 1
-    known = dict.fromkeys(MISSING if names or is_number else (), "")
-    known |= {folded(name).lower(): name for name in names} | {folded(name): name for name in names}
-    known |= {name: name for name in names}
+    spelling = dict.fromkeys(MISSING if names or is_number else (), "")
+    spelling |= {folded(name).lower(): name for name in names} | {folded(name): name for name in names}
+    spelling |= {name: name for name in names}
 
     @cache
-    def meant(cell: str) -> str:
+    def normalised(cell: str) -> str:
         parts = [*filter(None, SEPARATORS.split(cell))] if about.get("labels") else [cell]
         forms = [(part, folded(part), folded(part).lower()) for part in parts]
-        return "|".join(next((known[form] for form in each if form in known), each[0]) for each in forms)
+        return "|".join(next((spelling[key] for key in keys if key in spelling), keys[0]) for keys in forms)
 
     def check(_: int, row: dict[str, str]) -> str | None:
         if "target" in row:
-            row["target"] = cell = meant(spelled(row["target"].strip()))
+            row["target"] = cell = normalised(spelled(row["target"].strip()))
             if is_number and cell and target_problem(cell, "number"):
                 return f"target={cell} is not a number, such as 1.5. Correct it, or leave it empty."
         return None
@@ -147,22 +150,22 @@ def target_check(about: Mapping[str, Any]) -> Check:
     return check
 
 
-def input_files(given: str, data: Component, about: Mapping[str, Any], instead: str) -> InputFiles:
-    """The files that `given` names, read by the class of a run's `data`. Raises UserError: it reads no files, or there are none."""
-    kind: Any = target_of(data.target, "data")
-    if not hasattr(kind, "for_files"):
+def input_files(source: str, data: Component, about: Mapping[str, Any], hint: str) -> InputFiles:
+    """The files that `source` names, read by the class of a run's `data`. Raises UserError: it reads no files, or there are none."""
+    reader: Any = target_of(data.target, "data")
+    if not hasattr(reader, "for_files"):
         raise UserError(
-            f"input={given} needs a data set that describes itself, and data={data.title} has its own dataloaders: {instead}, or input=predict."
+            f"input={source} needs a data set that describes itself, and data={data.title} has its own dataloaders: {hint}, or input=predict."
         )
-    if kind.read is DataSet.read:
+    if reader.read is DataSet.read:
         raise UserError(
-            f"input={given}: data={data.title} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
+            f"input={source}: data={data.title} reads no files. Give its class a method read(path) (docs/predict-export.md), or {hint}."
         )
-    return InputFiles(kind.for_files(about), find_inputs(given, kind.endings, kind.unit, target_check(about)))
+    return InputFiles(reader.for_files(about), find_inputs(source, reader.endings, reader.unit, target_check(about)))
 
 
 class Inputs(DataSet):
-    """Files as the data of a prediction, with the arguments of the network that the checkpoint names."""
+    """Files as the data of a prediction. The network gets the arguments from the checkpoint."""
 
     def __init__(self, files: InputFiles, network: Mapping[str, Any]) -> None:
         self.reader, self.unit = files.reader, files.reader.unit  # type: ignore[misc]
@@ -174,20 +177,20 @@ class Inputs(DataSet):
         return dict(self.network)
 
 
-# --- Tables as files. Rows are written as they come, so memory does not grow ---
+# --- Tables as files. Rows are streamed, so memory does not grow ---
 
 CHUNK = 10_000  # rows of a Parquet row group
 
 
 def write_table(path: Path, ending: str, example: Row, rows: Iterator[Row]) -> None:
-    """Writes `rows` to `path` in the format of `ending`, with the columns of `example`; those that a row lacks are empty there."""
+    """Writes `rows` to `path` in the format of `ending`, with the columns of `example`; missing values are empty."""
     WRITERS[ending](path, example, ({name: row.get(name) for name in example} for row in rows))
 
 
 def write_json(
     path: Path, _: Row, rows: Iterator[Row], first: str = "[\n", between: str = ",\n", last: str = "\n]\n"
 ) -> None:
-    """A list of objects, one a line; or JSON lines, without what makes them a list."""
+    """A list of objects, one per line; or JSON lines, if `first`, `between` and `last` do not make a list."""
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             line = json.dumps({name: finite(value) for name, value in row.items()})
@@ -209,14 +212,14 @@ def write_parquet(path: Path, example: Row, rows: Iterator[Row]) -> None:
 
 
 def as_utf8(value: Any) -> Any:
-    """A file's name may be no UTF-8, which Parquet asks for."""
+    """Replaces bytes of text that is not UTF-8, such as a file's name, because Parquet requires UTF-8."""
     return value.encode(errors="surrogateescape").decode(errors="replace") if isinstance(value, str) else value
 
 
 def kind(pa: Any, values: list[Any]) -> Any:
-    """The Arrow type of a column; of empty lists or of nothing, that of texts."""
-    known = [as_utf8(value) for value in values if value is not None and value != []]
-    return pa.infer_type(known or [[""] if [] in values else ""])
+    """The Arrow type of a column; text if it has only empty lists or no values."""
+    present = [as_utf8(value) for value in values if value is not None and value != []]
+    return pa.infer_type(present or [[""] if [] in values else ""])
 
 
 WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {

@@ -1,4 +1,4 @@
-"""Lockstep's promises as checks for a project's tests, on its own data, task and model."""
+"""Lockstep's guarantees as checks for a project's tests, on the project's data, task and model."""
 
 import os
 import signal
@@ -27,13 +27,13 @@ LIMIT_S = 600
 
 @dataclass
 class Project:
-    """Short runs of a project in fp32: eight steps of eight samples. Let `overrides` choose small data."""
+    """Short runs of a project in fp32: eight steps of eight samples. Select small data with `overrides`."""
 
     runs_dir: Path
     overrides: list[str]
 
-    def command(self, run: str, *more: str) -> list[str]:
-        return [f"run={run}", f"runs_dir={self.runs_dir}", *QUICK, *self.overrides, *more]
+    def command(self, run: str, *extra: str) -> list[str]:
+        return [f"run={run}", f"runs_dir={self.runs_dir}", *QUICK, *self.overrides, *extra]
 
     @cached_property
     def single(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Project:
 
 
 def assert_same_result(project: Project) -> None:
-    """One process and two reach the same weights to rounding, and count every test sample once."""
+    """One process and two reach the same weights up to rounding, and count every test sample once."""
     import torch
 
     from lockstep.checkpoints.weights import read
@@ -56,7 +56,7 @@ def assert_same_result(project: Project) -> None:
 
 
 class KillAt(pl.Callback):
-    """Ends its process with SIGKILL after a step, once there is a checkpoint."""
+    """Kills its process with SIGKILL after a step, once a checkpoint exists."""
 
     def __init__(self, *, step: int | None) -> None:
         self.step = step
@@ -79,8 +79,8 @@ def assert_survives_a_kill(project: Project) -> None:
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     assert cli.call("train", [*killed, "+callbacks.kill.step=null"])["resumed_from"]
     runs = [comparison.find(name, project.runs_dir) for name in (report["run"], "killed")]
-    found = comparison.compare(*runs, exact=True, tolerance=0)
-    assert {name: found[name] for name in ("log", "metrics", "weights") if found[name]} == {}
+    differences = comparison.compare(*runs, exact=True, tolerance=0)
+    assert {name: differences[name] for name in ("log", "metrics", "weights") if differences[name]} == {}
 
 
 def assert_evaluates_alike(project: Project) -> None:
