@@ -1,4 +1,4 @@
-"""Random layers whose masks belong to the samples: any number of processes draws the masks that one process draws.
+"""Random layers whose masks belong to the samples, so the masks are the same on any number of processes.
 
 An element of a mask is a hash of (seed, optimizer step, layer, call, row of the global batch, index in each dimension
 of the sample), so the mask of a sample does not depend on how far its batch is padded. Nothing is drawn from a
@@ -236,8 +236,7 @@ def by_row(net: nn.Module) -> None:
 def rand(x: Tensor, *shape: int) -> Tensor:
     """(B, *shape) numbers from [0, 1), like `torch.rand`, for the samples in the first dimension of `x`.
 
-    In training, the numbers belong to the samples, like dropout masks: any number of processes draws the numbers that
-    one process draws.
+    In training, the numbers belong to the samples, like dropout masks: they are the same on any number of processes.
     """
     if current is None or 0 in (len(x), *shape):
         return torch.rand(len(x), *shape, device=x.device)

@@ -133,10 +133,10 @@ class Module(pl.LightningModule):
 
     @property
     def batch_weight(self) -> float | None:
-        """The weight of this process's micro-batch in the mean of a step: 1 on average, 0 if it has no samples and runs
-        on substitutes.
+        """The weight of this process's micro-batch in the mean of a step: 1 on average.
 
-        None under a plain `pl.Trainer`, which does not divide batches.
+        0 if the process has no samples and runs on substitutes. None under a plain `pl.Trainer`, which does not divide
+        batches.
         """
         strategy: Any = None
         with suppress(RuntimeError):
