@@ -1,4 +1,4 @@
-"""Networks of libraries. They know shapes and classes, but not how they are trained."""
+"""Networks from libraries. They depend on shapes and classes, not on how they are trained."""
 
 from lockstep.models.from_timm import from_timm
 

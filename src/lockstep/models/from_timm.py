@@ -19,12 +19,13 @@ def from_timm(
     checkpoint_path: str | None = None,
     **model_args: object,
 ) -> nn.Module:
-    """image_BCHW to logits_BK. `checkpoint_path` is a local file of weights; `model_args` go to the network's class.
+    """A timm network that maps image_BCHW to logits_BK.
 
-    With `pretrained`, the weights of the file, or of timm's hub, may be for other classes and channels: the head is then new.
+    `checkpoint_path` is a local file of weights; `model_args` go to the network's class. With `pretrained`, the weights
+    of the file or of timm's hub may be for different classes and channels: the head is then reinitialised.
 
     Raises:
-        UserError: timm has no such model, or its weights cannot be downloaded or read.
+        UserError: timm does not have this model, or its weights cannot be downloaded or read.
     """
     path = str(Path(checkpoint_path).expanduser()) if checkpoint_path else ""
     if path and not Path(path).is_file():
@@ -32,9 +33,9 @@ def from_timm(
     import timm  # 1 s; not needed for basic_net
 
     if not known(name):
-        near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4))
+        similar = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4))
         raise UserError(
-            f"model.name={name} is unknown to timm. Similar: {near or 'none'}. timm.list_models() lists all."
+            f"model.name={name} is unknown to timm. Similar: {similar or 'none'}. timm.list_models() lists all."
         )
     config = timm.get_pretrained_cfg(name)
     if config is not None and config.fixed_input_size:
@@ -49,23 +50,23 @@ def from_timm(
             **model_args,
         )
     except Exception as e:
-        given = f"model.checkpoint_path={checkpoint_path}" if checkpoint_path else f"model.pretrained=true for {name}"
+        setting = f"model.checkpoint_path={checkpoint_path}" if checkpoint_path else f"model.pretrained=true for {name}"
         if not (pretrained or checkpoint_path):
             raise UserError(
                 f"model.name={name} cannot be built for images of {image_size} pixels and {in_channels} channels: {e}"
             ) from e
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        if "weights_only" in reason:  # torch's own message advises to run its code
+        if "weights_only" in reason:  # torch's own message recommends running the file's code
             reason = "it holds objects that could run code, and a file of weights has only tensors"
         raise UserError(
-            f"{given}: the weights could not be loaded ({reason}). Set model.pretrained=false to start from random "
+            f"{setting}: the weights could not be loaded ({reason}). Set model.pretrained=false to start from random "
             "weights, or model.checkpoint_path=<file> for a local file; with model.pretrained=true, it may be for other classes."
         ) from e
     return net
 
 
 def known(name: str) -> bool:
-    """Whether timm has the architecture and, if the name has one, the tag of its weights."""
+    """Whether timm has the architecture and, if the name includes one, the weights tag."""
     import timm
 
     try:
@@ -78,14 +79,14 @@ RESIZE = {"center": "crop", "squash": "squash", "border": "pad"}  # by timm's cr
 
 
 def preprocessing(name: str) -> dict[str, Any] | None:
-    """How images were evaluated in pretraining timm's model `name`, as keys of `data`; None if timm does not know it."""
+    """The evaluation preprocessing of timm's pretrained model `name`, as keys of `data`; None if unknown to timm."""
     import timm
 
     config = timm.get_pretrained_cfg(name) if known(name) else None
     if config is None:
         return None
-    found = {"mean": list(config.mean), "std": list(config.std), "crop_pct": config.crop_pct}
-    return {**found, "interpolation": config.interpolation, "resize": RESIZE[config.crop_mode]}
+    keys = {"mean": list(config.mean), "std": list(config.std), "crop_pct": config.crop_pct}
+    return {**keys, "interpolation": config.interpolation, "resize": RESIZE[config.crop_mode]}
 
 
 from_timm.preprocessing = preprocessing  # type: ignore[attr-defined]  # for data.mean=model, see config/settings.py

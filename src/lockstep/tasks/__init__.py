@@ -1,4 +1,4 @@
-"""What networks are trained to do. One file per task, which has its loss and metrics."""
+"""The training tasks: each file defines one task's loss and metrics."""
 
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language_model import LanguageModel

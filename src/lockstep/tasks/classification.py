@@ -20,9 +20,10 @@ ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is t
 
 
 class Classification(Task):
-    """logits_BK and target_B. `class_weights`: a loss factor per class, or `balanced`: the inverse of its fraction of the training samples.
+    """Takes logits_BK and target_B.
 
-    `loss`: bce is the mean over classes of binary cross-entropies, each class against the rest (timm's BinaryCrossEntropy).
+    `class_weights`: a loss factor per class, or `balanced`: the inverse of its fraction of the training samples.
+    `loss`: bce is the mean over classes of one-vs-rest binary cross-entropies (timm's BinaryCrossEntropy).
     """
 
     needs = ("classes",)
@@ -54,7 +55,7 @@ class Classification(Task):
         self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
     def checked(self, output: Tensor, batch: Batch) -> Tensor:
-        """target_B. Raises UserError: the outputs are not logits_BK for at least the classes of the data."""
+        """target_B. Raises UserError if the outputs are not logits_BK for at least the classes of the data."""
         target_B = batch["target"].long()
         validate_outputs(output, len(target_B), max(len(self.value_names), *output.shape[-1:]))
         return target_B
@@ -62,8 +63,8 @@ class Classification(Task):
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         target_B = self.checked(output, batch)
         if self.binary:
-            own_BK = F.one_hot(target_B, output.shape[1]).to(output.dtype)
-            target_BK = own_BK * (1 - self.label_smoothing) + self.label_smoothing / output.shape[1]
+            one_hot_BK = F.one_hot(target_B, output.shape[1]).to(output.dtype)
+            target_BK = one_hot_BK * (1 - self.label_smoothing) + self.label_smoothing / output.shape[1]
             return F.binary_cross_entropy_with_logits(output, target_BK, reduction="none").mean(1)
         return F.cross_entropy(
             output, target_B, self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
@@ -73,26 +74,26 @@ class Classification(Task):
         return {"acc": MulticlassAccuracy(len(self.value_names), average="micro", validate_args=False)}
 
     def probabilities(self, output_BK: Tensor) -> Tensor:
-        """Of each class. With bce they are independent: each class against the rest."""
+        """The probability of each class. With bce, probabilities are independent: each class against the rest."""
         output_BK = output_BK.float()
         return output_BK.sigmoid() if self.binary else output_BK.softmax(1)
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         probability_BK = self.probabilities(output)
-        names = [self.value_names[place] for place in probability_BK.argmax(1).tolist()]
+        names = [self.value_names[index] for index in probability_BK.argmax(1).tolist()]
         return {"class": names, "probability": probability_BK.amax(1), "probabilities": probability_BK}
 
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
-        return {"target": [self.value_names[place] for place in batch["target"].tolist()]}
+        return {"target": [self.value_names[index] for index in batch["target"].tolist()]}
 
     def top(self, output: Tensor, count: int) -> dict[str, Sequence[Any] | Tensor]:
         ranked = self.probabilities(output).topk(min(count, output.shape[1]), 1)
-        found: dict[str, Sequence[Any] | Tensor] = {}
-        for number, (probability_B, place_B) in enumerate(zip(ranked.values.T, ranked.indices.T, strict=True), 1):
-            ending = f"_{number}" if number > 1 else ""
-            found[f"class{ending}"] = [self.value_names[place] for place in place_B.tolist()]
-            found[f"probability{ending}"] = probability_B
-        return found
+        columns: dict[str, Sequence[Any] | Tensor] = {}
+        for position, (probability_B, index_B) in enumerate(zip(ranked.values.T, ranked.indices.T, strict=True), 1):
+            suffix = f"_{position}" if position > 1 else ""
+            columns[f"class{suffix}"] = [self.value_names[index] for index in index_B.tolist()]
+            columns[f"probability{suffix}"] = probability_B
+        return columns
 
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
         if report["monitor"] not in ACCURACY:
@@ -125,7 +126,10 @@ class Classification(Task):
 
 
 def balanced(counts: Sequence[int] | None, classes: Sequence[str]) -> list[float]:
-    """samples / (classes * samples of the class), as scikit-learn's. Raises UserError for unknown counts or a class without samples."""
+    """samples / (classes * samples of the class), as in scikit-learn.
+
+    Raises UserError if the counts are unknown or a class has no samples.
+    """
     if counts is None:
         raise UserError(
             "task.class_weights=balanced needs the classes of the training samples, and this data does not hold them as one array. Give numbers."

@@ -17,9 +17,9 @@ from lockstep.training.task import Task
 
 
 class LanguageModel(Task):
-    """logits_BTV and target_BT: the tokens of `input`, shifted by one. Every token has the same weight, in any sequence.
+    """Takes logits_BTV and target_BT, the tokens of `input` shifted by one. Tokens have equal weight in any sequence.
 
-    Tokens equal to `ignore_index` (padding) do not count.
+    Tokens equal to `ignore_index` (padding) are ignored.
     """
 
     needs = ("vocabulary", "sequence_length")
@@ -41,13 +41,13 @@ class LanguageModel(Task):
         return {"vocabulary_size": len(self.value_names), "sequence_length": self.about["sequence_length"]}
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        size = max(len(self.value_names), *output.shape[-1:])  # vocabularies are padded for speed
+        size = max(len(self.value_names), *output.shape[-1:])  # a model's vocabulary may be padded for speed
         validate_outputs(output, *batch["target"].shape, size)
         loss_BT, counts_BT = self.token_losses(output, batch)
         return loss_BT.sum(1) / counts_BT.sum(1).clamp(min=1)
 
     def token_losses(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """loss_BT, and which tokens count."""
+        """loss_BT, and a mask of the tokens that count."""
         logits_NV, target_N = self.metric_inputs(output, batch)
         loss_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
         return loss_N.view(batch["target"].shape), batch["target"] != self.ignore_index
@@ -69,28 +69,28 @@ class LanguageModel(Task):
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         """The predicted token after each sequence."""
         probability_BV = output[:, -1].float().softmax(1)
-        tokens = [self.value_names[place] for place in probability_BV.argmax(1).tolist()]
+        tokens = [self.value_names[index] for index in probability_BV.argmax(1).tolist()]
         return {"token": tokens, "probability": probability_BV.amax(1)}
 
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
-        """The token after each sequence; none if it does not count."""
-        names, places = self.value_names, batch["target"][:, -1].tolist()
-        return {"target": [None if place == self.ignore_index else names[place] for place in places]}
+        """The token after each sequence; None if it is ignored."""
+        names, indices = self.value_names, batch["target"][:, -1].tolist()
+        return {"target": [None if index == self.ignore_index else names[index] for index in indices]}
 
     def test_panels(self) -> dict[str, Panel]:
         return {"position": ByPosition(self.about["sequence_length"], self.token_losses)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Each token that was to be predicted, with its loss."""
+        """Each target token, with its loss."""
         losses_BT, counts_BT = self.token_losses(output, batch)
         rows = zip(batch["target"].tolist(), losses_BT.tolist(), counts_BT.tolist(), strict=True)
-        words = self.value_names
-        texts = ([(str(words[t]), loss) for t, loss, counts in zip(*row, strict=True) if counts] for row in rows)
-        return [{"text": Tokens(text)} for text in texts]
+        names = self.value_names
+        token_lists = ([(str(names[t]), loss) for t, loss, counts in zip(*row, strict=True) if counts] for row in rows)
+        return [{"text": Tokens(tokens)} for tokens in token_lists]
 
 
 class ByPosition(Panel):
-    """The mean loss of the tokens at each place of a sequence; `losses` gives loss_BT and which tokens count."""
+    """The mean loss of the tokens at each position. `losses` returns loss_BT and a mask of the tokens that count."""
 
     sums_2T: Tensor
 
@@ -101,12 +101,12 @@ class ByPosition(Panel):
 
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
         loss_BT, counts_BT = self.losses(output, batch)
-        exact = self.sums_2T.dtype
-        sums_2T = torch.stack([(loss_BT * counts_BT).sum(0, dtype=exact), counts_BT.sum(0).to(exact)])
+        dtype = self.sums_2T.dtype
+        sums_2T = torch.stack([(loss_BT * counts_BT).sum(0, dtype=dtype), counts_BT.sum(0).to(dtype)])
         self.sums_2T[:, : sums_2T.shape[1]] += sums_2T
 
     def contents(self) -> Sequence[Content]:
-        points = [(float(at), loss / n) for at, (loss, n) in enumerate(self.sums_2T.T.tolist(), 1) if n]
+        points = [(float(position), loss / n) for position, (loss, n) in enumerate(self.sums_2T.T.tolist(), 1) if n]
         return [Lines("Loss by position", "place in the sequence", "mean loss of a token", {"loss": points})]
 
 
@@ -125,7 +125,7 @@ class TokenMean(Metric):
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
     def of_tokens(self, logits_NV: Tensor, target_N: Tensor) -> Tensor:
-        """What the mean is of; 0 for tokens that do not count."""
+        """The values to average; 0 for ignored tokens."""
         raise NotImplementedError
 
     def update(self, logits_NV: Tensor, target_N: Tensor) -> None:
@@ -152,7 +152,10 @@ class Perplexity(TokenMean):
 
 
 class TokenAccuracy(TokenMean):
-    """The fraction of tokens that are predicted. torchmetrics' (1.9) waits for the GPU to count the tokens without padding."""
+    """The fraction of correctly predicted tokens.
+
+    torchmetrics' accuracy (1.9) waits for the GPU to count the tokens without padding.
+    """
 
     zero = 0
     plot_upper_bound = 1.0

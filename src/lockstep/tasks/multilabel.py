@@ -17,7 +17,7 @@ from lockstep.training.task import Task
 
 
 class Multilabel(Task):
-    """logits_BL and target_BL of 0 and 1. `pos_weight`: a loss factor per label, applied where it is present."""
+    """Takes logits_BL and target_BL of 0 and 1. `pos_weight`: a loss factor per label for samples that have it."""
 
     needs = ("labels",)
     names = "labels"
@@ -47,17 +47,17 @@ class Multilabel(Task):
         return loss_BL.mean(1)
 
     def metrics(self) -> dict[str, Metric]:
-        arguments: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
+        kwargs: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
         return {
-            "f1": MacroF1(average=None, **arguments),
-            "acc": MultilabelAccuracy(average="micro", **arguments),
+            "f1": MacroF1(average=None, **kwargs),
+            "acc": MultilabelAccuracy(average="micro", **kwargs),
         }
 
     def metric_arguments(self) -> dict[str, Any]:
         return {"num_labels": len(self.value_names), "threshold": self.threshold}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        # Probabilities, because torchmetrics would mistake logits in [0, 1] for probabilities.
+        # Passes probabilities, because torchmetrics would mistake logits in [0, 1] for probabilities.
         return output.sigmoid(), batch["target"].long()
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
@@ -67,9 +67,9 @@ class Multilabel(Task):
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
         return {"target": self.present(batch["target"] > 0)}
 
-    def present(self, there_BL: Tensor) -> list[list[str]]:
+    def present(self, present_BL: Tensor) -> list[list[str]]:
         names = self.value_names
-        return [[name for name, there in zip(names, row, strict=True) if there] for row in there_BL.tolist()]
+        return [[name for name, flag in zip(names, row, strict=True) if flag] for row in present_BL.tolist()]
 
     def test_panels(self) -> dict[str, Panel]:
         return {
@@ -78,17 +78,20 @@ class Multilabel(Task):
         }
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        found = {"target": batch["target"].bool(), "prediction": output.sigmoid() > self.threshold}
-        rows = zip(*(self.present(there_BL) for there_BL in found.values()), strict=True)
-        return [{name: list(labels) or ["none"] for name, labels in zip(found, row, strict=True)} for row in rows]
+        masks = {"target": batch["target"].bool(), "prediction": output.sigmoid() > self.threshold}
+        rows = zip(*(self.present(present_BL) for present_BL in masks.values()), strict=True)
+        return [{name: list(labels) or ["none"] for name, labels in zip(masks, row, strict=True)} for row in rows]
 
 
 class MacroF1(MultilabelStatScores):
-    """The mean over the labels that occur or are predicted; 1 without any. torchmetrics (1.9) counts an absent label as 0."""
+    """The mean over the labels that occur or are predicted; 1 if there are none.
+
+    torchmetrics (1.9) counts an absent label as 0.
+    """
 
     plot_upper_bound = 1.0
 
     def compute(self) -> Tensor:
-        right_L, extra_L, _, missed_L, _ = super().compute().unbind(-1)
-        f1_L = 2 * right_L / (2 * right_L + extra_L + missed_L)
+        tp_L, fp_L, _, fn_L, _ = super().compute().unbind(-1)
+        f1_L = 2 * tp_L / (2 * tp_L + fp_L + fn_L)
         return f1_L.nanmean().nan_to_num(1.0)

@@ -17,18 +17,18 @@ from lockstep.panel import Bars, Content, Inputs, Kept, Panel, Points
 from lockstep.training.losses import Targets
 from lockstep.training.task import Task
 
-SAMPLES = 1000  # points of a scatter plot
-TARGETS = 6  # targets that are drawn
+SAMPLES = 1000  # points in a scatter plot
+TARGETS = 6  # targets that are plotted
 
 
 class Regression(Task):
-    """output_BT and target_BT, or target_B for a single target. `huber_delta`: larger errors count linearly."""
+    """Takes output_BT and target_BT, or target_B for a single target. `huber_delta`: larger errors count linearly."""
 
     needs = ("targets",)
     names = "targets"
     expects = Targets("finite numbers", dims=None, whole=False, least=-math.inf, most=math.inf)
     activation = "identity"
-    float32_head = True  # near 1,500, bf16 has multiples of 8
+    float32_head = True  # near 1,500, bf16 only has multiples of 8
 
     def __init__(self, *, loss: Literal["mse", "mae", "huber"] = "mse", huber_delta: float = 1.0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Regression(Task):
 
 
 def columns_of(x: Tensor) -> Tensor:
-    """x_BT, also of a single target."""
+    """x_BT, also for a single target."""
     return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
@@ -114,7 +114,7 @@ class R2(Metric):
 
 
 class Residuals(Kept):
-    """Target and prediction of a fixed random sample."""
+    """The targets and predictions of a fixed random subset."""
 
     count: Tensor
 
@@ -133,13 +133,13 @@ class Residuals(Kept):
         self.count += len(batch["index"])
 
     def contents(self) -> Sequence[Content]:
-        found = [value for _, value in self.found()]
-        pairs_N2T = torch.stack(found) if found else self.value_N[:0]
+        pairs = [value for _, value in self.found()]
+        pairs_N2T = torch.stack(pairs) if pairs else self.value_N[:0]
         note = "" if self.count <= SAMPLES else f"A fixed random sample of {SAMPLES:,} of {self.count:,}."
-        return [each for place in range(min(TARGETS, len(self.names))) for each in self.of(place, pairs_N2T, note)]
+        return [item for index in range(min(TARGETS, len(self.names))) for item in self.of(index, pairs_N2T, note)]
 
-    def of(self, place: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:
-        name, pairs = self.names[place], pairs_N2T[:, :, place].double().cpu()
+    def of(self, index: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:
+        name, pairs = self.names[index], pairs_N2T[:, :, index].double().cpu()
         points = [(target, guess) for target, guess in pairs.tolist()]
         yield Points(f"Predictions of {name}", "target", "prediction", points, diagonal=True, note=note)
         residual_N = pairs[:, 1] - pairs[:, 0]
@@ -147,5 +147,5 @@ class Residuals(Kept):
         if len(residual_N) > 1:
             low, high = residual_N.min().item(), residual_N.max().item()
             counts, edges = torch.histogram(residual_N, 25, range=(low, high if high > low else low + 1))
-            words = "prediction - target"
-            yield Bars(f"Residuals of {name}", words, "samples", edges.tolist(), counts.tolist(), note)
+            axis_title = "prediction - target"
+            yield Bars(f"Residuals of {name}", axis_title, "samples", edges.tolist(), counts.tolist(), note)

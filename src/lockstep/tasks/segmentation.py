@@ -18,9 +18,10 @@ from lockstep.training.task import Task
 
 
 class Segmentation(Task):
-    """logits_BKHW and target_BHW. Every pixel has the same weight, in any image; pixels equal to `ignore_index` do not count.
+    """Takes logits_BKHW and target_BHW. Pixels have equal weight in any image; `ignore_index` marks ignored pixels.
 
-    `dice`: the weight of a soft Dice loss, computed per image and added to the cross-entropy (Milletari et al., "V-Net", 2016).
+    `dice`: the weight of a soft Dice loss, computed per image and added to the cross-entropy (Milletari et al.,
+    "V-Net", 2016).
     """
 
     needs = ("classes",)
@@ -45,15 +46,18 @@ class Segmentation(Task):
         return loss_B + self.dice * dice_loss(output, target_BHW, self.ignore_index) if self.dice else loss_B
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
-        """The number of pixels that count, as a fraction of an image, so sums of gradients stay within the range of half precision."""
+        """The number of pixels that count, as a fraction of an image.
+
+        The fraction keeps sums of gradients within the range of half precision.
+        """
         side = self.about.get("image_size")
         return (batch["target"] != self.ignore_index).sum((1, 2)) / (side**2 if isinstance(side, int) else 1)
 
     def metrics(self) -> dict[str, Metric]:
-        arguments: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
+        kwargs: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
         return {
-            "iou": MulticlassJaccardIndex(average="macro", **arguments),
-            "acc": MulticlassAccuracy(average="micro", **arguments),
+            "iou": MulticlassJaccardIndex(average="macro", **kwargs),
+            "acc": MulticlassAccuracy(average="micro", **kwargs),
         }
 
     def metric_arguments(self) -> dict[str, Any]:
@@ -69,7 +73,7 @@ class Segmentation(Task):
         return {"pixels": ByPixel(self.value_names, self.metric_inputs, self.ignore_index)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """The prediction is left clear where the target does not count."""
+        """The mask of the prediction is empty where the target is ignored."""
         target_BHW, guess_BHW = batch["target"], output.argmax(1)
         shown_BHW = guess_BHW.where(target_BHW != self.ignore_index, self.ignore_index)
         return [
@@ -79,11 +83,11 @@ class Segmentation(Task):
 
 
 def dice_loss(logits_BKHW: Tensor, target_BHW: Tensor, ignore_index: int) -> Tensor:
-    """loss_B: 1 - the mean over classes of 2 |p t| / (|p| + |t|), each plus one pixel, so that absent classes give 1."""
+    """loss_B: 1 - the mean over classes of (2 |p t| + 1) / (|p| + |t| + 1). An absent class thus scores 1."""
     counts_B1HW = (target_BHW != ignore_index)[:, None]
     probability_BKHW = logits_BKHW.softmax(1) * counts_B1HW
-    place_B1HW = target_BHW[:, None].where(counts_B1HW, 0)
-    target_BKHW = torch.zeros_like(probability_BKHW).scatter_(1, place_B1HW, 1.0) * counts_B1HW
-    both_BK = (probability_BKHW * target_BKHW).sum((2, 3))
+    index_B1HW = target_BHW[:, None].where(counts_B1HW, 0)
+    target_BKHW = torch.zeros_like(probability_BKHW).scatter_(1, index_B1HW, 1.0) * counts_B1HW
+    intersection_BK = (probability_BKHW * target_BKHW).sum((2, 3))
     sum_BK = probability_BKHW.sum((2, 3)) + target_BKHW.sum((2, 3))
-    return 1 - ((2 * both_BK + 1) / (sum_BK + 1)).mean(1)
+    return 1 - ((2 * intersection_BK + 1) / (sum_BK + 1)).mean(1)

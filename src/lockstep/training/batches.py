@@ -1,4 +1,4 @@
-"""What a run knows of its batches: of dataloaders that a user brings, or of a data set whose batches Lockstep makes."""
+"""The batches of a run: those of a user's dataloaders, or those that Lockstep makes from a data set."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, wraps
@@ -22,7 +22,7 @@ from lockstep.training.arithmetic import micro_batch_index
 
 HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader")
 SEVERAL = "a step of several loaders has the mean of their weights: it is one process's step where their batches divide evenly"
-# of Lightning, in which a module makes the data of a part
+# Lightning's stage in which a module makes the data of a part.
 STAGE_OF = {
     "train": TrainerFn.FITTING,
     "val": TrainerFn.FITTING,
@@ -32,109 +32,110 @@ STAGE_OF = {
 
 
 class Loaders:
-    """Those of a LightningDataModule, or of the module itself."""
+    """The dataloaders of a LightningDataModule or of the module itself."""
 
-    position: tuple[str, ...] = ("divided",)  # what a checkpoint holds of them to continue from
-    size: int | None = None  # of a global batch, if it is known before training
-    paths: Any = None  # of the samples that are predicted, if they are files
-    sets: Sequence[str] = ()  # names of further evaluation sets
+    position: tuple[str, ...] = ("divided",)  # checkpoint keys that hold the loaders' position
+    size: int | None = None  # samples in a global batch, if known before training
+    paths: Any = None  # paths of the samples to predict, if they are files
+    sets: Sequence[str] = ()  # names of additional evaluation sets
 
     def __init__(self, data: Any, module: pl.LightningModule) -> None:
         self.data, self.module = data, module
-        self.holder: Any = data or module  # without data, Lightning takes the module's dataloaders
-        # a split that `setup` draws is the same in training and in each evaluation
+        self.holder: Any = data or module  # without data, Lightning uses the module's dataloaders
+        # A random split made in `setup` is the same in training and in each evaluation.
         draw_apart(self.holder, "setup", lambda: ("setup", module.trainer.strategy.seed, 0))  # type: ignore[attr-defined]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the report says of the data."""
+        """What the report shows about the data."""
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": "own dataloaders", **unknown}
 
     @property
     def training(self) -> list[Brought]:
-        """The training loaders that a user brings, once the Trainer has them."""
+        """The user's training loaders, once the Trainer has them."""
         return standard(self.module.trainer.train_dataloader)
 
     @property
     def divided(self) -> bool:
-        """Whether each process gets its share of all batches."""
+        """Whether all batches are divided among the processes."""
         return {loader.gets for loader in self.training} == {"a share"}
 
     def title(self, trainer: pl.Trainer) -> str:
-        """For the first lines of a run."""
+        """The description of the batches in the first lines of a run's output."""
         titles = dict.fromkeys(loader.title for loader in self.training)
         return " and ".join(titles) or "each process has its own batches"
 
     @property
     def notes(self) -> list[str]:
-        """What limits the promises, or is ignored."""
+        """Notes on what limits Lockstep's promises or is ignored."""
         notes, name = [note for loader in self.training for note in loader.notes], type(self.module).__name__
-        idle = [hook for hook in HOOKS if self.data and is_overridden(hook, self.module)]  # as under Lightning
-        if idle:
-            notes.append(f"{name}'s {idle[0]} is not used: {type(self.data).__name__} provides the batches")
+        unused = [hook for hook in HOOKS if self.data and is_overridden(hook, self.module)]  # as in Lightning
+        if unused:
+            notes.append(f"{name}'s {unused[0]} is not used: {type(self.data).__name__} provides the batches")
         if len(self.training) > 1 and self.training[0].division.parts > 1:
             notes.append(SEVERAL)
         return notes
 
-    def match_names(self, known: Mapping[str, Any], who: str, keys: Collection[str]) -> list[str]:
-        """The names of targets are the module's own affair."""
+    def match_names(self, metadata: Mapping[str, Any], source: str, keys: Collection[str]) -> list[str]:
+        """Not checked: the module itself defines the names of targets."""
         return []
 
     def provides(self, hook: str) -> bool:
         return is_overridden(hook, self.holder)
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Before the Trainer asks for a loader."""
+        """Called before the Trainer requests a loader."""
         for hook in (f"{part}_dataloader" for part in STAGE_OF):
             draw_apart(self.holder, hook, partial(key_of_loader, trainer, hook))
 
     def rows(self, trainer: pl.Trainer, batch_idx: int) -> range | None:
-        """The places in the global batch of the micro-batch, if they are known."""
+        """The positions of the micro-batch's samples in the global batch, if known."""
         strategy: Any = trainer.strategy
-        every = {loader.told[strategy.micro_batch].places for loader in strategy.loaders_of(strategy.micro_batch)}
-        return every.pop() if len(every) == 1 else None
+        positions = {loader.told[strategy.micro_batch].places for loader in strategy.loaders_of(strategy.micro_batch)}
+        return positions.pop() if len(positions) == 1 else None
 
-    # --- Of a prediction ---
+    # --- Prediction ---
 
     def predict_on(self, part: str | None, *, gallery: bool = False) -> None:
-        """Predictions get the dataloader of a part of the data, which `setup` makes as it does for that part."""
+        """Predicts on one part of the data: uses that part's dataloader, and calls `setup` with that part's stage."""
         if gallery:
             raise UserError(
                 f"gallery=true needs a data set that describes itself, and {type(self.holder).__name__} has its own dataloaders. Remove it."
             )
         hook, stage = f"{part}_dataloader", STAGE_OF[str(part)]
         if not self.provides(hook):
-            there = [name for name in STAGE_OF if self.provides(f"{name}_dataloader")]
+            available = [name for name in STAGE_OF if self.provides(f"{name}_dataloader")]
             raise UserError(
-                f"input={part}: {type(self.holder).__name__} has no {hook}. Add it, or set input to one of {', '.join(there)}."
+                f"input={part}: {type(self.holder).__name__} has no {hook}. Add it, or set input to one of {', '.join(available)}."
             )
         set_up = self.holder.setup
         self.holder.setup = lambda *_, **__: set_up(stage)
-        make = getattr(self.holder, hook)
+        make_loader = getattr(self.holder, hook)
 
         def divided() -> Any:
-            """Divided here, because Lightning 2.6.6 first makes a DataLoader anew, from the arguments that its caller named."""
-            return apply_to_collection(make(), DataLoader, self.module.trainer.strategy.process_dataloader)
+            """Divides the loader here: Lightning 2.6.6 would first recreate it from its named arguments."""
+            return apply_to_collection(make_loader(), DataLoader, self.module.trainer.strategy.process_dataloader)
 
         self.holder.predict_dataloader = divided
 
     def predicted(self, trainer: pl.Trainer) -> Iterator[list[int]]:
-        """The samples of each batch of a prediction: indices in the data, or their numbers."""
+        """The samples of each prediction batch: their indices in the data, or their positions."""
         loaders = standard(trainer.predict_dataloaders)
         if len(loaders) != 1 or loaders[0].gets != "a share":
             name, why = loaders[0].name, "several dataloaders" if len(loaders) > 1 else "batches that cannot be divided"
             raise UserError(
                 f"input: {name} gives {why}. Let the hook return one DataLoader, or call lockstep.load_model and predict in your own loop."
             )
-        for number in count():
-            told = loaders[0].told[number]
-            numbered = all(isinstance(key, int | np.integer) for key in told.keys or [None])  # a stream's are samples
-            yield [*map(int, (told.keys if numbered else told.places) or [])]
+        for batch_idx in count():
+            record = loaders[0].told[batch_idx]
+            # a stream's keys are samples
+            are_indices = all(isinstance(key, int | np.integer) for key in record.keys or [None])
+            yield [*map(int, (record.keys if are_indices else record.places) or [])]
 
 
 class DataSetLoaders(Loaders):
-    """Lockstep's, of a data set."""
+    """Lockstep's dataloaders for a data set."""
 
     position = ("DataModule",)
     data: DataModule
@@ -155,8 +156,8 @@ class DataSetLoaders(Loaders):
         repeated = f", {copies} copies of each sample" if copies > 1 else ""
         return f"batch {self.size} = {world} x {self.data.batch_size // (world * accumulate)}{accumulated}{repeated}"
 
-    def match_names(self, known: Mapping[str, Any], who: str, keys: Collection[str]) -> list[str]:
-        return self.data.match_names(known, who, keys)
+    def match_names(self, metadata: Mapping[str, Any], source: str, keys: Collection[str]) -> list[str]:
+        return self.data.match_names(metadata, source, keys)
 
     def begin(self, trainer: pl.Trainer) -> None:
         if not self.data.fills:
@@ -177,28 +178,30 @@ class DataSetLoaders(Loaders):
         self.paths = self.data.dataset.paths(self.data.predicted)
 
     def predicted(self, trainer: pl.Trainer) -> Iterator[list[int]]:
-        for index_B in trainer.predict_dataloaders.sampler:  # type: ignore[union-attr]  # the loader's own order again
+        for index_B in trainer.predict_dataloaders.sampler:  # type: ignore[union-attr]  # the loader's order
             yield index_B[index_B != FILLER].tolist()
 
 
 def draw_apart(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) -> None:
-    """Lets a hook draw the same random numbers in each process and after each resume: one that makes a dataloader may draw a subset, and
-    `setup` a split."""
-    made = getattr(holder, hook)
+    """Makes a hook draw the same random numbers in each process and after each resume.
 
-    if hasattr(made, "draws_apart"):  # by an earlier Trainer
+    A dataloader hook may draw a subset, and `setup` may draw a split.
+    """
+    method = getattr(holder, hook)
+
+    if hasattr(method, "draws_apart"):  # wrapped by an earlier Trainer
         return
 
-    @wraps(made)
+    @wraps(method)
     def seeded(*args: Any, **kwargs: Any) -> Any:
         with Apart(int(key_of(*key())[0])):
-            return made(*args, **kwargs)
+            return method(*args, **kwargs)
 
     seeded.draws_apart = True  # type: ignore[attr-defined]
     setattr(holder, hook, seeded)
 
 
 def key_of_loader(trainer: pl.Trainer, hook: str) -> tuple[str, int, int]:
-    """With the epoch in which it is made, if it is made several times."""
-    every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-    return hook, trainer.strategy.seed, epoch // every * every if every else 0  # type: ignore[attr-defined]
+    """The random key of a loader, with the epoch in which the loader is made if it is made several times."""
+    interval, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+    return hook, trainer.strategy.seed, epoch // interval * interval if interval else 0  # type: ignore[attr-defined]

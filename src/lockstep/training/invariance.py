@@ -1,9 +1,10 @@
-"""Whether the result depends on the number of processes: tried before training, with a copy of the network.
+"""Checks before training whether the result depends on the number of processes, with a copy of the network.
 
-Training samples are read and computed as one batch and as two halves, as one process and two would have them, with the masks that
-dropout has in training, twice. Losses, gradients and buffers must agree, and no other random numbers may be drawn. What breaks this is
-named with its file and line. A logical rank is computed whole and with seeds of its own: it must give the same when it is repeated. Not
-seen: what begins later in training, or with samples, labels or sizes of a batch that were not tried.
+Training samples are read and computed as one batch and as two halves, as one process and two processes would do it,
+with the dropout masks of training, twice. Losses, gradients and buffers must agree, and no other random numbers may be
+drawn. Whatever violates this is reported with its file and line. A logical rank is computed whole and with its own
+seeds: it must give the same result when it is repeated. Not detected: effects that start later in training, or that
+need samples, labels or batch sizes that were not tried.
 """
 
 # B batch
@@ -29,28 +30,30 @@ from lockstep.training import dropout
 from lockstep.training.losses import weighted_loss
 from lockstep.training.task import Task
 
-MOVED = 0.01  # by which parameters change between steps
-# samples: at least; of the first try, if a micro-batch has as many; at most, within SECONDS and BYTES of what passes between modules
+MOVED = 0.01  # scale of the parameter changes between steps
+# Samples: the minimum; those of the first comparison, if a micro-batch has that many; and the maximum, within SECONDS
+# and BYTES of the tensors that pass between modules.
 COUNT, FIRST, MOST = 4, 16, 64
 SECONDS, BYTES = 1.0, 2**28
-DOUBLE = 50_000_000  # parameters of a network that is tried in double precision, where rounding flips no ReLU
+DOUBLE = 50_000_000  # most parameters of a network that is tried in double precision, where rounding flips no ReLU
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 SAME_BITS = "same bits on any number of processes"
 ROUNDING = "the same on any number of processes, up to rounding"
-# Training amplifies it: BasicNet (AdamW) in one process and under ddp on two was 1e-2 apart after 10 steps in bf16-mixed, 7e-2 after
-# 56; 6e-7 and 8e-5 in 32-true.
+# Training amplifies rounding errors. BasicNet (AdamW) in one process and under ddp in two processes: a difference of
+# 1e-2 after 10 steps in bf16-mixed and of 7e-2 after 56; in 32-true, 6e-7 and 8e-5.
 IN_HALF = " (each number to {error:.0e} in {precision}, 6e-08 in 32-true; training amplifies it)"
 DIFFERS = "differs with the number of processes, because {}"
 UNKNOWN = "may differ with the number of processes, because {}"
 OR_EXACT = ", or set exact.logical_ranks=8"
-# Of the largest number of a tensor: rounding is at 1e-6 of it in single precision, another mask at 1.
-TOLERANCE = {True: 1e-6, False: 1e-3}  # in double precision, parts of which may be computed in single; in others
-NOISE = 1e-6  # of the largest number of the outputs: a loss may consist of their rounding errors
+# Relative to the largest number of a tensor. In single precision, rounding is at 1e-6 and a different mask at 1.
+# Keys: whether the tensor has double precision. Parts of such a network may still compute in single precision.
+TOLERANCE = {True: 1e-6, False: 1e-3}
+NOISE = 1e-6  # relative to the largest number of the outputs: a loss may consist of their rounding errors
 
 
 class Draws(TorchDispatchMode):
-    """Notes whether an operation inside may draw random numbers, on the meta device too."""
+    """Records whether any operation in its context may draw random numbers, on the meta device too."""
 
     any = False
 
@@ -60,92 +63,96 @@ class Draws(TorchDispatchMode):
 
 
 def generators(device: torch.device) -> list[object]:
-    """The states of the generators of Python, NumPy and torch, which a draw changes."""
-    numbers: Any = np.random.get_state()
-    of_torch = [torch.get_rng_state()]
+    """The states of the random generators of Python, NumPy and torch. Every draw changes them."""
+    numpy_state: Any = np.random.get_state()
+    states = [torch.get_rng_state()]
     if device.type == "cuda":
-        of_torch.append(torch.cuda.get_rng_state(device))
+        states.append(torch.cuda.get_rng_state(device))
     elif device.type == "mps":
-        of_torch.append(torch.mps.get_rng_state())
-    return [random.getstate(), numbers[1].tobytes(), numbers[2:], *(state.numpy().tobytes() for state in of_torch)]
+        states.append(torch.mps.get_rng_state())
+    return [random.getstate(), numpy_state[1].tobytes(), numpy_state[2:], *(x.numpy().tobytes() for x in states)]
 
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Leaves the generators of Python, NumPy and torch as they were, so what follows draws what it would have drawn."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    of_mps = torch.mps.get_rng_state() if device.type == "mps" else None
+    """Restores the random generators of Python, NumPy and torch on exit, so later draws do not change."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    mps_state = torch.mps.get_rng_state() if device.type == "mps" else None
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        if of_mps is not None:
-            torch.mps.set_rng_state(of_mps)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if mps_state is not None:
+            torch.mps.set_rng_state(mps_state)
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What went into a module, or came out of it, and whose code it comes from: a module's, or the loss."""
+    """The input or output of a module, and the code that computed it: that of a module, or the loss."""
 
     source: nn.Module
-    method: str  # of it, which computed
+    method: str  # the method of `source` that computed it
     tree: Any  # of tensors
-    drew: bool  # random numbers of a generator
+    drew: bool  # whether it drew random numbers from a generator
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What a network and a task make of a batch."""
+    """The results of a network and a task for a batch."""
 
-    passed: list[Passed]  # last what is compared: the loss and its weight, or outputs that a loss between samples joins
-    noise: float  # of that, what may be rounding errors
-    gradients: list[Tensor]  # of its sum
+    # The last entry is the result to compare: the loss and its weight, or the outputs if the loss is between samples.
+    passed: list[Passed]
+    noise: float  # size of the rounding errors that the result may have
+    gradients: list[Tensor]  # of the sum of the result
     buffers: dict[str, Tensor]
 
     @property
     def drawing(self) -> str:
-        """What draws random numbers."""
+        """The first code that draws random numbers; empty if none does."""
         return next((named(passed) for passed in self.passed if passed.drew), "")
 
 
 class Process:
-    """Copies of a network and a task with a state of their own. They share parameters, and generators: real ones may differ in seed."""
+    """Copies of a network and a task with separate state. They share parameters and random generators.
+
+    Generators are shared because those of real processes may differ in seed.
+    """
 
     def __init__(self, both: nn.Module) -> None:
         values = (value for module in both.modules() for value in vars(module).values())
         shared = [*both.parameters(), *(value for value in values if isinstance(value, GENERATORS))]
         self.both: Any = copy.deepcopy(both, {id(value): value for value in shared})
         if any(isinstance(module, dropout.ByRow) for module in both.modules()):
-            dropout.by_row(self.both)  # a copy has layers of torch's own
+            dropout.by_row(self.both)  # a copy has torch's layers
 
     def __call__(self, batch: Batch, first: int = 0) -> Computed:
-        """Each call starts with the same random numbers. `first`: the place of the first sample in the global batch."""
+        """Each call starts with the same random numbers. `first`: the index of the first sample in the global batch."""
         net, task = self.both
         batch = dict(batch)
         device, count = batch["index"].device, len(batch["index"])
         passed, stack, state = list[Passed](), [net], generators(device)
 
-        def keep(source: nn.Module, tree: Any, method: str = "forward") -> None:
+        def record(source: nn.Module, tree: Any, method: str = "forward") -> None:
             nonlocal state
-            before, state = state, generators(device)
-            kept = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
-            passed.append(Passed(source, method, kept, state != before))
+            previous_state, state = state, generators(device)
+            values = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
+            passed.append(Passed(source, method, values, state != previous_state))
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            keep(stack[-1], (args, kwargs))
+            record(stack[-1], (args, kwargs))
             stack.append(module)
 
         hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in net.modules()]
-        hooks += [m.register_forward_hook(lambda *hooked: keep(stack.pop(), hooked[-1])) for m in net.modules()]
+        hooks += [m.register_forward_hook(lambda *call: record(stack.pop(), call[-1])) for m in net.modules()]
         dropout.begin(dropout.MicroBatch(0, 0, {device: range(first, first + count)}))
         try:
             with same_random_numbers(device):
                 outputs = task.outputs(net, batch)
                 loss = weighted_loss(task, outputs, batch)
-                keep(task, outputs if task.between_samples else loss, "loss")
-                for hook in hooks:  # activations may be computed again
+                record(task, outputs if task.between_samples else loss, "loss")
+                for hook in hooks:  # backward may recompute activations
                     hook.remove()
                 sums = [x.square().sum() for x in tensors(outputs)] if task.between_samples else [loss[0].sum()]
                 if self.both.training and (sums := [x for x in sums if x.requires_grad]):
@@ -167,159 +174,162 @@ def tensors(tree: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in tensors(value)]
 
 
-def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The tensors of two halves of the samples in the form of the whole: along the dimension that the samples change."""
-    a, b = parts[0], parts[-1]
-    for d in range(like.dim() if a.dim() == b.dim() == like.dim() and a.shape != like.shape else 0):
-        outer = [x.shape[:d] + x.shape[d + 1 :] for x in (a, b, like)]
-        if outer[0] == outer[1] == outer[2] and a.shape[d] + b.shape[d] == like.shape[d]:
-            return torch.cat([a, b], d)
+def joined(halves: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The tensors of two halves, concatenated along the dimension that depends on the number of samples."""
+    a, b = halves[0], halves[-1]
+    for dim in range(like.dim() if a.dim() == b.dim() == like.dim() and a.shape != like.shape else 0):
+        other_dims = [x.shape[:dim] + x.shape[dim + 1 :] for x in (a, b, like)]
+        if other_dims[0] == other_dims[1] == other_dims[2] and a.shape[dim] + b.shape[dim] == like.shape[dim]:
+            return torch.cat([a, b], dim)
     return a
 
 
 def largest(tree: Any) -> float:
     """The largest finite number of a tree of tensors."""
-    finite = ((x[x.isfinite()] * 1.0).abs().double() for x in tensors(tree))  # truth values have no abs
+    finite = ((x[x.isfinite()] * 1.0).abs().double() for x in tensors(tree))  # bool tensors have no abs
     return max((x.max().item() for x in finite if x.numel()), default=0.0)
 
 
 def differ(whole: Any, parts: Sequence[Any], noise: float = 0.0) -> bool:
-    """Whether trees of tensors differ: `whole` from that of a second forward, or from those of two forwards of a half each."""
+    """Whether trees of tensors differ: `whole` from that of a second forward pass, or from those of its two halves."""
     if isinstance(whole, Mapping):
         return any(differ(value, [part.get(key) for part in parts], noise) for key, value in whole.items())
-    if isinstance(whole, list | tuple):  # with as many entries each, or with one for each sample
-        same = all(len(part) == len(whole) for part in parts)
-        entries = list(zip(*parts, strict=True)) if same else [(entry,) for part in parts for entry in part]
+    if isinstance(whole, list | tuple):  # of equal lengths, or with one entry per sample
+        same_length = all(len(part) == len(whole) for part in parts)
+        entries = list(zip(*parts, strict=True)) if same_length else [(entry,) for part in parts for entry in part]
         return len(entries) != len(whole) or any(differ(*pair, noise) for pair in zip(whole, entries, strict=True))
     if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts):
         return isinstance(whole, Tensor)
     a, b = whole.double(), joined(parts, whole).double()
-    most = noise + TOLERANCE[whole.dtype == torch.float64] * largest(a)
-    return a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=most, equal_nan=True)
+    tolerance = noise + TOLERANCE[whole.dtype == torch.float64] * largest(a)
+    return a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def steps_differ(whole: list[Tensor], *parts: list[Tensor]) -> bool:
-    """Whether the gradients of a batch differ from the sum of those of its halves, or from those of a second forward."""
-    most = max((gradient.norm().item() for gradient in whole), default=0.0)
+    """Whether the gradients of a batch differ from the sum of its halves' gradients, or from those of a second run."""
+    largest_norm = max((gradient.norm().item() for gradient in whole), default=0.0)
     for gradient, *others in zip(whole, *parts, strict=True):
-        allowed = 10 * TOLERANCE[gradient.dtype == torch.float64] * gradient.norm().item() + NOISE * most
-        if (gradient - torch.stack(others).sum(0)).norm().item() > allowed:
+        tolerance = 10 * TOLERANCE[gradient.dtype == torch.float64] * gradient.norm().item() + NOISE * largest_norm
+        if (gradient - torch.stack(others).sum(0)).norm().item() > tolerance:
             return True
     return False
 
 
 def named(passed: Passed) -> str:
-    """A module's class, with the file and line of the code that computes."""
-    kind: Any = passed.source.original if isinstance(passed.source, dropout.ByRow) else type(passed.source)
-    code: Any = getattr(kind, passed.method)
+    """The class of a module, with the file and line of the code that computes."""
+    cls: Any = passed.source.original if isinstance(passed.source, dropout.ByRow) else type(passed.source)
+    function: Any = getattr(cls, passed.method)
     try:
-        file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
+        file, line = Path(str(inspect.getsourcefile(function))), inspect.getsourcelines(function)[1]
     except (OSError, TypeError):
-        return kind.__name__
-    is_own = file.is_relative_to(Path.cwd()) and not file.is_relative_to(sys.prefix)  # of an environment in the project
-    place = file.relative_to(Path.cwd()) if is_own else kind.__module__
-    return f"{kind.__name__} ({place}:{line})"
+        return cls.__name__
+    # an environment may be inside the project
+    is_project_file = file.is_relative_to(Path.cwd()) and not file.is_relative_to(sys.prefix)
+    location = file.relative_to(Path.cwd()) if is_project_file else cls.__module__
+    return f"{cls.__name__} ({location}:{line})"
 
 
 @dataclass(frozen=True)
 class Division:
-    """Why a step, and why an evaluation, depends on how its samples are divided; empty if they do not."""
+    """Why a step and an evaluation depend on how their samples are divided; empty if they do not."""
 
     step: str = ""
     evaluation: str = ""
-    nbytes: int = 0  # of what passed between modules
+    nbytes: int = 0  # of the tensors that passed between modules
 
 
 def why_differ(whole: Computed, *parts: Computed, as_stored: bool = True) -> str:
-    """What differs between a forward and a second one, or two of a half each; empty if nothing does.
+    """What differs between a forward pass and a second one, or its two halves; empty if nothing differs.
 
-    Without `as_stored` halves hold their samples in another form than the whole, such as less padding, and so does what modules pass.
+    `as_stored`: the halves hold their samples in the same form as the whole. Otherwise the form differs, for example in
+    padding, and so do the tensors that modules pass.
     """
-    (*passed, made), *others = ([each.tree for each in computed.passed] for computed in (whole, *parts))
-    if differ(made, [other[-1] for other in others], whole.noise):
-        kinds = [[type(each.source) for each in computed.passed] for computed in (whole, *parts)]
-        places = zip(passed, *others, strict=False) if as_stored and kinds.count(kinds[0]) == len(kinds) else ()
-        place = next((place for place, (tree, *rest) in enumerate(places) if differ(tree, rest)), -1)
-        return f"what {named(whole.passed[place])} computes for a sample"
-    if largest(made) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
+    (*passed, result), *others = ([record.tree for record in computed.passed] for computed in (whole, *parts))
+    if differ(result, [other[-1] for other in others], whole.noise):
+        types = [[type(record.source) for record in computed.passed] for computed in (whole, *parts)]
+        pairs = zip(passed, *others, strict=False) if as_stored and types.count(types[0]) == len(types) else ()
+        index = next((index for index, (tree, *other_trees) in enumerate(pairs) if differ(tree, other_trees)), -1)
+        return f"what {named(whole.passed[index])} computes for a sample"
+    if largest(result) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
         return f"the gradient of a sample in {named(whole.passed[0])} or its loss"
     return ""
 
 
 def all_computed(processes: Sequence[Process], batches: Sequence[Batch]) -> list[Computed]:
-    """By one process the whole of a batch, by two a half each."""
-    firsts = 0, 0, len(batches[1]["index"])
-    return [process(batch, first) for process, batch, first in zip(processes, batches, firsts, strict=True)]
+    """One process computes the whole batch, two processes compute a half each."""
+    offsets = 0, 0, len(batches[1]["index"])
+    return [process(batch, offset) for process, batch, offset in zip(processes, batches, offsets, strict=True)]
 
 
 def not_repeated(both: nn.Module, whole: Batch) -> str:
-    """Why a second forward differs, which starts with the same random numbers and buffers; empty if it does not."""
+    """Why a second forward pass from the same random numbers and buffers differs; empty if it does not."""
     process = Process(both)
     first = process(whole)
     with torch.no_grad():
-        for buffer, before in zip(process.both.buffers(), both.buffers(), strict=True):
-            buffer.copy_(before)
-    what = why_differ(first, process(whole))  # nobody seeds its generator, or sets its state back
-    return f"{what} depends on a generator of its own, or on a state kept from batch to batch" if what else ""
+        for buffer, initial in zip(process.both.buffers(), both.buffers(), strict=True):
+            buffer.copy_(initial)
+    source = why_differ(first, process(whole))  # nothing seeds its own generator or resets its own state
+    return f"{source} depends on a generator of its own, or on a state kept from batch to batch" if source else ""
 
 
 def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exact: bool = False) -> Division:
-    """Tries steps and an evaluation. `net` and `task` are copies; each of `steps` has a batch, and its two halves, read by themselves.
+    """Why the result depends on the number of processes, from trial steps and an evaluation.
 
-    Parameters change between the steps, so one that starts at zero hides nothing.
-    `exact`: samples are divided among logical ranks, whichever process computes them.
+    `net` and `task` are copies. Each of `steps` has a batch and its two halves, read separately. Parameters change
+    between the steps, so a parameter that starts at zero hides nothing.
+    `exact`: samples are divided among logical ranks, regardless of which process computes them.
 
     Raises:
-        Exception: of the user's classes, or because this cannot be tried.
+        Exception: from the user's classes, or because the comparison is not possible.
     """
     both = nn.ModuleList([net, task]).train()
     for module in both.modules():
         if isinstance(module, NORMS):
-            module.eval()  # statistics of a batch are not what is tried
+            module.eval()  # batch statistics are not checked here
     if exact:
         return Division(not_repeated(both, steps[0][0]))
     dropout.by_row(both)
     as_stored = not any(differ(whole, halves) for whole, *halves in steps)
 
-    def tried() -> tuple[list[Process], list[Computed], str]:
-        """One process beside two, to the first step that differs."""
+    def compare_processes() -> tuple[list[Process], list[Computed], str]:
+        """Compares one process with two, up to the first step that differs."""
         processes = [Process(both) for _ in range(3)]
         for batches in steps:
             computed = all_computed(processes, batches)
-            if what := why_differ(*computed, as_stored=as_stored):
+            if difference := why_differ(*computed, as_stored=as_stored):
                 break
             with torch.no_grad():
                 for parameter in filter(lambda parameter: parameter.requires_grad, both.parameters()):
                     parameter.add_(MOVED * torch.randn_like(parameter))
-        return processes, computed, what
+        return processes, computed, difference
 
-    processes, (first, *parts), what = tried()
-    if name := first.drawing:
+    processes, (first, *parts), difference = compare_processes()
+    if drawing := first.drawing:
         return Division(
-            f"each process draws its own random numbers in {name}. Use lockstep.rand or an nn.Dropout layer there{OR_EXACT}"
+            f"each process draws its own random numbers in {drawing}. Use lockstep.rand or an nn.Dropout layer there{OR_EXACT}"
         )
-    written = [n for n, x in first.buffers.items() if any(differ(x, [part.buffers.get(n)]) for part in parts)]
-    if written:
-        own = written[0].partition(".")[2]  # its name in the network or the task
-        return Division(f"the buffer {own} is written from the samples of each process. Set exact.logical_ranks=8")
-    depends = f"{{}} depends on the other samples of its process{'' if as_stored else ', such as their padding'}"
-    if what:
-        if again := not_repeated(both, steps[0][0]):
-            return Division(again)
+    affected = [key for key, x in first.buffers.items() if any(differ(x, [part.buffers.get(key)]) for part in parts)]
+    if affected:
+        buffer = affected[0].partition(".")[2]  # without the prefix of the network or the task
+        return Division(f"the buffer {buffer} is written from the samples of each process. Set exact.logical_ranks=8")
+    dependence = f"{{}} depends on the other samples of its process{'' if as_stored else ', such as their padding'}"
+    if difference:
+        if reason := not_repeated(both, steps[0][0]):
+            return Division(reason)
         for module in both.modules():
             if isinstance(module, dropout.ByRow):
                 module.eval()
-        if coupled := tried()[2]:  # without masks
-            return Division(f"{depends.format(coupled)}. Set exact.logical_ranks=8")
+        if source := compare_processes()[2]:  # without masks
+            return Division(f"{dependence.format(source)}. Set exact.logical_ranks=8")
         return Division(
-            f"{what} depends on dropout masks that do not follow the samples. Keep the samples in the first dimension, in the order of the "
+            f"{difference} depends on dropout masks that do not follow the samples. Keep the samples in the first dimension, in the order of the "
             f"batch{OR_EXACT}"
         )
     for process in processes:
         process.both.eval()
     nbytes = sum(tensor.nbytes for tensor in tensors([passed.tree for passed in first.passed]))
-    evaluated, *parts = all_computed(processes, steps[-1])
-    if name := evaluated.drawing:
-        return Division("", f"{name} draws random numbers in it", nbytes)
-    coupled = why_differ(evaluated, *parts, as_stored=as_stored)
-    return Division("", coupled and depends.format(coupled), nbytes)
+    evaluation, *parts = all_computed(processes, steps[-1])
+    if drawing := evaluation.drawing:
+        return Division("", f"{drawing} draws random numbers in it", nbytes)
+    source = why_differ(evaluation, *parts, as_stored=as_stored)
+    return Division("", source and dependence.format(source), nbytes)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lockstep")
 
-# --- Evaluation metrics from sums over samples, never from means of means, so they do not depend on the world size ---
+# --- Evaluation metrics from sums over samples, not from means of means, so they do not depend on the world size ---
 
 
 class MeanLoss(Metric):
     """The weighted mean of per-sample losses, and the number of samples.
 
-    With several `sums`, one for each logical rank, these are added in one fixed tree.
+    With several `sums`, one for each logical rank, the sums are added in one fixed tree.
     """
 
     full_state_update = False
@@ -42,14 +42,14 @@ class MeanLoss(Metric):
 
     def __init__(self, sums: int = 1) -> None:
         super().__init__()
-        self.add_state("loss_sum", torch.zeros(sums), dist_reduce_fx="sum")  # exact once it is prepared
+        self.add_state("loss_sum", torch.zeros(sums), dist_reduce_fx="sum")  # exact once prepared
         self.add_state("weight_sum", torch.zeros(sums), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, loss_B: Tensor, weight_B: Tensor | None, place: int = 0) -> None:
+    def update(self, loss_B: Tensor, weight_B: Tensor | None, sum_index: int = 0) -> None:
         weighted_B = loss_B if weight_B is None else loss_B * weight_B
-        self.loss_sum[place] += weighted_B.sum(dtype=self.loss_sum.dtype)
-        self.weight_sum[place] += len(loss_B) if weight_B is None else weight_B.sum(dtype=self.weight_sum.dtype)
+        self.loss_sum[sum_index] += weighted_B.sum(dtype=self.loss_sum.dtype)
+        self.weight_sum[sum_index] += len(loss_B) if weight_B is None else weight_B.sum(dtype=self.weight_sum.dtype)
         self.count += len(loss_B)
 
     def compute(self) -> dict[str, Tensor]:
@@ -58,12 +58,12 @@ class MeanLoss(Metric):
 
 
 def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
-    """The values of a metric: one number, one for each entry of a dict, or one for each value of a tensor, such as one per class.
+    """The values of a metric, by name: from a number, a dict, or a tensor with several values, such as one per class.
 
-    Values are named by `names`, or numbered if there are more or fewer.
+    Values of a tensor are named by `names`, or numbered if the counts differ.
     """
     if isinstance(value, Mapping):
-        return {metric: v for key, each in value.items() for metric, v in named(f"{name}/{key}", each, names).items()}
+        return {metric: v for key, entry in value.items() for metric, v in named(f"{name}/{key}", entry, names).items()}
     if not isinstance(value, Tensor | int | float):
         raise UserError(
             f"the metric {name} computes a {type(value).__name__}, which cannot be logged; expected a number, a tensor, or a dict of these. "
@@ -78,11 +78,11 @@ def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
 
 # --- The task's panels during the test, and the samples with the largest losses ---
 #
-# A panel that fails is left out with a warning, on every process: an error in a decoration must not cost the test's metrics.
+# A panel that fails is omitted with a warning, on every process: an error in a panel must not lose the test's metrics.
 
 
 class TestPanels:
-    """Panels of one test: `begin`, `update` with each batch, `finish`. `contents` has what the report shows, on rank 0."""
+    """Panels of one test: `begin`, `update` with each batch, `finish`. `contents`: what the report shows, on rank 0."""
 
     __test__ = False  # for pytest
 
@@ -125,41 +125,41 @@ class TestPanels:
                     self.contents += panel.contents()
         with of_all_processes([self.worst, self.random]):
             worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
-        if random.keys() <= worst.keys():  # a small test set is there whole
+        if random.keys() <= worst.keys():  # `worst` contains all of a small test set
             random = {}
         samples = self.samples(worst | random)
-        for title, kept, note in (
+        for title, losses, note in (
             ("Largest losses", worst, "Of the test set, the largest first."),
             ("Random samples", random, "The same samples of the test set in every run."),
         ):
-            if shown := [samples[index] for index in kept if index in samples]:
-                self.contents.append(Gallery(title, shown, note))
+            if gallery_samples := [samples[index] for index in losses if index in samples]:
+                self.contents.append(Gallery(title, gallery_samples, note))
 
     def samples(self, losses: Mapping[int, float]) -> dict[int, Sample]:
-        """The samples of the test set with these indices, computed once more.
+        """The samples of the test set with these indices, computed again.
 
-        A compiled network would be compiled anew for another number of samples than the test's. Every rank computes all of them,
-        because strategies that shard communicate in forward.
+        Batches have the test's size if the network is compiled: a different size would trigger recompilation. Every
+        rank computes all samples, because sharding strategies communicate in the forward pass.
         """
-        found, indices = dict[int, Sample](), list(losses)
+        results, indices = dict[int, Sample](), list(losses)
         trainer, data = self.task.trainer, self.task.trainer.datamodule  # type: ignore[attr-defined]
-        share = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
-        size = share if self.compiled else min(share, len(indices))
+        per_process = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
+        size = per_process if self.compiled else min(per_process, len(indices))
         for first in range(0, len(indices), size):
             index_N = np.take(indices, np.arange(first, first + size), mode="wrap")
             raw = data.raw("test", index_N)
-            moved = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
-            batch = trainer.precision_plugin.convert_input(data.finished(moved, training=False))
+            device_batch = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
+            batch = trainer.precision_plugin.convert_input(data.finished(device_batch, training=False))
             batch["count"] = min(size, len(indices) - first)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = self.task(batch)
             with self.attempt("worst"):
-                facts = self.task.describe(*without_fillers(output, batch))
-                for place, (index, more) in enumerate(zip(index_N.tolist(), facts, strict=False)):
-                    own = {"loss": losses[index], **more}
-                    shown = data.dataset.show(sample_at(raw, place, size))
-                    image = shown.pop("image", None)
+                descriptions = self.task.describe(*without_fillers(output, batch))
+                for row, (index, description) in enumerate(zip(index_N.tolist(), descriptions, strict=False)):
+                    values = {"loss": losses[index], **description}
+                    columns = data.dataset.show(sample_at(raw, row, size))
+                    image = columns.pop("image", None)
                     # a column of the data may have the same name
-                    inputs = {f"input {name}" if name in own else name: value for name, value in shown.items()}
-                    found[index] = Sample(index, own | inputs, image)
-        return found
+                    inputs = {f"input {name}" if name in values else name: value for name, value in columns.items()}
+                    results[index] = Sample(index, values | inputs, image)
+        return results

@@ -1,4 +1,4 @@
-"""A LightningModule whose means are those of the global batch, and whose curves are of all samples."""
+"""A LightningModule whose means are over the global batch and whose curves are over all samples."""
 
 # B batch
 
@@ -23,51 +23,62 @@ from lockstep.machine.world import objects_of_all
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.metrics import MeanLoss, TestPanels
 
-Sums = dict[str, tuple[Any, Any]]  # by the name of a mean: of weighted values, and of weights
+Sums = dict[str, tuple[Any, Any]]  # by name of a mean: the sum of weighted values, and the sum of weights
 
 
 class Means:
-    """What a run logs as means: sums of this process, in training since the last row of the log, and in the current evaluation. Strategies
-    have them, so all modules may use them."""
+    """The means that a run logs, as sums of this process.
+
+    Training sums cover the steps since the last logged row; evaluation sums cover the current evaluation. They are in
+    the strategies, so all modules can use them.
+    """
 
     def __init__(self) -> None:
         self.train: Sums = {}
         self.evaluation: Sums = {}
 
     def add(self, module: pl.LightningModule, name: str, total: Tensor, weight: Any) -> None:
-        """In float64, sums of float32 are exact unless one number is 10^6 times another. So a row does not depend on the number of
-        processes, nor on checkpoints, which add them up."""
-        sums, exact = self.train if module.trainer.training else self.evaluation, exact_on(module.device)
-        before = sums.get(name, (0.0, 0.0))
-        weight = weight.to(exact) if isinstance(weight, Tensor) else weight
-        sums[name] = before[0] + total.detach().float().to(exact), before[1] + weight
+        """Adds to a mean in float64: sums of float32 are then exact unless numbers differ by a factor of 10^6.
+
+        A row therefore does not depend on the number of processes, nor on checkpoints, which sum over the processes.
+        """
+        sums, dtype = self.train if module.trainer.training else self.evaluation, exact_on(module.device)
+        previous = sums.get(name, (0.0, 0.0))
+        weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
+        sums[name] = previous[0] + total.detach().float().to(dtype), previous[1] + weight
 
     def log(self, module: pl.LightningModule) -> None:
-        """All processes call it where a row of the log is due, and at the end of an evaluation. The only communication about a loss."""
+        """Logs the means. All processes call it when a row is due, and at the end of an evaluation.
+
+        This is the only communication of losses.
+        """
         sums = self.train if module.trainer.training else self.evaluation
-        # On the host: Lightning reads what a progress bar shows again in each step, which would wait for a GPU.
-        every = sum_over_processes(sums).items()
+        # On the host: Lightning rereads the progress bar's values in each step, which would wait for a GPU.
+        totals = sum_over_processes(sums).items()
         log_whole(
-            module, {name: torch.tensor(total / weight if weight else torch.nan) for name, (total, weight) in every}
+            module, {name: torch.tensor(total / weight if weight else torch.nan) for name, (total, weight) in totals}
         )
         sums.clear()
 
     def collect(self, *, keeps: bool) -> Sums:
-        """The sums of all processes, for a checkpoint; all call it. The one that `keeps` them goes on with them, the others begin anew."""
+        """The sums of all processes, for a checkpoint. All processes call it.
+
+        The process that `keeps` the sums continues with them; the other processes start at zero.
+        """
         sums = sum_over_processes(self.train)
         self.train = dict(sums) if keeps else {}
         return sums
 
     def load(self, checkpoint: Mapping[str, Any], *, keeps: bool) -> None:
         window = checkpoint.get("window", {})
-        if isinstance(window.get("loss"), float):  # until November 2026: of micro-batches, the mean of all processes
+        if isinstance(window.get("loss"), float):  # until November 2026: over micro-batches, averaged over processes
             samples = checkpoint["config"]["data"]["batch_size"] / checkpoint["accumulate_grad_batches"]
             window = {"train/loss": (window["loss"] * samples, window["weight"] * samples)}
         self.train = dict(window) if keeps else {}
 
 
 def log_whole(module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
-    """Logs values that are of all processes already, without Lightning's warning."""
+    """Logs values that are already combined over all processes, without Lightning's warning."""
     for name, value in values.items():
         module.log(name, value, prog_bar=name == "train/loss")
         warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
@@ -75,9 +86,11 @@ def log_whole(module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
 
 @dataclass(kw_only=True)
 class Parts:
-    """What a run gives to its task, besides the network. No module, so metrics are no children: checkpoints would hold a metric's own
-    network, and DDP wait for its gradients. `parallelize` gets the network once, before the optimizer is created, and returns what to
-    call instead of it.
+    """What a run passes to its task, in addition to the network.
+
+    This is not a module, so metrics are not children of the task: otherwise checkpoints would hold a metric's own
+    network, and DDP would wait for its gradients. `parallelize` gets the network once, before the optimizer is created,
+    and returns what to call instead.
     """
 
     optimizer: Callable[..., Optimizer]
@@ -85,21 +98,21 @@ class Parts:
     schedule: Callable[..., LRScheduler]
     parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]]
     metrics: dict[str, Metric]
-    sets: Sequence[str] = ()  # further evaluation sets, such as val/night
+    sets: Sequence[str] = ()  # additional evaluation sets, such as val/night
     network_arguments: dict[str, Any]
     arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
-    test_panels: TestPanels | None = None  # of the test at the end of a run
+    test_panels: TestPanels | None = None  # for the test at the end of a run
     call_net: Callable[..., Any] | None = None
     began: bool = False  # whether this process has computed a training batch
-    current: str = ""  # the further evaluation set of this batch
-    step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
-    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # in training, during an evaluation
+    current: str = ""  # the additional evaluation set of this batch, if any
+    step_weight: Tensor | None = None  # weight of the current global batch, a sum over micro-batches
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # modules' training modes, saved in an evaluation
 
     def __post_init__(self) -> None:
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
-        # a copy for each set: some metrics remember earlier evaluations
-        further = {part: copy.deepcopy((self.mean_loss, self.metrics)) for part in self.sets}
-        self.evaluated = dict.fromkeys(("val", "test"), (self.mean_loss, self.metrics)) | further
+        # A copy for each set: some metrics keep state from earlier evaluations.
+        copies = {part: copy.deepcopy((self.mean_loss, self.metrics)) for part in self.sets}
+        self.evaluated = dict.fromkeys(("val", "test"), (self.mean_loss, self.metrics)) | copies
 
     def of_stage(self, stage: str) -> list[str]:
         """The evaluation sets of a stage, in the order of their dataloaders."""
@@ -107,21 +120,24 @@ class Parts:
 
 
 class Module(pl.LightningModule):
-    """A LightningModule with `mean`. With a plain `pl.Trainer` it works too: its means are those of a process and a batch then."""
+    """A LightningModule with `mean`. Under a plain `pl.Trainer`, its means are those of one process and one batch."""
 
     weights_later = False  # whether gradients are divided by the weights of a step once it is complete
 
     @property
     def stage(self) -> str:
-        """train, val, test or predict: for the names of what is logged."""
-        with suppress(RuntimeError, AttributeError):  # without a Trainer, or between two stages
+        """train, val, test or predict: the prefix of logged names."""
+        with suppress(RuntimeError, AttributeError):  # no Trainer, or between two stages
             return self.trainer.state.stage.dataloader_prefix or "train"  # type: ignore[union-attr]
         return "train"
 
     @property
     def batch_weight(self) -> float | None:
-        """The weight of this process's micro-batch in the mean of a step: 1 on average, 0 if it has no sample and computes others.
-        None under a plain `pl.Trainer`, which does not divide batches."""
+        """The weight of this process's micro-batch in the mean of a step: 1 on average.
+
+        0 if the process has no samples and runs on substitutes. None under a plain `pl.Trainer`, which does not divide
+        batches.
+        """
         strategy: Any = None
         with suppress(RuntimeError):
             strategy = self.trainer.strategy
@@ -129,15 +145,18 @@ class Module(pl.LightningModule):
         return None if weight is None else float(weight()) if self.trainer.training else 1.0
 
     def mean(self, values_B: Tensor, weight_B: Tensor | None = None, *, log: str | None = None) -> Tensor:
-        """The mean of `values_B` over the global batch, weighted by `weight_B`. The loss of a step, or a part of it, has the gradient of
-        that mean, however samples are divided among processes. The number itself is what this process contributes.
+        """The mean of `values_B` over the global batch, weighted by `weight_B`.
 
-        `values_B`: a number for each sample of the batch. Leave out samples by a weight of 0, not by selecting others: processes may
-        select different numbers of them. With weights, all processes must call it in the same steps, because they communicate.
-        `log`: logs the mean under this name, too: over all samples since the last row of the log, or of the evaluation.
+        Use it for the loss of a step or a part of it: the gradient is that of the global mean, regardless of how
+        samples are divided among processes. The returned number is this process's contribution.
+
+        `values_B`: one number per sample of the batch. To exclude samples, give them a weight of 0 instead of selecting
+        the rest: processes may select different numbers of samples. With weights, all processes must call this method
+        in the same steps, because they communicate.
+        `log`: also logs the mean under this name, over all samples since the last logged row, or of the evaluation.
 
         Raises:
-            UserError: the shapes are wrong, or a step has several micro-batches, so the weights of the later ones are not known.
+            UserError: the shapes are wrong, or a step has several micro-batches, so later weights are unknown.
         """
         if values_B.dim() != 1 or (weight_B is not None and weight_B.shape != values_B.shape):
             shapes = " and ".join(str(tuple(x.shape)) for x in (values_B, weight_B) if x is not None)
@@ -145,13 +164,13 @@ class Module(pl.LightningModule):
                 f"self.mean gets the shape {shapes}; it takes one number per sample, and a weight for each."
             )
         batch_weight, values_B = self.batch_weight, values_B.to(torch.promote_types(values_B.dtype, torch.float32))
-        counts_B = torch.full_like(values_B, batch_weight != 0) * (1.0 if weight_B is None else weight_B.detach())
-        total, weight = (values_B * counts_B).sum(), counts_B.sum()
+        effective_B = torch.full_like(values_B, batch_weight != 0) * (1.0 if weight_B is None else weight_B.detach())
+        total, weight = (values_B * effective_B).sum(), effective_B.sum()
         if weight_B is None:
             mean = values_B.mean()
         else:
-            alone = batch_weight is None or not self.trainer.training or self.weights_later
-            divisor = weight if alone else self.weight_of_step(weight) * (batch_weight or 0.0)
+            is_local = batch_weight is None or not self.trainer.training or self.weights_later
+            divisor = weight if is_local else self.weight_of_step(weight) * (batch_weight or 0.0)
             mean = total / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
         if log and batch_weight is None:
             self.log(log, mean, batch_size=len(values_B))
@@ -161,7 +180,7 @@ class Module(pl.LightningModule):
         return mean
 
     def weight_of_step(self, weight: Tensor) -> Tensor:
-        """The weight of the global batch, on average over processes, which all call it."""
+        """The weight of the global batch, averaged over processes. All processes call it."""
         strategy: Any = self.trainer.strategy
         if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
             raise UserError(
@@ -172,24 +191,24 @@ class Module(pl.LightningModule):
 
 
 def changed_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
-    """A message for each frozen network whose weights are not those of the checkpoint with these digests."""
-    digests = {name: each.frozen_digest for name, each in module.named_modules() if hasattr(each, "frozen_digest")}
-    words = "the weights of {}, a frozen network, differ from those of the checkpoint's run, and checkpoints omit them. Load the same weights, or start a new run."
-    return [words.format(name) for name, digest in digests.items() if saved.get(name, digest) != digest]
+    """A message for each frozen network whose weights differ from the checkpoint with these digests."""
+    digests = {name: m.frozen_digest for name, m in module.named_modules() if hasattr(m, "frozen_digest")}
+    message = "the weights of {}, a frozen network, differ from those of the checkpoint's run, and checkpoints omit them. Load the same weights, or start a new run."
+    return [message.format(name) for name, digest in digests.items() if saved.get(name, digest) != digest]
 
 
 def sum_over_processes(sums: Sums) -> Sums:
-    """Some processes may lack a name."""
+    """The sums of all processes, by name. Some processes may lack a name."""
     per_process = objects_of_all({name: (float(total), float(weight)) for name, (total, weight) in sums.items()})
     result: Sums = {}
-    for name, (total, weight) in (item for own in per_process for item in own.items()):
-        before = result.get(name, (0.0, 0.0))
-        result[name] = before[0] + total, before[1] + weight
+    for name, (total, weight) in (item for process_sums in per_process for item in process_sums.items()):
+        previous = result.get(name, (0.0, 0.0))
+        result[name] = previous[0] + total, previous[1] + weight
     return result
 
 
 def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Calls a custom `train` of each module that has one: it may keep a part in evaluation mode, or do more."""
+    """Calls the custom `train` of each module that has one: it may keep a part in evaluation mode or do other work."""
     for module, training in modes:
         if type(module).train is not nn.Module.train:
             module.train(training)

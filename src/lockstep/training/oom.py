@@ -1,4 +1,4 @@
-"""Out-of-memory errors: one message that suggests a micro-batch that fits. The global batch stays the same."""
+"""Out-of-memory errors: explains them and suggests a micro-batch that fits. The global batch stays the same."""
 
 import copy
 import logging
@@ -16,7 +16,7 @@ from lockstep.training.workload import Workload
 
 log = logging.getLogger(__name__)
 
-# Messages of torch's allocators without an exception class (CPU on Linux and Windows, MPS), and of cuBLAS.
+# Messages of torch's allocators that have no exception class (CPU on Linux and Windows, MPS), and of cuBLAS.
 SIGNS = (
     "can't allocate memory",
     "not enough memory",
@@ -26,7 +26,8 @@ SIGNS = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "unable to find an engine",
 )
-ONEDNN = "could not create a primitive"  # its whole message; for an unsupported layer it says "a primitive descriptor"
+# The whole message; for an unsupported layer, oneDNN's message continues with "descriptor".
+ONEDNN = "could not create a primitive"
 OTHERWISE = "Try trainer.precision=bf16-mixed, a smaller data.image_size or model, or strategy=fsdp on several GPUs."
 
 
@@ -40,18 +41,18 @@ def ran_out(error: BaseException) -> bool:
 def oom_advice(
     trainer: pl.Trainer, work: Workload, *, accumulations: Callable[[], list[int]], alone: bool
 ) -> Iterator[None]:
-    """Raises OutOfMemory in place of torch's errors when memory runs out, and LostProcess when a data worker ended.
+    """Replaces torch's out-of-memory errors by OutOfMemory, and errors from the death of a data worker by LostProcess.
 
     Args:
         accumulations: the possible numbers of micro-batches per process and step, smallest first.
-        alone: one process can try them by itself, because the network does not communicate in forward.
+        alone: whether one process can try them by itself, because the network's forward does not communicate.
     """
     try:
         yield
     except Exception as e:
-        if worker := loaders.lost(e):
+        if lost_worker := loaders.lost(e):
             log.info("%s: %s", type(e).__name__, e)
-            raise LostProcess(worker) from None
+            raise LostProcess(lost_worker) from None
         if not ran_out(e):
             raise
         log.info("%s: %s", type(e).__name__, e)
@@ -68,41 +69,41 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
     loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, work.arithmetic
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
-        parts = {TrainerFn.TESTING: data.test_split, TrainerFn.PREDICTING: data.predicted_split[1]}
-        split = parts.get(trainer.state.fn or TrainerFn.FITTING, data.val_split)
+        splits = {TrainerFn.TESTING: data.test_split, TrainerFn.PREDICTING: data.predicted_split[1]}
+        split = splits.get(trainer.state.fn or TrainerFn.FITTING, data.val_split)
         batch = min(data.eval_batch_size, split.count)
         smaller = f"Try loader.eval_batch_size={batch // 2}; the metrics stay the same." if batch > 1 else OTHERWISE
-        share = -(-batch // max(arithmetic.evaluation_sums, world))
-        return OutOfMemory(f"an evaluation's batch of {share} does not fit in memory. {smaller}")
+        per_process = -(-batch // max(arithmetic.evaluation_sums, world))
+        return OutOfMemory(f"an evaluation's batch of {per_process} does not fit in memory. {smaller}")
     if not loop.batch_progress.total.ready:
         return OutOfMemory(f"the network and its optimizer do not fit in memory, before any batch. {OTHERWISE}")
-    now = trainer.accumulate_grad_batches
-    said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
+    accumulate = trainer.accumulate_grad_batches
+    text = f"a micro-batch of {batch // (world * accumulate)} does not fit in memory."
     if why := work.needs_whole:
-        return OutOfMemory(f"{said} {why} {OTHERWISE}")
-    keys = {k: key for k in accumulations() if k > now and (key := arithmetic.key_of(k, world))}
-    tried = ((k, fits(trainer, work, batch // (world * k)) if alone else None) for k in keys)
-    found, does = next((each for each in tried if each[1] is not False), (None, None))
-    if found is None:
-        return OutOfMemory(f"{said} {'No smaller one does' if keys else 'There is no smaller one'}. {OTHERWISE}")
-    result = "does, tried without the rest of the run" if does else "was not tried"
+        return OutOfMemory(f"{text} {why} {OTHERWISE}")
+    keys = {n: key for n in accumulations() if n > accumulate and (key := arithmetic.key_of(n, world))}
+    results = ((n, fits(trainer, work, batch // (world * n)) if alone else None) for n in keys)
+    count, fits_memory = next((item for item in results if item[1] is not False), (None, None))
+    if count is None:
+        return OutOfMemory(f"{text} {'No smaller one does' if keys else 'There is no smaller one'}. {OTHERWISE}")
+    result = "does, tried without the rest of the run" if fits_memory else "was not tried"
     return OutOfMemory(
-        f"{said} One of {batch // (world * found)} {result}: set {keys[found]}; the global batch stays {batch}.", found
+        f"{text} One of {batch // (world * count)} {result}: set {keys[count]}; the global batch stays {batch}.", count
     )
 
 
 def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool | None:
-    """Whether this process alone can train in micro-batches of that size; None if that cannot be tried. It changes the weights."""
+    """Whether this process alone can train with this micro-batch size; None if it cannot try. Changes the weights."""
     module, copies, strategy = work.module, None, trainer.strategy
     try:
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
-        if (steps := work.steps_alone(trainer, micro_batch)) is None:
+        if (optimizers := work.steps_alone(trainer, micro_batch)) is None:
             return None
-        for optimizer in steps:
+        for optimizer in optimizers:
             # the copy that checkpoints are written from
             if strategy.root_device.type == "cpu" and getattr(strategy.checkpoint_io, "thread", None):
                 copies = copies or copy.deepcopy((module.state_dict(), optimizer.state_dict()))
-    except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
+    except (RuntimeError, MemoryError) as e:  # with little memory, many things fail: starting a thread, for example
         log.info("a micro-batch of %s: %s: %s", micro_batch, type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)
         return False

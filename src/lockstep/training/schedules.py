@@ -1,4 +1,4 @@
-"""Learning-rate schedules. Each gets the optimizer and the run's total number of optimizer steps."""
+"""Learning-rate schedules. Each takes the optimizer and the run's total number of optimizer steps."""
 
 import inspect
 import math
@@ -11,15 +11,18 @@ from lockstep.errors import UserError
 
 
 def scheduler(make: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: float) -> LRScheduler:
-    """The schedule of an optimizer. It gets `total_steps` if its signature names it and the config does not set it."""
-    asks = "total_steps" in inspect.signature(make).parameters and "total_steps" not in getattr(make, "keywords", ())
-    return make(optimizer, **({"total_steps": total_steps} if asks else {}))
+    """The schedule of an optimizer. Passes `total_steps` if the signature has it and the config does not set it."""
+    unset = "total_steps" in inspect.signature(make).parameters and "total_steps" not in getattr(make, "keywords", ())
+    return make(optimizer, **({"total_steps": total_steps} if unset else {}))
 
 
 def scheduled(
     optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float] | None = None
 ) -> LambdaLR:
-    """Linear warm-up to optim.lr; then `shape` maps the progress from 0 to 1 to a factor of optim.lr, which is 1 without `shape`."""
+    """Linear warm-up to optim.lr, then the schedule given by `shape`.
+
+    `shape` maps the progress from 0 to 1 to a factor of optim.lr. Without `shape`, the factor is 1.
+    """
     if shape and math.isinf(total_steps):
         raise UserError(
             "the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
@@ -62,7 +65,7 @@ def exponential(
     initial_fraction: float = 1.0,
     final_fraction: float = 0.01,
 ) -> LambdaLR:
-    """The rate changes by the same factor in each step."""
+    """The learning rate changes by the same factor in each step."""
     if not (initial_fraction > 0 and final_fraction > 0):
         raise UserError("schedule.initial_fraction and schedule.final_fraction must be above 0. Set for example 0.001.")
     return scheduled(optimizer, total_steps, warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t)

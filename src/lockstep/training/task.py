@@ -1,4 +1,7 @@
-"""The LightningModule of every task: a loss per sample, metrics, and what the report shows. It knows nothing of devices or strategies."""
+"""The LightningModule of every task: a loss per sample, metrics, and what the report shows.
+
+It does not depend on devices or strategies.
+"""
 
 # B batch
 
@@ -46,12 +49,12 @@ log = logging.getLogger("lockstep")
 
 
 class Task(Module):
-    """Subclass it in your own file: override `loss`, and what else differs.
+    """Subclass it in your own file: override `loss`, and whatever else differs.
 
-    Before it calls anything, the engine sets `about`, the data set's description of itself. It averages `loss` over the whole
-    global batch, and passes real samples only. Buffers move to the device; register them with persistent=False, so
-    checkpoints contain the network only. It is a LightningModule with automatic optimization: `self.trainer`, `self.global_step`,
-    `self.current_epoch` and hooks such as `on_train_epoch_start` are Lightning's.
+    The engine sets `about`, the data set's metadata, before it calls any method. It averages `loss` over the whole
+    global batch and passes real samples only. Buffers move to the device; register them with persistent=False, so
+    checkpoints contain only the network. A task is a LightningModule with automatic optimization: `self.trainer`,
+    `self.global_step`, `self.current_epoch` and hooks such as `on_train_epoch_start` are Lightning's.
     """
 
     weights_later = True
@@ -59,25 +62,25 @@ class Task(Module):
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
     names: ClassVar[str] = "classes"  # the key of `about` that names the values of outputs and metrics
-    titles: ClassVar[Mapping[str, tuple[str, str]]] = {}  # of curves in the report: title and unit by metric, or `loss`
-    # What makes predictions of outputs, for exported networks: softmax, next_token, sigmoid or identity. A class with other
-    # `predictions` sets its own; None: an exported network returns its outputs as they are.
+    titles: ClassVar[Mapping[str, tuple[str, str]]] = {}  # title and unit of curves in the report, by metric or `loss`
+    # Turns outputs into predictions in exported networks: softmax, next_token, sigmoid or identity. Set it in a class
+    # with different `predictions`. None: an exported network returns its outputs unchanged.
     activation: str | None = None
-    # A loss between samples, such as a contrastive one: training and evaluation call `loss` with the outputs and the batch of all
-    # processes, in the order of the global batch. It returns a number for each of these samples.
+    # Set for a loss between samples, such as a contrastive loss: training and evaluation call `loss` with the outputs
+    # and the batch of all processes, in the order of the global batch. It returns a number for each of these samples.
     between_samples: bool = False
-    # The network's last layer computes in float32 under mixed precision, for outputs with more than 3 digits.
+    # Under mixed precision, the network's last layer computes in float32, for outputs with more than 3 digits.
     float32_head: bool = False
-    expects: Targets | None = None  # judged before training, or when they are read; None: any `target`
+    expects: Targets | None = None  # checked before training, or when targets are read; None: any `target`
     about: Mapping[str, Any]
     net: nn.Module
     parts: Parts
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """A class with its own `loss` takes any `target`, unless it says what it expects."""
+        """A class that overrides `loss` accepts any `target`, unless it also sets `expects`."""
         super().__init_subclass__(**arguments)
-        nearest = next(each for each in cls.__mro__ if {"loss", "expects"} & vars(each).keys())
-        if "expects" not in vars(nearest):
+        defining_class = next(base for base in cls.__mro__ if {"loss", "expects"} & vars(base).keys())
+        if "expects" not in vars(defining_class):
             cls.expects = None
 
     def bind(self, about: Mapping[str, Any]) -> None:
@@ -92,20 +95,20 @@ class Task(Module):
 
     @property
     def stage(self) -> str:
-        """Or the name of the further evaluation set that is evaluated, such as val/night."""
+        """Like `Module.stage`, or the name of the additional evaluation set being evaluated, such as val/night."""
         return (vars(self).get("parts") and self.parts.current) or super().stage
 
     @property
     def value_names(self) -> Sequence[Any]:
-        """Of the classes, labels, ...; empty if the data has none."""
+        """The names of the classes, labels, ...; empty if the data has none."""
         return self.about.get(self.names) or ()
 
     def network_arguments(self) -> dict[str, Any]:
-        """Arguments offered to the network. It gets those that its signature names."""
+        """Arguments available to the network. It gets those that its signature has."""
         return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
     def outputs(self, net: Callable[..., Any], batch: Batch) -> Any:
-        """What the network makes of a batch. It can only be called: its other methods would bypass the strategy."""
+        """The network's outputs for a batch. Only call `net`: its other methods would bypass the strategy."""
         return net(batch["input"])
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
@@ -113,15 +116,15 @@ class Task(Module):
         raise NotImplementedError(f"{type(self).__name__} has no `loss`")
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """weight_B of the samples in the mean over a global batch; None: equal weights."""
+        """weight_B, the weights of the samples in the mean over a global batch; None: equal weights."""
         return None
 
     def metrics(self) -> dict[str, Metric]:
-        """Metrics of an evaluation by name, besides `loss` and `count`."""
+        """Metrics of an evaluation by name, in addition to `loss` and `count`."""
         return {}
 
     def metric_arguments(self) -> dict[str, Any]:
-        """Arguments offered to metrics of the config."""
+        """Arguments available to the metrics of the config."""
         return Task.network_arguments(self)
 
     def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -129,50 +132,53 @@ class Task(Module):
         return output, batch["target"]
 
     def inputs_by_metric(self, output: Any, batch: Mapping[str, Any]) -> Mapping[str, tuple[Any, ...]]:
-        """Those of metrics with inputs of their own, by name."""
+        """The arguments of metrics whose inputs differ from `metric_inputs`, by name."""
         return {}
 
     def predictions(self, output: Any) -> dict[str, Sequence[Any] | Tensor]:
-        """Columns of a table of predictions, with a row per sample."""
+        """Columns of the table of predictions, with a row per sample."""
         return dict(output) if isinstance(output, Mapping) else {"output": output}
 
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
-        """The same of a batch's targets; none if they do not fit into a cell."""
+        """Columns of a batch's targets; none if they do not fit into a cell."""
         target = batch["target"]
         if isinstance(target, Tensor):
-            fits = target.dim() == 1
+            fits_cell = target.dim() == 1
         else:
-            fits = isinstance(target, list | tuple) and all(isinstance(x, Plain) for x in target)
-        return {"target": target} if fits else {}
+            fits_cell = isinstance(target, list | tuple) and all(isinstance(x, Plain) for x in target)
+        return {"target": target} if fits_cell else {}
 
     def top(self, output: Any, count: int) -> dict[str, Sequence[Any] | Tensor]:
-        """Columns of the `count` most probable classes, for tasks that rank them: class, probability, class_2, probability_2, ..."""
+        """Columns of the `count` most probable classes, for tasks that rank them: class, probability, class_2, ..."""
         raise NotImplementedError
 
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        """The name and value of the primary metric: the monitored one, or the first of `metrics` if that is the loss or nothing."""
+        """The name and value of the primary metric.
+
+        This is the monitored metric, or the first of `metrics` if the loss or nothing is monitored.
+        """
         metric = (report["monitor"] or "val/loss").removeprefix("val/")
-        wanted = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
-        # a metric with several values has no value of its own name
-        name = wanted if wanted in report else next((n for n in report if n.startswith(f"{wanted}/")), "test/loss")
+        key = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
+        # a metric with several values has no value under its own name
+        name = key if key in report else next((n for n in report if n.startswith(f"{key}/")), "test/loss")
         return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
 
     def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
-        """The 95% interval of that metric, if there is a simple one."""
+        """The 95% interval of the primary metric, if there is a simple one."""
         return None
 
     def curves(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """The report's curves: title, unit, columns of metrics.csv."""
         columns = {"loss": ("train/loss", "val/loss"), **{name: (f"val/{name}",) for name in self.metrics()}}
         titles = {"loss": ("Loss", "loss"), **self.titles}
-        return [(*titles.get(name, (name, name)), shown) for name, shown in columns.items()]
+        return [(*titles.get(name, (name, name)), keys) for name, keys in columns.items()]
 
     def test_panels(self) -> dict[str, Panel]:
-        """The report's panels about the test set, besides the samples with the largest losses."""
+        """The report's panels about the test set, in addition to the samples with the largest losses."""
         return {}
 
     def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """For each sample, what the report says of it by name: texts, numbers, a Mask, a Picture, Lines, Tokens."""
+        """What the report shows for each sample, by name: texts, numbers, a Mask, a Picture, Lines, Tokens."""
         columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
         count = len(batch["index"])
         small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
@@ -182,28 +188,30 @@ class Task(Module):
     # --- What the engine calls ---
 
     def attach(self, net: nn.Module, **parts: Any) -> Self:
-        """Gets a run's network and `Parts`. Raises UserError: the class has something else of these names, or of `Module`'s, or replaces
-        a method."""
-        title, kinds = f"task={type(self).__name__}", type(self).__mro__[: type(self).__mro__.index(Task)]
+        """Sets a run's network and `Parts`.
+
+        Raises UserError if the class uses these names or those of `Module` for something else, or replaces a method.
+        """
+        title, subclasses = f"task={type(self).__name__}", type(self).__mro__[: type(self).__mro__.index(Task)]
         names = ("net", "parts", *(name for name in vars(Module) if not name.startswith("__")))
-        if taken := [name for name in names if name in vars(self) or any(name in vars(kind) for kind in kinds)]:
+        if conflicts := [name for name in names if name in vars(self) or any(name in vars(cls) for cls in subclasses)]:
             raise UserError(
-                f"{title} has `{taken[0]}`, a name that Lockstep's tasks have themselves. Use another name."
+                f"{title} has `{conflicts[0]}`, a name that Lockstep's tasks have themselves. Use another name."
             )
         if not self.automatic_optimization:
             raise UserError(
                 f"{title} sets automatic_optimization=False, but a task has no step of its own. Write a LightningModule."
             )
-        if lost := without_super(type(self), Task):
+        if replaced := without_super(type(self), Task):
             raise UserError(
-                f"{title}: `{lost}` replaces what Lockstep does there. Call super().{lost} in it, or remove it."
+                f"{title}: `{replaced}` replaces what Lockstep does there. Call super().{replaced} in it, or remove it."
             )
         call_own_train((module, module.training) for module in net.modules())
         self.net, self.parts = net, Parts(**parts)
         return self
 
     def copied(self) -> Self:
-        """Without the network and what the run gave."""
+        """A copy without the network and the run's `Parts`."""
         return copy.deepcopy(self, {id(self.net): None, id(self.parts): None})
 
     def on_validation_model_eval(self) -> None:
@@ -211,20 +219,24 @@ class Task(Module):
         super().on_validation_model_eval()
 
     def on_validation_model_train(self) -> None:
-        """Lightning 2.6 only sets `training`, where a network's own `train` may undo what it did for the evaluation, such as a merge."""
+        """Restores the training modes.
+
+        Lightning 2.6 only sets `training`, but a network's custom `train` may have to undo work it did for the
+        evaluation, such as a merge.
+        """
         call_own_train(self.parts.modes)
         for module, training in self.parts.modes:
             module.training = training
 
     def configure_model(self) -> None:
-        """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
+        """Lightning's hook to change the network before the optimizer gets its parameters. Called by fit and test."""
         if "parts" not in vars(self):
             raise UserError(
                 f"{type(self).__name__} has no network. Choose it with model=<name>, or make it in train.py."
             )
         if self.parts.call_net is None:
             call = self.parts.parallelize(self.net, self.trainer)
-            # a method, because a module would be registered as a child
+            # Store a method, because a module would be registered as a child.
             self.parts.call_net = call.__call__ if isinstance(call, nn.Module) else call
 
     def forward(self, batch: Batch) -> Any:
@@ -234,7 +246,7 @@ class Task(Module):
         return self.mean_loss(self(batch), batch)
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
-        """The mean of `loss` over the global batch, as `mean` gives it; logged as train/loss."""
+        """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
         parts, strategy = self.parts, cast(Any, self.trainer.strategy)
         if not parts.began:
             parts.began = True
@@ -248,9 +260,9 @@ class Task(Module):
         return loss
 
     def warn_of_rounding(self, output: Any) -> None:
-        """A network may compute its outputs elsewhere than in what is taken for its last layer."""
-        half = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() < 4
-        if self.float32_head and half and self.trainer.precision in ("bf16-mixed", "16-mixed"):
+        """Warns if outputs are rounded, because a different layer than the assumed last layer computes them."""
+        is_half = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() < 4
+        if self.float32_head and is_half and self.trainer.precision in ("bf16-mixed", "16-mixed"):
             log.warning(
                 "predictions have about 3 significant digits in %s: the last layer of %s, %s, does not make its outputs. Set "
                 "trainer.precision=32-true, or add `get_classifier`, which returns the layer that does.",
@@ -264,14 +276,14 @@ class Task(Module):
         if parts.step_weight is None and not gradient_clip_val:
             return
         grads = [p.grad for p in self.parameters() if p.grad is not None]
-        if parts.step_weight is not None:  # gradients are of the mean of loss x weight
+        if parts.step_weight is not None:  # gradients are those of the mean of loss x weight
             mean = self.trainer.strategy.reduce(parts.step_weight.clone(), reduce_op="mean")
             scale = self.trainer.accumulate_grad_batches / mean
             scale_gradients(grads, scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
             parts.step_weight = None
         if gradient_clip_val:
             scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-            # unscaled within the step otherwise, after clipping
+            # otherwise gradients are unscaled in the step, after clipping
             if scaler is not None and optimizer.defaults.get("fused"):
                 scaler.unscale_(optimizer)
             if gradient_clip_algorithm == "value":
@@ -302,24 +314,24 @@ class Task(Module):
         self.measure(self(batch), batch, batch_idx, dataloader_idx)
 
     def measure(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Updates the mean loss and the metrics with real samples; fillers are dropped before the task sees them."""
-        parts, whole = self.parts, evaluation_loss(self, output, batch)
+        """Updates the mean loss and the metrics with real samples. Fillers are removed first."""
+        parts, gathered_loss_B = self.parts, evaluation_loss(self, output, batch)
         if not batch["count"]:
             return
         mean_loss, metrics = parts.evaluated[parts.current or "val"]
         output, batch = without_fillers(output, batch)
-        loss_B = one_per_sample(self.loss(output, batch), self, batch) if whole is None else whole
+        loss_B = one_per_sample(self.loss(output, batch), self, batch) if gathered_loss_B is None else gathered_loss_B
         mean_loss.update(loss_B, weight_of(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
-        own = self.inputs_by_metric(output, batch)
+        inputs = self.inputs_by_metric(output, batch)
         for name, metric in metrics.items():
-            update(metric, batch_idx, *(own[name] if name in own else self.metric_inputs(output, batch)))
+            update(metric, batch_idx, *(inputs[name] if name in inputs else self.metric_inputs(output, batch)))
         if parts.test_panels and self.trainer.testing and not dataloader_idx:
             parts.test_panels.update(output, batch, loss_B, batch_idx)
 
     test_step = validation_step
 
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Names the evaluation set that `stage` and `measure` are of."""
+        """Sets the evaluation set that `stage` and `measure` use."""
         self.parts.current = self.parts.of_stage(super().stage)[dataloader_idx] if dataloader_idx else ""
 
     on_test_batch_start = on_validation_batch_start
@@ -359,10 +371,10 @@ class Task(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def new_optimizer(self, net: nn.Module | None = None) -> Optimizer:
-        """Of the network's parameters; a function of the user's may ask for `named_parameters`, to treat some differently."""
+        """An optimizer of the network's parameters. A user's function may take `named_parameters`, to group them."""
         net, make = self.net if net is None else net, self.parts.optimizer
         if any(p.is_meta for p in net.parameters()) and getattr(make, "keywords", {}).get("fused"):
-            make = partial(make, fused=False)  # fused optimizers refuse meta tensors
+            make = partial(make, fused=False)  # fused optimizers do not support meta tensors
         if "named_parameters" in inspect.signature(make).parameters:
             return make(named_parameters=list(net.named_parameters()))
         return make(self.parts.parameters(net))
