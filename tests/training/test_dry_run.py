@@ -88,7 +88,7 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
 
 @pytest.mark.parametrize(("typed", "told"), [
     ("data.image_size=5", r"data.image_size=5: BasicNet needs images of at least 6 pixels"),
-    ("model=timm model.name=test_vit data.image_size=3", r"data.image_size=3 and task=classification do not fit .*patch size"),
+    ("model=timm model.name=test_vit data.image_size=3", r"data.image_size=3 and task=classifier do not fit .*patch size"),
     (f"model._target_=torch.nn.Identity {PLAIN}", r"model=identity, data=mnist .* do not fit together: the network gives .*\(2, 1, 12, 12\)"),
     (f"model._target_=torchvision.models.squeezenet1_0 {PLAIN}", r"model=squeezenet1_0, .* to have 3 channels, but got 1 channels"),
     ("+model.num_classes=5", r"model.num_classes=5 has no effect: the data and the task need 10"),
@@ -96,8 +96,8 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
     ("task=segmentation", r"is int64 of shape \(\); expected a class number for each pixel from 0 to 9, or 255"),
     ("optim._target_=torch.optim.SparseAdam ~optim.fused ~optim.weight_decay", r"optim: SparseAdam does not support dense gradients"),
     (f"{ONE_CYCLE} +schedule.max_lr=1 trainer.max_epochs=-1", r"schedule: .*total_steps"),
-    (F1, r"task.metrics.f1 does not fit task=classification .* the same shape"),
-    (LARGE, r"task.metrics.f1 does not fit task=classification"),
+    (F1, r"task.metrics.f1 does not fit task=classifier .* the same shape"),
+    (LARGE, r"task.metrics.f1 does not fit task=classifier"),
     ("task=mine task._target_=mine.Scalar", r"task=Scalar: `loss` returns shape \(\) for 2 samples; expected one number per sample, shape \(2,\)"),
     ("task=mine task._target_=mine.Wide", r"task=Wide: `loss` returns shape \(2, 10\) for 2 samples"),
     ("task=mine task._target_=mine.Column", r"task=Column: `weight` returns shape \(2, 1\) for 2 samples; expected one number per sample"),
@@ -151,7 +151,7 @@ def test_a_users_bug_in_an_evaluation_is_shown_before_the_first_step(train, type
     assert not list(Path("runs/a/checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(("typed", "more"), [("task=bare", set()), ("task=classification ~task.metrics", {"test/acc"})])
+@pytest.mark.parametrize(("typed", "more"), [("task=bare", set()), ("task=classifier ~task.metrics", {"test/acc"})])
 def test_a_task_without_the_key_of_metrics_has_those_of_its_class(train, typed, more):
     report = train(*typed.split(), "trainer.max_steps=1", "trainer.limit_test_batches=1")
     assert {name for name in report if name.startswith("test/")} == {"test/loss", "test/count"} | more

@@ -292,13 +292,8 @@ class Writer(pl.Callback):
 # --- The data to predict, and the table of predictions ---
 
 
-<<<<<<< HEAD
 def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
-    """Of the part of the run's data that is asked for, or of the files."""
-=======
-def batches(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
     """Batches of the requested part of the run's data, or of the files."""
->>>>>>> g6
     cfg, request = settings.cfg, settings.request
     assert request
     if request.part:
