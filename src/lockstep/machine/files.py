@@ -92,10 +92,8 @@ def make_folder(path: Path) -> None:
 
 def refuse_odd(*paths: Path) -> None:
     """Raises UserError if a path is a link, a pipe or a device: using it would read or write other files."""
-    irregular = [
-        path for path in paths if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir()))
-    ]
-    raise_problems(f"{path} is a link, a pipe or a device. Remove it." for path in irregular)
+    special = [path for path in paths if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir()))]
+    raise_problems(f"{path} is a link, a pipe or a device. Remove it." for path in special)
 
 
 def refuse_link(path: Path) -> None:
