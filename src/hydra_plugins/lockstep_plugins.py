@@ -49,8 +49,8 @@ class SweepTable(Callback):
 class SlotsLauncher(Launcher):
     """Runs `jobs` jobs of a multirun at once on this machine, each on its own GPUs.
 
-    With `jobs=auto`, as many as there are GPUs (or cores) for all their processes. joblib's launcher ignores GPUs and ends all
-    jobs when one process is killed; submitit's local executor starts all jobs at once.
+    With `jobs=auto`, as many as there are GPUs (or cores) for all their processes. joblib's launcher ignores GPUs and
+    ends all jobs when one process is killed; submitit's local executor starts all jobs at once.
     """
 
     def __init__(self, jobs: int | str) -> None:
@@ -61,7 +61,7 @@ class SlotsLauncher(Launcher):
         self.script: Path = getattr(task_function, "script")  # noqa: B009  # set by launch/cli.py
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Raises UserError if there are too few GPUs, and KeyboardInterrupt if the system or Ctrl-C ends the launcher."""
+        """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system or Ctrl-C ends the launcher."""
         from lockstep.config.draft import Draft
         from lockstep.launch import sweeps
         from lockstep.machine import process
@@ -98,7 +98,8 @@ class SlotsLauncher(Launcher):
 class SlurmSweepLauncher(SlurmLauncher):
     """Submits a SLURM job for each job of a multirun and waits for all of them.
 
-    Like submitit's launcher, but with independent jobs: a lost job does not end the other jobs. Ctrl-C cancels all of them.
+    Like submitit's launcher, but with independent jobs: a lost job does not end the other jobs. Ctrl-C cancels all of
+    them.
     """
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

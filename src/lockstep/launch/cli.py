@@ -35,12 +35,13 @@ TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hyd
 
 
 def main(job: Job) -> None:
-    """The body of `train.py`, `eval.py` and `predict.py`. Exit codes: 0 done, 1 failed while running, 2 wrong config or input.
+    """The body of `train.py`, `eval.py` and `predict.py`.
 
-    Call it last in a script: it ends the process with that code, even if SystemExit is caught.
+    Call it last in a script: it ends the process, even if SystemExit is caught. Exit codes: 0 done, 1 failed while
+    running, 2 wrong config or input.
 
-    The process is a command, perhaps one of several that torchrun or SLURM started; or Lockstep started it for a rank of a run
-    or for a job of a multirun.
+    The process is a command, perhaps one of several that torchrun or SLURM started; or Lockstep started it for a rank
+    of a run or for a job of a multirun.
     """
     process.secure()
     exit_codes: list[int] = []
@@ -55,7 +56,8 @@ def main(job: Job) -> None:
     launcher = None if problems else external_launcher(os.environ)
     rank = 0 if problems else rank_of()  # 0 if the rank is unknown, because rank 0 reports the problems
     if launcher == TORCHRUN:
-        # Without torchrun's agent, a new process would wait `strategy.timeout_s` for the others; a training one would live on.
+        # Without torchrun's agent, a new process would wait `strategy.timeout_s` for the others, and a training
+        # process would keep running.
         message = f"error: torchrun's agent (process {os.getppid()}) was ended, so its processes end too."
         process.end_with_parent(has_pipe=False, message=message if os.environ["LOCAL_RANK"] == "0" else "")
 
@@ -165,7 +167,7 @@ def refused_options(argv: list[str]) -> Iterator[str]:
 
 
 def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | None:
-    """Hydra's task function. Appends a single run's exit code to `outcome`. In a multirun, a failed job raises RunFailed."""
+    """Hydra's task function. Appends a run's exit code to `outcome`; in a multirun, a failed job raises RunFailed."""
     hydra_cfg = HydraConfig.get()
     overrides = list(hydra_cfg.overrides.task)
     multirun = hydra_cfg.mode == RunMode.MULTIRUN
@@ -199,7 +201,7 @@ def call(name: str, overrides: list[str]) -> Any:
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
-    """Runs `python train.py -m <overrides>` in this process and restores its state. Returns the rows of the sweep's table."""
+    """Runs `python train.py -m <overrides>` in this process and restores its state. Returns the rows of the table."""
     raise_problems(launcher_problems(os.environ))
     from lockstep.launch import sweeps
 

@@ -1,4 +1,4 @@
-"""`--help` of train.py, eval.py and predict.py: each key with its default, comment in configs/ and values. Free of torch."""
+"""`--help` of train.py, eval.py and predict.py: keys with defaults, comments of configs/ and values. Free of torch."""
 
 import ast
 import re

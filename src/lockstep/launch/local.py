@@ -38,7 +38,7 @@ SCRIPTS = (TEMPLATE, PACKAGE / "scripts" if WHEEL else ROOT / "scripts")
 
 @dataclass(frozen=True)
 class Job:
-    """What a script defines: its name, which is also the name of its config, and functions that each process of a run calls."""
+    """What a script defines: its name, which is that of its config, and functions that each process of a run calls."""
 
     name: str
     run: Callable[[Settings, Any], Any]  # the work of one process, from the settings and the data
@@ -126,8 +126,9 @@ def job(name: str) -> Job:
 
 # --- What a process that Lockstep starts gets from its parent ---
 #
-# Lightning starts processes by repeating the command line, so under a Hydra multirun each child would repeat the whole sweep
-# (Lightning#11300). Here each process gets the config of its job; LOCAL_RANK shows Lightning that the processes are started.
+# Lightning starts processes by repeating the command line, so under a Hydra multirun each child would repeat the whole
+# sweep (Lightning#11300). Here each process gets the config of its job; LOCAL_RANK shows Lightning that the processes
+# are started.
 
 VARIABLE = "LOCKSTEP_JOB"  # the file of the hand-over: an environment string holds at most 128 KiB
 
@@ -193,7 +194,8 @@ GRACE_S = 10.0  # from a second Ctrl-C, or the report that memory ran out, until
 def held_port() -> Iterator[int]:
     """Reserves a port of this machine until rank 0 opens it, which takes seconds because rank 0 imports torch first.
 
-    Two sockets that both reuse addresses, as torch's do, can be bound to the same port as long as only one of them listens.
+    Two sockets that both reuse addresses, as torch's do, can be bound to the same port as long as only one of them
+    listens.
     """
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -302,11 +304,11 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
 def wait(
     processes: list[subprocess.Popen[bytes]], end_files: Sequence[Path] = (), checkpoints: Path | None = None
 ) -> int:
-    """Waits; returns 0 if all processes succeed, else the first nonzero exit code, after FAILING_S for the others to fail too.
+    """Waits; 0 if all processes succeed, else the first nonzero exit code, after FAILING_S for the others to fail.
 
-    A process that has reported out of memory waits to be ended and counts as failed with exit code 1. After the first process,
-    which writes the report, is done, the others have EXIT_S: they are no longer needed, and one may hang. Warning signals are
-    forwarded, so the processes save and end. After a second Ctrl-C they have GRACE_S.
+    A process that has reported out of memory waits to be ended and counts as failed with exit code 1. After the first
+    process, which writes the report, is done, the others have EXIT_S: they are no longer needed, and one may hang.
+    Warning signals are forwarded, so the processes save and end. After a second Ctrl-C they have GRACE_S.
     """
     first, deadline, passed_on = 0, float("inf"), 0
     while True:
@@ -337,7 +339,7 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
-    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the last checkpoint of the previous one.
+    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the newest checkpoint.
 
     Raises:
         OutOfMemory: a smaller micro-batch does not help, or does not exist.
@@ -370,7 +372,7 @@ def newest_saved(folder: RunFolder) -> tuple[str, int] | None:
 
 
 def kernel_kills() -> int:
-    """Number of processes that the kernel has killed because the machine or a container ran out of memory; 0 if unknown."""
+    """Number of processes that the kernel killed because the machine or a container ran out of memory; 0 if unknown."""
     found = re.search(r"^oom_kill (\d+)", VMSTAT.read_text() if VMSTAT.is_file() else "", re.MULTILINE)
     return int(found[1]) if found else 0
 

@@ -1,4 +1,4 @@
-"""Configs that start from an earlier run: resume=, init_from=; run=, checkpoint= of eval.py, predict.py. Free of torch."""
+"""Configs that start from an earlier run: `resume`, `init_from`, evaluation and prediction. Free of torch."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ from lockstep.run import RunFolder, find_run
 
 # --- The keys that cannot change when a run is resumed ---
 
-# A different network does not fit the checkpoint. A different split would validate on training images. Different batches would
-# repeat some samples and skip others. The optimizer's state contains the learning rates. The bits of the result depend on the
-# `exact` keys.
+# A different network does not fit the checkpoint. A different split would validate on training images. Different
+# batches would repeat some samples and skip others. The optimizer's state contains the learning rates. The bits of the
+# result depend on the `exact` keys.
 FIXED = (
     "task._target_", "model._target_", "model.name", "seed", "optim", "exact.logical_ranks", "exact.threads", "data._target_",
     "loader.val_fraction", "loader.val_gap", "loader.folds", "loader.fold", "loader.limit_train", "loader.balance", "loader.batch_size",
@@ -57,7 +57,7 @@ def changes(now: Draft, then: Draft) -> Iterator[str]:
             yield f"trainer.accumulate_grad_batches={accumulate} cannot be changed {context}. Set trainer.accumulate_grad_batches={saved_accumulate}."
 
 
-# --- Configs that start from an earlier run: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py ---
+# --- Configs that start from an earlier run: `resume`, `init_from`; `run` or `checkpoint` of eval.py and predict.py ---
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
 # Keys with these values are decided at the first start of the run, then kept.
@@ -75,7 +75,7 @@ DATA_MODULE = "lightning.pytorch.core.datamodule.LightningDataModule"
 
 
 def completed(saved: Draft) -> Draft:
-    """The config of a run, with the defaults of keys that are newer than the run. Raises UserError if a group is malformed."""
+    """The config of a run, with defaults for keys that are newer than the run. Raises UserError if it is malformed."""
     data = Component.of(saved.group("data"))
     if saved.group("loader").keys() & data.kwargs.keys():  # a config of version 0.1, see renames.py
         is_data_module = is_a(data, "data", DATA_MODULE)
@@ -146,7 +146,7 @@ def is_alone() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is the first process. Only it checks the folder: the others may already see the files that it creates."""
+    """Whether this is the first process. Only it checks the folder: the others may already see files of the first."""
     return rank_of() == 0 and (not is_alone() or number(os.environ, "NODE_RANK", default=0) == 0)
 
 
@@ -194,7 +194,7 @@ def resumed(draft: Draft, overrides: list[str]) -> Draft:
     previous.validate()
     saved, folder, runs_dir = completed(Draft.of_run(previous)), folder.resolve(), Path(draft.runs_dir).resolve()
     new_overrides = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
-    # A recipe on the command line defines the whole config. Otherwise, keys that were not passed keep their saved values.
+    # A recipe on the command line defines the whole config. Otherwise, keys that are not passed keep saved values.
     recipe = draft.resume == "auto" and any(key_of(o) in RECIPES for o in new_overrides)
     result = take_decided(draft if recipe else merged(saved, draft, new_overrides), saved)
     inside = folder.is_relative_to(runs_dir)  # the run may have been moved there
@@ -304,7 +304,8 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
 def home_of(checkpoint: Path, run: str) -> str:
     """The runs_dir of the run `run` that contains this checkpoint.
 
-    For a checkpoint outside of its run folder, the checkpoint's own path, which is no folder: its config may name any run.
+    For a checkpoint outside of its run folder, the checkpoint's own path, which is no folder: its config may name any
+    run.
     """
     folder, name = checkpoint.resolve().parent.parent, Path(run).parts
     inside = folder.parts[-len(name) :] == name and RunFolder(folder).has_config()
@@ -319,8 +320,8 @@ PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that do not
 def already_finished(settings: Settings, samples: int | None) -> str | None:
     """A message if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; otherwise None.
 
-    `samples`: the number of samples per epoch; None if unknown. Early stopping and max_time may end a run before its last step,
-    so an unchanged training config also has nothing left to train.
+    `samples`: the number of samples per epoch; None if unknown. Early stopping and max_time may end a run before its
+    last step, so an unchanged training config also has nothing left to train.
     """
     cfg, plan = settings.cfg, settings.steps
     if not cfg.resume:

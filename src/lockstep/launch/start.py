@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | None, int | None]":
     """Prepares the data once for all processes, and warns if it is incomplete.
 
-    Returns the settings decided from the data, the data if this process trains on it, and the number of training samples. A
-    LightningDataModule prepares its data in training.
+    Returns the settings decided from the data, the data if this process trains on it, and the number of training
+    samples. A LightningDataModule prepares its data in training.
     """
     from lockstep.data.sampler import splits
 
@@ -87,8 +87,8 @@ def runs_here(settings: Settings) -> bool:
 def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
     """Runs `job` in the configured number of processes. Returns the result that it wrote.
 
-    Before the config and the data are checked, nothing is written to the run folder, and torch is imported only to check the
-    user's own classes and keys without a Kind.
+    Before the config and the data are checked, nothing is written to the run folder, and torch is imported only to
+    check the user's own classes and keys without a Kind.
 
     Raises:
         UserError: the config or the input is wrong.
@@ -176,7 +176,7 @@ def debug_problems(world: World) -> Iterator[str]:
 
 
 def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
-    """Runs the job in this process, with its data, or in new processes. Records a failure, and requeues a pre-empted run."""
+    """Runs the job in this process, with its data, or in new processes. Records failures, requeues pre-empted runs."""
     cfg, world, folder = settings.cfg, settings.world, settings.folder
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         warn(f"running on the CPU: {why}.")

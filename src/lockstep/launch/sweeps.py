@@ -42,7 +42,7 @@ def named(draft: Draft, sweep_dir: str, number: int) -> Draft:
 
 
 def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """An error if a job of the grid `overrides` would continue a job with other values and the same number in `folder`."""
+    """An error if a job of the grid `overrides` has the number of a job in `folder` with different values."""
     file = folder / "multirun.yaml"
     if not file.is_file():
         return

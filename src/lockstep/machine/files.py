@@ -61,8 +61,8 @@ def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options
 def open_log(path: Path, mode: str = "ab", **options: Any) -> IO[Any]:
     """Opens a log to append to.
 
-    A log with hard links, such as those of `cp -al`, is replaced by a new file. A copy could fill the disk, which must not
-    end a run.
+    A log with hard links, such as those of `cp -al`, is replaced by a new file. A copy could fill the disk, which must
+    not end a run.
     """
     if path.is_file() and path.stat().st_nlink > 1:
         path.unlink()
@@ -160,8 +160,8 @@ PART, A_DAY_S = ".lockstep-", 86400.0
 def replacing(path: Path, *, over_folder: bool = False) -> Iterator[Path]:
     """Yields the path of a new file or folder, which replaces `path` if the block ends without an error.
 
-    Readers see the old file or the new one, never a part. The new one is written to a hidden folder with a random name next
-    to `path`.
+    Readers see the old file or the new one, never a part. The new one is written to a hidden folder with a random name
+    next to `path`.
 
     Raises:
         IsADirectoryError: a file would replace a folder. `over_folder` allows that, for checkpoints.
@@ -186,7 +186,7 @@ def part_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_parts(folder: Path, age_s: float) -> None:
-    """Removes folders of `part_folder` that killed processes left, if nothing in them has changed for `age_s` seconds."""
+    """Removes folders of `part_folder` that killed processes left and that have not changed for `age_s` seconds."""
     for part in parts_in(folder):
         with suppress(OSError):
             if time.time() - max(path.lstat().st_mtime for path in (part, *part.rglob("*"))) >= age_s:
@@ -200,8 +200,8 @@ def parts_in(folder: Path) -> list[Path]:
 def take_place(part: Path, path: Path) -> None:
     """Moves the file or the folder `part` to `path`.
 
-    A file replaces a file atomically. A folder cannot: for an instant only `<path>.old` exists. checkpoints/finding.py looks
-    for it. Only folders of checkpoints are replaced.
+    A file replaces a file atomically. A folder cannot: for an instant only `<path>.old` exists. checkpoints/finding.py
+    looks for it. Only folders of checkpoints are replaced.
     """
     if not part.is_dir() and not (path.is_dir() and not path.is_symlink()):
         part.replace(path)

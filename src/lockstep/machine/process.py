@@ -29,8 +29,8 @@ from lockstep.machine import files
 # SIGTERM: from Kubernetes, spot machines, scancel, and from torchrun when it restarts its workers.
 # SIGUSR1, SIGUSR2: from SLURM before a time limit or a preemption, if `--signal` requests it.
 # SIGHUP: from a terminal that closes.
-# SIGINT: from Ctrl-C. The first one is a warning, the second one ends the run. The terminal sends it to all processes of a run;
-# the process that started them handles the second one.
+# SIGINT: from Ctrl-C. The first one is a warning, the second one ends the run. The terminal sends it to all processes
+# of a run; the process that started them handles the second one.
 
 WINDOWS = sys.platform == "win32"
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
@@ -55,7 +55,7 @@ def on_signal(number: int, _: FrameType | None) -> None:
 
 
 def on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Records each Ctrl-C, for the code that forwards it to other processes. The second one also raises KeyboardInterrupt."""
+    """Records each Ctrl-C, to be forwarded to other processes. The second one also raises KeyboardInterrupt."""
     is_second = signal.SIGINT in received
     on_signal(number, frame)
     if is_second:
@@ -67,7 +67,7 @@ def on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def end_once(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt at the first Ctrl-C only: the terminal has already sent what the parent process forwards."""
+    """Raises KeyboardInterrupt at the first Ctrl-C only: the parent process then forwards the same Ctrl-C."""
     signal.signal(number, signal.SIG_IGN)
     signal.default_int_handler(number, frame)
 
@@ -98,7 +98,7 @@ def handlers_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted(*, interrupt: Handler | None = None) -> Iterator[None]:
-    """Within the block, records warning signals in `received` instead of ending the process; `interrupt` handles Ctrl-C."""
+    """Within the block, warning signals are recorded in `received` and do not end the process; see `install`."""
     received.clear()
     before.update({warning: signal.getsignal(warning) for warning in REQUEUE})
     with handlers_restored():
@@ -109,9 +109,9 @@ def noted(*, interrupt: Handler | None = None) -> Iterator[None]:
 def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
     """Requeues this SLURM job if SLURM warned of its time limit. Call it when everything is saved.
 
-    Rank 0 requeues the job. All ranks then wait for SLURM to end them: a rank that exits earlier could end the job, and a
-    preempted job that exits by itself counts as failed. Submitit's own handler, which counts the time limits, is called
-    instead if it is installed.
+    Rank 0 requeues the job. All ranks then wait for SLURM to end them: a rank that exits earlier could end the job, and
+    a preempted job that exits by itself counts as failed. Submitit's own handler, which counts the time limits, is
+    called instead if it is installed.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in env  # torchrun restarts its workers
     if by_torchrun or "SLURM_JOB_ID" not in env or not set(received) & set(SYSTEM):
@@ -137,8 +137,8 @@ LOOK_S = 1.0  # seconds between two checks that the parent process is alive
 def exit_process(code: int) -> NoReturn:
     """Ends the process without Python's shutdown.
 
-    During shutdown, gloo threads that release tensors need the GIL and abort the process ("terminate called without an active
-    exception"), even after a successful run.
+    During shutdown, gloo threads that release tensors need the GIL and abort the process ("terminate called without an
+    active exception"), even after a successful run.
     """
     for stream in (sys.stdout, sys.stderr):  # these never raise, see Stream
         stream.flush()
@@ -148,8 +148,8 @@ def exit_process(code: int) -> NoReturn:
 class LastOfAll:
     """Registered with atexit, ends the process with exit code `ended[0]` after all other exit handlers.
 
-    An ordinary handler would run before those registered earlier. `__del__` runs later, when Python releases the handlers that
-    it has called.
+    An ordinary handler would run before those registered earlier. `__del__` runs later, when Python releases the
+    handlers that it has called.
     """
 
     def __init__(self, ended: list[int]) -> None:
@@ -166,8 +166,8 @@ class LastOfAll:
 def end_with_parent(*, has_pipe: bool, message: str = "") -> None:
     """Ends this process soon after its parent, however the parent ended.
 
-    `has_pipe`: standard input is a pipe to which the parent never writes, so it closes with the parent. Otherwise it may be a
-    terminal, and the parent's process id is polled.
+    `has_pipe`: standard input is a pipe to which the parent never writes, so it closes with the parent. Otherwise it
+    may be a terminal, and the parent's process id is polled.
     """
     parent = os.getppid()
 
@@ -183,8 +183,8 @@ def end_with_parent(*, has_pipe: bool, message: str = "") -> None:
 
 # --- Standard output and error of a process of a run. Free of torch ---
 #
-# A stream may be closed (`>&-`), full (`>/dev/full`), without a reader (`| head -1`), on a terminal that is gone, or ASCII only.
-# Output that it cannot take is dropped and training continues: the logs have the same lines.
+# A stream may be closed (`>&-`), full (`>/dev/full`), without a reader (`| head -1`), on a terminal that is gone, or
+# ASCII only. Output that it cannot take is dropped and training continues: the logs have the same lines.
 
 from_notebook = False  # whether a notebook's kernel started this process
 ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\x1b\]8;[^\x1b]*\x1b\\|\r")  # includes rich's links
@@ -221,7 +221,7 @@ def discard(descriptor: int) -> None:
 
 
 def secure() -> None:
-    """Makes standard output and error safe, in a process that runs a command and not in one that calls `lockstep.train`."""
+    """Makes standard output and error safe. For processes that run a command, not for callers of `lockstep.train`."""
     if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":  # LC_ALL=C; the files of a run are UTF-8
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -319,7 +319,7 @@ owned = False  # whether this process exists to run a command; false in a notebo
 
 
 def report_failure(rank: int) -> None:
-    """Reports the failure to the other processes. In a collective they may not notice it (callbacks/hang_detector.py)."""
+    """Reports the failure to the other processes, which may miss it in a collective (callbacks/hang_detector.py)."""
     if store is not None:
         with contextlib.suppress(RuntimeError):  # the store's server is gone
             store.set(FAILED, str(rank))
@@ -344,7 +344,7 @@ def libraries_restored() -> Iterator[None]:
     cuda: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     threads = torch.get_num_threads()
-    # Both of torch's interfaces. The older one comes last, so it is restored first: it also sets the newer one's values.
+    # Both of torch's interfaces. The older one is last, so it is restored first: it also sets the newer one's values.
     flags = [(cudnn, "deterministic"), (cudnn, "benchmark"), (cudnn.rnn, "fp32_precision"), (cudnn.conv, "fp32_precision"),
              (cuda, "fp32_precision"), (cudnn, "allow_tf32"), (cuda, "allow_tf32")]  # fmt: skip
     with logging_restored(), warnings.catch_warnings(), contextlib.ExitStack() as stack:

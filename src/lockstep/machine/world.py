@@ -24,8 +24,8 @@ BF16_ON_CPU = re.compile(r"^flags.*\b(avx512_bf16|amx_bf16)\b", re.MULTILINE)  #
 CPUINFO = Path("/proc/cpuinfo")
 CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
 AMD = Path("/dev/kfd")  # exists if AMD's driver is installed
-# Each driver's functions that return the number of GPUs and an attribute of a GPU, and its numbers for the attributes "compute
-# capability, major" and "minor".
+# Each driver's functions that return the number of GPUs and an attribute of a GPU, and its numbers for the attributes
+# "compute capability, major" and "minor".
 CUDA = ("cuDeviceGetCount", "cuDeviceGetAttribute", 75, 76)
 HIP = ("hipGetDeviceCount", "hipDeviceGetAttribute", 23, 61)
 VOLTA, AMPERE = 70, 80  # the first compute capabilities with fp16 and with bf16 units
@@ -52,15 +52,15 @@ def asked(function: str, *arguments: int) -> int:
 
 @cache
 def capabilities() -> list[int]:
-    """Compute capabilities of the GPUs visible to this process: 90 for an H100; for AMD, the value that torch reports."""
+    """Compute capabilities of the GPUs visible to this process: 90 for an H100; for AMD, the value as in torch."""
     count, attribute, major, minor = CUDA if asked(CUDA[0]) else HIP
     return [10 * asked(attribute, major, gpu) + asked(attribute, minor, gpu) for gpu in range(asked(count))]
 
 
 # --- What the installed torch was built for, without importing it, which takes seconds ---
 #
-# torch 2.13 reports it only after its import (`torch.version.cuda`, `torch.version.hip`), so it is read from torch/version.py. If it
-# is not found there (None), the driver alone decides.
+# torch 2.13 reports it only after its import (`torch.version.cuda`, `torch.version.hip`), so it is read from
+# torch/version.py. If it is not found there (None), the driver alone decides.
 
 
 def torch_folder() -> Path:
@@ -70,7 +70,7 @@ def torch_folder() -> Path:
 
 @cache
 def version_of_torch(kind: str) -> str | None:
-    """The version of `kind` (cuda, hip) that torch was built for, such as `13.0`; empty if without it; None if unknown."""
+    """The version of `kind` (cuda, hip) that torch was built for, e.g. `13.0`; empty: without it; None: unknown."""
     file = torch_folder() / "version.py"
     match = re.search(
         rf"^{kind}\b.*= *(?:None|['\"]([\w.-]+)['\"])", file.read_text() if file.is_file() else "", re.MULTILINE
@@ -120,11 +120,12 @@ def keep_freed_memory() -> None:
 
     Does nothing in a caller's process, or if the user has set a MALLOC_ variable.
 
-    By default glibc returns this memory to the system at each step, and the system hands it out again page by page, zeroed. A step
-    of BasicNet in bf16 took 11 ms with kept memory and 14 to 18 ms without; in fp32, 18 to 21 ms and 22 to 27 ms.
+    By default glibc returns this memory to the system at each step, and the system hands it out again page by page,
+    zeroed. A step of BasicNet in bf16 took 11 ms with kept memory and 14 to 18 ms without; in fp32, 18 to 21 ms and 22
+    to 27 ms.
 
-    Not for fsdp, whose gathered blocks fragment the heap: with 151 million parameters on two processes, each process had 3.7 GiB
-    after 8 steps, still growing, against 1.7 GiB without this function, where steps were 10 to 20% longer.
+    Not for fsdp, whose gathered blocks fragment the heap: with 151 million parameters on two processes, each process
+    had 3.7 GiB after 8 steps, still growing, against 1.7 GiB without this function, where steps were 10 to 20% longer.
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     if process.owned and not set_by_user and platform.libc_ver()[0] == "glibc":
@@ -166,7 +167,7 @@ ALONE = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1,
 
 
 def number(env: Mapping[str, str], *names: str, default: int = 1) -> int:
-    """The first of the variables `names` that is set; `default` if none is set or it is no number (`launcher_problems`)."""
+    """The first of the variables `names` that is set; `default` if none is, or if invalid (see `launcher_problems`)."""
     value = next((env[name] for name in names if name in env), "")
     return int(value) if value.isdecimal() else default
 
@@ -217,7 +218,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """Properties of a strategy that launching and config rules need before torch is imported. The defaults are DDP's."""
+    """Properties of a strategy that are needed before torch is imported. The defaults are those of DDP."""
 
     one_process: bool = False  # for all devices; otherwise one process per device
     splits_batches: bool = False  # among the GPUs of the process

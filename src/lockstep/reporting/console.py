@@ -1,4 +1,4 @@
-"""Console output (lines, tables, progress, result of a run) and train.log. Silences known messages of the frameworks."""
+"""Console output (lines, tables, progress, results) and train.log. Silences known messages of the frameworks."""
 
 import logging
 import math
@@ -45,7 +45,7 @@ def clock(seconds: float) -> str:
 
 
 def time_left(began_s: float, first: int, done: int, total: float | None) -> str:
-    """Estimated time until `total`, empty if unknown. `first`: done before this process began, so it took no time here."""
+    """Estimated time until `total`, empty if unknown. `first`: what an earlier process had already done."""
     if total is None or math.isinf(total) or done <= first:
         return ""
     return clock((time.monotonic() - began_s) * (total - done) / (done - first))
@@ -149,7 +149,8 @@ def quiet(rank: int) -> None:
 def say(text: str, *, copied: bool = False, link: Path | None = None) -> None:
     """Prints a line and writes it to train.log. Call it on rank 0, or where the other ranks have no output.
 
-    A terminal wraps the line between words, unless it is `copied`: a path or a command that people copy. A click opens `link`.
+    A terminal wraps the line between words, unless it is `copied`: a path or a command that people copy. A click opens
+    `link`.
     """
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 

@@ -1,7 +1,7 @@
 """metrics.csv and the other loggers, which get the config at the start of a run and `RunEnd` at its end.
 
-Any Lightning logger works. If it has a method `on_run_end(end: RunEnd)`, that is called at the end of the run, on rank 0 and in
-the logger's own thread.
+Any Lightning logger works. If it has a method `on_run_end(end: RunEnd)`, that is called at the end of the run, on rank
+0 and in the logger's own thread.
 """
 
 import http.client
@@ -48,7 +48,7 @@ SHORT_S = 5.0  # how long a failed run waits: other processes may be waiting for
 
 
 class Background:
-    """Runs the methods of one logger in order, in a thread of rank 0. If they fail, metrics.csv still has every metric."""
+    """Runs the methods of a logger in order, in a thread of rank 0. If they fail, metrics.csv still has all metrics."""
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.logger, self.name, self.warned = logger, name, False
@@ -177,7 +177,7 @@ def end_run(
 
 
 def flat(params: dict[Any, Any]) -> dict[str, Any]:
-    """Flattens to keys as on the command line (`optim.lr`). Values that are not numbers, bools or strings become strings."""
+    """Flattens to keys as on the command line (`optim.lr`). Values other than numbers and bools become strings."""
     values = dotted(params).items()
     return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
 
@@ -216,7 +216,7 @@ class MetricsCsv(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Writes metrics, like that of Lightning's CSVLogger. Ignores images and other calls that modules make to all loggers."""
+        """Writes metrics, as with Lightning's CSVLogger; ignores images and the like of a module's logging."""
         dummy: Any = DummyLogger().experiment
         dummy.log_metrics = self.log_metrics
         return dummy
@@ -271,7 +271,7 @@ class TensorBoard(TensorBoardLogger):
         self.add_row(1, values)
 
     def add_row(self, part: int, params: dict[str, Any]) -> None:
-        """Part 1 begins the row in HParams, part 2 ends it. Part 0 would list the metrics to show; without it all are shown."""
+        """Part 1 begins the row in HParams, part 2 ends it. Part 0 would restrict the metrics that are shown."""
         from torch.utils.tensorboard.summary import hparams
 
         self.experiment.file_writer.add_summary(hparams(params, {})[part])
@@ -297,7 +297,7 @@ EXIT_CODES = {"done": 0, "pruned": 0, "interrupted": 255}
 
 
 def wandb_mode() -> str:
-    """Online if the server can be reached and its API key is in the environment or the netrc file, as W&B's client requires."""
+    """Online if the server can be reached and W&B's client has an API key (environment or netrc file)."""
     from requests.utils import get_netrc_auth
 
     server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"

@@ -76,8 +76,8 @@ def first_report(settings: Settings) -> dict[str, Any]:
 class Recorder:
     """Keeps the run's report up to date, from the status `running` to the final one.
 
-    `begin` writes the first files, after everything is built. If a user's class fails earlier, the run leaves a report and a log,
-    but no config.yaml, so the same command can be run again.
+    `begin` writes the first files, after everything is built. If a user's class fails earlier, the run leaves a report
+    and a log, but no config.yaml, so the same command can be run again.
 
     Raises:
         UserError: the folder belongs to a different run.
@@ -145,7 +145,7 @@ class Recorder:
         self.log.enter_context(logged(self.folder.log_file))
 
     def add(self, **metrics: Any) -> None:
-        """Adds the metrics of an evaluation to the report and the loggers: first a validation if training had none, then the test."""
+        """Adds metrics to the report and the loggers: of a validation if training had none, then of the test."""
         assert self.trainer is not None
         is_test, self.was_validated = self.was_validated, True
         self.report |= metrics | ({"evaluated": SEPARATOR.join(metrics)} if is_test else {})
