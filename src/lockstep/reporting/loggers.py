@@ -216,7 +216,7 @@ class MetricsCsv(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Writes metrics, as with Lightning's CSVLogger; ignores images and the like of a module's logging."""
+        """Logs metrics, like Lightning's CSVLogger; ignores images and the like, which modules may send to it."""
         dummy: Any = DummyLogger().experiment
         dummy.log_metrics = self.log_metrics
         return dummy
@@ -303,8 +303,8 @@ def wandb_mode() -> str:
     server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     if not (os.environ.get("WANDB_API_KEY") or (get_netrc_auth(server) or ("", ""))[1]):
         return "offline"
-    if getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server)):
-        log.warning("W&B logs offline: %s", why)
+    if getattr(rank_zero_only, "rank", 0) == 0 and (reason := unreachable(server)):
+        log.warning("W&B logs offline: %s", reason)
         return "offline"
     return "online"
 
