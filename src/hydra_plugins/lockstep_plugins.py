@@ -1,4 +1,4 @@
-"""Lockstep's plugins for Hydra, which imports this module at every start, so heavy imports come late."""
+"""Lockstep's plugins for Hydra. Hydra imports this module at every start, so heavy imports are inside functions."""
 
 import queue
 import subprocess
@@ -23,9 +23,9 @@ from lockstep.config.project import config_folders
 
 
 class ProjectSearchPath(SearchPathPlugin):
-    """Makes Hydra look for configs in the project before Lockstep.
+    """Makes Hydra search for configs in the project before Lockstep.
 
-    Does nothing in programs that use Hydra without Lockstep: their `main` folder is a different one.
+    Does nothing in programs that use Hydra without Lockstep: they have a different `main` folder.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
@@ -35,7 +35,10 @@ class ProjectSearchPath(SearchPathPlugin):
 
 
 class SweepTable(Callback):
-    """Writes a multirun's table at its end. Each command creates this callback, so it imports only then what the table needs."""
+    """Writes the table of a multirun at its end.
+
+    Every command creates this callback, so what the table needs is imported at the end.
+    """
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         from lockstep.launch import sweeps
@@ -44,10 +47,10 @@ class SweepTable(Callback):
 
 
 class SlotsLauncher(Launcher):
-    """Runs several jobs of a multirun at once on this machine, each on its own GPUs: `jobs`, or with `auto` as many as there are GPUs, or
-    cores, for all their processes.
+    """Runs `jobs` jobs of a multirun at once on this machine, each on its own GPUs.
 
-    joblib's launcher ignores GPUs and ends all jobs when one process is killed. submitit's local executor starts all jobs at once.
+    With `jobs=auto`, as many as there are GPUs (or cores) for all their processes. joblib's launcher ignores GPUs and
+    ends all jobs when one process is killed; submitit's local executor starts all jobs at once.
     """
 
     def __init__(self, jobs: int | str) -> None:
@@ -55,7 +58,7 @@ class SlotsLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.config = hydra_context, config
-        self.script: Path = getattr(task_function, "script")  # noqa: B009  # launch/cli.py has put it there
+        self.script: Path = getattr(task_function, "script")  # noqa: B009  # set by launch/cli.py
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system or Ctrl-C ends the launcher."""
@@ -63,16 +66,16 @@ class SlotsLauncher(Launcher):
         from lockstep.launch import sweeps
         from lockstep.machine import process
 
-        free: queue.Queue[dict[str, str]] = queue.Queue()
+        free_slots: queue.Queue[dict[str, str]] = queue.Queue()
         for slot in sweeps.environments(Draft(self.config), self.jobs):
-            free.put(slot)
+            free_slots.put(slot)
 
         def run(job: tuple[Draft, list[str]]) -> JobReturn:
-            slot = free.get()
+            slot = free_slots.get()
             try:
                 return sweeps.run_job(self.script, *job, slot)
             finally:
-                free.put(slot)
+                free_slots.put(slot)
 
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         jobs: list[tuple[Draft, list[str]]] = []
@@ -83,8 +86,8 @@ class SlotsLauncher(Launcher):
             task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
             draft = sweeps.named(Draft(task_config), config.hydra.sweep.dir, number)
             jobs.append((draft, list(filter_overrides(overrides))))
-        # Warnings and each Ctrl-C are passed on to the running jobs, which save and end, or end at once.
-        with process.noted(interrupt=process.on_interrupt), ThreadPoolExecutor(free.qsize()) as pool:
+        # Warning signals and each Ctrl-C are forwarded to the running jobs, which save and end, or end at once.
+        with process.noted(interrupt=process.on_interrupt), ThreadPoolExecutor(free_slots.qsize()) as pool:
             returns = list(pool.map(run, jobs))
             if process.received:
                 process.requeue(0)
@@ -93,9 +96,10 @@ class SlotsLauncher(Launcher):
 
 
 class SlurmSweepLauncher(SlurmLauncher):
-    """Submits one job of SLURM for each job of a multirun and waits for all of them.
+    """Submits a SLURM job for each job of a multirun and waits for all of them.
 
-    submitit's launcher with independent jobs: a lost job does not end the others, and Ctrl-C cancels all.
+    Like submitit's launcher, but with independent jobs: a lost job does not end the other jobs. Ctrl-C cancels all of
+    them.
     """
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -104,28 +108,28 @@ class SlurmSweepLauncher(SlurmLauncher):
         def submit(number: int, overrides: Sequence[str]) -> None:
             try:
                 (returns[number],) = super(SlurmSweepLauncher, self).launch([overrides], number)
-            except Exception as e:  # it was killed, or could not be submitted
+            except Exception as e:  # the job was killed, or could not be submitted
                 returns[number] = JobReturn(overrides=overrides, status=JobStatus.FAILED)
                 returns[number].return_value = e
 
         numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
-        waiting = [
+        threads = [
             threading.Thread(target=submit, args=job, daemon=True) for job in zip(numbers, job_overrides, strict=True)
         ]
-        for thread in waiting:
+        for thread in threads:
             thread.start()
         try:
-            for thread in waiting:
+            for thread in threads:
                 thread.join()
         except BaseException:
             jobs = [path.name for path in Path(self.params["submitit_folder"]).parent.iterdir() if path.name.isdigit()]
-            subprocess.run(["scancel", *jobs], check=False)  # scancel skips jobs that have ended
+            subprocess.run(["scancel", *jobs], check=False)  # scancel ignores jobs that have ended
             raise
         return [returns[number] for number in numbers]
 
 
 class ContinuedOptunaSweeper(Sweeper):
-    """Continues a study, records failures, prunes trials, and writes plots; see lockstep/extras/study.py.
+    """Continues a study, records failures, prunes trials and writes plots; see lockstep/extras/study.py.
 
     Takes the options of configs/hydra/sweeper/optuna.yaml.
     """

@@ -3,7 +3,7 @@
 # B batch · K class
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,10 +32,6 @@ class Classifier(Classification):
     ) -> None:
         super().__init__(label_smoothing=label_smoothing, class_weights=class_weights)
 
-    def outputs(self, net: Any, batch: Batch) -> Tensor:
-        """logits_BK. `self(batch)` calls it with the network as the strategy and torch.compile have changed it."""
-        return net(batch["input"])
-
     def loss(self, logits_BK: Tensor, batch: Batch) -> Tensor:
         """loss_B: a number per sample, so each counts once, in whatever process it is."""
         target_B = self.checked(logits_BK, batch)
@@ -49,7 +45,8 @@ class Classifier(Classification):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss over the global batch, logged as train/loss. Add `self.mean(penalty_B)` for a term of your own."""
-        return self.mean_loss(self(batch), batch)
+        logits_BK = self(batch)  # the network's output for batch["input"]
+        return self.mean_loss(logits_BK, batch)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds the samples to val/loss and the metrics, each sample once."""

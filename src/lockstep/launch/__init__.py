@@ -1,4 +1,4 @@
-"""From a command to the processes of a run. Free of torch."""
+"""Commands and the processes of a run. Free of torch."""
 
 from lockstep.config.settings import Settings
 from lockstep.launch.cli import main

@@ -1,4 +1,4 @@
-"""The command line `python train.py key=value ...`, its processes, and the same from Python, with exceptions instead of exit codes."""
+"""The command line `python train.py key=value ...`, and its counterpart in Python, which raises instead of exiting."""
 
 import atexit
 import os
@@ -28,23 +28,24 @@ from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
 from lockstep.machine.world import TORCHRUN, external_launcher, launcher_problems, rank_of
 
-# --- The command line: `python train.py key=value ...`, and the processes that a command starts ---
+# --- The command line: `python train.py key=value ...` ---
 
-# What the hydra node may name, besides the packages of the project.
+# Targets that the hydra node may have, in addition to the packages of the project.
 TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
 
 
 def main(job: Job) -> None:
-    """The body of `train.py`, `eval.py` and `predict.py`; exits with 0 done, 2 wrong config or input, 1 failed while running.
+    """The body of `train.py`, `eval.py` and `predict.py`.
 
-    Call it last in a script: it ends the process with that code, even if SystemExit is caught.
+    Call it last in a script: it ends the process, even if SystemExit is caught. Exit codes: 0 done, 1 failed while
+    running, 2 wrong config or input.
 
-    The process is a command, maybe one of several that torchrun or SLURM started; or Lockstep started it, as a process of a run or for
-    a job of a multirun.
+    The process is a command, perhaps one of several that torchrun or SLURM started; or Lockstep started it for a rank
+    of a run or for a job of a multirun.
     """
     process.secure()
-    ended: list[int] = []
-    atexit.register(process.LastOfAll(ended))
+    exit_codes: list[int] = []
+    atexit.register(process.LastOfAll(exit_codes))
     process.owned = True
     handover: local.Handover | None = None
     try:
@@ -53,13 +54,14 @@ def main(job: Job) -> None:
     except UserError as e:
         problems = list(e.problems)
     launcher = None if problems else external_launcher(os.environ)
-    rank = 0 if problems else rank_of()  # 0 if it cannot be known, because rank 0 reports why
+    rank = 0 if problems else rank_of()  # 0 if the rank is unknown, because rank 0 reports the problems
     if launcher == TORCHRUN:
-        # Without its agent a new process would wait `strategy.timeout_s` for the others, and one that trains would be left behind.
-        agent = f"error: torchrun's agent (process {os.getppid()}) was ended, so its processes end too."
-        process.end_with_parent(has_pipe=False, message=agent if os.environ["LOCAL_RANK"] == "0" else "")
+        # Without torchrun's agent, a new process would wait `strategy.timeout_s` for the others, and a training
+        # process would keep running.
+        message = f"error: torchrun's agent (process {os.getppid()}) was ended, so its processes end too."
+        process.end_with_parent(has_pipe=False, message=message if os.environ["LOCAL_RANK"] == "0" else "")
 
-    def work() -> None:
+    def run_process() -> None:
         project.enter(job.script.parent)
         raise_problems(problems)
         if handover is None:
@@ -70,11 +72,11 @@ def main(job: Job) -> None:
             start(job, Draft.of_values(handover.config), list(handover.overrides or ()))
 
     with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
-        ended.append(exit_code(work, rank, again_of(job)))
-    if ended[0] and (process.supervised or launcher):
+        exit_codes.append(exit_code(run_process, rank, again_of(job)))
+    if exit_codes[0] and (process.supervised or launcher):
         process.report_failure(rank)
-        process.exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
-    sys.exit(ended[0])
+        process.exit_process(exit_codes[0])  # at once, because exit handlers might wait for something of the failed job
+    sys.exit(exit_codes[0])
 
 
 def again_of(job: Job) -> str:
@@ -82,77 +84,76 @@ def again_of(job: Job) -> str:
 
 
 def command(job: Job, argv: list[str]) -> None:
-    """Lets Hydra read the command line and run a single run or the jobs of a multirun."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to us instead of Hydra's own report and exit code
+    """Lets Hydra read the command line, then runs a single run or the jobs of a multirun."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises exceptions instead of printing its own report and exiting
     raise_problems(refused_options(argv))
     if {"-h", "--help"} & set(argv):
         from lockstep.launch import help
 
         print(help.text(job, argv))
         return
-    always = compose.search_path(argv)
-    given = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
-    overrides = compose.renamed_command(job.name, given, always)
-    today = dict(zip(given, overrides, strict=True))
-    sys.argv[1:] = [today.get(arg, arg) for arg in argv]  # which Hydra reads
+    search_path = compose.search_path(argv)
+    arguments = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
+    overrides = compose.renamed_command(job.name, arguments, search_path)
+    renamed = dict(zip(arguments, overrides, strict=True))
+    sys.argv[1:] = [renamed.get(arg, arg) for arg in argv]  # Hydra reads it
     multirun = {"-m", "--multirun"} & set(argv)
-    if multirun:  # check now: Hydra writes multirun.yaml before it finds a mistake
+    if multirun:  # check now: Hydra writes multirun.yaml before it detects an error
         if not job.trains:
             raise UserError(f"{job.name}.py takes one run at a time. Remove -m.")
-        # a study draws its trials
+        # a study samples its trials, so its size is not checked
         if "hydra/sweeper" not in map(compose.key_of, overrides) and compose.jobs(overrides) > compose.MOST_JOBS:
             raise UserError(f"-m: this sweep has more than {compose.MOST_JOBS:,} jobs. Sweep over fewer values.")
-        raise_problems(compose.tried_alone(job.name, overrides, always)[0])
+        raise_problems(compose.tried_alone(job.name, overrides, search_path)[0])
         names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
-        first = Draft(compose.compose_config(job.name, [*always, *names]))
+        first = Draft(compose.compose_config(job.name, [*search_path, *names]))
         raise_problems(filter(None, wrong_values(first, FIRST).values()))
         from lockstep.launch import sweeps
 
         raise_problems(sweeps.numbering_problems(first.folder.path, overrides))
-    # A launcher may pickle it for another process, so it must not refer to anything of this one.
+    # A launcher may pickle the task for a different process, so it must not refer to objects of this one.
     outcome: list[int] = []
     task: Any = partial(one_job, job, outcome)
     task.__module__, task.__name__ = __name__, job.name  # Hydra reads both
-    task.script = job.script  # hydra_plugins/lockstep_plugins.py
+    task.script = job.script  # for hydra_plugins/lockstep_plugins.py
     whitelist = [*TRUSTED, *(f"{package}.*" for package in project.current().packages)]
     try:
         hydra.main(config_path=str(CONFIGS), config_name=job.name, execution_whitelist=whitelist)(task)()
-    except RunFailed:  # a job of a multirun, which has reported its error
+    except RunFailed:  # a job of a multirun, which has already reported its error
         raise
     except compose.CONFIG_ERRORS as e:
-        raise UserError(*compose.explain(e, job.name, overrides, always)) from None
+        raise UserError(*compose.explain(e, job.name, overrides, search_path)) from None
     except Exception as e:
-        if not multirun:  # whose command has been checked
-            compose.composed(job.name, overrides, always)  # raises what is wrong with the command, if something is
+        if not multirun:  # the command of a multirun has been checked above
+            compose.composed(job.name, overrides, search_path)  # raises a UserError if the command is wrong
         files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__)]
-        hydras = [o for o in overrides if compose.key_of(o).startswith("hydra")]
-        if hydras and not any(
-            file.is_relative_to(PACKAGE.parent) for file in files[1:]
-        ):  # none of our plugins, nor a job
-            why = " ".join(str([*chain(e)][-1]).split())
+        hydra_overrides = [o for o in overrides if compose.key_of(o).startswith("hydra")]
+        # The error is neither from a job nor from Lockstep's plugins.
+        if hydra_overrides and not any(file.is_relative_to(PACKAGE.parent) for file in files[1:]):
+            reason = " ".join(str([*chain(e)][-1]).split())
             raise UserError(
-                f"{' '.join(hydras)}: Hydra cannot use this: {why}. Remove it; --hydra-help says more."
+                f"{' '.join(hydra_overrides)}: Hydra cannot use this: {reason}. Remove it; --hydra-help says more."
             ) from None
         raise
     if any(outcome):
         raise RunFailed("the failed process printed the reason", max(outcome))
 
 
-# Hydra's options; those that are not possible have a message of their own
+# Hydra's options. Those that are not supported have their own message.
 HYDRAS = re.compile("(hydra_)?help|version|cfg|resolve|package|(multi)?run|shell_.*|config_.*|info|experimental_.*")
 
 
 def refused_options(argv: list[str]) -> Iterator[str]:
-    """Options and keys of Hydra that would run another config, or have no effect."""
+    """Errors for options and keys of Hydra that would run a different config or have no effect."""
     multirun = {"-m", "--multirun"} & set(argv)
     for arg in argv:
         name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
         if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
             yield f"{name} cannot be set: each command has its own config. Pass experiment=<name>, with --config-dir=<folder> for your own."
         key = name.removeprefix("--").replace("-", "_")
-        if name.startswith("--") and not HYDRAS.fullmatch(key):  # as with argparse
-            instead = advice()["keys"].get(key, f"{compose.nearest_key(key) or key}={{value}}")
-            yield f"{name}: keys have no dashes. Pass {instead.format(value='<value>')}."
+        if name.startswith("--") and not HYDRAS.fullmatch(key):  # a dashed key, as with argparse
+            replacement = advice()["keys"].get(key, f"{compose.nearest_key(key) or key}={{value}}")
+            yield f"{name}: keys have no dashes. Pass {replacement.format(value='<value>')}."
         if name == "debug_rank" and multirun:
             yield f"{arg}: jobs of a multirun have no terminal. Run one job, without -m."
         if name == "hydra.mode":
@@ -166,13 +167,13 @@ def refused_options(argv: list[str]) -> Iterator[str]:
 
 
 def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | None:
-    """A single run, whose exit code goes to `outcome`; or one job of a multirun, which raises RunFailed. Hydra calls it."""
+    """Hydra's task function. Appends a run's exit code to `outcome`; in a multirun, a failed job raises RunFailed."""
     hydra_cfg = HydraConfig.get()
     overrides = list(hydra_cfg.overrides.task)
     multirun = hydra_cfg.mode == RunMode.MULTIRUN
     draft, result = Draft(cfg), list[dict[str, Any]]()
     if multirun:
-        from lockstep.launch import sweeps  # with rich, which a command that is refused need not wait for
+        from lockstep.launch import sweeps  # imports rich; an invalid command need not wait for that
 
         draft = sweeps.named(draft, hydra_cfg.sweep.dir, hydra_cfg.job.num)
     code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of(), again_of(job))
@@ -182,17 +183,17 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
     if rank_of() == 0:
         sweeps.record(draft.folder, overrides, failed=bool(code))
     if code == INTERRUPTED or process.received:
-        raise KeyboardInterrupt  # ends a multirun as a whole
+        raise KeyboardInterrupt  # ends the whole multirun
     if code:
         raise RunFailed(f"{draft.run} failed", code)  # Hydra marks the job as failed and continues
     return result[0]
 
 
-# --- Runs a job from Python: like its command, but with exceptions instead of exit codes, in the caller's process ---
+# --- Runs from Python: like the command, but in the caller's process and with exceptions instead of exit codes ---
 
 
 def call(name: str, overrides: list[str]) -> Any:
-    """Runs `python <name>.py <overrides>` and leaves this process as it was."""
+    """Runs `python <name>.py <overrides>` in this process and restores its state."""
     raise_problems(launcher_problems(os.environ))
     with process.restored():
         overrides = compose.renamed_command(name, overrides)
@@ -200,7 +201,7 @@ def call(name: str, overrides: list[str]) -> Any:
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
-    """Runs `python train.py -m <overrides>` and leaves this process as it was. Returns the rows of the sweep's table."""
+    """Runs `python train.py -m <overrides>` in this process and restores its state. Returns the rows of the table."""
     raise_problems(launcher_problems(os.environ))
     from lockstep.launch import sweeps
 
@@ -209,7 +210,7 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
         job = guarded_job("train")
         sys.argv[:] = [str(job.script), "-m", *overrides]
         sweeps.last.clear()
-        process.received.clear()  # of an earlier call: it would end this sweep
+        process.received.clear()  # a signal of an earlier call would end this sweep
         try:
             command(job, sys.argv[1:])
         except RunFailed:
@@ -219,16 +220,16 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
 
 
 def guarded_job(name: str) -> Job:
-    """A job of a caller's process: it restores the state of the libraries."""
+    """A job for a caller's process, which restores the state of the libraries."""
     job = local.load(local.script(name))
     return RestoringJob(**vars(job))
 
 
 class RestoringJob(Job):
-    """Restores the state of the libraries."""
+    """Restores the state of the libraries after the job."""
 
     def __call__(self, settings: Settings, data: Any = None) -> Any:
-        import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
+        import lockstep.build  # noqa: F401  # first, so that the state that its imports set up stays
         from lockstep.compat.torch import masks_restored
 
         with process.libraries_restored(), masks_restored():

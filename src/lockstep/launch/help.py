@@ -1,4 +1,4 @@
-"""`--help` of train.py, eval.py and predict.py: every key with its default, its comment in configs/ and the values it takes. Free of torch."""
+"""`--help` of train.py, eval.py and predict.py: keys with defaults, comments of configs/ and values. Free of torch."""
 
 import ast
 import re
@@ -19,62 +19,62 @@ from lockstep.errors import UserError, did_you_mean
 from lockstep.launch.local import Job
 from lockstep.run import LOADER
 
-SET_BY_CHOICE = ("_target_", "strategy.name", "replaces")  # keys that an option sets and nobody else should
+SET_BY_CHOICE = ("_target_", "strategy.name", "replaces")  # keys that only an option should set
 EVALUATION = (  # keys of a run that an evaluation may change
     "strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.precision", "data.root",
     "loader.eval_batch_size", "loader.num_workers",
 )  # fmt: skip
-INDENT = 34  # columns of a key and its default
+INDENT = 34  # width of the column for a key and its default
 COMMENTED = re.compile(r"( *)([\w/ ]+):(?: .*?)??(?: +# *(.*))?")  # a line of a config: indentation, key, comment
 
 
 def text(job: Job, argv: Sequence[str]) -> str:
-    """The help of a command; with names of groups or keys, such as `--help optim`, only theirs.
+    """The help of a command, or only that of groups or keys, as in `--help optim`.
 
     Raises:
-        UserError: a name is not that of a group or key.
+        UserError: there is no such group or key.
     """
-    before = zip(["", *argv], argv, strict=False)
-    asked = [b for a, b in before if not b.startswith("-") and "=" not in b and a not in ("--config-dir", "-cd")]
+    pairs = zip(["", *argv], argv, strict=False)
+    topics = [b for a, b in pairs if not b.startswith("-") and "=" not in b and a not in ("--config-dir", "-cd")]
     overrides = [arg for arg in argv if not arg.startswith("-") and "=" in arg]
     config = Shown(job.name, overrides, configs.search_path(argv))
-    known = [*GROUPS, *config.values]
-    if unknown := [name for name in asked if name not in known]:
-        hint = did_you_mean(unknown[0], known)
+    valid = [*GROUPS, *config.values]
+    if unknown := [name for name in topics if name not in valid]:
+        hint = did_you_mean(unknown[0], valid)
         raise UserError(f"--help {unknown[0]}: there is no such group or key{hint}; --help shows all.")
-    parts = [config.topic(name) for name in asked] or [overview(job, config)]
+    parts = [config.topic(name) for name in topics] or [overview(job, config)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
 class Shown:
-    """A composed config as help shows it."""
+    """A composed config, as shown by the help."""
 
-    def __init__(self, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> None:
-        """Raises UserError: what is wrong with `overrides`."""
-        composed = configs.composed(config_name, overrides, always, with_hydra=True)
+    def __init__(self, config_name: str, overrides: Sequence[str], search_path: Sequence[str] = ()) -> None:
+        """Raises UserError if `overrides` are invalid."""
+        composed = configs.composed(config_name, overrides, search_path, with_hydra=True)
         self.choices = dict(composed.hydra.runtime.choices)
         tree = OmegaConf.to_container(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
         self.values = {key: value for key, value in configs.dotted(tree).items() if value != {}}
         self.comments = comments_of("lockstep")
         if config_name != "train":
             self.comments |= comments_of("eval") | comments_of(config_name)
-        for group in GROUPS:  # an option may have its keys from another one
+        for group in GROUPS:  # an option may inherit keys from another one
             for option in sorted(configs.options(group), key=lambda name: name == self.choices.get(group)):
                 self.comments |= comments_of(f"{group}/{option}")
 
     def key(self, key: str, value: Any = None) -> Iterator[str]:
-        """A key with its default, or with `value`, its comment, the values it takes and an example."""
+        """A key with its default or `value`, its comment, its valid values and an example."""
         value = value or self.values.get(key)
         default = "<value>" if value == "???" else shown(value) if isinstance(value, str) else configs.typed(value)
         kind = {**KEYS, **PREDICT}.get(key)
-        takes = ""
+        values = ""
         if kind and not kind.takes.startswith("a text"):
             example = "" if kind.takes.startswith("one of ") else f"; for example {kind.example}"
-            takes = f"[{kind.takes.removeprefix('one of ')}{example}]"
-        return hanging(f"  {key}={default}", f"{self.comments.get(key, '')} {takes}".strip(), INDENT)
+            values = f"[{kind.takes.removeprefix('one of ')}{example}]"
+        return hanging(f"  {key}={default}", f"{self.comments.get(key, '')} {values}".strip(), INDENT)
 
     def group(self, name: str) -> Iterator[str]:
-        """The keys of a group under its title, or a key of the top level."""
+        """The keys of a group under its title, or a top-level key."""
         keys = [key for key in self.values if f"{key}.".startswith(f"{name}.")]
         if name in GROUPS and keys:
             choice = self.choices.get(name)
@@ -89,13 +89,13 @@ class Shown:
         if name not in GROUPS:
             yield from self.key(name)
             return
-        several, options = name in SEVERAL, configs.options(name)
+        is_list, options = name in SEVERAL, configs.options(name)
         if options:
-            yield f"{name}: choose with {name}={'[<option>,...]' if several else '<option>'}"
+            yield f"{name}: choose with {name}={'[<option>,...]' if is_list else '<option>'}"
         for option in options:
             yield from hanging(f"  {option}", headline(f"{name}/{option}"), 22)
         single = [option for option in options if not option_node(f"{name}/{option}").get("defaults")]
-        yield from (Shown("train", [f"{name}=[{','.join(single)}]"]) if several else self).group(name)
+        yield from (Shown("train", [f"{name}=[{','.join(single)}]"]) if is_list else self).group(name)
 
 
 def overview(job: Job, config: Shown) -> Iterator[str]:
@@ -106,7 +106,7 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
             yield from config.key(key)
         yield "\nKeys of the run that may be changed; `--help data strategy trainer` shows more:"
         for key in EVALUATION:
-            yield from config.key(key, "???")  # the run has its own
+            yield from config.key(key, "???")  # the default is the run's value
     else:
         yield "Groups. Choose with <group>=<option>, or [<option>,...]; `--help <group>` describes the options:"
         for group in filter(configs.options, GROUPS):
@@ -119,7 +119,7 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
 
 
 def hanging(name: str, text: str, indent: int) -> Iterator[str]:
-    """`text` beside `name`, or below it if it is long, in lines that fit the terminal."""
+    """`text` to the right of `name`, or below a long name, in lines that fit the terminal."""
     lines = textwrap.wrap(text, max(60, shutil.get_terminal_size().columns) - indent)
     if lines and len(name) < indent:
         yield f"{name:{indent}}{lines.pop(0)}"
@@ -136,21 +136,21 @@ def option_node(config: str) -> dict[str, Any]:
 
 
 def headline(config: str) -> str:
-    """What an option is: the comment at the top of its file, or else its class."""
+    """The description of an option: the comment at the top of its file, or else its class."""
     lines = configs.config_file(config).read_text().splitlines()
-    top = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]
-    return " ".join(top) or " ".join(
+    doc = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]
+    return " ".join(doc) or " ".join(
         v for k, v in configs.dotted(option_node(config)).items() if k.endswith("_target_")
     )
 
 
 def comments_of(config: str) -> dict[str, str]:
-    """The comments behind the keys of a config."""
+    """The comments after the keys of a config."""
     group = config.rpartition("/")[0]
-    parents, found = [(-1, group)] if group else [], dict[str, str]()
+    parents, comments = [(-1, group)] if group else [], dict[str, str]()
     for line in filter(None, map(COMMENTED.fullmatch, configs.config_file(config).read_text().splitlines())):
         indent = len(line[1])
         parents = [*(parent for parent in parents if parent[0] < indent), (indent, line[2])]
         if line[3]:
-            found[".".join(name for _, name in parents)] = line[3].strip()
-    return found
+            comments[".".join(name for _, name in parents)] = line[3].strip()
+    return comments

@@ -1,4 +1,4 @@
-"""The jobs that commands run, and the processes of a run on this machine, one per device. All end when one fails or when their parent dies."""
+"""The jobs that commands run, and the processes of a run on this machine, one per device."""
 
 import json
 import os
@@ -31,45 +31,44 @@ from lockstep.run import RunFolder
 if TYPE_CHECKING:
     from lockstep.reporting.recorder import Page
 
-# --- The scripts that commands run, the project's own or Lockstep's, and the jobs that they define ---
+# --- The scripts of commands, from the project or Lockstep, and the jobs that they define ---
 
 SCRIPTS = (TEMPLATE, PACKAGE / "scripts" if WHEEL else ROOT / "scripts")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a script defines: its name, which is also that of its config, and the functions that each process of a run calls."""
+    """What a script defines: its name, which is that of its config, and functions that each process of a run calls."""
 
     name: str
-    run: Callable[[Settings, Any], Any]  # the part of one process: it gets the settings and the data
-    data: Callable[
-        [Settings], Any
-    ]  # makes the data set, or returns None for a LightningDataModule; called once in each process
-    page: "Page | None" = None  # shows a run that ends, also one that fails before `run` is called
-    script: Path = field(default_factory=lambda: Path(sys.argv[0]).resolve())  # which the run's other processes execute
+    run: Callable[[Settings, Any], Any]  # the work of one process, from the settings and the data
+    # Creates the data set, or returns None for a LightningDataModule. Called once in each process.
+    data: Callable[[Settings], Any]
+    page: "Page | None" = None  # writes the page of a run that ends, even if it fails before `run` is called
+    script: Path = field(default_factory=lambda: Path(sys.argv[0]).resolve())  # executed by the run's other processes
 
     @property
     def trains(self) -> bool:
-        """Otherwise it evaluates a run that exists."""
+        """False if the job evaluates an existing run."""
         return self.name not in ("eval", "predict")
 
     def __call__(self, settings: Settings, data: Any = None) -> Any:
-        """The part of this process, with the data that it has read already, or none yet."""
+        """Runs the job in this process, with its data if the process has already read it."""
         from lockstep import build  # imports torch and Lightning (7 s)
         from lockstep.config.checks import signature_problems
 
         build.process(settings)
-        if self.trains:  # an evaluation uses a config that has already trained
+        if self.trains:  # the config of an evaluation has already trained
             raise_problems(signature_problems(settings, shipped=False))
         numbered = settings.with_numbers()
         return self.run(numbered, data if data is not None and numbered is settings else self.read_data(numbered))
 
     def read_data(self, settings: Settings) -> Any:
-        """The data set, ready to be read; None for data with its own dataloaders, or for none that the job needs."""
+        """The data set, ready to be read; None for data with its own dataloaders, or if the job needs no data set."""
         asked = settings.request
         if settings.loader is None or (
             asked is not None and asked.part is None
-        ):  # own dataloaders; or files are predicted
+        ):  # data with its own dataloaders; or a prediction of files
             return None
         from lockstep.augment.operation import Augmentation
 
@@ -80,7 +79,7 @@ class Job:
 
 
 def data(settings: Settings) -> Any:
-    """The data set that `data` names. Free of torch, if its class is."""
+    """Creates the data set of the config `data`. Free of torch if its class is."""
     from lockstep.config.instantiate import create_data
 
     assert settings.loader
@@ -89,7 +88,7 @@ def data(settings: Settings) -> Any:
 
 
 def scripts() -> dict[str, Path]:
-    """All scripts by name (train, eval, runs, ...): the project's own if it has one, else Lockstep's."""
+    """All scripts by name (train, eval, runs, ...): the project's if it exists, else Lockstep's."""
     root = project.current().root
     shipped = {path.stem: path for folder in SCRIPTS for path in sorted(folder.glob("*.py"))}
     own = {name: root / f"{name}.py" for name in shipped} if root else {}
@@ -97,7 +96,7 @@ def scripts() -> dict[str, Path]:
 
 
 def script(name: str) -> Path:
-    """Raises UserError: there is no script of that name."""
+    """The script `name`. Raises UserError if it does not exist."""
     found = scripts()
     if name not in found:
         hint = did_you_mean(name, found)
@@ -106,8 +105,8 @@ def script(name: str) -> Path:
 
 
 def load(path: Path) -> Job:
-    """The JOB of a script. Raises UserError: it has none."""
-    # Not by runpy, which does not promise that functions outlive it.
+    """The JOB of a script. Raises UserError if the script has none."""
+    # Not with runpy, which does not guarantee that functions can be used afterwards.
     spec = util.spec_from_file_location(f"lockstep_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
@@ -121,36 +120,39 @@ def load(path: Path) -> Job:
 
 
 def job(name: str) -> Job:
-    """The template's own job, `train`, `eval` or `predict`, for a project's script that does not define its own."""
+    """The template's job `train`, `eval` or `predict`, for a project's script that does not define its own job."""
     return replace(load(TEMPLATE / f"{name}.py"), script=Path(sys.argv[0]).resolve())
 
 
 # --- What a process that Lockstep starts gets from its parent ---
 #
-# Lightning starts processes by repeating the command line; under a Hydra multirun, each child would repeat the whole sweep
-# (Lightning#11300). Here each process gets the config of its job, and LOCAL_RANK tells Lightning that it is started.
+# Lightning starts processes by repeating the command line, so under a Hydra multirun each child would repeat the whole
+# sweep (Lightning#11300). Here each process gets the config of its job; LOCAL_RANK shows Lightning that the processes
+# are started.
 
 VARIABLE = "LOCKSTEP_JOB"  # the file of the hand-over: an environment string holds at most 128 KiB
 
 
 @dataclass(frozen=True)
 class Handover:
-    """For a rank of a run, which has a `world`; or for a job of a multirun, a command of its own."""
+    """For a rank of a run, with its `world`; or for a job of a multirun, which is a separate command."""
 
     config: Any  # plain values
     overrides: Sequence[str] | None = ()
     world: World | None = None
-    request: dict[str, Any] | None = None  # of predict.py
+    request: dict[str, Any] | None = None  # for predict.py
     debug_rank: int | None = None
     from_notebook: bool = False
-    end_file: str = ""  # where a rank reports that its part is done (empty), or that memory ran out
+    end_file: str = ""  # where a rank reports that it is done (empty file), or that memory ran out
 
 
 def spawn(
     script: Path, env: Mapping[str, str], handover: Handover, file: Path, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Runs `script` in a process that ends with this one, whose pipe its standard input is. It reads the hand-over from `file`, in a
-    folder that nobody else may read, and removes it."""
+    """Runs `script` in a process that ends with this one, because its standard input is a pipe from this one.
+
+    It reads the hand-over from `file`, in a folder that no other user can read, and removes the file.
+    """
     file.touch(0o600, exist_ok=False)
     file.write_text(json.dumps(asdict(handover)))
     env = {**env, **project.environment(), VARIABLE: str(file)}
@@ -158,7 +160,7 @@ def spawn(
 
 
 def received() -> Handover | None:
-    """What the parent handed over; None in a process that a user started. Raises UserError: it is something else."""
+    """The parent's hand-over; None in a process that a user started. Raises UserError if it is invalid."""
     file = os.environ.pop(VARIABLE, None)
     if file is None:
         return None
@@ -179,34 +181,35 @@ def received() -> Handover | None:
     return handover
 
 
-# --- The processes of a run on this machine, one per device. All end when one fails or when their parent dies ---
+# --- The processes of a run on this machine, one per device. All end if one fails or the parent dies ---
 
-# Seconds for the others to end after one failed: rank 0 may be writing the report, and its loggers have 5 s.
+# Time for the other processes to end after one failed: rank 0 may be writing the report, and its loggers have 5 s.
 FAILING_S = 6.0
-SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
-EXIT_S = 60.0  # for the other processes and for exit handlers, when the first process is done
+SAVING_S = 60.0  # the same after a warning signal or while saving: rank 0 may be finishing W&B's run
+EXIT_S = 60.0  # time for the other processes and for exit handlers after the first process is done
 GRACE_S = 10.0  # from a second Ctrl-C, or the report that memory ran out, until the parent ends a process
 
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A port of this machine that nobody else is given meanwhile: rank 0 opens it seconds later, when it has imported torch.
+    """Reserves a port of this machine until rank 0 opens it, which takes seconds because rank 0 imports torch first.
 
-    Two sockets that both reuse addresses, as torch's do, may be bound to one port as long as one of them listens.
+    Two sockets that both reuse addresses, as torch's do, can be bound to the same port as long as only one of them
+    listens.
     """
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
         port = int(s.getsockname()[1])
-        if os.name == "nt":  # there torch asks for a port of its own
+        if os.name == "nt":  # torch requires exclusive use of the port there
             s.close()
         yield port
 
 
 def environment(world: World, port: int) -> dict[str, str]:
-    """For the process of rank `world.rank`."""
+    """The environment variables of the process with rank `world.rank`."""
     count, (node, local_rank) = world.size // world.nodes, divmod(world.rank, world.devices)
-    # A thread per core in each process would slow all of them down. A single process keeps torch's default.
+    # One thread per core in every process would slow all of them down. A single process keeps torch's default.
     several = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if count > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
     place = {"RANK": str(world.rank), "LOCAL_RANK": str(local_rank), "NODE_RANK": str(node)}
@@ -214,13 +217,13 @@ def environment(world: World, port: int) -> dict[str, str]:
 
 
 def in_run(job: Job, settings: Settings, data: Any = None, *, end_file: Path | None = None) -> Any:
-    """This process's part of a run; what it prints also goes to its log. `end_file` is made before it waits for the others."""
+    """Runs the job in this process and logs its output. Creates `end_file` before waiting for the other processes."""
     log = process.RankLog(settings.folder.path, settings.world.rank) if process.owned else nullcontext()
     with process.breakpoints(), log, ExitStack() as end:
         end.push(lambda error, *_: process.monitor and process.monitor.leave(failed=error is not None))
         try:
             result = job(settings, data)
-        except SystemExit as e:  # Lightning's answer to SIGTERM, in a job with a Trainer of its own
+        except SystemExit as e:  # raised by Lightning after SIGTERM, in a job with its own Trainer
             if not process.received or isinstance(e.__context__, KeyboardInterrupt):
                 raise
             raise Preempted(f"ended by {process.received[0].name}; rerun the command.") from None
@@ -230,9 +233,9 @@ def in_run(job: Job, settings: Settings, data: Any = None, *, end_file: Path | N
 
 
 def report_end(job: Job, handover: Handover) -> None:
-    """`in_run`, telling the parent that this process's part is done, or that memory ran out; then waits for the other ranks.
+    """Like `in_run`, but reports to the parent when the job is done or memory ran out, then waits for the other ranks.
 
-    If this process ended first, each of the others would fail with a traceback about a lost connection.
+    If this process ended first, each other rank would fail with a traceback about a lost connection.
     """
     assert handover.world is not None
     end_file = Path(handover.end_file)
@@ -248,13 +251,13 @@ def report_end(job: Job, handover: Handover) -> None:
 
 
 def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> None:
-    """Runs `script` once for each process of this node and waits. None is left afterwards.
+    """Runs `script` once for each process of this node and waits until all have ended.
 
     Raises:
-        RunFailed: with the exit code of the first process that failed; the others have been ended.
-        OutOfMemory: memory ran out in one of them.
-        LostProcess: a signal ended one of them.
-        KeyboardInterrupt: once they have saved, or at once at a second Ctrl-C.
+        RunFailed: a process failed; has the exit code of the first one.
+        OutOfMemory: memory ran out in a process.
+        LostProcess: a signal ended a process.
+        KeyboardInterrupt: after the processes have saved, or immediately after a second Ctrl-C.
     """
     world, debug_rank, kills = settings.world, process.debug_rank, kernel_kills()
     if trains or debug_rank is not None:
@@ -276,7 +279,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
             code = wait(processes, end_files, settings.folder.checkpoints)
             rank = world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
         finally:
-            for child in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
+            for child in processes:  # the others wait for the failed one, and SIGTERM would only make them save
                 child.kill()
             for child in processes:
                 with child:  # waits and closes its pipe
@@ -286,9 +289,9 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
         errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_text())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
-    if -code in process.received:  # before it could save
+    if -code in process.received:  # before the process could save
         raise Preempted(f"ended by {signal.Signals(-code).name} before anything could be saved; rerun the command.")
-    if errors:  # the error without a remedy, else the one with the smallest micro-batch
+    if errors:  # an error without a remedy first, then the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
         raise killed(settings, rank, by_kernel=kernel_kills() > kills, trains=trains)
@@ -301,11 +304,11 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
 def wait(
     processes: list[subprocess.Popen[bytes]], end_files: Sequence[Path] = (), checkpoints: Path | None = None
 ) -> int:
-    """0 when all processes succeed, else the first other exit code, after FAILING_S for the others to fail too.
+    """Waits; 0 if all processes succeed, else the first nonzero exit code, after FAILING_S for the others to fail.
 
-    A process that has reported that memory ran out waits to be ended, and counts as failed with exit code 1. When the first process,
-    which writes the report, is done, the others have EXIT_S: nobody needs them any more, and one may hang. Signals that warn this process are passed on: the processes
-    save what they have and end. After a second Ctrl-C they have GRACE_S.
+    A process that has reported out of memory waits to be ended and counts as failed with exit code 1. After the first
+    process, which writes the report, is done, the others have EXIT_S: they are no longer needed, and one may hang.
+    Warning signals are forwarded, so the processes save and end. After a second Ctrl-C they have GRACE_S.
     """
     first, deadline, passed_on = 0, float("inf"), 0
     while True:
@@ -321,7 +324,7 @@ def wait(
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
             saving = passed_on or (checkpoints and parts_in(checkpoints))
-            first = next((code for code in failed if code < 0), failed[0])  # the others failed because of a killed one
+            first = next((code for code in failed if code < 0), failed[0])  # a killed process makes the others fail
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
         elif deadline == float("inf") and told[:1] == [""] and process.debug_rank is None:
             deadline = time.monotonic() + EXIT_S
@@ -330,19 +333,19 @@ def wait(
         time.sleep(0.05)
 
 
-# --- Restarts a run with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch ---
+# --- Restarts with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch ---
 
 VMSTAT = Path("/proc/vmstat")
 
 
 def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
-    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the previous one's last checkpoint.
+    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the newest checkpoint.
 
     Raises:
         OutOfMemory: a smaller micro-batch does not help, or does not exist.
     """
     folder, batch, key = settings.folder, settings.steps.batch_size, "trainer.accumulate_grad_batches"
-    had = max(1, folder.report().get("micro_batch") or batch)  # of a resumed run
+    had = max(1, folder.report().get("micro_batch") or batch)  # micro-batch of a resumed run
     fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
     settings = settings.but({key: next(fits)})
     while True:
@@ -353,7 +356,7 @@ def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
             if e.accumulate is None or process.received:
                 raise
             before, settings = settings.batches["micro_batch"], settings.but({key: e.accumulate})
-        if (newest := newest_saved(folder)) and newest != earlier:  # otherwise it may be of an abandoned continuation
+        if (newest := newest_saved(folder)) and newest != earlier:  # an old one may be of an abandoned continuation
             settings = settings.but({"resume": newest[0]})
         if not settings.cfg.resume:
             folder.discard()
@@ -363,19 +366,19 @@ def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
 
 
 def newest_saved(folder: RunFolder) -> tuple[str, int] | None:
-    """The newest checkpoint of a run, and when it was written."""
+    """The newest checkpoint of a run and its modification time."""
     newest = checkpoint_if_any(folder.path)
     return (str(newest), newest.stat().st_mtime_ns) if newest else None
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has killed because the machine or a container ran out of memory; 0 if unknown."""
+    """Number of processes that the kernel killed because the machine or a container ran out of memory; 0 if unknown."""
     found = re.search(r"^oom_kill (\d+)", VMSTAT.read_text() if VMSTAT.is_file() else "", re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def killed(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
-    """The error for a process ended by SIGKILL, which usually means that the kernel ran out of memory."""
+    """The error for a process that SIGKILL ended, which usually means that the machine ran out of memory."""
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
     who = f"rank {rank}" if settings.world.size > 1 else "the process"
     advice, more = "fewer loader.num_workers, or a smaller loader.eval_batch_size", None

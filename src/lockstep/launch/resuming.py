@@ -1,4 +1,4 @@
-"""The config of a run that starts from an earlier one: resume=, init_from=, and run= or checkpoint= of eval.py and predict.py. Free of torch."""
+"""Configs that start from an earlier run: `resume`, `init_from`, evaluation and prediction. Free of torch."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +23,9 @@ from lockstep.run import RunFolder, find_run
 
 # --- The keys that cannot change when a run is resumed ---
 
-# Another network does not fit the checkpoint. Another split would validate on images that were trained on. Other batches would
-# repeat some samples and skip others. The optimizer's state has its own learning rates. The bits depend on the `exact` keys.
+# A different network does not fit the checkpoint. A different split would validate on training images. Different
+# batches would repeat some samples and skip others. The optimizer's state contains the learning rates. The bits of the
+# result depend on the `exact` keys.
 FIXED = (
     "task._target_", "model._target_", "model.name", "seed", "optim", "exact.logical_ranks", "exact.threads", "data._target_",
     "loader.val_fraction", "loader.val_gap", "loader.folds", "loader.fold", "loader.limit_train", "loader.balance", "loader.batch_size",
@@ -32,34 +33,34 @@ FIXED = (
 )  # fmt: skip
 
 
-# What a checkpoint's weights are, under any name.
+# Callbacks that determine a checkpoint's weights, under any name.
 AVERAGE = ("lockstep.callbacks.EMA", "lockstep.callbacks.weights.EMA")
 
 
 def changes(now: Draft, then: Draft) -> Iterator[str]:
-    """Where a resumed run differs from what it was in what must stay."""
+    """Errors for the keys that cannot change when a run is resumed."""
 
-    def fixed(draft: Draft) -> dict[str, Any]:
+    def fixed_values(draft: Draft) -> dict[str, Any]:
         callbacks = {f"callbacks.{name}": Component.of(node) for name, node in draft.get("callbacks").items()}
-        averages = [key for key, each in callbacks.items() if each.target in AVERAGE or is_a(each, key, AVERAGE[1])]
-        return {key: value for at in (*FIXED, *averages) for key, value in dotted(draft.get(at), at).items()}
+        averages = [key for key, item in callbacks.items() if item.target in AVERAGE or is_a(item, key, AVERAGE[1])]
+        return {key: value for group in (*FIXED, *averages) for key, value in dotted(draft.get(group), group).items()}
 
-    ours, theirs = fixed(now), fixed(then)
-    for key in {**ours, **theirs}:
-        if ours.get(key) != theirs.get(key):
-            kept = f"cannot be changed when resuming; the run has {theirs.get(key)}"
-            yield f"{key}={ours.get(key)} {kept}. Pass init_from=<run> for a new run."
-    parts, before = (draft.get("trainer.accumulate_grad_batches") for draft in (now, then))
+    new, saved = fixed_values(now), fixed_values(then)
+    for key in {**new, **saved}:
+        if new.get(key) != saved.get(key):
+            reason = f"cannot be changed when resuming; the run has {saved.get(key)}"
+            yield f"{key}={new.get(key)} {reason}. Pass init_from=<run> for a new run."
+    accumulate, saved_accumulate = (draft.get("trainer.accumulate_grad_batches") for draft in (now, then))
     for key in ("trainer.limit_train_batches", "trainer.val_check_interval"):  # integers count micro-batches
-        if parts != before and isinstance(now.get(key), int):
-            counts = f"in a run with {key}={now.get(key)}, which counts micro-batches; there it is {before}"
-            yield f"trainer.accumulate_grad_batches={parts} cannot be changed {counts}. Set trainer.accumulate_grad_batches={before}."
+        if accumulate != saved_accumulate and isinstance(now.get(key), int):
+            context = f"in a run with {key}={now.get(key)}, which counts micro-batches; there it is {saved_accumulate}"
+            yield f"trainer.accumulate_grad_batches={accumulate} cannot be changed {context}. Set trainer.accumulate_grad_batches={saved_accumulate}."
 
 
-# --- The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py ---
+# --- Configs that start from an earlier run: `resume`, `init_from`; `run` or `checkpoint` of eval.py and predict.py ---
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
-# Keys of these values are decided when the run first begins, then kept.
+# Keys with these values are decided at the first start of the run, then kept.
 AUTO = {
     "trainer.precision": "auto", "trainer.log_every_n_steps": "auto", "loader.num_workers": "auto", "loader.eval_batch_size": None, "seed": None,
     **{f"data.{key}": "model" for key in OF_NETWORK},
@@ -74,11 +75,11 @@ DATA_MODULE = "lightning.pytorch.core.datamodule.LightningDataModule"
 
 
 def completed(saved: Draft) -> Draft:
-    """The config of a run, with the defaults of keys that are newer than the run. Raises UserError: its groups have other values."""
+    """The config of a run, with defaults for keys that are newer than the run. Raises UserError if it is malformed."""
     data = Component.of(saved.group("data"))
-    if saved.group("loader").keys() & data.kwargs.keys():  # of 0.1, see renames.py
-        own = is_a(data, "data", DATA_MODULE)
-        saved = saved.but({"loader": {}} if own else {"data": data.without(*LOADER_KEYS).node})
+    if saved.group("loader").keys() & data.kwargs.keys():  # a config of version 0.1, see renames.py
+        is_data_module = is_a(data, "data", DATA_MODULE)
+        saved = saved.but({"loader": {}} if is_data_module else {"data": data.without(*LOADER_KEYS).node})
     groups = [group for group in ("", *CLOSED) if not group or isinstance(saved.tree.get(group), Mapping)]
     if newer := [key for key in KEYS if key.rpartition(".")[0] in groups and not saved.has(key)]:
         defaults = Draft(compose_config("train", []))
@@ -88,14 +89,14 @@ def completed(saved: Draft) -> Draft:
 
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
-    """The config of the run that saved a checkpoint. Raises UserError: it is damaged."""
+    """The config of the run that saved a checkpoint. Raises UserError if it is damaged."""
     config, problems = values_of(completed(Draft.of_values(checkpoint.config)))
     raise_problems(problems)
     return config
 
 
 def merged(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
-    """The run's own config with the changes of this command line."""
+    """The saved config of the run with the changes of this command line."""
     keys = [key_of(override) for override in overrides]
     if recipes := [key for key in keys if key in RECIPES]:
         raise UserError(f"{recipes[0]}= cannot be changed for an existing run. Set the individual keys instead.")
@@ -106,24 +107,24 @@ def merged(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
 
 
 def named(draft: Draft) -> Draft:
-    """With the name of the job, if it is one, and with resume=auto if the system restarted this command."""
+    """Adds the name of the job, if there is one, and resume=auto if the system restarted this command."""
     if draft.run is None and draft.resume in (None, "auto"):
         name = name_of_job(draft.model_and_data)
-        # a second command in the same SLURM job begins a run of its own
+        # a second command in the same SLURM job starts a new run
         if not (name and has_begun(draft.but({"run": name})) and not draft.resume and not restarted() and is_alone()):
             draft = draft.but({"run": name})
     has_saved = continues_another(draft) and finding.found_in(draft.folder.path)
     may_save = draft.get("trainer.enable_checkpointing")
     if restarted() and draft.run is not None and (not draft.resume or has_saved) and may_save:
-        draft = draft.but({"resume": "auto"})  # continue in the same directory
+        draft = draft.but({"resume": "auto"})  # continue in the same folder
     return draft
 
 
 def for_training(draft: Draft, overrides: list[str]) -> Draft:
-    """Resolves `resume` and `init_from` to checkpoint paths; a resumed run gets its own config back.
+    """Resolves `resume` and `init_from` to checkpoint paths. A resumed run gets its saved config back.
 
     Raises:
-        UserError: there is nothing to continue, or the run directory is taken.
+        UserError: there is nothing to continue, or the run folder is in use.
     """
     raise_problems(contradictions(draft))
     return resumed(draft, overrides) if draft.resume else draft
@@ -140,12 +141,12 @@ def contradictions(draft: Draft) -> Iterator[str]:
 
 
 def is_alone() -> bool:
-    """Whether no launcher started this process as one of several."""
+    """Whether this process is not one of several that a launcher started."""
     return external_launcher(os.environ) is None
 
 
 def is_first() -> bool:
-    """Whether this process alone looks at the folder: a later one may find what the first has made."""
+    """Whether this is the first process. Only it checks the folder: the others may already see files of the first."""
     return rank_of() == 0 and (not is_alone() or number(os.environ, "NODE_RANK", default=0) == 0)
 
 
@@ -154,88 +155,88 @@ def has_begun(draft: Draft) -> bool:
 
 
 def continues_another(draft: Draft) -> bool:
-    """Whether a start of this command may have begun the run as the continuation of another one."""
+    """Whether an earlier start of this command may have begun the run as the continuation of a different run."""
     return draft.run is not None and bool(draft.folder.report().get("resumed_from"))
 
 
 def begun(settings: Settings, *, again: bool) -> Settings:
-    """Of a run that starts anew, with `init_from` as the path of a checkpoint.
+    """The settings of a new run, with `init_from` as the path of a checkpoint.
 
     Raises:
-        UserError: there are no such weights, or the run's folder is taken; not if this command runs `again`.
+        UserError: there are no such weights, or the run's folder exists and this command does not run `again`.
     """
     cfg = settings.cfg
     if is_first() and not again and settings.folder.has_config():
-        place = f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists"
-        raise UserError(f"{place}. Pass resume=auto to continue it, or another name.")
+        reason = f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists"
+        raise UserError(f"{reason}. Pass resume=auto to continue it, or another name.")
     return settings.but({"init_from": weights_of(cfg.init_from, cfg.runs_dir)}) if cfg.init_from else settings
 
 
-def weights_of(given: str, runs_dir: str) -> str:
+def weights_of(init_from: str, runs_dir: str) -> str:
     """The path of the checkpoint that `init_from` names."""
-    return str(outline(finding.tested_checkpoint(given, "init_from", runs_dir)).path)
+    return str(outline(finding.tested_checkpoint(init_from, "init_from", runs_dir)).path)
 
 
 def resumed(draft: Draft, overrides: list[str]) -> Draft:
-    place, checkpoint = finding.resume_point(str(draft.resume), draft.run, draft.runs_dir)
-    before = RunFolder(place)
+    folder, checkpoint = finding.resume_point(str(draft.resume), draft.run, draft.runs_dir)
+    previous = RunFolder(folder)
     if checkpoint is None:
-        earlier = before.report()
-        origin = earlier.get("resumed_from")
-        if origin or earlier.get("status") == "done":
-            why = f"it continued {origin}" if origin else "it is done"
+        report = previous.report()
+        origin = report.get("resumed_from")
+        if origin or report.get("status") == "done":
+            reason = f"it continued {origin}" if origin else "it is done"
             raise UserError(
-                f"{place} has no checkpoint, so resume=auto would train it from the start, although {why}. Put its checkpoints back, or rerun the first command with a different run=<name>."
+                f"{folder} has no checkpoint, so resume=auto would train it from the start, although {reason}. Put its checkpoints back, or rerun the first command with a different run=<name>."
             )
-        if before.has_config() and is_first():
-            warn(f"{place} has no checkpoint yet: training starts from step 0.")
-        return same_identity(draft.but({"resume": None}), before)
-    before.validate()
-    saved, place, runs_dir = completed(Draft.of_run(before)), place.resolve(), Path(draft.runs_dir).resolve()
-    own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
-    # With a recipe on the command line, that is the whole config again; otherwise keys that were not passed stay as they were.
-    recipe = draft.resume == "auto" and any(key_of(o) in RECIPES for o in own)
-    result = take_decided(draft if recipe else merged(saved, draft, own), saved)
-    inside = place.is_relative_to(runs_dir)  # the run may have been moved there
-    own_name = str(place.relative_to(runs_dir) if inside else saved.run)
+        if previous.has_config() and is_first():
+            warn(f"{folder} has no checkpoint yet: training starts from step 0.")
+        return same_identity(draft.but({"resume": None}), previous)
+    previous.validate()
+    saved, folder, runs_dir = completed(Draft.of_run(previous)), folder.resolve(), Path(draft.runs_dir).resolve()
+    new_overrides = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
+    # A recipe on the command line defines the whole config. Otherwise, keys that are not passed keep saved values.
+    recipe = draft.resume == "auto" and any(key_of(o) in RECIPES for o in new_overrides)
+    result = take_decided(draft if recipe else merged(saved, draft, new_overrides), saved)
+    inside = folder.is_relative_to(runs_dir)  # the run may have been moved there
+    previous_name = str(folder.relative_to(runs_dir) if inside else saved.run)
     result = result.but(
         {
-            "run": str(draft.run or own_name),
+            "run": str(draft.run or previous_name),
             "runs_dir": draft.runs_dir,
             "resume": str(checkpoint.path),
             "init_from": saved.init_from,  # for the record
         }
     )
-    result = set_aside(result, own)
-    again = restarted() and continues_another(result)
-    if is_first() and result.run != own_name and has_begun(result) and not again:
+    result = set_aside(result, new_overrides)
+    is_restart = restarted() and continues_another(result)
+    if is_first() and result.run != previous_name and has_begun(result) and not is_restart:
         raise UserError(f"run={result.run}: {result.folder.path} is another run. Remove run, or pass another name.")
     raise_problems(changes(result, saved))
-    return same_identity(result, before) if result.run == own_name else result
+    return same_identity(result, previous) if result.run == previous_name else result
 
 
 def all_overrides(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...] | None:
-    """Those of the run that this one continues, and of this command; None if that run keeps none."""
+    """The overrides of the run that this one continues and of this command; None if that run has not saved any."""
     if not draft.resume or any(key_of(o) in RECIPES for o in overrides):
         return kept(overrides)
-    before = overrides_of(RunFolder(Path(draft.resume).resolve().parent.parent).report())
-    return None if before is None else kept(overrides, before)
+    previous = overrides_of(RunFolder(Path(draft.resume).resolve().parent.parent).report())
+    return None if previous is None else kept(overrides, previous)
 
 
 def take_decided(new: Draft, saved: Draft) -> Draft:
-    """With the values of what was decided when the run first began."""
+    """Restores the values that were decided at the first start of the run (AUTO)."""
     open_keys = [key for key, undecided in AUTO.items() if new.get(key) == undecided]
-    # a key that the saved config lacks is of an older version, which has the default of the class
+    # the saved config is of an older version that lacks the key, so the class's default applies
     absent = [key for key in open_keys if new.has(key) and not saved.has(key)]
     return new.but({key: saved.get(key) for key in open_keys if saved.has(key)}, without=absent)
 
 
 def set_aside(draft: Draft, overrides: list[str]) -> Draft:
-    """Without recalled values that have no effect under the new strategy or device, with a warning. Those passed now stay an error."""
+    """Drops saved values without effect under the new strategy or device, with a warning. Passed ones stay an error."""
     passed, config = [key_of(override) for override in overrides], values_of(draft)[0]
     try:
         idle = without_effect(Settings.of(config))
-    except Refused:  # told by the check of all
+    except Refused:  # the check of the whole config reports it
         return draft
     for key in (key for key in idle if key not in passed):
         value = draft.get(key)
@@ -245,46 +246,46 @@ def set_aside(draft: Draft, overrides: list[str]) -> Draft:
     return draft
 
 
-def same_identity(draft: Draft, before: RunFolder) -> Draft:
-    """Keeps what was drawn when the run first began: its seed and its loggers' ids."""
-    if not before.has_config():
+def same_identity(draft: Draft, previous: RunFolder) -> Draft:
+    """Keeps the seed and the logger ids that were drawn at the first start of the run."""
+    if not previous.has_config():
         return draft
-    saved, loggers = Draft.of_run(before), draft.get("logger")
-    drawn = {
+    saved, loggers = Draft.of_run(previous), draft.get("logger")
+    ids = {
         f"logger.{name}.id": node["id"]
         for name, node in saved.get("logger").items()
         if "id" in node and name in loggers
     }
-    return draft.but(drawn | ({"seed": saved.get("seed")} if draft.get("seed") is None else {}))
+    return draft.but(ids | ({"seed": saved.get("seed")} if draft.get("seed") is None else {}))
 
 
 def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> Draft:
-    """The config of the run that `job` (eval or predict) is about, with the strategy and devices of this command line.
+    """The config of the run that `job` (eval or predict) uses, with the strategy and devices of this command line.
 
     Raises:
-        UserError: the run or the checkpoint does not exist, is damaged, or is something else.
+        UserError: the run or the checkpoint does not exist, is damaged, or is a different kind of file.
     """
     path = composed.get("checkpoint")
     if (composed.run is None) == (path is None):
-        typed, more = command(job), " input=<folder>" if job == "predict" else ""
-        raise UserError(f"Run {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
+        script, extra = command(job), " input=<folder>" if job == "predict" else ""
+        raise UserError(f"Run {script} run=<name>{extra}, or {script} checkpoint=<path>{extra}; one of the two.")
     if composed.run is not None:
         folder = find_run(str(composed.run), composed.runs_dir, key="run")
         checkpoint = outline(finding.checkpoint_of_report(folder.path))
     else:
         checkpoint = outline(finding.complete_checkpoint(Path(str(path)), "checkpoint"))
         folder = RunFolder(checkpoint.path.resolve().parent.parent)
-    # a checkpoint that was moved out of its run directory has the config as well
+    # a checkpoint that was moved out of its run folder contains the config too
     saved = completed(Draft.of_run(folder) if folder.has_config() else Draft.of_values(checkpoint.config))
     if folder.has_config():
         folder.refuse_links()
     predicts = job == "predict"
-    what = ("run", "runs_dir", "checkpoint", "debug_rank", *(PREDICT if predicts else ()))  # the command's own keys
-    own = [o for o in overrides if key_of(o) not in what]
-    if idle := [o for o in own if key_of(o).startswith((*TRAINING, *(("trainer.limit_",) if predicts else ())))]:
+    job_keys = ("run", "runs_dir", "checkpoint", "debug_rank", *(PREDICT if predicts else ()))  # not those of the run
+    rest = [o for o in overrides if key_of(o) not in job_keys]
+    if idle := [o for o in rest if key_of(o).startswith((*TRAINING, *(("trainer.limit_",) if predicts else ())))]:
         raise UserError(f"{idle[0]} has no effect in {'a prediction' if predicts else 'an evaluation'}. Remove it.")
     run = str(saved.run if composed.run is None else composed.run)
-    result = merged(saved, composed, [*own, *MACHINE]).but(
+    result = merged(saved, composed, [*rest, *MACHINE]).but(
         {
             "run": run,
             "runs_dir": composed.runs_dir if composed.run is not None else home_of(checkpoint.path, run),
@@ -301,50 +302,54 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
 
 
 def home_of(checkpoint: Path, run: str) -> str:
-    """runs_dir of the run with the name `run` that has this checkpoint. Of one that was moved out of it, where no folder is: its config
-    may name any run."""
+    """The runs_dir of the run `run` that contains this checkpoint.
+
+    For a checkpoint outside of its run folder, the checkpoint's own path, which is no folder: its config may name any
+    run.
+    """
     folder, name = checkpoint.resolve().parent.parent, Path(run).parts
     inside = folder.parts[-len(name) :] == name and RunFolder(folder).has_config()
     return str(Path(*folder.parts[: -len(name)]) if inside else checkpoint)
 
 
-# --- A finished run that is started again, with nothing left to train ---
+# --- A finished run with nothing left to train ---
 
-PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that change nothing of the training
+PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that do not change the training
 
 
 def already_finished(settings: Settings, samples: int | None) -> str | None:
-    """What to report if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; None if it does.
+    """A message if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; otherwise None.
 
-    `samples` are those of an epoch; None if they are not known. Early stopping and max_time may end a run before its last step, so a
-    config that trains alike has nothing left either.
+    `samples`: the number of samples per epoch; None if unknown. Early stopping and max_time may end a run before its
+    last step, so an unchanged training config also has nothing left to train.
     """
     cfg, plan = settings.cfg, settings.steps
     if not cfg.resume:
         return None
     folder = RunFolder(Path(cfg.resume).resolve().parent.parent)
     report = folder.report()
-    if report.get("status") != "done" or report.get("train/steps") is None:  # which are written last
+    if report.get("status") != "done" or report.get("train/steps") is None:  # these are written last
         return None
     newest = next(finding.checkpoints(folder.path), None)
     if newest is None or step_of(Path(cfg.resume)) < step_of(newest):
         return None
     steps = int(report["train/steps"])
-    longer = []  # the keys that end the run after these steps, each with a larger value
+    extensions = []  # keys that limit the run to these steps, each with a larger value
     per_epoch = plan.epoch(samples) // plan.accumulate if samples else None
     if plan.epochs * (per_epoch or 0) <= steps:
-        longer.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(plan.epochs) + 1}")
+        extensions.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(plan.epochs) + 1}")
     if 0 < cfg.trainer.max_steps <= steps:
-        longer.append(f"trainer.max_steps={2 * steps}")
-    reached = bool(longer and per_epoch)
-    before = plain(completed(Draft.of_run(folder)).tree)
-    now, then = dotted(cfg.plain()), dotted(before if cfg.loader else before | {"loader": {}})  # which does not use it
-    if not reached and any(now.get(key) != then.get(key) for key in {**now, **then} if not key.startswith(PLACE)):
+        extensions.append(f"trainer.max_steps={2 * steps}")
+    limit_reached = bool(extensions and per_epoch)
+    saved = plain(completed(Draft.of_run(folder)).tree)
+    # A config without a loader does not use the saved loader keys.
+    new, old = dotted(cfg.plain()), dotted(saved if cfg.loader else saved | {"loader": {}})
+    if not limit_reached and any(new.get(key) != old.get(key) for key in {**new, **old} if not key.startswith(PLACE)):
         return None
-    early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
-    early += [f"callbacks.{name}.patience=<more>" for name, each in cfg.callbacks.items() if "patience" in each]
-    keys = " ".join(longer if reached else early or longer)
+    stops = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
+    stops += [f"callbacks.{name}.patience=<more>" for name, callback in cfg.callbacks.items() if "patience" in callback]
+    keys = " ".join(extensions if limit_reached else stops or extensions)
     return (
-        f"{report.get('run', folder.path.name)} is already finished: {f'{steps:,} of ' if reached else ''}{counted(steps, 'step')}"
+        f"{report.get('run', folder.path.name)} is already finished: {f'{steps:,} of ' if limit_reached else ''}{counted(steps, 'step')}"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
     )

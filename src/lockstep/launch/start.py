@@ -1,4 +1,4 @@
-"""From a composed config to the processes of a run: checks, prepares the data, names the run, starts."""
+"""From a composed config to the processes of a run: checks the config, prepares the data, starts the processes."""
 
 import gc
 import importlib.util
@@ -28,25 +28,25 @@ from lockstep.machine import files, process
 from lockstep.machine.world import World, rank_of, why_no_gpu
 from lockstep.run import PATIENCE_S, RunFolder
 
-FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # a resumed run's own config is found by them
+FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # keys that locate the config of a resumed run
 SPLITTING = ("batch_size", "val_fraction", "val_gap", "folds", "fold", "limit_train")
-RESTART_S = 120.0  # a restarted run waits so long for the one before it: a file server notices late that a node is gone
+RESTART_S = 120.0  # how long a restarted run waits for the previous one: a file server notices late that a node is gone
 
-# NumPy, rich and Jinja take as long to import as Hydra, so functions import what needs them, after the config is checked.
+# NumPy, rich and Jinja take as long to import as Hydra, so functions import them after the config is checked.
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
     from lockstep.reporting.report import Report
 
 
 def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | None, int | None]":
-    """Prepares the data, once for all processes, and warns if it is not the whole set.
+    """Prepares the data once for all processes, and warns if it is incomplete.
 
-    Returns the settings that follow, the data if this process trains on it, and the number of training samples. A LightningDataModule
-    prepares its data in training.
+    Returns the settings decided from the data, the data if this process trains on it, and the number of training
+    samples. A LightningDataModule prepares its data in training.
     """
     from lockstep.data.sampler import splits
 
-    # How images become squares may depend on the network, whose library takes seconds to import.
+    # How images become squares may depend on the network. Its library takes seconds to import.
     by_network = "model" in (settings.cfg.data.get(key) for key in OF_NETWORK[2:])
     settings = settings.with_numbers() if by_network else settings
     data: DataSet | None = job.read_data(settings)
@@ -63,15 +63,15 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     if rank_of() == 0 and (left_out := data.facts.get("left_out")):
         warn(f"left out of the data: {left_out}")
     settings, left = settings.decided(data, train.count if job.trains else None), weakref.ref(data)
-    if not runs_here(settings):  # each process reads its own
+    if not runs_here(settings):  # each process reads its own copy
         data = None
-        if left() is not None:  # in a cycle
+        if left() is not None:  # part of a reference cycle
             gc.collect()  # takes 0.26 s
     return settings, data, train.count
 
 
 def checked(overrides: list[str]) -> Settings:
-    """The settings of a training, for scripts that train differently. Raises UserError: they are wrong."""
+    """The settings of a training run, for scripts that train differently. Raises UserError if they are invalid."""
     project.make_importable()
     settings = Settings.of(resolve(overrides))
     raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
@@ -79,20 +79,20 @@ def checked(overrides: list[str]) -> Settings:
 
 
 def runs_here(settings: Settings) -> bool:
-    """Whether this process itself does the job, instead of starting others that do."""
+    """Whether this process runs the job itself instead of starting other processes."""
     world, restarts = settings.world, settings.cfg.trainer.accumulate_grad_batches == "auto"
     return not restarts and (world.external is not None or world.one_process)
 
 
 def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
-    """Runs `job` in as many processes as the config asks for; returns the result that it wrote.
+    """Runs `job` in the configured number of processes. Returns the result that it wrote.
 
-    Before the config and the data are checked, nothing is written to the run directory, and torch is imported only to check
-    the user's own classes and keys without a Kind.
+    Before the config and the data are checked, nothing is written to the run folder, and torch is imported only to
+    check the user's own classes and keys without a Kind.
 
     Raises:
         UserError: the config or the input is wrong.
-        RunFailed: another process failed; it printed the reason.
+        RunFailed: a different process failed and printed the reason.
         TrainingFailed: training failed for a known reason, such as out of memory.
     """
     project.make_importable()
@@ -100,10 +100,10 @@ def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
     kinds = PREDICT if job.name == "predict" else {}
     asked_for = (problem_of(draft.tree, key, key, kind) for key, kind in kinds.items())
     raise_problems(filter(None, [*wrong_values(draft, FIRST).values(), *asked_for]))
-    # What was judged is what is used: `${now:%S}` would be another name at each look. `run=0` is a name.
+    # Use the values that were checked: `${now:%S}` would give a new name at each access. `run=0` is a name.
     first = {key: draft.get(key) for key in FIRST}
     named = {key: str(first[key]) for key in ("run", "resume", "init_from") if first[key] is not None}
-    process.debug_rank = first["debug_rank"]  # of this command, not of the run
+    process.debug_rank = first["debug_rank"]  # belongs to this command, not to the run
     draft = draft.but({**first, **named, "debug_rank": None})
     return (start_training if job.trains else start_evaluation)(job, draft, overrides)
 
@@ -141,7 +141,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     lock = folder.locked(RESTART_S if restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
     with lock:  # before any file is changed
         if again and not cfg.resume and world.rank == 0:
-            if checkpoint_if_any(folder.path):  # saved since this command looked, by a run that has ended meanwhile
+            if checkpoint_if_any(folder.path):  # saved since this command checked, by a run that has ended meanwhile
                 raise UserError(f"{folder.path} has been trained meanwhile. Run the command again to continue it.")
             folder.discard()  # the run died before its first checkpoint
         execute(job, settings, data)
@@ -159,7 +159,7 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
     path = settings.evaluation_file(job.name)
     before = path.stat().st_mtime_ns if path.exists() else None
     execute(job, settings, data)
-    # another node's disk may have it, and a read-only one keeps an earlier evaluation's
+    # the file may be on a different node's disk; on a read-only disk it is of an earlier evaluation
     result: dict[str, Any] = (
         json.loads(files.read_text(path)) if path.exists() and path.stat().st_mtime_ns != before else {}
     )
@@ -176,7 +176,7 @@ def debug_problems(world: World) -> Iterator[str]:
 
 
 def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
-    """Runs the job in this process, with its data, or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
+    """Runs the job in this process, with its data, or in new processes. Records failures, requeues pre-empted runs."""
     cfg, world, folder = settings.cfg, settings.world, settings.folder
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         warn(f"running on the CPU: {why}.")
@@ -196,41 +196,41 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
                 in_processes(settings)
         except BaseException as e:
             if world.rank == 0 and job.trains:
-                with suppress(UserError, OSError):  # of a damaged report or a full disk; `e` is what counts
+                with suppress(UserError, OSError):  # a damaged report or a full disk; `e` matters more
                     folder.record_end(e)
             process.requeue(world.rank)
             raise
 
 
-# --- What a command line of predict.py asks for, checked before anything is imported or read. Free of torch ---
+# --- The request of a predict.py command line, checked before anything is imported or read. Free of torch ---
 
-TABLES = (".csv", ".json", ".jsonl", ".parquet")  # endings of what prediction writes
-FEW = 256  # files that need no workers
+TABLES = (".csv", ".json", ".jsonl", ".parquet")  # extensions of the files that prediction writes
+FEW = 256  # up to this number of files, no workers are needed
 
 
 def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Settings:
     """The settings of a run with the request of a command line.
 
     Raises:
-        UserError: all that is wrong with it.
+        UserError: the request is invalid; lists all problems.
     """
     from lockstep.data.listing import LISTS, find_inputs
     from lockstep.data.pixels import ENDINGS
     from lockstep.data.sampler import PARTS
 
     cfg, folder = settings.cfg, settings.folder.path
-    folder = folder if folder.is_dir() else Path(settings.tested_checkpoint).parent  # of a checkpoint that was moved
+    folder = folder if folder.is_dir() else Path(settings.tested_checkpoint).parent  # a checkpoint that was moved
     request = Request(**{key: asked.get(key) for key in PREDICT})
     output = Path(request.output or folder / "predictions.csv").expanduser()
     part = request.input if request.input in (*PARTS, "predict") else None
     problems, count = list(output_problems(output, request.overwrite, request.gallery)), 0
     try:
         shipped = cfg.data.target.startswith("lockstep.")
-        endings = ENDINGS if shipped else ("",)  # a class of the user's says later which files it reads
+        endings = ENDINGS if shipped else ("",)  # a user's class defines later which files it reads
         count = 0 if part else len(find_inputs(request.input, endings).paths)
         if (
             count == 1 and not shipped and Path(request.input).suffix.lower() in LISTS
-        ):  # a list of files, or data itself
+        ):  # a list of files, or the data itself
             with files.open_plain(Path(request.input).expanduser(), follows=True) as file:
                 count = sum(1 for _ in file)
     except UserError as e:

@@ -1,4 +1,4 @@
-"""The jobs of a multirun side by side on one machine, and the table of their results."""
+"""The jobs of a multirun in parallel on one machine, and the table of their results."""
 
 import os
 import shlex
@@ -31,37 +31,38 @@ from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, tested, told_if_damage
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
-REPEATS = ("seed=", "loader.fold=")  # jobs that differ by these alone repeat one experiment
+REPEATS = ("seed=", "loader.fold=")  # jobs that differ only in these repeat one experiment
 last: list[dict[str, Any]] = []  # the rows of the last multirun of this process, for lockstep.sweep
 
 
 def named(draft: Draft, sweep_dir: str, number: int) -> Draft:
-    """The config of a multirun's job. Its run directory is inside the multirun's, unless the sweep is over `run` itself."""
+    """The config of a job of a multirun. Its folder is inside the multirun's, unless the sweep is over `run` itself."""
     name = str(Path(sweep_dir).relative_to(draft.runs_dir))
     return draft.but({"run": f"{name}/{number}"}) if draft.run is None or str(draft.run) == name else draft
 
 
 def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Whether a job of the grid `overrides` would continue one of other values, which has the same number in `folder`."""
+    """An error if a job of the grid `overrides` has the number of a job in `folder` with different values."""
     file = folder / "multirun.yaml"
     if not file.is_file():
         return
     with told_if_damaged(file, "Set run=<another name>."):
-        earlier = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]  # as text: OmegaConf would resolve it
-        grids = [[*map(renamed_override, grid)] for grid in (earlier["overrides"]["task"], overrides)]
-        sweeper = earlier.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
+        # Plain YAML: OmegaConf would resolve it.
+        multirun = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]
+        grids = [[*map(renamed_override, grid)] for grid in (multirun["overrides"]["task"], overrides)]
+        sweeper = multirun.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
         if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
             return
         varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
-        written = {renamed_override(each): each for o in overrides for each in variants(o)}
+        original = {renamed_override(variant): variant for o in overrides for variant in variants(o)}
         jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
-    for place, (then, now) in enumerate(islice(zip_longest(*jobs), MOST_JOBS)):
-        job = RunFolder(folder / str(place))
-        if own := overrides_of(job.report()):  # of an earlier sweep than multirun.yaml, perhaps
-            then = [o for o in own if key_of(o) in varied]
-        if None not in (then, now) and {*then} != {*now} and job.has_config():
+    for index, (previous, new) in enumerate(islice(zip_longest(*jobs), MOST_JOBS)):
+        job = RunFolder(folder / str(index))
+        if recorded := overrides_of(job.report()):  # perhaps of a sweep before the one of multirun.yaml
+            previous = [o for o in recorded if key_of(o) in varied]
+        if None not in (previous, new) and {*previous} != {*new} and job.has_config():
             yield (
-                f"run={folder.name}: job {place} of this sweep was run with {shlex.join(then)}, and would get {shlex.join(written.get(o, o) for o in now)}. Set a different "
+                f"run={folder.name}: job {index} of this sweep was run with {shlex.join(previous)}, and would get {shlex.join(original.get(o, o) for o in new)}. Set a different "
                 "run=<name>. A sweep can be continued with more values at the end of its first list; the other lists stay as they are."
             )
             return
@@ -69,56 +70,57 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Status, test metrics, the monitored metric, speed and time."""
-    of_test = [key for row in rows for key in tested(row) if not key.endswith("/count")]
+    test_metrics = [key for row in rows for key in tested(row) if not key.endswith("/count")]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
-    return list(dict.fromkeys(["status", *sorted(of_test), *monitored, "train/steps", *rates, "wall_s"]))
+    return list(dict.fromkeys(["status", *sorted(test_metrics), *monitored, "train/steps", *rates, "wall_s"]))
 
 
 def record(folder: RunFolder, overrides: list[str], *, failed: bool) -> None:
-    """Adds a job's overrides to its report; a job that failed before it had one gets one."""
+    """Adds a job's overrides to its report. Creates a report for a job that failed before it wrote one."""
     folder.path.mkdir(parents=True, exist_ok=True)
     report = {"status": "failed"} | folder.report()
     if failed and report["status"] in ("done", "running"):
-        return  # the report belongs to another run, which kept its directory
-    own = {"overrides": shlex.join(kept(overrides))}
-    has_own = not failed and report.get("overrides") is not None
-    folder.write_report(own | report if has_own else report | own)  # one that has them is of a run that was done before
+        return  # the report belongs to a different run, which kept its folder
+    entry = {"overrides": shlex.join(kept(overrides))}
+    has_overrides = not failed and report.get("overrides") is not None
+    # A report that already has overrides belongs to a run that was done before.
+    folder.write_report(entry | report if has_overrides else report | entry)
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and sample standard deviation of the metrics of finished jobs that differ by nothing but what REPEATS names."""
+    """Mean and sample standard deviation of the metrics of finished jobs that differ only in the keys of REPEATS."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["status"] == "done":
-            alike = [o for o in overrides_of(row) or () if not o.startswith(REPEATS)]
-            groups.setdefault(shlex.join(alike), []).append(row)
+            shared = [o for o in overrides_of(row) or () if not o.startswith(REPEATS)]
+            groups.setdefault(shlex.join(shared), []).append(row)
     summaries = []
-    for own, jobs in groups.items():
+    for overrides, jobs in groups.items():
         metrics: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
-        numbers = {key: v for key, v in metrics.items() if all(type(each) in (int, float) for each in v)}
-        for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
-            values = {key: of(each) for key, each in numbers.items()}
-            summaries.append({"run": f"{name} of {len(jobs)}", "overrides": own, **values})
+        numbers = {key: values for key, values in metrics.items() if all(type(v) in (int, float) for v in values)}
+        for name, function in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
+            results = {key: function(values) for key, values in numbers.items()}
+            summaries.append({"run": f"{name} of {len(jobs)}", "overrides": overrides, **results})
     return summaries
 
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """For each job, the overrides that not all jobs share, as one string."""
-    each = [overrides_of(row) or () for row in rows]
-    shared = set[str].intersection(*map(set, each))
-    return [shlex.join(o for o in own if o not in shared) for own in each]
+    by_job = [overrides_of(row) or () for row in rows]
+    shared = set[str].intersection(*map(set, by_job))
+    return [shlex.join(o for o in overrides if o not in shared) for overrides in by_job]
 
 
 def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any]], path: Path) -> None:
-    """Prints a multirun's jobs, one per line, and below them mean and spread of repeated ones. A narrow terminal gets fewer columns."""
+    """Prints the jobs of a multirun, then mean and spread of repeated jobs. A narrow terminal gets fewer columns."""
     names, lines = columns(rows), [*rows, *repeated]
 
     def table() -> Table:
         table = Table("run", "with", *map(inline, names))
-        for place, (row, own) in enumerate(zip(lines, differences(lines), strict=True), 1):
-            cells = [str(row["run"]), own, *(number(row.get(name)) for name in names)]
-            table.add_row(*map(inline, cells), end_section=place == len(rows))
+        for index, (row, difference) in enumerate(zip(lines, differences(lines), strict=True), 1):
+            cells = [str(row["run"]), difference, *(number(row.get(name)) for name in names)]
+            table.add_row(*map(inline, cells), end_section=index == len(rows))
         return table
 
     out, any_width = console.out, console.out.options.update(max_width=1000)
@@ -129,10 +131,10 @@ def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any
 
 
 def write_table(sweep_dir: Path) -> None:
-    """Prints and saves a multirun's table, with mean and spread over seeds and folds."""
+    """Prints and saves the table of a multirun, with mean and spread over seeds and folds."""
     folders = [path.parent for path in sweep_dir.glob("*/report.json")]
     folders.sort(key=lambda folder: int(folder.name) if folder.name.isdigit() else -1)
-    rows = last[:] = [Report.listed(RunFolder(each), sweep_dir.parent) for each in folders]
+    rows = last[:] = [Report.listed(RunFolder(job_folder), sweep_dir.parent) for job_folder in folders]
     if not rows:
         return
     names, repeated = columns(rows), spread(rows)
@@ -142,14 +144,14 @@ def write_table(sweep_dir: Path) -> None:
     print_table(rows, repeated, sweep_dir / "results.csv")
 
 
-# --- Runs jobs of a multirun side by side on one machine: assigns devices and starts a process per job ---
+# --- Jobs of a multirun in parallel on one machine: assigns devices and starts a process per job ---
 
 
 def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
-    """One environment per simultaneous job: its GPUs, or its share of the cores.
+    """One environment per parallel job: its GPUs, or its fraction of the cores.
 
     Raises:
-        UserError: `jobs` is not a number, or needs more GPUs than there are.
+        UserError: `jobs` is invalid, or needs more GPUs than there are.
     """
     if jobs != "auto" and not (type(jobs) is int and jobs > 0):
         raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
@@ -160,50 +162,49 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
     limits = [draft.get(f"trainer.{key}") for key in ("accelerator", "devices", "num_nodes")]
     world = world_of(Component.of(draft.group("strategy")), *limits)
     gpus = visible_gpus()
-    on_gpus, each = world.accelerator == "cuda", world.devices
-    there = len(gpus) if on_gpus else cores()
-    count = max(1, there // each) if jobs == "auto" else int(jobs)
+    on_gpus, per_job = world.accelerator == "cuda", world.devices
+    available = len(gpus) if on_gpus else cores()
+    count = max(1, available // per_job) if jobs == "auto" else int(jobs)
     if not on_gpus:
-        return [{"OMP_NUM_THREADS": str(max(1, there // count // each))}] * count
-    if count * each > there:
-        needs = f"with {each} GPUs per job needs {count * each} GPUs; this machine has {there}"
-        advice = f"Set hydra.launcher.jobs={max(1, there // each)}, or fewer trainer.devices"
+        return [{"OMP_NUM_THREADS": str(max(1, available // count // per_job))}] * count
+    if count * per_job > available:
+        needs = f"with {per_job} GPUs per job needs {count * per_job} GPUs; this machine has {available}"
+        advice = f"Set hydra.launcher.jobs={max(1, available // per_job)}, or fewer trainer.devices"
         raise UserError(f"hydra.launcher.jobs={jobs} {needs}. {advice}.")
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * per_job : (i + 1) * per_job])} for i in range(count)]
 
 
 def run_job(script: Path, draft: Draft, overrides: list[str], slot: dict[str, str]) -> JobReturn:
-    """Runs `script` for one job and waits; only reports one that a warning came before. A killed process gets a report too."""
-    done = JobReturn(overrides=overrides, cfg=draft.tree, status=JobStatus.FAILED)
+    """Runs `script` for one job and waits; not after a warning signal. A killed process gets a report too."""
+    result = JobReturn(overrides=overrides, cfg=draft.tree, status=JobStatus.FAILED)
     if process.received:
-        done.return_value = RunFailed(f"{draft.run} was not started")
-        return done
+        result.return_value = RunFailed(f"{draft.run} was not started")
+        return result
     folder = draft.folder
     output = folder.path.with_name(f"{folder.path.name}.log")
-    where = f" on GPU {slot['CUDA_VISIBLE_DEVICES']}" if "CUDA_VISIBLE_DEVICES" in slot else ""
-    print(
-        f"{draft.run} begins{where}: {inline(' '.join(kept(overrides)))}\n", end="", flush=True
-    )  # in one write: threads print
+    device = f" on GPU {slot['CUDA_VISIBLE_DEVICES']}" if "CUDA_VISIBLE_DEVICES" in slot else ""
+    # One write with the newline, because several threads print.
+    print(f"{draft.run} begins{device}: {inline(' '.join(kept(overrides)))}\n", end="", flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Hide the SLURM job around all jobs: the launcher requeues that one.
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    job = local.Handover(OmegaConf.to_container(draft.tree), overrides)
-    # In a session of its own, so the terminal's Ctrl-C reaches it through the launcher alone.
+    # Hide the SLURM job that contains all jobs: the launcher requeues it.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    handover = local.Handover(OmegaConf.to_container(draft.tree), overrides)
+    # In a new session, so that the terminal's Ctrl-C reaches it only through the launcher.
     with (
         open_log(output) as log,
-        TemporaryDirectory(prefix="lockstep-") as private,
+        TemporaryDirectory(prefix="lockstep-") as temp_dir,
         local.spawn(
-            script, {**outside, **slot}, job, Path(private, "job"), stdout=log, stderr=log, start_new_session=True
+            script, {**env, **slot}, handover, Path(temp_dir, "job"), stdout=log, stderr=log, start_new_session=True
         ) as child,
     ):
         local.wait([child])
-        child.kill()  # if it has not obeyed
+        child.kill()  # if it is still running
         code = child.wait()
     if code:
         folder.record_end(RunFailed(f"its process ended with exit code {code}", code))
     record(folder, overrides, failed=bool(code))
     report = folder.report()
     print(f"{draft.run} {report.get('status')}\n", end="", flush=True)
-    done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
-    done.return_value = RunFailed(f"{draft.run} failed; see {output}", 2 if code == 2 else 1) if code else report
-    return done
+    result.status = JobStatus.FAILED if code else JobStatus.COMPLETED
+    result.return_value = RunFailed(f"{draft.run} failed; see {output}", 2 if code == 2 else 1) if code else report
+    return result

@@ -1,4 +1,4 @@
-"""The devices and memory of this machine, and the processes of a run: how torchrun and SLURM tell a process its place. Free of torch."""
+"""Devices and memory of this machine; processes of a run, from the variables of torchrun and SLURM. Free of torch."""
 
 import ctypes
 import os
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 BF16_ON_CPU = re.compile(r"^flags.*\b(avx512_bf16|amx_bf16)\b", re.MULTILINE)  # x86; bf16 on ARM was not measured
 CPUINFO = Path("/proc/cpuinfo")
 CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-AMD = Path("/dev/kfd")  # is there with AMD's driver
-# How each driver counts GPUs, tells an attribute of one, and numbers the two parts of the compute capability.
+AMD = Path("/dev/kfd")  # exists if AMD's driver is installed
+# Each driver's functions that return the number of GPUs and an attribute of a GPU, and its numbers for the attributes
+# "compute capability, major" and "minor".
 CUDA = ("cuDeviceGetCount", "cuDeviceGetAttribute", 75, 76)
 HIP = ("hipGetDeviceCount", "hipDeviceGetAttribute", 23, 61)
 VOLTA, AMPERE = 70, 80  # the first compute capabilities with fp16 and with bf16 units
@@ -32,70 +33,70 @@ VOLTA, AMPERE = 70, 80  # the first compute capabilities with fp16 and with bf16
 
 @cache
 def driver() -> ctypes.CDLL | None:
-    """NVIDIA's driver, or AMD's, which torch may bring. Both respect the variables that hide GPUs. None without one."""
+    """NVIDIA's driver, or AMD's, which torch may bundle; None without. Both respect the variables that hide GPUs."""
     nvidia = "nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1"
-    of_amd = ("libamdhip64.so", str(torch_folder() / "lib/libamdhip64.so")) if AMD.exists() else ()
-    for name in (nvidia, *of_amd):
+    amd = ("libamdhip64.so", str(torch_folder() / "lib/libamdhip64.so")) if AMD.exists() else ()
+    for name in (nvidia, *amd):
         with suppress(OSError):
-            found = ctypes.CDLL(name)
-            if (found.cuInit if name == nvidia else found.hipInit)(0) == 0:
-                return found
+            library = ctypes.CDLL(name)
+            if (library.cuInit if name == nvidia else library.hipInit)(0) == 0:
+                return library
     return None
 
 
 def asked(function: str, *arguments: int) -> int:
-    """The driver's answer; 0 without one."""
+    """The result of a function of the driver; 0 without a driver or on an error."""
     call, answer = getattr(driver(), function, None), ctypes.c_int(0)
     return answer.value if call and call(ctypes.byref(answer), *arguments) == 0 else 0
 
 
 @cache
 def capabilities() -> list[int]:
-    """The compute capability of each GPU that the driver shows to this process: 90 for an H100; of AMD's as torch has it."""
-    count, of, major, minor = CUDA if asked(CUDA[0]) else HIP
-    return [10 * asked(of, major, gpu) + asked(of, minor, gpu) for gpu in range(asked(count))]
+    """Compute capabilities of the GPUs visible to this process: 90 for an H100; for AMD, the value as in torch."""
+    count, attribute, major, minor = CUDA if asked(CUDA[0]) else HIP
+    return [10 * asked(attribute, major, gpu) + asked(attribute, minor, gpu) for gpu in range(asked(count))]
 
 
 # --- What the installed torch was built for, without importing it, which takes seconds ---
 #
-# torch 2.13 states it only after its import (`torch.version.cuda`, `torch.version.hip`). It is read from its file. None if it is not
-# found: the driver is believed then.
+# torch 2.13 reports it only after its import (`torch.version.cuda`, `torch.version.hip`), so it is read from
+# torch/version.py. If it is not found there (None), the driver alone decides.
 
 
 def torch_folder() -> Path:
-    found = find_spec("torch")
-    return Path(found.origin).parent if found and found.origin else Path("no torch")
+    spec = find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else Path("no torch")
 
 
 @cache
 def version_of_torch(kind: str) -> str | None:
-    """`13.0` of cuda or hip; empty for a build without."""
+    """The version of `kind` (cuda, hip) that torch was built for, e.g. `13.0`; empty: without it; None: unknown."""
     file = torch_folder() / "version.py"
-    found = re.search(
+    match = re.search(
         rf"^{kind}\b.*= *(?:None|['\"]([\w.-]+)['\"])", file.read_text() if file.is_file() else "", re.MULTILINE
     )
-    return found and (found[1] or "")
+    return match and (match[1] or "")
 
 
 @cache
 def why_no_gpu() -> str | None:
-    """Why torch cannot use the GPUs that the driver shows; None if it can, or if there are none."""
+    """Why torch cannot use the visible GPUs; None if it can, or if there are none."""
     if not capabilities():
         return None
     kind, name = ("cuda", "CUDA") if asked(CUDA[0]) else ("hip", "ROCm")
-    built, version = version_of_torch(kind), asked("cuDriverGetVersion")
-    if built == "":
+    built_for, driver_version = version_of_torch(kind), asked("cuDriverGetVersion")
+    if built_for == "":
         return f"the installed torch is a build without {name}; https://pytorch.org/get-started has one with it"
-    if built and kind == "cuda" and version // 1000 < int(built.partition(".")[0]):
+    if built_for and kind == "cuda" and driver_version // 1000 < int(built_for.partition(".")[0]):
         return (
-            f"the installed torch needs a driver for CUDA {built}, and this one is for {version // 1000}.{version % 1000 // 10}; "
+            f"the installed torch needs a driver for CUDA {built_for}, and this one is for {driver_version // 1000}.{driver_version % 1000 // 10}; "
             "update the driver, or install a torch for an older CUDA"
         )
     return None
 
 
 def multiplies_bf16(accelerator: str) -> bool:
-    """Whether this machine's devices of that kind have bf16 units. Emulated bf16 is slower than float32."""
+    """Whether the devices of that kind have bf16 units. Emulated bf16 is slower than float32."""
     if accelerator == "cpu":
         return CPUINFO.is_file() and BF16_ON_CPU.search(CPUINFO.read_text()) is not None
     return accelerator == "cuda" and min(capabilities(), default=0) >= AMPERE
@@ -106,26 +107,28 @@ def memory_bytes() -> int:
     if not hasattr(os, "sysconf"):  # Windows
         return 8 * 2**30
     limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 NEVER, OLD_GLIBCS_MOST = 2**31 - 1, 32 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep the memory of freed tensors for the next ones. Does nothing if the user has set a MALLOC_ variable, or in
-    a caller's process.
+    """Makes glibc keep the memory of freed tensors for the next ones.
 
-    By default glibc returns it to the system at each step, which hands it out again page by page, zeroed. A step of BasicNet took
-    11 ms with kept memory and 14 to 18 without in bf16; 18 to 21 and 22 to 27 in fp32.
+    Does nothing in a caller's process, or if the user has set a MALLOC_ variable.
 
-    Not for fsdp, whose gathered blocks fragment the heap: with 151 million parameters on two processes, each had 3.7 GiB after 8
-    steps, still growing, against 1.7 GiB without this and with steps 10 to 20% longer.
+    By default glibc returns this memory to the system at each step, and the system hands it out again page by page,
+    zeroed. A step of BasicNet in bf16 took 11 ms with kept memory and 14 to 18 ms without; in fp32, 18 to 21 ms and 22
+    to 27 ms.
+
+    Not for fsdp, whose gathered blocks fragment the heap: with 151 million parameters on two processes, each process
+    had 3.7 GiB after 8 steps, still growing, against 1.7 GiB without this function, where steps were 10 to 20% longer.
     """
-    chosen = any(name.startswith("MALLOC_") for name in os.environ)
-    if process.owned and not chosen and platform.libc_ver()[0] == "glibc":
+    set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
+    if process.owned and not set_by_user and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         if not libc.mallopt(M_MMAP_THRESHOLD, NEVER):
             libc.mallopt(M_MMAP_THRESHOLD, OLD_GLIBCS_MOST)
@@ -133,7 +136,7 @@ def keep_freed_memory() -> None:
 
 
 def peak_bytes(device: "torch.device") -> int | None:
-    """The most memory that this process has had so far: of its GPU if it has one, else of the host."""
+    """Peak memory of this process so far: on its GPU if `device` is one, else on the host."""
     import torch
 
     if device.type == "cuda":
@@ -145,67 +148,67 @@ def peak_bytes(device: "torch.device") -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-# --- The variables by which torchrun and SLURM tell a process its place, and whether they fit together. Free of torch ---
+# --- The variables of torchrun and SLURM: rank and world size of a process, and their consistency. Free of torch ---
 
 TORCHRUN, SLURM = "torchrun", "slurm"
-# What each launcher sets together; the first one says that it started this process.
+# Variables that each launcher sets together. The first one shows that the launcher started this process.
 LAUNCHERS = {
     TORCHRUN: ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     SLURM: ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_JOB_ID"),
 }  # fmt: skip
-# A rank, the number of all, and that of equal parts: each node has the same number of processes.
+# The rank, the world size, and a number that must divide it: each node has the same number of processes.
 PARTS = {TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), SLURM: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES")}
 OTHERS = ("NODE_RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS",
           "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")  # fmt: skip
 NUMBERS = [name for name in (*LAUNCHERS[TORCHRUN][1:], *LAUNCHERS[SLURM][1:], *OTHERS) if name != "MASTER_ADDR"]
-# What a process that nobody else started may find: one process at place 0. SLURM's counts are those of the whole job.
+# Values that are valid without a launcher: one process with rank 0. SLURM's counts are those of the whole job.
 ALONE = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1,
          "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}  # fmt: skip
 
 
 def number(env: Mapping[str, str], *names: str, default: int = 1) -> int:
-    """The first of `names` that is set; `default` if none is, or if it is not a number (see `launcher_problems`)."""
+    """The first of the variables `names` that is set; `default` if none is, or if invalid (see `launcher_problems`)."""
     value = next((env[name] for name in names if name in env), "")
     return int(value) if value.isdecimal() else default
 
 
 def external_launcher(env: Mapping[str, str]) -> str | None:
-    """The launcher that started this process as one of several, if not Lockstep."""
+    """The launcher, other than Lockstep, that started this process as one of several; None if there is none."""
     if LAUNCHERS[TORCHRUN][0] in env:
         return TORCHRUN
-    # Tasks of the step; an interactive step has 1. The batch script itself has no step id.
+    # The number of tasks of the step: 1 for an interactive step. The batch script itself has no step id.
     tasks = number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     return SLURM if tasks > 1 and LAUNCHERS[SLURM][0] in env else None
 
 
 def launcher_problems(env: Mapping[str, str]) -> list[str]:
-    """Why this process cannot know its place: variables that are garbage, or not of one launcher."""
+    """Why the rank of this process is unknown: variables that are invalid, incomplete or contradictory."""
     launcher = external_launcher(env)
-    needed = LAUNCHERS[launcher] if launcher else ()
-    missing = [name for name in needed if not env.get(name)]
-    wrong = [name for name in NUMBERS if name in env and not env[name].isdecimal()]
-    if wrong:
-        what = ": not a whole number"
+    required = LAUNCHERS[launcher] if launcher else ()
+    missing = [name for name in required if not env.get(name)]
+    invalid = [name for name in NUMBERS if name in env and not env[name].isdecimal()]
+    if invalid:
+        reason = ": not a whole number"
     elif launcher is None:
-        wrong = [name for name, value in ALONE.items() if int(env.get(name, value)) != value]
-        what = (
+        invalid = [name for name, value in ALONE.items() if int(env.get(name, value)) != value]
+        reason = (
             " says that this process is one of several, but neither torchrun (TORCHELASTIC_RUN_ID) nor a step of SLURM "
         )
-        what += "(SLURM_STEP_ID and SLURM_NTASKS) started it"
+        reason += "(SLURM_STEP_ID and SLURM_NTASKS) started it"
     elif missing:
-        wrong = [name for name in needed if env.get(name)]
-        what = f": {launcher} also sets {', '.join(missing)}, which is missing"
+        invalid = [name for name in required if env.get(name)]
+        reason = f": {launcher} also sets {', '.join(missing)}, which is missing"
     else:
-        rank, size, part = (int(env.get(name, "1")) for name in PARTS[launcher])
-        wrong = [name for name in PARTS[launcher] if name in env] if rank >= size or not part or size % part else []
-        what = " contradict each other"
-    if not wrong:
+        rank, size, parts = (int(env.get(name, "1")) for name in PARTS[launcher])
+        invalid = [name for name in PARTS[launcher] if name in env] if rank >= size or not parts or size % parts else []
+        reason = " contradict each other"
+    if not invalid:
         return []
-    # A launcher's variables go together: without one of them the others are refused.
-    unset = {*wrong}.union(*(names for names in LAUNCHERS.values() if {*names} & {*wrong, *missing})) & env.keys()
-    given = ", ".join(f"{name}={env[name]}" for name in wrong)
+    # The variables of a launcher belong together: if one is unset, the remaining ones are an error.
+    unset = {*invalid}.union(*(names for names in LAUNCHERS.values() if {*names} & {*invalid, *missing})) & env.keys()
+    assignments = ", ".join(f"{name}={env[name]}" for name in invalid)
     return [
-        f"{given} in the environment{what}. If they are left over from another job, run unset {' '.join(sorted(unset))}, then the "
+        f"{assignments} in the environment{reason}. If they are left over from another job, run unset {' '.join(sorted(unset))}, then the "
         "command again."
     ]
 
@@ -215,16 +218,16 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """What the launch and the rules of a config ask of a strategy, before torch is imported. The default is that of DDP."""
+    """Properties of a strategy that are needed before torch is imported. The defaults are those of DDP."""
 
-    one_process: bool = False  # for all devices; otherwise one process for each
-    splits_batches: bool = False  # among the GPUs of its process
-    is_sharded: bool = False  # parameters, gradients and the optimizer's state
+    one_process: bool = False  # for all devices; otherwise one process per device
+    splits_batches: bool = False  # among the GPUs of the process
+    is_sharded: bool = False  # the parameters, gradients and optimizer state
     precisions: tuple[str, ...] | None = None  # None: all
-    adds_in_fixed_order: bool = True  # in the order of a tree, so a step has the same bits on any number of processes
+    adds_in_fixed_order: bool = True  # tree reduction: a step is bit-identical on any number of processes
 
 
-SPECS = {  # by the `_target_` of the strategy; any other one is unknown, and taken to be like DDP
+SPECS = {  # by the `_target_` of the strategy; a custom strategy is treated like DDP
     "lockstep.strategies.DDP": StrategySpec(),
     "lockstep.strategies.SingleDevice": StrategySpec(one_process=True),
     "lockstep.strategies.DataParallel": StrategySpec(one_process=True, splits_batches=True),
@@ -247,8 +250,8 @@ class World:
     nodes: int
     strategy: str
     rank: int = 0
-    external: str | None = None  # the launcher that started the processes, if not Lockstep: torchrun or slurm
-    one_process: bool = False  # of its StrategySpec
+    external: str | None = None  # the launcher that started the processes: torchrun, slurm, or None for Lockstep
+    one_process: bool = False  # copied from the StrategySpec
 
     @property
     def size(self) -> int:
@@ -257,71 +260,71 @@ class World:
 
 
 def gpu_count() -> int:
-    """GPUs that this process may use, and that the installed torch can use."""
+    """The number of GPUs that this process may use and the installed torch supports."""
     return 0 if why_no_gpu() else len(capabilities())
 
 
 def cores() -> int:
-    """Cores that this process may use; SLURM and containers limit them."""
+    """The number of cores that this process may use; SLURM and containers limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads(world: "World", env: Mapping[str, str] = os.environ) -> int | None:
-    """Threads of each CPU process that an external launcher started, so that they share the cores; None: leave as it is.
+    """Threads of each CPU process that an external launcher started, to share the cores; None keeps the default.
 
     By default torchrun gives each process one thread, however many cores there are.
     """
     if world.external == "torchrun" and world.devices > 1 and env.get("OMP_NUM_THREADS") == "1":
         return max(1, cores() // world.devices)
     if world.external == "slurm" and "OMP_NUM_THREADS" not in env:
-        own = env.get("SLURM_CPUS_PER_TASK")
-        job = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
-        bound = cores() < job  # limited to its own cores; otherwise each task sees all
-        return int(own) if own else cores() if bound else max(1, min(cores(), job) // world.devices)
+        per_task = env.get("SLURM_CPUS_PER_TASK")
+        on_node = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
+        is_bound = cores() < on_node  # pinned to its own cores; otherwise each task sees all
+        return int(per_task) if per_task else cores() if is_bound else max(1, min(cores(), on_node) // world.devices)
     return None
 
 
 def visible_gpus() -> list[str]:
-    """The names that CUDA_VISIBLE_DEVICES has for the GPUs of this process."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",")[: gpu_count()] if given else [str(i) for i in range(gpu_count())]
+    """The GPUs of this process, named as in CUDA_VISIBLE_DEVICES."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names.split(",")[: gpu_count()] if names else [str(i) for i in range(gpu_count())]
 
 
-def accelerator_of(given: str) -> str:
+def accelerator_of(accelerator: str) -> str:
     """`trainer.accelerator` with `auto` and `gpu` resolved: cuda, mps or cpu."""
-    apple = platform.system() == "Darwin" and platform.machine() == "arm64"
-    if given in ("auto", "gpu"):
-        return "cuda" if gpu_count() else "mps" if apple else "cuda" if given == "gpu" else "cpu"
-    return given
+    has_mps = platform.system() == "Darwin" and platform.machine() == "arm64"
+    if accelerator in ("auto", "gpu"):
+        return "cuda" if gpu_count() else "mps" if has_mps else "cuda" if accelerator == "gpu" else "cpu"
+    return accelerator
 
 
 def available(accelerator: str) -> int | None:
-    """Devices of this machine; None without a limit, as for CPU processes."""
+    """The number of devices of this machine; None without a limit, as for CPU processes."""
     return {"cuda": gpu_count(), "mps": 1}.get(accelerator)
 
 
 def rank_of(env: Mapping[str, str] = os.environ) -> int:
-    """This process's rank, known before the config; 0 if it is the only process."""
+    """The rank of this process, available before the config; 0 if it is the only process."""
     return number(env, "SLURM_PROCID" if external_launcher(env) == "slurm" else "RANK", default=0)
 
 
 def objects_of_all(value: Any) -> list[Any]:
-    """The objects of all processes of a run by rank, where `value` is this one's; called on every rank. Imports torch."""
+    """Gathers `value` from all processes of a run, ordered by rank. Call it on every rank. Imports torch."""
     import torch
 
     dist: Any = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def device_count(devices: int | str | list[int], accelerator: str, *, one_device: bool) -> int:
-    """`trainer.devices` as a number: auto, -1, a number, or a list of device ids."""
+    """The number of devices for `trainer.devices`: auto, -1, a number, or a list of device ids."""
     if devices == "auto":
         return 1 if one_device else available(accelerator) or 1
     if isinstance(devices, int) or (isinstance(devices, str) and "," not in devices):
         return int(devices) if int(devices) != -1 else available(accelerator) or 1
     ids = devices.split(",") if isinstance(devices, str) else devices
-    return len([each for each in ids if str(each).strip()])
+    return len([device_id for device_id in ids if str(device_id).strip()])

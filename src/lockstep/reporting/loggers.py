@@ -1,7 +1,7 @@
-"""metrics.csv, and what a run hands the loggers beside it: the config when it begins, `RunEnd` when it ends.
+"""metrics.csv and the other loggers, which get the config at the start of a run and `RunEnd` at its end.
 
-Any logger of Lightning's works. One with a method `on_run_end(end: RunEnd)` is told how the run ended, on rank 0 and in the
-logger's own thread.
+Any Lightning logger works. If it has a method `on_run_end(end: RunEnd)`, that is called at the end of the run, on rank
+0 and in the logger's own thread.
 """
 
 import http.client
@@ -37,22 +37,23 @@ from lockstep.training.arithmetic import steps_done
 
 log = logging.getLogger("lockstep")
 
-# --- A thread for each logger: its server must neither stop nor slow a run ---
+# --- A thread per logger: a logger's server must neither stop nor slow a run ---
 
-BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)  # no connection and no disk
+# OSErrors that a connection or a disk does not cause.
+BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 METHODS = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "on_run_end", "finalize")
-PENDING = 10_000  # calls that wait; later ones are dropped
-LATE_S = 60.0  # how long a call may take before it is reported, and how long a run waits for it at its end
-SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for it
+PENDING = 10_000  # maximum number of queued calls; later ones are dropped
+LATE_S = 60.0  # how long a call may take before a warning, and how long a run waits for it at its end
+SHORT_S = 5.0  # how long a failed run waits: other processes may be waiting for it
 
 
 class Background:
-    """Runs the methods of one logger in order, in a thread of rank 0. metrics.csv has every metric, whatever becomes of them."""
+    """Runs the methods of a logger in order, in a thread of rank 0. If they fail, metrics.csv still has all metrics."""
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.logger, self.name, self.warned = logger, name, False
         self.calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(PENDING)
-        self.began_s = math.inf  # of the call that is running
+        self.began_s = math.inf  # start of the running call; infinite without one
         self.bug: Exception | None = None
         self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
         self.thread.start()
@@ -77,11 +78,11 @@ class Background:
             try:
                 call()
             except Exception as e:
-                # of a connection, or of a file that cannot be written
-                outside = any(
+                # a failed connection, or a file that cannot be written
+                is_external = any(
                     isinstance(x, OSError | http.client.HTTPException) and not isinstance(x, BUGS) for x in chain(e)
                 )
-                if of_users_code(e) and not outside:
+                if of_users_code(e) and not is_external:
                     self.bug = e
                 else:
                     self.warn(f"fails with {type(e).__name__}: {e}")
@@ -93,7 +94,7 @@ class Background:
             log.warning("logger.%s %s. Training goes on without it; metrics.csv has all metrics.", self.name, what)
 
     def finish(self, wait_s: float) -> None:
-        """Waits for the calls so far, until the running one has taken `wait_s`, and ends the thread."""
+        """Waits for the queued calls, until the running call has taken `wait_s` seconds, and ends the thread."""
         end_s = min(time.monotonic(), self.began_s) + wait_s
         with suppress(queue.Full):
             self.calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
@@ -104,7 +105,7 @@ class Background:
             log.warning("logger.%s failed", self.name, exc_info=self.bug)
 
 
-# --- What every logger gets ---
+# --- Start and end of all loggers ---
 
 FACTS = ("task", "model", "world_size", "accelerator", "nodes", "host", "data/name", "data/sha256", "git_sha", "versions")  # fmt: skip
 UPLOAD_S = 600.0  # how long a run waits for the upload of its checkpoint
@@ -115,74 +116,74 @@ class RunEnd:
     status: str  # done, failed, preempted, interrupted or pruned
     error: str | None
     step: int
-    page: Path | None = None  # report.html, if there is one; like the rest, of a run that is done
-    panels: Sequence[Content] = ()  # what the page shows of the test set
-    checkpoint: Path | None = None  # the one that was tested: a file, or the folder of a sharded one
+    page: Path | None = None  # report.html, if it exists; this and the fields below are set only if status is done
+    panels: Sequence[Content] = ()  # the page's panels about the test set
+    checkpoint: Path | None = None  # the tested checkpoint: a file, or the folder of a sharded one
 
 
 def begin_run(name: str, logger: Logger, config: RunConfig, report: Mapping[str, Any]) -> Background:
-    """Connects a logger and hands it the config. Call it on rank 0. Raises UserError: its client refuses to start."""
+    """Starts a logger and logs the config. Call it on rank 0. Raises UserError if its client cannot start."""
     try:
         _ = getattr(logger, "experiment", None)
     except Exception as e:
         if isinstance(e, UserError) or of_users_code(e):
             raise
         variables = [variable for variable in os.environ if variable.startswith(f"{name.upper()}_")]
-        local = f", or pass logger.{name}.{logger.local}" if hasattr(logger, "local") else ""
-        # pydantic's, of W&B's settings
-        why = e.errors()[0]["msg"] if hasattr(e, "errors") else " ".join(str(e).split())
+        local_option = f", or pass logger.{name}.{logger.local}" if hasattr(logger, "local") else ""
+        # pydantic's errors, from W&B's settings
+        reason = e.errors()[0]["msg"] if hasattr(e, "errors") else " ".join(str(e).split())
         raise UserError(
-            f"logger.{name} cannot start: {why}. Correct its keys or the environment variables "
-            f"(set: {', '.join(variables) or 'none'}){local}."
+            f"logger.{name} cannot start: {reason}. Correct its keys or the environment variables "
+            f"(set: {', '.join(variables) or 'none'}){local_option}."
         ) from e
     background = Background(logger, name)
     logger.log_hyperparams({**config.plain(), "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
-    write, batch, seen = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
+    write, batch_size, samples_key = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
 
     def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
-        """With the number of samples that the optimizer has seen, as a second axis."""
-        write(metrics if step is None else {seen: step * batch, **metrics}, step)
+        """Adds the number of samples that the optimizer has seen, as a second x-axis."""
+        write(metrics if step is None else {samples_key: step * batch_size, **metrics}, step)
 
-    if batch:
+    if batch_size:
         logger.log_metrics = log_metrics  # type: ignore[method-assign]
     return background
 
 
 def end_run(
-    begun: Sequence[Background], report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder
+    backgrounds: Sequence[Background], report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder
 ) -> None:
-    """Tells all loggers how the run ended, and waits for them; then raises the first bug in a custom one."""
-    status, path, bugs = report["status"], report.get("checkpoint"), list[Exception]()
+    """Reports the end of the run to all loggers and waits for them. Then raises the first bug of a custom logger."""
+    status, checkpoint, bugs = report["status"], report.get("checkpoint"), list[Exception]()
     end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
-    if done := status == "done":
+    if is_done := status == "done":
         page = folder.page_file if folder.page_file.is_file() else None
-        end = replace(end, page=page, panels=panels, checkpoint=folder.path / path if path else None)
-    for background in begun:
+        end = replace(end, page=page, panels=panels, checkpoint=folder.path / checkpoint if checkpoint else None)
+    for background in backgrounds:
         logger = background.logger
         uploads = end.checkpoint and getattr(logger, "log_model", False)
         try:
             if hasattr(logger, "on_run_end"):
                 logger.on_run_end(end)
-            logger.finalize("success" if done else "failed")  # again, for the test's metrics
+            logger.finalize("success" if is_done else "failed")  # a second time, for the test metrics
         except Exception as e:
             log.warning("logger.%s failed", background.name, exc_info=e)
             bugs.append(e)
-        background.finish(UPLOAD_S if uploads else LATE_S if done else SHORT_S)
+        background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
         if isinstance(logger, WandbLogger):
-            # in this thread; otherwise the next job of a multirun would continue the run
+            # in this thread: otherwise the next job of a multirun would continue this W&B run
             logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
-    if bugs and done:  # otherwise the error that ended the run is what counts
+    if bugs and is_done:  # otherwise the error that ended the run matters more
         raise bugs[0]
 
 
 def flat(params: dict[Any, Any]) -> dict[str, Any]:
-    """Keys as they are passed, `optim.lr`; values that are no number, flag or text become one."""
+    """Flattens to keys as on the command line (`optim.lr`). Values other than numbers and bools become strings."""
     values = dotted(params).items()
     return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
 
 
 def unreachable(server: str, timeout_s: float = 5.0) -> str:
-    """Why a server cannot be reached; empty if it can, or if a proxy decides that."""
+    """Why a server cannot be reached; empty if it can be reached, or behind a proxy."""
     url = urlsplit(server)
     if any(name.lower().endswith("proxy") for name in os.environ):
         return ""
@@ -208,21 +209,21 @@ class MetricsCsv(Logger):
 
     @property
     def save_dir(self) -> str:
-        """Where a module may write files of its own."""
+        """Where a module may write its own files."""
         return str(self.folder)
 
     log_dir = save_dir
 
     @property
     def experiment(self) -> Any:
-        """It writes metrics, as that of Lightning's CSVLogger, and ignores images and the like, which a module may give to all loggers."""
-        made: Any = DummyLogger().experiment
-        made.log_metrics = self.log_metrics
-        return made
+        """Logs metrics, like Lightning's CSVLogger; ignores images and the like, which modules may send to it."""
+        dummy: Any = DummyLogger().experiment
+        dummy.log_metrics = self.log_metrics
+        return dummy
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the config is in config.yaml."""
+        """Does nothing: the config is in config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -230,7 +231,7 @@ class MetricsCsv(Logger):
 
 
 class CutAtResume(pl.Callback):
-    """Cuts logs at the checkpoint's step, so no row is written twice. W&B keeps what it has been sent."""
+    """Truncates the logs at the checkpoint's step, so no row is written twice. W&B keeps what it has received."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -242,11 +243,11 @@ class CutAtResume(pl.Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     writer = logger.experiment
-                    writer.close()  # it opens a new file that first purges older records from this step on
+                    writer.close()  # it then opens a new file, which first purges older records from this step on
                     writer.purge_step = steps + 1
 
 
-# --- TensorBoard: it cannot show the page, which is beside its folder, and gets the tables as texts ---
+# --- TensorBoard: it cannot show report.html, so it gets the path and the tables as text ---
 
 
 def markdown(panel: Table | Matrix) -> str:
@@ -260,17 +261,17 @@ def markdown(panel: Table | Matrix) -> str:
 
 
 class TensorBoard(TensorBoardLogger):
-    """The config is a text, and the run a row in the tab HParams, beside all metrics."""
+    """Shows the config as text, and the run as a row in the HParams tab, next to all metrics."""
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        super().log_hyperparams(params)  # adds them to `hparams`, for hparams.yaml
-        values = flat(dict(self.hparams))  # a module's own come later, when the row has begun
+        super().log_hyperparams(params)  # adds them to `hparams`, which is written to hparams.yaml
+        values = flat(dict(self.hparams))  # hyperparameters of a module come later, when the row has begun
         self.experiment.add_text("config", markdown(Table("Config", ["key", "value"], list(values.items()))), 0)
         self.add_row(1, values)
 
     def add_row(self, part: int, params: dict[str, Any]) -> None:
-        """Part 1 begins the row in HParams, part 2 ends it. Part 0 would be a list of metrics: without it, all are shown."""
+        """Part 1 begins the row in HParams, part 2 ends it. Part 0 would restrict the metrics that are shown."""
         from torch.utils.tensorboard.summary import hparams
 
         self.experiment.file_writer.add_summary(hparams(params, {})[part])
@@ -281,7 +282,7 @@ class TensorBoard(TensorBoardLogger):
         if end.page:
             self.experiment.add_text("report", "\n\n".join([f"With all panels: {end.page}", *tables]), end.step)
         self.experiment.add_text("status", f"{end.status}: {end.error}" if end.error else end.status, end.step)
-        if end.status == "done":  # of several ends TensorBoard shows the first, and a run that failed may be resumed
+        if end.status == "done":  # TensorBoard shows the first end only, and a failed run may be resumed
             self.add_row(2, {})
 
 
@@ -291,30 +292,30 @@ def tensorboard(*, run_dir: Path) -> TensorBoardLogger:
 
 # --- W&B: online with an API key, otherwise offline ---
 
-# 255 is killed, another one failed, or preempted if it was marked.
+# W&B shows 255 as killed, and other codes as failed, or as preempted if the run was marked.
 EXIT_CODES = {"done": 0, "pruned": 0, "interrupted": 255}
 
 
 def wandb_mode() -> str:
-    """Online if W&B's client would find an API key for its server, in the environment or in the netrc file, and reaches the server."""
+    """Online if the server can be reached and W&B's client has an API key (environment or netrc file)."""
     from requests.utils import get_netrc_auth
 
     server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     if not (os.environ.get("WANDB_API_KEY") or (get_netrc_auth(server) or ("", ""))[1]):
         return "offline"
-    if getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server)):
-        log.warning("W&B logs offline: %s", why)
+    if getattr(rank_zero_only, "rank", 0) == 0 and (reason := unreachable(server)):
+        log.warning("W&B logs offline: %s", reason)
         return "offline"
     return "online"
 
 
 class Wandb(WandbLogger):
-    local = "mode=offline"  # works without the server
+    local = "mode=offline"  # the option that works without the server
     log_model = False
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
-        """The checkpoint is named as by Lightning's logger: `model-<id>`, of the type `model`."""
+        """Names the checkpoint like Lightning's logger: `model-<id>`, of type `model`."""
         from wandb import Artifact, Html
 
         run = self.experiment
@@ -342,23 +343,23 @@ def wandb(
     mode: str,
     log_model: bool = False,
 ) -> WandbLogger:
-    """W&B. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides it."""
+    """W&B's logger. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides `auto`."""
     import wandb as client
 
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or wandb_mode()
     settings = client.Settings(console="off", silent=True)
     if mode == "online":
-        # else it waits for ever for a lost server
+        # otherwise it waits forever for a lost server
         settings.finish_timeout = float(os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else LATE_S))
-    where: dict[str, Any] = {"project": project, "entity": entity, "group": group, "name": run, "id": id}
-    made = Wandb(**where, tags=list(tags), save_dir=str(run_dir), resume="allow", mode=mode, settings=settings)
-    made.log_model = log_model
-    without_anonymous(made)
-    return made
+    identity: dict[str, Any] = {"project": project, "entity": entity, "group": group, "name": run, "id": id}
+    logger = Wandb(**identity, tags=list(tags), save_dir=str(run_dir), resume="allow", mode=mode, settings=settings)
+    logger.log_model = log_model
+    without_anonymous(logger)
+    return logger
 
 
 def wandb_sync_line(run_dir: Path) -> str | None:
     """The command that uploads offline runs to W&B; None if there are none."""
     offline = sorted((run_dir / "wandb").glob("offline-run-*"))
-    return f"wandb sync {shlex.join(map(str, offline))}" if offline else None  # one part per resume
+    return f"wandb sync {shlex.join(map(str, offline))}" if offline else None  # one folder per resume

@@ -1,4 +1,4 @@
-"""Observes a training run and keeps its report up to date. Rank 0 writes."""
+"""Observes a training run and keeps its report up to date. Rank 0 writes it."""
 
 import logging
 import math
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
     from lockstep.reporting.loggers import Background
     from lockstep.training.workload import Workload
 
-# Shows a run that is done or has failed, as write_page of extras/page.py does.
+# Writes the page of a run that is done or has failed, like write_page of extras/page.py.
 Page = Callable[[RunFolder, RunConfig, dict[str, Any], "Workload | None", Sequence["Content"]], None]
 
 
-Explain = Callable[["pl.Trainer", BaseException], BaseException]  # an error of training in words that help
+Explain = Callable[["pl.Trainer", BaseException], BaseException]  # replaces a training error by one that helps the user
 
 
 def from_callbacks(trainer: "pl.Trainer | None", method: str) -> list[Any]:
-    """What the callbacks' `report_metrics() -> dict` (on every rank) or `report_panels() -> list` (on rank 0) add to the report."""
+    """Results of the callbacks' `report_metrics() -> dict` (on every rank) or `report_panels() -> list` (on rank 0)."""
     callbacks = trainer.callbacks if trainer else ()  # type: ignore[attr-defined]
     return [getattr(callback, method)() for callback in callbacks if hasattr(callback, method)]
 
 
 def first_report(settings: Settings) -> dict[str, Any]:
-    """What report.json says from a run's first second."""
+    """The content of report.json at the start of a run."""
     cfg, world = settings.cfg, settings.world
     return {
         "status": "running",
@@ -74,10 +74,10 @@ def first_report(settings: Settings) -> dict[str, Any]:
 
 
 class Recorder:
-    """Keeps the status in the run's report up to date: running, then how it ended.
+    """Keeps the run's report up to date, from the status `running` to the final one.
 
-    `begin` writes the first files, after everything is built. A user's class that fails earlier leaves a report and a log, but
-    no config.yaml, so the same command can be run again.
+    `begin` writes the first files, after everything is built. If a user's class fails earlier, the run leaves a report
+    and a log, but no config.yaml, so the same command can be run again.
 
     Raises:
         UserError: the folder belongs to a different run.
@@ -88,30 +88,29 @@ class Recorder:
         self.folder, self.config, self.rank = settings.folder, settings.cfg, settings.world.rank
         self.report, self.page = first_report(settings), page
         self.began_s = time.perf_counter()
-        self.trained_s: float | None = None  # perf_counter when training ended
+        self.trained_s: float | None = None  # perf_counter at the end of training
         self.log = ExitStack()
         self.others: list[Background] = []  # loggers besides metrics.csv
-        self.restore: Callable[[], None] | None = None  # puts the folder back to what it was when the run began
-        self.resumed_at = 0  # steps done
-        self.tested_before: list[str] = []  # metrics of the test before the run was resumed
+        self.restore: Callable[[], None] | None = None  # restores the folder to its state at the start of the run
+        self.resumed_at = 0  # steps done before this start
+        self.tested_before: list[str] = []  # metrics of a test before the run was resumed
         self.trainer: pl.Trainer | None = None
         self.loggers: list[Logger] = []
-        self.stages: list[
-            str
-        ] = []  # what is evaluated after training: a validation too, if there was none of the checkpoint to test
+        # Evaluations after training. Includes a validation if the checkpoint to test has not been validated.
+        self.stages: list[str] = []
         self.work: Workload | None = None
-        self.panels: list[Content] = []  # of the test set
+        self.panels: list[Content] = []  # about the test set
         self.was_validated = True
-        self.checkpoint_step = 0  # of the one that is tested
+        self.checkpoint_step = 0  # step of the tested checkpoint
 
     def __enter__(self) -> "Recorder":
         process.trains = True
         return self
 
     def begin(self, trainer: "pl.Trainer") -> None:
-        """Writes the first files of the run, which `trainer` trains."""
+        """Writes the first files of the run that `trainer` trains."""
         self.trainer, self.loggers = trainer, trainer.loggers
-        self.work = work = next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
+        self.work = work = next(callback.work for callback in trainer.callbacks if hasattr(callback, "work"))  # type: ignore[attr-defined]
         settings = self.settings.as_built()
         self.config = settings.cfg
         self.report |= {"model": work.network_title(settings), **work.loaders.facts}
@@ -125,13 +124,13 @@ class Recorder:
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
-        folder.metrics()  # rejects what is no log before training appends to it
+        folder.metrics()  # rejects an invalid metrics.csv before training appends to it
         if resumed_from:
             self.resumed_at = step_of(Path(resumed_from))
-            if earlier := folder.report():
-                self.report["started"] = earlier.get("started", self.report["started"])
-                self.report["restarts"] = int(earlier.get("restarts") or 0) + 1
-                self.tested_before = tested(earlier)
+            if previous := folder.report():
+                self.report["started"] = previous.get("started", self.report["started"])
+                self.report["restarts"] = int(previous.get("restarts") or 0) + 1
+                self.tested_before = tested(previous)
         elif folder.has_config():
             advice = "Set resume=auto to continue it, or a different name."
             raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
@@ -146,7 +145,7 @@ class Recorder:
         self.log.enter_context(logged(self.folder.log_file))
 
     def add(self, **metrics: Any) -> None:
-        """Adds the metrics of an evaluation to the report and the loggers: of a validation, if training had none, then of the test."""
+        """Adds metrics to the report and the loggers: of a validation if training had none, then of the test."""
         assert self.trainer is not None
         is_test, self.was_validated = self.was_validated, True
         self.report |= metrics | ({"evaluated": SEPARATOR.join(metrics)} if is_test else {})
@@ -158,7 +157,7 @@ class Recorder:
             self.folder.write_report(self.report)
 
     def trained(self) -> str | None:
-        """Adds the measurements of training; returns the checkpoint to test, if there is one. Call it on every rank."""
+        """Adds the measurements of training. Returns the checkpoint to test, if any. Call it on every rank."""
         import torch
 
         from lockstep.checkpoints.saving import best_checkpoint
@@ -169,19 +168,19 @@ class Recorder:
         checkpoint = best_checkpoint(trainer)
         monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
         self.checkpoint_step = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
-        batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
+        batches = trainer.num_training_batches  # per epoch; infinite if the dataloader has no length
         is_known = 0 < batches < math.inf
-        begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if is_known else trainer.current_epoch
-        report |= {"train/steps": steps_done(trainer), "train/epochs": begun}
-        # null without the callback that measures them
+        epochs = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if is_known else trainer.current_epoch
+        report |= {"train/steps": steps_done(trainer), "train/epochs": epochs}
+        # None without the callback that measures them
         report |= dict.fromkeys((rate, "train/data_wait_share", "train/first_step_s"))
-        for measured in from_callbacks(trainer, "report_metrics"):
-            report |= measured
+        for metrics in from_callbacks(trainer, "report_metrics"):
+            report |= metrics
         self.trained_s = time.perf_counter()
         known_s = sum(value for name, value in report.items() if name.startswith("time/"))
         flops, device = work.flops_per_sample, trainer.strategy.root_device
         peak = peak_bytes(device)
-        if peak is not None:  # of the process with the most
+        if peak is not None:  # the maximum of all processes
             peak = int(trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max"))
         report |= {
             "time/start_s": max(0.0, self.trained_s - self.began_s - known_s),
@@ -198,7 +197,7 @@ class Recorder:
         return checkpoint
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        process.trains, ended_s, caught = False, time.perf_counter(), error
+        process.trains, ended_s, original_error = False, time.perf_counter(), error
         if error is not None and self.trainer is not None and self.explain is not None:
             error = self.explain(self.trainer, error)
         outcome = outcome_of(error)
@@ -210,19 +209,19 @@ class Recorder:
         if outcome.error is not None:
             self.report["error"] = outcome.error
         if isinstance(error, Exception) and not outcome.is_explained:
-            process.report_failure(self.rank)  # now, because the other processes wait for this one
+            process.report_failure(self.rank)  # now, because the other processes are waiting for this one
         if self.rank == 0 and not (is_refused and self.restore is None):
             self.close(error, keeps=not is_refused)
-        if error is not None and error is not caught:
+        if error is not None and error is not original_error:
             raise error from None
 
     def close(self, error: BaseException | None, *, keeps: bool) -> None:
-        """Ends the log and the report. Unless it `keeps` them, a mistake was found late, and the folder is as before."""
+        """Ends the log and the report. Without `keeps` (a user error that was detected late), restores the folder."""
         outcome = outcome_of(error)
-        with self.log:  # closes it at the end
+        with self.log:  # closes the log at the end
             if self.restore is None:  # a user's class failed before the run began
                 self.open_log()
-            elif not self.folder.path.is_dir():  # it was removed meanwhile
+            elif not self.folder.path.is_dir():  # removed meanwhile
                 return
             if outcome.error:  # train.log gets the traceback of an unexpected error
                 trace = None if outcome.is_explained else error
@@ -232,13 +231,13 @@ class Recorder:
             self.restore()
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
-        """Writes the report and its page, tells the loggers, and shows the result on the terminal."""
-        panels = [*self.panels, *(panel for more in from_callbacks(self.trainer, "report_panels") for panel in more)]
+        """Writes the report and its page, ends the loggers, and prints the result."""
+        panels = [*self.panels, *(panel for group in from_callbacks(self.trainer, "report_panels") for panel in group)]
         if keeps:
-            with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
+            with suppress(*([Exception] if error else [])):  # the error that ended the run matters more
                 if self.page:
                     self.page(self.folder, self.config, self.report, self.work, panels)
-            self.folder.write_report(self.report)  # then the run is done, even if a logger's server takes its time
+            self.folder.write_report(self.report)  # now, because a logger's server may be slow
         if self.others:
             from lockstep.reporting.loggers import end_run
 
@@ -249,7 +248,7 @@ class Recorder:
             show_run(self.folder, self.config, self.report, self.work)
 
     def is_saved(self) -> bool:
-        """Whether this start has trained steps, and a checkpoint is there."""
+        """Whether this process has trained at least one step and a checkpoint exists."""
         from lockstep.training.arithmetic import steps_done
 
         if self.trainer is None or self.trainer.lightning_module is None:

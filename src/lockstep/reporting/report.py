@@ -1,4 +1,4 @@
-"""The report of a run for Python: its metrics, curves and panels. Free of torch until the panels are asked for."""
+"""The report of a run in Python: its metrics, curves and panels. Free of torch until the panels are read."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
     from lockstep.panel import Content
 
-# The page has styles and a script of its own, which must not meet those of the notebook.
+# An iframe keeps the styles and the script of the page apart from those of the notebook.
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" height="640" style="border:0"></iframe>'
 
 
 def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
-    """The columns of metrics.csv by name, each as pairs of step and value."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    """The columns of metrics.csv by name, each as (step, value) pairs."""
+    series: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, value in row.items():
             if name != "step":
-                found.setdefault(name, []).append((int(row["step"]), value))
-    return found
+                series.setdefault(name, []).append((int(row["step"]), value))
+    return series
 
 
 class Curve(NamedTuple):
-    """As for `plt.plot(*curve)`."""
+    """A metric over time, for `plt.plot(*curve)`."""
 
     steps: list[int]  # optimizer steps done
     values: list[float]
 
 
 class Report(dict[str, Any]):
-    """report.json as a dict; empty without one. A notebook shows the page."""
+    """report.json as a dict; empty if it does not exist. A notebook shows report.html."""
 
     def __init__(self, run: RunFolder, content: Mapping[str, Any] | None = None) -> None:
         super().__init__(run.report() if content is None else content)
@@ -49,7 +49,7 @@ class Report(dict[str, Any]):
 
     @classmethod
     def listed(cls, run: RunFolder, runs_dir: Path) -> Self:
-        """One of a list of runs, in which a damaged file must not hide the other runs."""
+        """The report of one run in a list: a damaged file must not hide the other runs."""
         content: dict[str, Any] = {"status": "damaged" if run.report_file.is_file() else "no report"}
         with suppress(UserError):
             content |= run.report()
@@ -57,7 +57,7 @@ class Report(dict[str, Any]):
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config by dotted keys, empty if it is missing or damaged."""
+        """The config by dotted keys; empty if it is missing or damaged."""
         with suppress(UserError):
             return dotted(renamed(self.run_folder.saved_config()[0]))
         return {}
@@ -70,13 +70,13 @@ class Report(dict[str, Any]):
 
     @cached_property
     def panels(self) -> "dict[str, Content]":
-        """What the page shows of the test set, by title: `report.panels["Largest losses"].samples`."""
+        """The page's panels about the test set by title, as in `report.panels["Largest losses"].samples`."""
         from lockstep.reporting.saved_panels import read_panels
 
         return {panel.title: panel for panel in read_panels(self.run_folder.panels_file)}
 
     def frame(self) -> "pd.DataFrame":
-        """The rows of metrics.csv as a DataFrame. Raises UserError: pandas is not installed."""
+        """The rows of metrics.csv as a DataFrame. Raises UserError if pandas is not installed."""
         try:
             import pandas as pd
         except ImportError:
@@ -84,7 +84,7 @@ class Report(dict[str, Any]):
         return pd.DataFrame(self.run_folder.metrics())
 
     def _repr_html_(self) -> str:
-        """A table of the main metrics, which viewers without frames show as well; then the page."""
+        """A table of the main metrics, for viewers that cannot show frames; then the page."""
         names = ("run", "status", "error", *tested(self), str(self.get("monitor")), "train/steps", "wall_s")
         rows = {name: metric(name, self[name]) for name in names if self.get(name) is not None}
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())

@@ -1,4 +1,4 @@
-"""panels.json, read: the panels of the test set as data. extras/panels.py writes it."""
+"""Reads panels.json: the panels of the test set as data. extras/panels.py writes it."""
 
 import base64
 import io
@@ -19,18 +19,18 @@ KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"
 KINDS = {kind.__name__: kind for kind in (*get_args(Content), Mask, Picture, Sample, Share, Sound, Tokens)}
 
 
-def decoded(found: dict[str, Any]) -> Any:
-    if IMAGE in found:
-        image = np.array(Image.open(io.BytesIO(base64.b64decode(found[IMAGE].partition(",")[2]))))
+def decoded(encoded: dict[str, Any]) -> Any:
+    if IMAGE in encoded:
+        image = np.array(Image.open(io.BytesIO(base64.b64decode(encoded[IMAGE].partition(",")[2]))))
         return image.transpose(2, 0, 1) if image.ndim == 3 else image[None]
-    if ARRAY in found:
-        dtype, shape, text = found[ARRAY]
+    if ARRAY in encoded:
+        dtype, shape, text = encoded[ARRAY]
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
-    return KINDS[found.pop(KIND)](**found) if KIND in found else found
+    return KINDS[encoded.pop(KIND)](**encoded) if KIND in encoded else encoded
 
 
 def read_panels(path: Path) -> list[Content]:
-    """No panels without the file. Raises UserError: it is damaged."""
+    """The panels in `path`; empty without the file. Raises UserError if it is damaged."""
     with told_if_damaged(path, "Remove the file: report.html shows the same."):
         panels = json.loads(read_text(path), object_hook=decoded) if path.exists() else []
         if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
