@@ -176,9 +176,9 @@ class GeometricOperation(Operation):
         image, masks, name = images_of(batch, draws.name), spatial(batch, nested=True), draws.name
         for key, mask in masks.items():
             if getattr(mask, "shape", ())[-2:] != image.shape[-2:]:
-                what = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"what `{key}` holds"
+                value = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"what `{key}` holds"
                 raise UserError(
-                    f"{name} cannot move {what} with images of {tuple(image.shape[-2:])}. "
+                    f"{name} cannot move {value} with images of {tuple(image.shape[-2:])}. "
                     f"Remove it: ~{name}; or write your own operation that can (docs/augment.md)."
                 )
         if masks and self.uncovers and self.mask_fill is None:
@@ -190,8 +190,8 @@ class GeometricOperation(Operation):
         plan = self.plan(height, width, draws)
         result = {"input": self.move(image, plan, is_mask=False)}
         for key, mask in masks.items():
-            moved = self.move(mask.reshape(len(mask), -1, *mask.shape[-2:]), plan, is_mask=True)
-            result[key] = moved.reshape(*mask.shape[:-2], *moved.shape[-2:])
+            moved_mask = self.move(mask.reshape(len(mask), -1, *mask.shape[-2:]), plan, is_mask=True)
+            result[key] = moved_mask.reshape(*mask.shape[:-2], *moved_mask.shape[-2:])
         return {**batch, **result}
 
 

@@ -96,11 +96,11 @@ class SampleTransform(Operation):
                 raise UserError(f"{location}: {type(e).__name__}: {e}. Repair it, or remove it: ~{draws.name}.") from e
 
         if plan_B is None:
-            changed = self.generators.each(len(draws.state_B), lambda: draws.state_B, change)
+            results = self.generators.each(len(draws.state_B), lambda: draws.state_B, change)
         else:
-            changed = [change(index) for index in range(len(plan_B))]
+            results = [change(index) for index in range(len(plan_B))]
         lists = [name for name, value in inputs.items() if isinstance(value, list) and name != "input"]
-        values = {name: [sample[name] for sample in changed] for name in changed[0]}
+        values = {name: [sample[name] for sample in results] for name in results[0]}
         return {**batch, **{name: column if name in lists else joined(column) for name, column in values.items()}}
 
     def plan(self, draws: Draws) -> Sequence[Any] | None:
@@ -235,10 +235,10 @@ def of_albumentations(transform: Any, sample: Sample) -> Sample:
         )
     arrays = [value.to(torch.uint8 if value.dtype == torch.bool else value.dtype).numpy() for value in masks.values()]
     result = transform(image=hwc(sample["input"]), **({"masks": arrays} if masks else {}))
-    changed = {
+    new_masks = {
         n: torch.from_numpy(np.array(a)).to(masks[n].dtype) for n, a in zip(masks, result.get("masks", ()), strict=True)
     }
-    return {**sample, **changed, "input": chw(result["image"])}
+    return {**sample, **new_masks, "input": chw(result["image"])}
 
 
 LIBRARIES: Mapping[str, Callable[[Any, Sample], Sample]] = {

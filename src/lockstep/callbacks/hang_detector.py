@@ -34,7 +34,7 @@ monitors = itertools.count(1)  # numbers the monitors of this process; equal in 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The state of a process, as it reports it in the store."""
+    """A process's state, as it is reported in the store."""
 
     beat: int  # increases while its thread runs
     place: Sequence[int]
@@ -128,9 +128,9 @@ class Monitor:
             innermost, outer = where(sys._current_frames().get(self.thread))
             if innermost != line:
                 line, line_since_s = innermost, now_s
-            waits = any(part in line for part in WAITING)
+            is_waiting = any(part in line for part in WAITING)
             # work before a collective does not count as waiting
-            quiet_s = now_s - (max(since_s, line_since_s) if waits else since_s)
+            quiet_s = now_s - (max(since_s, line_since_s) if is_waiting else since_s)
             if quiet_s > self.limit_s >= self.heartbeat.quiet_s:
                 last_beats = {}
                 with suppress(OSError):
@@ -138,7 +138,7 @@ class Monitor:
                     with open_log(self.stacks, "a", encoding="utf-8") as log:
                         print(f"no batch finished for {quiet_s:.0f} s; the threads:", file=log, flush=True)
                         faulthandler.dump_traceback(file=log, all_threads=True)
-            self.heartbeat = Heartbeat(self.heartbeat.beat + 1, last_place, waits, quiet_s, outer)
+            self.heartbeat = Heartbeat(self.heartbeat.beat + 1, last_place, is_waiting, quiet_s, outer)
             if self.failed is not None:
                 failed_s = min(failed_s, now_s + END_S)
                 if now_s > failed_s:
@@ -152,8 +152,8 @@ class Monitor:
             beat = beats[rank].beat if rank in beats else -1
             if rank not in last_beats or last_beats[rank][0] != beat:
                 last_beats[rank] = beat, now_s
-        others = {rank: s for rank, (_, s) in last_beats.items() if rank not in {self.rank, *self.left}}
-        silent = [rank for rank, s in others.items() if now_s - s > self.patience_s]
+        since_s = {rank: began_s for rank, (_, began_s) in last_beats.items() if rank not in {self.rank, *self.left}}
+        silent = [rank for rank, began_s in since_s.items() if now_s - began_s > self.patience_s]
         if store_lost := now_s - self.answered_s > self.patience_s:  # then no rank answers
             silent = [0]
         ranks = hanging(beats, silent, self.limit_s)

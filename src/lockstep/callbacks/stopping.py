@@ -1,4 +1,4 @@
-"""Reasons to end a run early: preemption, a time limit, no more improvement, a non-finite loss, different processes."""
+"""Reasons to end a run early: preemption, a time limit, no more improvement, a non-finite loss, ranks that differ."""
 
 import itertools
 import math
@@ -139,7 +139,7 @@ class Timer(callbacks.Timer):
 class EarlyStopping(callbacks.EarlyStopping):
     """Remains stopped when a run is resumed, and uses the config's patience.
 
-    Lightning's restores only its counters, and replaces the config's patience with the checkpoint's. Here its error for
+    Lightning restores only the counters, and replaces the config's patience with the checkpoint's. Here its error for
     a metric that nothing logs has no traceback.
     """
 
@@ -202,8 +202,8 @@ class FiniteLoss(Callback):
         self.look(trainer)
 
     def look(self, trainer: Trainer) -> None:
-        bad = bool(self.seen) and not math.isfinite(self.seen[-1][1].item())  # SYNC: once every log_every_n_steps
-        if trainer.strategy.reduce_boolean_decision(bad, all=False):
+        is_bad = bool(self.seen) and not math.isfinite(self.seen[-1][1].item())  # SYNC: once every log_every_n_steps
+        if trainer.strategy.reduce_boolean_decision(is_bad, all=False):
             raise LossNotFinite(self.message(trainer))
         self.seen.clear()
 
@@ -212,8 +212,8 @@ class FiniteLoss(Callback):
 
         Every process must call it.
         """
-        bad = ((step, loss.item(), index) for step, loss, index in self.seen if not math.isfinite(loss.item()))
-        first = next(bad, None)
+        bad_losses = ((step, loss.item(), index) for step, loss, index in self.seen if not math.isfinite(loss.item()))
+        first = next(bad_losses, None)
         if first:
             first = *first[:2], first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
         by_rank = objects_of_all(first)

@@ -137,13 +137,13 @@ class Progress(Callback):
         now_s, waited = time.monotonic(), waited_s(trainer)
         fraction = (waited - self.waited_s) / max(1e-9, now_s - self.began_s)
         self.began_s, self.waited_s = now_s, waited
-        shown = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
+        parts = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
         speed = f"train/{unit_of(trainer)}_per_s"
-        shown += [f"{float(metrics[speed]):,.0f} {unit_of(trainer)}/s"] if speed in metrics else []
-        shown.append(f"{fraction:.0%} waiting for data")
-        others = metrics.keys() - {"train/loss", speed}
-        names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in others)
-        return " · ".join(shown + [f"{name} {float(metrics[name]):.4f}" for name in names])
+        parts += [f"{float(metrics[speed]):,.0f} {unit_of(trainer)}/s"] if speed in metrics else []
+        parts.append(f"{fraction:.0%} waiting for data")
+        other_names = metrics.keys() - {"train/loss", speed}
+        names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in other_names)
+        return " · ".join(parts + [f"{name} {float(metrics[name]):.4f}" for name in names])
 
     def show(self, trainer: Trainer, detail: str = "") -> None:
         if self.line is not None and self.line.due(steps_done(trainer)):
@@ -231,8 +231,8 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     single = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
     target_B = [str(classes[t]) if 0 <= t < len(classes) else str(t) for t in target[:SHOWN].tolist()] if single else []
     labels: list[dict[str, Any]] = [{"target": name} for name in target_B] or [{}] * SHOWN
-    shown = filter(lambda image: image is not None, map(picture, images if image_BCHW is None else image_BCHW))
-    return [Sample(*row) for row in zip(index_B, labels, shown, strict=False)]
+    pictures = filter(lambda image: image is not None, map(picture, images if image_BCHW is None else image_BCHW))
+    return [Sample(*row) for row in zip(index_B, labels, pictures, strict=False)]
 
 
 # --- Where the time of training goes, as time/* in the report ---

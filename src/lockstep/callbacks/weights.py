@@ -26,8 +26,8 @@ class EMA(Callback):
     """average = decay * average + (1 - decay) * weights, every `update_every_n_steps` steps, starting with the first.
 
     With `warmup`, update t (from 0) uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with
-    `num_updates`. Without warm-up, the first weights dominate a short run: after 168 steps at 0.999 they still count
-    85%.
+    `num_updates`. Without warm-up, the first weights dominate a short run: after 168 steps at 0.999 they still have a
+    weight of 85%.
 
     Lightning's EMAWeightAveraging copies the whole module, which FSDP2 does not allow. Here the average has the same
     form as the weights under the strategy: whole, or this process's shards. Checkpoints have Lightning's layout: the
@@ -154,8 +154,8 @@ class Freeze(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Modules with statistics are in evaluation mode while all their parameters are frozen."""
         net, epoch = getattr(pl_module, "net", pl_module), trainer.current_epoch
-        named = net.named_parameters()
-        self.without_gradient = [p for name, p in named if p.requires_grad and self.is_frozen(name, epoch)]
+        parameters = net.named_parameters()
+        self.without_gradient = [p for name, p in parameters if p.requires_grad and self.is_frozen(name, epoch)]
         for path, module in net.named_modules():
             names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
             if names and any(True for _ in module.buffers(recurse=False)):
@@ -174,8 +174,8 @@ class Freeze(Callback):
 
 def digest(tensor: Tensor) -> str:
     """A hash of the bits. For a sharded tensor every process must call it."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    bits = whole.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    bits = full.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
 
 
@@ -204,6 +204,6 @@ class Digests(Callback):
         if trainer.is_global_zero:
             parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
             rows = [
-                {"what": what, "name": name, "digest": bits} for what, named in parts.items() for name, bits in named
+                {"what": kind, "name": name, "digest": bits} for kind, items in parts.items() for name, bits in items
             ]
             self.csv.append(*({"step": steps_done(trainer), **row} for row in rows))

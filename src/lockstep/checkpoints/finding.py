@@ -185,7 +185,7 @@ def unpickled(path: Path) -> Any:
 
 
 def outline(path: Path) -> Checkpoint:
-    """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint, or a part of one."""
+    """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint, or only a part."""
     if path.name == REST or SHARD.fullmatch(path.name):
         raise UserError(f"{path} is a part of a sharded checkpoint. Pass its folder, {path.parent}.")
     return Checkpoint.parse(path, unpickled(path))

@@ -1,6 +1,6 @@
-"""How checkpoints are written: atomically, in the order of the calls, while training continues.
+"""Writes checkpoints atomically, in the order of the calls, while training continues.
 
-Also when they are saved, which are kept, and where a resumed run continues.
+Also decides when they are saved, which are kept, and where a resumed run continues.
 """
 
 import logging
@@ -130,7 +130,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def finish(self) -> BaseException | None:
         """Waits for all calls; returns the first error, once."""
-        errors = [each.exception() for each in self.calls]
+        errors = [future.exception() for future in self.calls]
         self.calls.clear()
         return next(filter(None, errors), None)
 
@@ -174,7 +174,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
-    """Between equal scores, the lower val/loss decides, then the later step. Lightning's keeps the first.
+    """Between equal scores, the lower val/loss decides, then the later step. Lightning keeps the first.
 
     File names contain the steps done, because `trainer.global_step` counts those of every optimizer. A run resumed from
     an earlier checkpoint writes the same file again. The state has names, not paths: a run's folder may be moved, and a
@@ -228,17 +228,17 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return sign * score, -loss, int(name.removeprefix("best-step-").removesuffix(".ckpt"))
 
         ranked = sorted(all_scores, key=sort_key, reverse=True)
-        kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
-        if not trainer.strategy.reduce_boolean_decision(new in kept):  # processes may have different scores
+        best = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
+        if not trainer.strategy.reduce_boolean_decision(new in best):  # processes may have different scores
             return
-        self.keep({name: all_scores[name] for name in kept})
+        self.keep({name: all_scores[name] for name in best})
         self.current_score = torch.tensor(score)
         folder = Path(str(self.dirpath))
         trainer.save_checkpoint(folder / new, weights_only=False)
         self.saved_at = step
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.after_save_checkpoint(self)
-        for name in ranked[len(kept) :]:
+        for name in ranked[len(best) :]:
             trainer.strategy.remove_checkpoint(folder / name)
 
 

@@ -1,4 +1,4 @@
-"""The files of checkpoints, whole or in shards, and loading their weights into a network. Does not import Lightning.
+"""Reads and writes checkpoint files, whole or in shards, and loads weights into a network. Does not import Lightning.
 
 torch.save writes all files, so they load with weights_only=True, and zip checksums show whether they are complete.
 """
@@ -154,8 +154,8 @@ def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int)
 def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
     """The values of a checkpoint on the CPU, with whole tensors.
 
-    With a `mesh`, tensors from a folder of shards are sharded over it, regardless of how many processes wrote them. Each
-    process reads only its rows.
+    With a `mesh`, tensors from a folder of shards are sharded over it, regardless of how many processes wrote them.
+    Each process reads only its rows.
     """
     if not path.is_dir():
         return open_file(path)

@@ -141,7 +141,7 @@ def joined(metric: Metric, sent_states: Sequence[Mapping[str, Any]]) -> dict[str
 
 def whole(metric: Metric, name: str, values: list[Any], filled: Sequence[Mapping[str, Any]]) -> Any:
     if isinstance(values[0], list):
-        return in_order(values, [{batch: ends[name] for batch, ends in each[ENDS].items()} for each in filled])
+        return in_order(values, [{batch: ends[name] for batch, ends in s[ENDS].items()} for s in filled])
     if len(values) == 1:
         return values[0]
     # MeanIoU adds its states in its first update
@@ -160,6 +160,6 @@ def in_order(lists: list[list[Any]], ends: list[dict[int, int]]) -> list[Any]:
     for rank, (entries, rank_ends) in enumerate(zip(lists, ends, strict=True)):
         bounds = [0, *rank_ends.values()]
         if bounds != sorted(bounds) or bounds[-1] != len(entries):
-            return [entry for each in lists for entry in each]
+            return [entry for values in lists for entry in values]
         slices += [(batch, rank, entries[a:b]) for batch, a, b in zip(rank_ends, bounds, bounds[1:], strict=False)]
     return [entry for _, _, part in sorted(slices, key=lambda s: s[:2]) for entry in part]

@@ -83,8 +83,8 @@ class ChangedInPlace(pl.LightningModule):
 def change_in_place(module: pl.LightningModule, change: Callable[..., object], *, configured: bool) -> None:
     cls: Any = type(module)
     module.__class__ = type(cls.__name__, (ChangedInPlace, cls), {"__module__": cls.__module__})
-    changed = cast(ChangedInPlace, module)
-    changed.change, changed.configured = change, configured
+    target = cast(ChangedInPlace, module)
+    target.change, target.configured = change, configured
 
 
 def networks_of(module: nn.Module) -> Iterator[nn.Module]:
@@ -232,10 +232,10 @@ class DividedBatches(Strategy):
         """
         trainer = self.lightning_module.trainer
         if trainer.training:
-            records = [each.told[self.micro_batch] for each in self.loaders_of(self.micro_batch)]
+            records = [item.told[self.micro_batch] for item in self.loaders_of(self.micro_batch)]
         else:  # the last batch that was read, if nothing reads ahead
             loaders = standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
-            records = [each.told[max(each.told)] for each in loaders[loader : loader + 1] if each.told and each.length]
+            records = [item.told[max(item.told)] for item in loaders[loader : loader + 1] if item.told and item.length]
         if records and not any(record.weight for record in records):
             return 0
         return len(records[0].places) if len(records) == 1 and records[0].places is not None else None
@@ -329,7 +329,7 @@ class PortableCheckpoint(DividedBatches):
             optimizer = optimizer.optimizer
         if not (state := optimizer.state_dict()):  # Lightning's mock optimizer if configure_optimizers returns None
             return {"state": {}, "param_groups": []}
-        names = [list(named) for named in self.named_groups(optimizer)]
+        names = [list(by_name) for by_name in self.named_groups(optimizer)]
         flat = [name for group_names in names for name in group_names]
         return {
             "state": {flat[i]: values for i, values in state["state"].items()},
@@ -341,7 +341,7 @@ class PortableCheckpoint(DividedBatches):
             if not optimizer.state_dict():
                 continue
             groups = self.named_groups(optimizer)
-            if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(named) for named in groups]:
+            if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(by_name) for by_name in groups]:
                 raise UserError(
                     "the checkpoint's optimizer has different parameters than this network. Pass init_from=<checkpoint> to start a new run from its weights."
                 )
@@ -350,7 +350,7 @@ class PortableCheckpoint(DividedBatches):
 
 def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved: dict[str, Any]) -> dict[str, Any]:
     """Converts an optimizer's state from names to torch's indices, each value in the form of its parameter."""
-    parameters = {name: p for named in groups for name, p in named.items()}
+    parameters = {name: p for by_name in groups for name, p in by_name.items()}
 
     def convert(name: str, key: str, value: Any) -> Any:
         p = parameters[name]
@@ -370,7 +370,7 @@ def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved:
         if name in saved["state"]  # plain SGD has no state
     }
     param_groups = [
-        {**values, **{k: group[k] for k in OF_THIS_PROCESS if k in group}, "params": [index[n] for n in named]}
-        for group, named, values in zip(optimizer.param_groups, groups, saved["param_groups"], strict=True)
+        {**values, **{k: group[k] for k in OF_THIS_PROCESS if k in group}, "params": [index[n] for n in by_name]}
+        for group, by_name, values in zip(optimizer.param_groups, groups, saved["param_groups"], strict=True)
     ]
     return {"state": state, "param_groups": param_groups}

@@ -60,9 +60,9 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def modules_of_vectors(blocks: list[nn.Module]) -> Iterator[nn.Module]:
-    """Modules in the blocks whose parameters autocast leaves in fp32.
+    """Modules in the blocks whose parameters autocast leaves in fp32, such as norms and layer scales.
 
-    Such as norms and layer scales: none of their parameters has more than one dimension. Also a head in float32.
+    None of their parameters has more than one dimension. A head in float32 is included.
     """
     modules = dict.fromkeys(module for block in blocks for module in block.modules() if module is not block)
     for module in modules:

@@ -253,11 +253,11 @@ def shard_module(
     parameters = [p for p in module.parameters() if p not in metrics]
     dtypes = [p.dtype for p in parameters if p.requires_grad]
     common = max(dtypes, key=dtypes.count, default=torch.float32)
-    whole = [p for p in parameters if p.dim() == 0 or (p.requires_grad and p.dtype != common)]
-    ignored = metrics | {*whole}
+    unsharded = [p for p in parameters if p.dim() == 0 or (p.requires_grad and p.dtype != common)]
+    ignored = metrics | {*unsharded}
     root_ids = {id(p) for p in parameters} - {id(p) for p in ignored}
     entries = [(child, name, p) for child in module.modules() for name, p in child.named_parameters(recurse=False)]
-    root = Root(cast(ShardedModule, module), [], [p for p in whole if p.requires_grad])
+    root = Root(cast(ShardedModule, module), [], [p for p in unsharded if p.requires_grad])
     for child in dict.fromkeys(child for child, _, _ in entries):  # before FSDP2's hooks, which reshard them
         child.register_state_dict_pre_hook(root.keep_writes)
         child.register_load_state_dict_pre_hook(root.keep_writes)
