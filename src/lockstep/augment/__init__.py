@@ -1,4 +1,4 @@
-"""Augmentation of training batches on their device, exact for every world. Free of torch until a batch comes."""
+"""Augmentation of training batches on their device, exact for any world size. Imports torch with the first batch."""
 
 from lockstep.augment.mixing import Cutmix as Cutmix
 from lockstep.augment.mixing import Mixup as Mixup

@@ -1,8 +1,8 @@
-"""Mixup and cutmix: each sample with its partner, the neighbour in the global batch.
+"""Mixup and cutmix: each sample is mixed with its partner, the neighbour in the global batch.
 
-The order of an epoch is random, so partners are. Both are in the same micro-batch of the same process, if it has an even number of
-samples, which config/settings.py asks for. Losses are mixed where they are computed, by `share` and `partner` of the batch
-(training/losses.py), so every task whose loss is per sample can train on mixed samples.
+The order of an epoch is random, so partners are random too. Both are in the same micro-batch of the same process, if it
+has an even number of samples, which config/settings.py requires. Losses are mixed where they are computed, with `share`
+and `partner` of the batch (training/losses.py), so every task with a loss per sample can train on mixed samples.
 """
 
 # B batch · C channel · H W pixel
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 Share = NDArray[np.float32]
 Alpha = Annotated[float, Field(gt=0, le=100)]
 MASKS = "{} pastes masks, and mixup would mix losses of masks that are pasted already. Use augment=[mixup] or augment=[cutmix]."
-CELLS = 4096  # of the table of a Beta distribution: its error is below 1e-6
+CELLS = 4096  # of the table of a Beta distribution, whose error is below 1e-6
 
 
 @cache
 def beta_table(alpha: float) -> NDArray[np.float64]:
-    """Of a number from Beta(alpha, alpha) below 1/2, to the power of alpha: its quantiles at 0, 1/CELLS, ..., 1.
+    """Quantiles at 0, 1/CELLS, ..., 1 of x^alpha, where x is from Beta(alpha, alpha) and below 1/2.
 
-    The density of t = x^alpha is (1 - t^(1/alpha))^(alpha-1), which is smooth also where that of x is infinite.
+    The density of t = x^alpha is (1 - t^(1/alpha))^(alpha-1), which is smooth even where the density of x is infinite.
     """
     t = np.linspace(0, 0.5**alpha, 64 * CELLS + 1)
     density = (1 - t ** (1 / alpha)) ** (alpha - 1)
@@ -42,18 +42,18 @@ def beta_table(alpha: float) -> NDArray[np.float64]:
 
 
 def beta(draws: Draws, alpha: float) -> Share:
-    """share_B from Beta(alpha, alpha), by the inverse of its distribution."""
+    """share_B from Beta(alpha, alpha), by inverse transform sampling."""
     x_B = np.interp(draws.uniform() * CELLS, np.arange(CELLS + 1), beta_table(alpha)) ** (1 / alpha)
     return np.where(draws.chance(0.5), x_B, 1 - x_B).astype(np.float32)
 
 
 class Mix(Operation):
-    """Base class: what is taken from the partner."""
+    """Base class; subclasses define what is taken from the partner."""
 
     mixes = True
 
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share | None]:
-        """The batch, and share_B: the weight of the sample's own target; None if that was mixed as well."""
+        """The batch, and share_B: the weight of the sample's own target; None if the target is mixed as well."""
         raise NotImplementedError
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
@@ -61,11 +61,11 @@ class Mix(Operation):
         if count % (2 * draws.repeats):
             raise UserError(f"{draws.name} mixes pairs, and a batch has {count} samples. Use an even number.")
         partner_B = draws.partner_B
-        batch, own_share_B = self.mixed(batch, draws, partner_B)
-        if own_share_B is None:
+        batch, target_share_B = self.mixed(batch, draws, partner_B)
+        if target_share_B is None:
             return batch
-        share_B = draws.tensor(own_share_B)
-        if "share" in batch:  # mixed before, with the same partner
+        share_B = draws.tensor(target_share_B)
+        if "share" in batch:  # already mixed, with the same partner
             share_B = share_B * batch["share"] + (1 - share_B) * (1 - batch["share"][partner_B])
         return {**batch, "share": share_B, "partner": partner_B}
 
@@ -74,28 +74,29 @@ class Mix(Operation):
 class Mixup(Checked, Mix):
     """The weighted mean of a sample and its partner, with a weight from Beta(alpha, alpha) (Zhang et al. 2018).
 
-    Takes images and other numbers, and no tokens. Each sample has a weight of its own.
+    Accepts images and other numbers, not tokens. Each sample has its own weight.
     """
 
     alpha: Alpha = 0.2
     probability: Probability = 1.0
 
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share]:
-        own = batch.get("input")
-        if own is None or not own.is_floating_point():
-            own = images_of(batch, draws.name)
+        value = batch.get("input")
+        if value is None or not value.is_floating_point():
+            value = images_of(batch, draws.name)
         share_B = beta(draws, self.alpha)
         share_B[~draws.chance(self.probability)] = 1
-        share = draws.tensor(share_B).view(-1, *[1] * (own.dim() - 1))
-        mean = (own * share).add_(own.index_select(0, partner_B) * (1 - share))
-        return {**batch, "input": (mean if own.is_floating_point() else mean.round_()).to(own.dtype)}, share_B
+        share = draws.tensor(share_B).view(-1, *[1] * (value.dim() - 1))
+        mean = (value * share).add_(value.index_select(0, partner_B) * (1 - share))
+        return {**batch, "input": (mean if value.is_floating_point() else mean.round_()).to(value.dtype)}, share_B
 
 
 @dataclass(kw_only=True, eq=False)
 class Cutmix(Checked, Mix):
-    """A box of the partner's image, whose share is from Beta(alpha, alpha) (Yun et al. 2019). Boxes as torchvision's CutMix.
+    """A box of the partner's image, whose fraction of the image is from Beta(alpha, alpha) (Yun et al. 2019).
 
-    If the target is a mask, the box of the partner's mask is pasted with it.
+    Boxes are placed as by torchvision's CutMix. If the target is a mask, the box of the partner's mask is pasted with
+    it.
     """
 
     alpha: Alpha = 1.0

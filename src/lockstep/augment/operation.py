@@ -1,8 +1,9 @@
-"""Augmentation's base classes, their random numbers, and how a run applies them.
+"""Base classes of augmentation, their random numbers, and how a run applies them.
 
-An operation gets training batches on their device, before `preprocess`: images are bytes (uint8, BCHW). It knows nothing of
-processes, seeds or epochs. All its randomness comes from `draws`, which is a function of (seed, epoch, sample). The modules whose
-classes configs name import torch when a batch comes, so a config is checked before torch is imported.
+An operation receives training batches on their device, before `preprocess`: images are bytes (uint8, BCHW). It does not
+depend on processes, seeds or epochs. All its randomness comes from `draws`, which is a function of (seed, epoch,
+sample). Modules with classes that configs name import torch only when a batch arrives, so a config is checked before
+torch is imported.
 """
 
 # B batch · C channel · H W pixel · N number
@@ -24,14 +25,15 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-# --- Random numbers that are a function of (seed, epoch, sample): no generator, nothing to store, the same in every world ---
+# --- Random numbers as a function of (seed, epoch, sample): no generator, no state, the same for any world size ---
 
 
 class Draws:
     """The random numbers of one operation as NumPy arrays, one of each kind for each sample of a batch.
 
-    A sample's numbers depend on (seed, epoch, sample, copy, name) and on how many were drawn before. `repeats` samples in a row are
-    copies of one. They are drawn on the host, so an operation can read them without waiting for a GPU; `tensor` moves them there.
+    A sample's numbers depend on (seed, epoch, sample, copy, name) and on how many were drawn before. `repeats`
+    consecutive samples are copies of one. Numbers are drawn on the host, so an operation can read them without waiting
+    for a GPU; `tensor` moves them to the device.
     """
 
     def __init__(
@@ -48,17 +50,17 @@ class Draws:
         self.drawn += count
         return sampler.mix(self.state_B[:, None] + number_N * sampler.GOLDEN).reshape(len(self.place_B), *shape)
 
-    def noise(self, place: int, count: int) -> NDArray[np.uint8]:
-        """Random bytes of one sample. The last draw of an operation: it does not count as drawn."""
+    def noise(self, index: int, count: int) -> NDArray[np.uint8]:
+        """Random bytes of one sample. Must be the last draw of an operation, because it does not count as drawn."""
         number_N = np.arange(self.drawn + 1, self.drawn + 1 + -(-count // 8), dtype=np.uint64)
-        return sampler.mix(self.state_B[place] + number_N * sampler.GOLDEN).view(np.uint8)[:count]
+        return sampler.mix(self.state_B[index] + number_N * sampler.GOLDEN).view(np.uint8)[:count]
 
     def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
         """float32 numbers from `low` to `high`: (B, *shape)."""
         return (self.bits(*shape) >> np.uint64(40)).astype(np.float32) * 2**-24 * (high - low) + low
 
     def below(self, bound: int | Indices, shape: tuple[int, ...] = ()) -> Indices:
-        """Whole numbers from 0 to `bound` - 1, which may differ between samples: (B, *shape)."""
+        """Integers from 0 to `bound` - 1, where `bound` may differ between samples: (B, *shape)."""
         return (self.bits(*shape) >> np.uint64(1)).view(np.int64) % bound
 
     def chance(self, probability: float) -> NDArray[np.bool_]:
@@ -66,23 +68,26 @@ class Draws:
         return self.uniform() < probability
 
     def tensor(self, array: NDArray[Any]) -> "Tensor":
-        """Numbers on the device of the batch."""
+        """Moves numbers to the device of the batch."""
         return on(self.device, array)
 
     @property
     def partner_B(self) -> "Tensor":
-        """The place of each sample's partner: the neighbour in the global batch (0 and 1, 2 and 3, ...), of the same copy."""
+        """The index of each sample's partner.
+
+        It is the neighbour in the global batch (0 and 1, 2 and 3, ...), of the same copy.
+        """
         return self.tensor(self.place_B + self.repeats * (1 - 2 * (self.place_B // self.repeats & 1)))
 
 
 def on(device: "device | str", array: NDArray[Any]) -> "Tensor":
-    """Without waiting for the device."""
+    """Moves an array without waiting for the device."""
     import torch
 
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-# --- The values that arguments take ---
+# --- Types of arguments ---
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -104,36 +109,38 @@ PAIR = (Field(min_length=2, max_length=2), AfterValidator(rising))
 
 
 class Checked:
-    """Base class of dataclasses whose annotations say which values are allowed."""
+    """Base class of dataclasses whose annotations define the allowed values."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a field has a value that its annotation excludes."""
-        wrong = []
+        """Raises ValueError if the annotation of a field excludes its value."""
+        errors = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             try:
                 TypeAdapter(field.type, config=STRICT).validate_python(value)  # type: ignore[arg-type]
             except ValidationError as e:
-                wrong.append(f"{field.name}={value} is invalid: {e.errors()[-1]['msg'].removeprefix('Value error, ')}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
+                errors.append(f"{field.name}={value} is invalid: {e.errors()[-1]['msg'].removeprefix('Value error, ')}")
+        if errors:
+            raise ValueError("; ".join(errors))
 
 
 # --- Base classes ---
 
 
 class Operation:
-    """Changes a batch. To stay exact, a sample's result depends on that sample and its `draws` alone; and to stay fast, an
-    operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait.
+    """Changes a batch.
 
-    It computes element by element, or image by image: matrix products and reductions of floats may round differently in batches of
-    another size, and then a sample would depend on how many others share its micro-batch.
+    To be exact, a sample's result must depend only on that sample and its `draws`. To be fast, an operation must not
+    read values of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait.
+
+    It computes element by element, or image by image: matrix products and reductions of floats may round differently in
+    batches of a different size, so a sample would depend on how many others share its micro-batch.
     """
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
     at_reading: ClassVar[bool] = False  # whether it runs where samples are read; before the others
-    drawn: ClassVar[str] = ""  # what a checkpoint says of its random numbers, to be resumed with the same
-    # If it crops images of any size to one: the shorter side that it needs in pixels, 0 for the original.
+    drawn: ClassVar[str] = ""  # kind of its random numbers, saved in checkpoints so that a resumed run uses the same
+    # for operations that crop images of any size to one size: the shorter side they need in pixels, 0 for the original
     crops_from: int | None = None
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
@@ -141,10 +148,10 @@ class Operation:
 
 
 class PixelOperation(Operation):
-    """Changes the pixels of images and leaves everything in its place."""
+    """Changes the values of pixels without moving them."""
 
     def change(self, image_BCHW: "Tensor", draws: Draws) -> "Tensor":
-        """Of bytes, to bytes."""
+        """From bytes to bytes."""
         raise NotImplementedError
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
@@ -152,26 +159,26 @@ class PixelOperation(Operation):
 
 
 class GeometricOperation(Operation):
-    """Moves pixels, and the masks of a batch with their images."""
+    """Moves pixels, and moves the masks of a batch with their images."""
 
-    uncovers: bool = False  # whether pixels appear that no pixel of the image has moved to
+    uncovers: bool = False  # whether it leaves pixels to which no pixel of the image has moved
     mask_fill: int | None = None  # their value in masks
 
     def plan(self, height: int, width: int, draws: Draws) -> Any:
-        """What the draws decide, for images of this size."""
+        """The random parameters for images of this size."""
         raise NotImplementedError
 
     def move(self, value_BCHW: "Tensor", plan: Any, *, is_mask: bool) -> "Tensor":
-        """Images of bytes; or masks of any type, whose values cannot be mixed."""
+        """Moves images of bytes, or masks of any type, whose values cannot be mixed."""
         raise NotImplementedError
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         image, masks, name = images_of(batch, draws.name), spatial(batch, nested=True), draws.name
         for key, mask in masks.items():
             if getattr(mask, "shape", ())[-2:] != image.shape[-2:]:
-                what = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"what `{key}` holds"
+                value = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"what `{key}` holds"
                 raise UserError(
-                    f"{name} cannot move {what} with images of {tuple(image.shape[-2:])}. "
+                    f"{name} cannot move {value} with images of {tuple(image.shape[-2:])}. "
                     f"Remove it: ~{name}; or write your own operation that can (docs/augment.md)."
                 )
         if masks and self.uncovers and self.mask_fill is None:
@@ -183,13 +190,13 @@ class GeometricOperation(Operation):
         plan = self.plan(height, width, draws)
         result = {"input": self.move(image, plan, is_mask=False)}
         for key, mask in masks.items():
-            moved = self.move(mask.reshape(len(mask), -1, *mask.shape[-2:]), plan, is_mask=True)
-            result[key] = moved.reshape(*mask.shape[:-2], *moved.shape[-2:])
+            moved_mask = self.move(mask.reshape(len(mask), -1, *mask.shape[-2:]), plan, is_mask=True)
+            result[key] = moved_mask.reshape(*mask.shape[:-2], *moved_mask.shape[-2:])
         return {**batch, **result}
 
 
 def images_of(batch: Batch, name: str) -> "Tensor":
-    """The images of a batch. Raises UserError if `input` is something else."""
+    """The images of a batch. Raises UserError if `input` is not images."""
     image: Tensor | None = batch.get("input")
     if isinstance(image, list):
         raise UserError(
@@ -214,50 +221,51 @@ UNSEEDED = (
 
 
 class Augmentation:
-    """Applies operations in the order of the mapping: first those that run where samples are read, last those that mix samples."""
+    """Applies operations in the order of the mapping, but those at reading first, and those that mix samples last."""
 
     def __init__(self, operations: Mapping[str, Any]) -> None:
-        from lockstep.augment.samples import SampleTransform  # which inherits from Operation
+        from lockstep.augment.samples import SampleTransform  # here, because it inherits from Operation
 
-        known = {n: each if isinstance(each, Operation) else SampleTransform(each) for n, each in operations.items()}
-        ordered = sorted(known.items(), key=lambda item: (not item[1].at_reading, item[1].mixes))  # a stable sort
+        wrapped = {name: op if isinstance(op, Operation) else SampleTransform(op) for name, op in operations.items()}
+        ordered = sorted(wrapped.items(), key=lambda item: (not item[1].at_reading, item[1].mixes))  # a stable sort
         self.operations = dict(ordered)
-        self.reads = any(operation.at_reading for operation in known.values())
-        self.drawn = ["keyed", *sorted({each.drawn for each in known.values() if each.drawn})]
-        self.crops_from = next((each.crops_from for each in known.values() if each.at_reading), None)  # of the first
+        self.reads = any(operation.at_reading for operation in wrapped.values())
+        self.drawn = ["keyed", *sorted({op.drawn for op in wrapped.values() if op.drawn})]
+        self.crops_from = next((op.crops_from for op in wrapped.values() if op.at_reading), None)  # of the first
 
-    def __call__(self, batch: Batch, **of_step: Any) -> Batch:
-        """Both parts, of samples as they are read. The arguments are those of `applied`."""
-        return self.on_device(self.at_reading(batch, **of_step), **of_step)
+    def __call__(self, batch: Batch, **kwargs: Any) -> Batch:
+        """Applies both parts to samples as they are read. For the arguments see `applied`."""
+        return self.on_device(self.at_reading(batch, **kwargs), **kwargs)
 
-    def at_reading(self, batch: Batch, **of_step: Any) -> Batch:
-        return self.applied(batch, True, **of_step)
+    def at_reading(self, batch: Batch, **kwargs: Any) -> Batch:
+        return self.applied(batch, True, **kwargs)
 
-    def on_device(self, batch: Batch, **of_step: Any) -> Batch:
-        return self.applied(batch, False, **of_step)
+    def on_device(self, batch: Batch, **kwargs: Any) -> Batch:
+        return self.applied(batch, False, **kwargs)
 
     def check(self, batch: Batch) -> None:
-        """Of a few samples. Raises UserError: a transform gives something else when it is seeded alike once more."""
+        """Checks a few samples. Raises UserError if a transform gives a different result with the same seed."""
         for name, operation in self.operations.items():
             if operation.at_reading:
                 index_B = batch["index"].numpy()
-                made, again = (operation(batch, Draws(f"augment.{name}", index_B, seed=0, epoch=0)) for _ in range(2))
-                pairs = zip(flat(made), flat(again), strict=True)
+                first, second = (operation(batch, Draws(f"augment.{name}", index_B, seed=0, epoch=0)) for _ in range(2))
+                pairs = zip(flat(first), flat(second), strict=True)
                 if not all(a.equal(b) if hasattr(a, "equal") else np.array_equal(a, b) for a, b in pairs):
                     raise UserError(UNSEEDED.format(name))
-                batch = made
+                batch = first
 
     def applied(
         self, batch: Batch, at_reading: bool, *, seed: int, epoch: int, repeats: int = 1, index_B: Indices | None = None
     ) -> Batch:
-        """The operations that run where samples are read, or the others.
+        """Applies the operations that run where samples are read, or the remaining ones.
 
-        `seed`, `epoch`: of the random numbers. `repeats`: so many samples in a row are copies of one, which get different ones (Hoffer
-        et al., "Augment your batch", 2020). `index_B`: the batch's `index` on the host, because reading it from a GPU waits for the GPU.
+        `seed`, `epoch`: of the random numbers. `repeats`: so many consecutive samples are copies of one, with different
+        random numbers (Hoffer et al., "Augment your batch", 2020). `index_B`: the batch's `index` on the host, because
+        reading it from a GPU waits for the GPU.
         """
         index_B = batch["index"].cpu().numpy() if index_B is None else index_B
-        of_sample: dict[str, Any] = {"seed": seed, "epoch": epoch, "repeats": repeats, "device": batch["index"].device}
+        options: dict[str, Any] = {"seed": seed, "epoch": epoch, "repeats": repeats, "device": batch["index"].device}
         for name, operation in self.operations.items():
             if operation.at_reading == at_reading:
-                batch = operation(batch, Draws(f"augment.{name}", index_B, **of_sample))
+                batch = operation(batch, Draws(f"augment.{name}", index_B, **options))
         return batch

@@ -1,6 +1,7 @@
-"""Transforms of one sample: torchvision's, timm's, albumentations' and the project's own. They run where samples are read.
+"""Transforms of one sample, from torchvision, timm, albumentations or a project. They run where samples are read.
 
-Every random number that they draw, by whatever generator, is a function of (seed, epoch, sample, copy, name of the transform).
+Every random number that they draw, from any generator, is a function of (seed, epoch, sample, copy, name of the
+transform).
 """
 
 import math
@@ -44,8 +45,9 @@ Interpolation = Literal["nearest", "bilinear"]
 class SampleTransform(Operation):
     """Applies `transform` to each sample of a batch.
 
-    torchvision.transforms.v2's and the project's own get the sample as a dict, with `input` as tv_tensors.Image and masks as Mask;
-    albumentations' the image and `masks`; timm's a PIL image, and torchvision.transforms' a tensor.
+    Transforms of torchvision.transforms.v2 and of a project get the sample as a dict, with `input` as tv_tensors.Image
+    and masks as Mask. Those of albumentations get the image and `masks`, those of timm a PIL image, and those of
+    torchvision.transforms a tensor.
     """
 
     at_reading = True
@@ -63,62 +65,62 @@ class SampleTransform(Operation):
 
     @property
     def crops_from(self) -> int | None:  # type: ignore[override]
-        """Also for timm's and albumentations', if they always crop."""
+        """Also for transforms of timm and albumentations, if they always crop."""
         always = getattr(self.transform, "p", 1) == 1
         return 0 if always and "RandomResizedCrop" in type(self.transform).__name__ else None
 
     @cached_property
     def library(self) -> str:
-        """Of LIBRARIES; "" for the project's own."""
-        homes = [base.__module__ for base in type(self.transform).__mro__]
-        return next((name for name in LIBRARIES if any(home.startswith(name) for home in homes)), "")
+        """A key of LIBRARIES; "" for a project's own transform."""
+        modules = [base.__module__ for base in type(self.transform).__mro__]
+        return next((name for name in LIBRARIES if any(module.startswith(name) for module in modules)), "")
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
-        own = {name: value for name, value in batch.items() if name not in ("index", "count")}
-        places = [name for name, value in own.items() if name != "input" and has_places(value)] if self.moves else []
+        inputs = {name: value for name, value in batch.items() if name not in ("index", "count")}
+        spatial = [name for name, v in inputs.items() if name != "input" and has_places(v)] if self.moves else []
 
         plan_B = self.plan(draws)
 
-        def change(place: int) -> Sample:
-            where, plan = f"{draws.name}, sample {batch['index'][place]}", None if plan_B is None else plan_B[place]
+        def change(index: int) -> Sample:
+            location, plan = f"{draws.name}, sample {batch['index'][index]}", None if plan_B is None else plan_B[index]
             try:
-                # a copy, because a transform of a library may write to what it gets
-                sample = {name: one_of(value, place, copied=plan is None) for name, value in own.items()}
-                return self.change(sample, places, plan)
+                # a copy, because a library's transform may write to its input
+                sample = {name: one_of(value, index, copied=plan is None) for name, value in inputs.items()}
+                return self.change(sample, spatial, plan)
             except CannotMove as e:
-                raise UserError(f"{where}: {e} Or remove it: ~{draws.name}.") from None
+                raise UserError(f"{location}: {e} Or remove it: ~{draws.name}.") from None
             except Exception as e:
                 if not type(self.transform).__module__.startswith((*LIBRARIES,)):
-                    e.add_note(f"in {where}")
+                    e.add_note(f"in {location}")
                     raise
-                raise UserError(f"{where}: {type(e).__name__}: {e}. Repair it, or remove it: ~{draws.name}.") from e
+                raise UserError(f"{location}: {type(e).__name__}: {e}. Repair it, or remove it: ~{draws.name}.") from e
 
         if plan_B is None:
-            changed = self.generators.each(len(draws.state_B), lambda: draws.state_B, change)
+            results = self.generators.each(len(draws.state_B), lambda: draws.state_B, change)
         else:
-            changed = [change(place) for place in range(len(plan_B))]
-        lists = [name for name, value in own.items() if isinstance(value, list) and name != "input"]
-        values = {name: [sample[name] for sample in changed] for name in changed[0]}
-        return {**batch, **{name: each if name in lists else joined(each) for name, each in values.items()}}
+            results = [change(index) for index in range(len(plan_B))]
+        lists = [name for name, value in inputs.items() if isinstance(value, list) and name != "input"]
+        values = {name: [sample[name] for sample in results] for name in results[0]}
+        return {**batch, **{name: column if name in lists else joined(column) for name, column in values.items()}}
 
     def plan(self, draws: Draws) -> Sequence[Any] | None:
-        """What the draws decide for each sample; None if generators decide, which take longer to seed."""
+        """The random parameters of each sample; None if they come from generators, which take longer to seed."""
         return None
 
     def apply(self, sample: Sample, plan: Any) -> Any:
         return LIBRARIES[self.library](self.transform, sample) if self.library else self.transform(sample)
 
-    def change(self, sample: Sample, places: Sequence[str], plan: Any = None) -> Sample:
-        """Raises CannotMove: it would lose masks or boxes, or images are not bytes before or after it."""
+    def change(self, sample: Sample, spatial: Sequence[str], plan: Any = None) -> Sample:
+        """Raises CannotMove if masks or boxes would be lost, or if images are not bytes before and after it."""
         if is_pillow(sample.get("input")):
             sample = {**sample, "input": tensor_of(sample["input"])}
         image = sample.get("input")
         if is_image := str(getattr(image, "dtype", "")).endswith("uint8") and image.ndim == 3:  # type: ignore[union-attr]
-            sample = {**sample, **wrapped(sample, places, strict=bool(self.library))}
+            sample = {**sample, **wrapped(sample, spatial, strict=bool(self.library))}
         elif self.library:
             raise CannotMove(f"it changes images of bytes (uint8, CHW), and `input` is {form_of(image)}.")
-        if places and LIBRARIES.get(self.library) in (of_tensor, of_pillow):
-            raise CannotMove(f"it gets the image alone, and `{places[0]}` would stay. Use torchvision.transforms.v2.")
+        if spatial and LIBRARIES.get(self.library) in (of_tensor, of_pillow):
+            raise CannotMove(f"it gets the image alone, and `{spatial[0]}` would stay. Use torchvision.transforms.v2.")
         result = plain(self.apply(sample, plan))
         if is_image and not str(getattr(result["input"], "dtype", "")).endswith("uint8"):
             raise CannotMove(
@@ -128,7 +130,7 @@ class SampleTransform(Operation):
 
 
 class CannotMove(Exception):
-    """A sentence about a transform."""
+    """Its message is a sentence about a transform."""
 
 
 def form_of(value: Any) -> str:
@@ -136,37 +138,37 @@ def form_of(value: Any) -> str:
     return f"{str(getattr(value, 'dtype', type(value).__name__)).removeprefix('torch.')}{shape}"
 
 
-def one_of(value: Any, place: int, *, copied: bool) -> Any:
-    """What a batch holds for one sample."""
+def one_of(value: Any, index: int, *, copied: bool) -> Any:
+    """The value of one sample in a batch."""
     if isinstance(value, Mapping):
-        return {name: one_of(each, place, copied=copied) for name, each in value.items()}
+        return {name: one_of(item, index, copied=copied) for name, item in value.items()}
     import torch
 
-    return apply_to_collection(value[place], torch.Tensor, torch.Tensor.clone) if copied else value[place]
+    return apply_to_collection(value[index], torch.Tensor, torch.Tensor.clone) if copied else value[index]
 
 
 def joined(values: list[Any]) -> Any:
-    """A tensor of all samples where they have one shape, else a list."""
+    """A tensor of all samples if they have the same shape, else a list."""
     import torch
 
     first = values[0]
     if isinstance(first, int | float):
         return torch.as_tensor(values)
     if isinstance(first, dict):
-        return {name: joined([each[name] for each in values]) for name in first}
-    alike = all(type(each) is torch.Tensor and each.shape == first.shape for each in values)
-    return torch.stack(values) if alike else values
+        return {name: joined([value[name] for value in values]) for name in first}
+    same_shape = all(type(value) is torch.Tensor and value.shape == first.shape for value in values)
+    return torch.stack(values) if same_shape else values
 
 
-def wrapped(sample: Sample, places: Sequence[str], *, strict: bool) -> Sample:
-    """The image, and what refers to places in it, as tv_tensors. Raises CannotMove: `strict`, and it is not known what it is."""
+def wrapped(sample: Sample, spatial: Sequence[str], *, strict: bool) -> Sample:
+    """The image and values with positions in it, as tv_tensors. With `strict`, raises CannotMove for unknown values."""
     from torchvision.tv_tensors import Image, Mask, TVTensor
 
     image = sample["input"]
 
-    def one(value: Any) -> Any:
+    def wrap(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: one(each) if has_places(each, 1) else each for key, each in value.items()}
+            return {key: wrap(item) if has_places(item, 1) else item for key, item in value.items()}
         if isinstance(value, TVTensor) or getattr(value, "shape", ())[-2:] == image.shape[-2:]:
             return value if isinstance(value, TVTensor) else Mask(value)
         if strict:
@@ -175,23 +177,23 @@ def wrapped(sample: Sample, places: Sequence[str], *, strict: bool) -> Sample:
             )
         return value
 
-    return {"input": Image(image), **{name: one(sample[name]) for name in places}}
+    return {"input": Image(image), **{name: wrap(sample[name]) for name in spatial}}
 
 
 def plain(value: Any) -> Any:
-    """A tensor in place of an array, an image or a mask. Boxes and keypoints stay what they are."""
+    """Converts arrays, images and masks to tensors. Boxes and keypoints do not change."""
     import torch
     from torchvision.tv_tensors import Image, Mask
 
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, Image | Mask):
         return value.as_subclass(torch.Tensor)
     return torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
 
 
 def tensor_of(image: "Image") -> "Tensor":
-    """image_CHW, in memory as HWC, which torch resizes three times as fast."""
+    """image_CHW, stored as HWC, which torch resizes three times as fast."""
     import torch
 
     return torch.from_numpy(chw(image))
@@ -201,7 +203,7 @@ def hwc(image_CHW: Any) -> Any:
     return np.ascontiguousarray(image_CHW.numpy().transpose(1, 2, 0))
 
 
-# --- What the transforms of a library get ---
+# --- The input of each library's transforms ---
 
 
 def of_tensor(transform: Any, sample: Sample) -> Sample:
@@ -221,22 +223,22 @@ def of_albumentations(transform: Any, sample: Sample) -> Sample:
     from torchvision.tv_tensors import Mask
 
     masks = {name: value for name, value in sample.items() if isinstance(value, Mask)}
-    if others := [
+    if unmoved := [
         name for name, value in sample.items() if name not in masks and has_places(value, 1) and name != "input"
     ]:
         raise CannotMove(
-            f"albumentations moves masks alone here, and `{others[0]}` would stay. Use torchvision.transforms.v2."
+            f"albumentations moves masks alone here, and `{unmoved[0]}` would stay. Use torchvision.transforms.v2."
         )
-    if deep := [name for name, value in masks.items() if value.ndim != 2]:
+    if not_2d := [name for name, value in masks.items() if value.ndim != 2]:
         raise CannotMove(
-            f"`{deep[0]}` is {form_of(masks[deep[0]])}, and albumentations takes masks (H, W). Use torchvision.transforms.v2."
+            f"`{not_2d[0]}` is {form_of(masks[not_2d[0]])}, and albumentations takes masks (H, W). Use torchvision.transforms.v2."
         )
     arrays = [value.to(torch.uint8 if value.dtype == torch.bool else value.dtype).numpy() for value in masks.values()]
-    made = transform(image=hwc(sample["input"]), **({"masks": arrays} if masks else {}))
-    moved = {
-        n: torch.from_numpy(np.array(a)).to(masks[n].dtype) for n, a in zip(masks, made.get("masks", ()), strict=True)
+    result = transform(image=hwc(sample["input"]), **({"masks": arrays} if masks else {}))
+    new_masks = {
+        n: torch.from_numpy(np.array(a)).to(masks[n].dtype) for n, a in zip(masks, result.get("masks", ()), strict=True)
     }
-    return {**sample, **moved, "input": chw(made["image"])}
+    return {**sample, **new_masks, "input": chw(result["image"])}
 
 
 LIBRARIES: Mapping[str, Callable[[Any, Sample], Sample]] = {
@@ -248,11 +250,11 @@ LIBRARIES: Mapping[str, Callable[[Any, Sample], Sample]] = {
 }
 
 
-# --- torchvision's, with arguments that are checked before torch is imported ---
+# --- torchvision's transforms, with arguments that are checked before torch is imported ---
 
 
 class Torchvision(Checked, SampleTransform):
-    """Base class of dataclasses whose fields are arguments of the transform `name`, there `spelled` in another way."""
+    """Base class of dataclasses whose fields are arguments of the transform `name`; `spelled` maps different names."""
 
     crops_from: int | None = None
     name: ClassVar[str]
@@ -262,15 +264,18 @@ class Torchvision(Checked, SampleTransform):
     def transform(self) -> Any:  # type: ignore[override]
         from torchvision.transforms import InterpolationMode, v2
 
-        given = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        if "interpolation" in given:
-            given["interpolation"] = InterpolationMode(given["interpolation"])  # torchvision 0.26 takes no text
-        return getattr(v2, self.name)(**{self.spelled.get(name, name): value for name, value in given.items()})
+        kwargs = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        if "interpolation" in kwargs:
+            kwargs["interpolation"] = InterpolationMode(kwargs["interpolation"])  # torchvision 0.26 accepts no text
+        return getattr(v2, self.name)(**{self.spelled.get(name, name): value for name, value in kwargs.items()})
 
 
 @dataclass(kw_only=True, eq=False)
 class RandomResizedCrop(Torchvision):
-    """A box of a fraction of the image (`scale`) and an aspect ratio (`ratio`), resized to `image_size` (Szegedy et al. 2015)."""
+    """Crops a random box and resizes it to `image_size` (Szegedy et al. 2015).
+
+    `scale`: the box's fraction of the image; `ratio`: its aspect ratio.
+    """
 
     name = "RandomResizedCrop"
     drawn = "own boxes"
@@ -280,12 +285,12 @@ class RandomResizedCrop(Torchvision):
 
     @property
     def crops_from(self) -> int:  # type: ignore[override]
-        """The smallest box then has `image_size` pixels on its shorter side."""
+        """At this size the smallest box has `image_size` pixels on its shorter side."""
         low, high = self.ratio
         return math.ceil(self.image_size / math.sqrt(self.scale[0] * min(low, 1 / high)))
 
     def plan(self, draws: Draws) -> list[list[list[float]]]:
-        """Numbers from 0 to 1: of area and ratio for each attempt, then of top and left."""
+        """Numbers from 0 to 1: for area and ratio of each attempt, then for top and left."""
         return draws.uniform(shape=(ATTEMPTS + 1, 2)).tolist()  # type: ignore[no-any-return]
 
     def box(self, height: int, width: int, plan: Sequence[Sequence[float]]) -> tuple[int, int, int, int]:
@@ -298,16 +303,16 @@ class RandomResizedCrop(Torchvision):
             w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
             if 0 < w <= width and 0 < h <= height:
                 return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
-        w, h = min(width, round(height * high)), min(height, round(width / low))  # the middle
+        w, h = min(width, round(height * high)), min(height, round(width / low))  # the centre
         return (height - h) // 2, (width - w) // 2, h, w
 
-    def change(self, sample: Sample, places: Sequence[str], plan: Any = None) -> Sample:
-        """Of a whole picture, copies the box alone into a tensor."""
+    def change(self, sample: Sample, spatial: Sequence[str], plan: Any = None) -> Sample:
+        """From a PIL image, copies only the box into a tensor."""
         from torchvision.transforms.v2.functional import resize
 
         image: Any = sample.get("input")
-        if places or not is_pillow(image):
-            return super().change(sample, places, plan)
+        if spatial or not is_pillow(image):
+            return super().change(sample, spatial, plan)
         top, left, height, width = self.box(image.height, image.width, plan)
         box = tensor_of(image.crop((left, top, left + width, top + height)))
         return {**sample, "input": resize(box, [self.image_size] * 2)}
@@ -323,7 +328,10 @@ class RandomResizedCrop(Torchvision):
 
 @dataclass(kw_only=True, eq=False)
 class Rotate(Torchvision):
-    """Rotates about the centre by up to `degrees` in either direction; uncovered pixels become `fill`, in masks `mask_fill`."""
+    """Rotates about the centre by up to `degrees` in either direction.
+
+    Uncovered pixels become `fill`, in masks `mask_fill`.
+    """
 
     degrees: Annotated[float, Field(gt=0, le=180)]
     interpolation: Interpolation = "bilinear"
@@ -338,17 +346,17 @@ class Rotate(Torchvision):
         fill = {Mask: self.mask_fill, "others": self.fill}
         return v2.RandomRotation(self.degrees, InterpolationMode(self.interpolation), fill=fill)
 
-    def change(self, sample: Sample, places: Sequence[str], plan: Any = None) -> Sample:
-        if places and self.mask_fill is None:
+    def change(self, sample: Sample, spatial: Sequence[str], plan: Any = None) -> Sample:
+        if spatial and self.mask_fill is None:
             raise CannotMove(
-                f"it uncovers pixels, and `{places[0]}` needs a value for them, such as the task's ignore_index: mask_fill=<value>."
+                f"it uncovers pixels, and `{spatial[0]}` needs a value for them, such as the task's ignore_index: mask_fill=<value>."
             )
-        return super().change(sample, places, plan)
+        return super().change(sample, spatial, plan)
 
 
 @dataclass(kw_only=True, eq=False)
 class ColorJitter(Torchvision):
-    """Factors from 1 - x to 1 + x, and a turn of the hues by up to `hue` of the circle, in random order."""
+    """Factors from 1 - x to 1 + x, and a rotation of hues by up to `hue` of the circle, in random order."""
 
     name = "ColorJitter"
     moves = False
@@ -360,7 +368,7 @@ class ColorJitter(Torchvision):
 
 @dataclass(kw_only=True, eq=False)
 class TrivialAugment(Torchvision):
-    """One random operation at a random magnitude (Müller, Hutter 2021). Takes no masks."""
+    """One random operation at a random magnitude (Müller, Hutter 2021). Does not accept masks."""
 
     name = "TrivialAugmentWide"
     interpolation: Interpolation = "nearest"
@@ -369,7 +377,7 @@ class TrivialAugment(Torchvision):
 
 @dataclass(kw_only=True, eq=False)
 class RandAugment(Torchvision):
-    """`count` random operations one after another at one magnitude of 0 to 30 (Cubuk et al. 2020). Takes no masks."""
+    """`count` random operations in sequence at one magnitude of 0 to 30 (Cubuk et al. 2020). Does not accept masks."""
 
     name = "RandAugment"
     count: Count = 2

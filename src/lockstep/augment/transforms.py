@@ -48,7 +48,7 @@ class Shift(Checked, GeometricOperation):
             )
 
     def plan(self, height: int, width: int, draws: Draws) -> Indices:
-        """The upper left corner in the padded image: a shift by `pixels` minus it."""
+        """The upper left corner of the result in the padded image. The shift is `pixels` minus this corner."""
         return 2 * self.pixels - draws.below(2 * self.pixels + 1, (2,))
 
     def move(self, value_BCHW: "Tensor", plan: Indices, *, is_mask: bool) -> "Tensor":
@@ -57,8 +57,8 @@ class Shift(Checked, GeometricOperation):
         fill = (self.mask_fill or 0) if is_mask else 0
         (h, w), corner_B2 = value_BCHW.shape[-2:], on(value_BCHW.device, plan)
         padded = torch.nn.functional.pad(value_BCHW, [self.pixels] * 4, value=fill)
-        place_B = torch.arange(len(corner_B2), device=padded.device)
-        return padded.unfold(2, h, 1).unfold(3, w, 1)[place_B, :, corner_B2[:, 0], corner_B2[:, 1]]
+        index_B = torch.arange(len(corner_B2), device=padded.device)
+        return padded.unfold(2, h, 1).unfold(3, w, 1)[index_B, :, corner_B2[:, 0], corner_B2[:, 1]]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,16 +80,16 @@ class Flip(Checked, GeometricOperation):
         return value_BCHW
 
 
-# --- Operations that change pixels in their place ---
+# --- Operations that change the values of pixels ---
 
-ATTEMPTS = 10  # at a box that fits into the image
+ATTEMPTS = 10  # to find a box that fits into the image
 
 
 @dataclass(kw_only=True, eq=False)
 class RandomErasing(Checked, PixelOperation):
-    """Covers a box of a fraction of the image (`scale`) with noise or one value (Zhong et al. 2020). Masks stay as they are.
+    """Covers a box of a fraction of the image (`scale`) with noise or one value (Zhong et al. 2020).
 
-    Chooses boxes as torchvision's RandomErasing does.
+    Chooses boxes as torchvision's RandomErasing does. Masks do not change.
     """
 
     probability: Probability = 0.25
@@ -111,8 +111,8 @@ class RandomErasing(Checked, PixelOperation):
 
     def change(self, image_BCHW: "Tensor", draws: Draws) -> "Tensor":
         result, (h, w) = image_BCHW.clone(), image_BCHW.shape[-2:]
-        for place, (top, left, height, width) in enumerate(self.boxes(h, w, draws).tolist()):
+        for index, (top, left, height, width) in enumerate(self.boxes(h, w, draws).tolist()):
             if height:
-                box, fill = result[place, :, top : top + height, left : left + width], self.fill
-                box[:] = draws.tensor(draws.noise(place, box.numel())).view(box.shape) if fill == "noise" else fill
+                box, fill = result[index, :, top : top + height, left : left + width], self.fill
+                box[:] = draws.tensor(draws.noise(index, box.numel())).view(box.shape) if fill == "noise" else fill
         return result

@@ -1,6 +1,7 @@
-"""Callbacks: each observes one thing. Configs name those of this file; build_trainer.py adds the others.
+"""Callbacks: each observes one thing. Configs name those imported here; build_trainer.py adds the others.
 
-A method `report_metrics() -> dict` adds metrics to report.json; `report_panels() -> list` adds panels to report.html.
+A callback's `report_metrics() -> dict` adds metrics to report.json; `report_panels() -> list` adds panels to
+report.html.
 """
 
 from lockstep.callbacks.stopping import EarlyStopping as EarlyStopping

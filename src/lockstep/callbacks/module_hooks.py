@@ -1,4 +1,4 @@
-"""Hooks around every LightningModule: its schedulers, the hooks that make its dataloaders, and what it logs."""
+"""Hooks for every LightningModule: its schedulers, the hooks that create its dataloaders, and what it logs."""
 
 import re
 import warnings
@@ -25,16 +25,16 @@ class ModuleHooks(Callback):
     """Used in training and in evaluation."""
 
     work: Workload
-    loggers: list[Logger]  # of the run, in its evaluations too
+    loggers: list[Logger]  # of the run, also used by its evaluations
     monitor: str | None
-    # from the optimizer steps of a run to those from one row of the log to the next; None: the config sets them
+    # maps the optimizer steps of a run to the steps between two log rows; None: the config sets them
     log_interval: Callable[[float], int] | None
-    told: set[str] = field(default_factory=set)  # what limits the loaders of evaluations
-    before: dict[str, Any] = field(default_factory=dict)  # what was logged before an evaluation
-    due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
+    told: set[str] = field(default_factory=set)  # notes on evaluation loaders that were already printed
+    before: dict[str, Any] = field(default_factory=dict)  # values that were logged before an evaluation
+    due: dict[int, float] = field(default_factory=dict)  # metrics not yet passed to a scheduler, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:  # of values that are no mean over all processes
+        if trainer.is_global_zero:  # for values that are not averaged over all processes
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         # Lockstep's datamodule calls the module's hooks
         warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
@@ -64,13 +64,13 @@ class ModuleHooks(Callback):
             self.log_means(trainer, pl_module)
 
     def log_means(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if hasattr(pl_module, "mean"):  # which has all processes communicate
+        if hasattr(pl_module, "mean"):  # communicates between all processes
             trainer.strategy.means.log(pl_module)  # type: ignore[attr-defined]
 
     on_validation_epoch_end = on_test_epoch_end = log_means
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before, Lightning would log the module's hyperparameters again."""
+        """Not earlier: Lightning would log the module's hyperparameters again."""
         trainer.loggers = self.loggers
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,17 +85,17 @@ class ModuleHooks(Callback):
     on_test_start = on_validation_start
 
     def of_one_process(self, trainer: Trainer) -> list[str]:
-        """Names of the evaluation's values that differ between the processes, which all call it. Lightning logs rank 0's."""
+        """Names of values that differ between processes: Lightning logs rank 0's. Every process must call it."""
         logged = trainer.callback_metrics.items()
-        of_each = objects_of_all({name: repr(float(v)) for name, v in logged if v is not self.before.get(name)})
-        return [name for name in of_each[0] if any(each.get(name) != of_each[0][name] for each in of_each)]
+        by_rank = objects_of_all({name: repr(float(v)) for name, v in logged if v is not self.before.get(name)})
+        return [name for name in by_rank[0] if any(values.get(name) != by_rank[0][name] for values in by_rank)]
 
     def monitored(self, trainer: Trainer) -> set[str]:
-        judges = [*trainer.callbacks, *(each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau)]  # type: ignore[attr-defined]
-        return {str(name) for name in (self.monitor, *(getattr(each, "monitor", None) for each in judges)) if name}
+        observers = [*trainer.callbacks, *(c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau)]  # type: ignore[attr-defined]
+        return {str(name) for name in (self.monitor, *(getattr(o, "monitor", None) for o in observers)) if name}
 
     def warn_of_typos(self, trainer: Trainer) -> None:
-        """One costs an epoch otherwise. No error: a module may log less in Lightning's sanity check."""
+        """A typo would cost an epoch. Not an error, because a module may log less in Lightning's sanity check."""
         logged = sorted(trainer.callback_metrics)
         for name in sorted(self.monitored(trainer) - {*logged}) if logged else ():
             if OF_VALIDATION.search(name):
@@ -106,41 +106,43 @@ class ModuleHooks(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             self.warn_of_typos(trainer)
-        found = self.of_one_process(trainer)
-        if wrong := [name for name in found if name in self.monitored(trainer)]:
+        names = self.of_one_process(trainer)
+        if monitored := [name for name in names if name in self.monitored(trainer)]:
             raise UserError(
-                f"{wrong[0]} is monitored, but differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
-                f"self.log({wrong[0]!r}, ..., sync_dist=True), or as a metric of torchmetrics."
+                f"{monitored[0]} is monitored, but differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
+                f"self.log({monitored[0]!r}, ..., sync_dist=True), or as a metric of torchmetrics."
             )
-        self.note(found)
+        self.note(names)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.note(self.of_one_process(trainer))
 
-    def note(self, found: list[str]) -> None:
-        if new := [name for name in found if name not in self.work.of_rank_0]:
+    def note(self, names: list[str]) -> None:
+        if new := [name for name in names if name not in self.work.of_rank_0]:
             say(f"of rank 0 alone: {', '.join(new)}; the values of other processes differ. Log with sync_dist=True")
         self.work.of_rank_0 |= {*new}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # in earlier versions `batch_size` of a DataLoader was that of each process
+        # in earlier versions `batch_size` of a DataLoader was per process
         checkpoint |= {"divided": self.work.loaders.divided, "of_rank_0": sorted(self.work.of_rank_0)}
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.due = checkpoint.get("plateau", {})  # those of a task have it since November 2026
+        self.due = checkpoint.get("plateau", {})  # checkpoints of tasks have it since November 2026
         self.work.of_rank_0 |= {*checkpoint.get("of_rank_0", ())}
-        then, now = checkpoint["accumulate_grad_batches"], trainer.accumulate_grad_batches
-        if not checkpoint.get("divided", True) and then != now:
+        saved, current = checkpoint["accumulate_grad_batches"], trainer.accumulate_grad_batches
+        if not checkpoint.get("divided", True) and saved != current:
             raise UserError(
-                f"trainer.accumulate_grad_batches was {then} and is {now}, and Lockstep does not divide the batches of this run, so it does not know "
-                f"which of them are done. Set trainer.accumulate_grad_batches={then}."
+                f"trainer.accumulate_grad_batches was {saved} and is {current}, and Lockstep does not divide the batches of this run, so it does not know "
+                f"which of them are done. Set trainer.accumulate_grad_batches={saved}."
             )
 
 
 def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:
-    """Metrics that each ReduceLROnPlateau still needs: Lightning steps it after the checkpoint at an epoch's end, so a resumed
-    run would skip that step."""
+    """Metrics that each ReduceLROnPlateau still needs.
+
+    Lightning steps it after the checkpoint at an epoch's end, so a resumed run would skip that step.
+    """
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]["started"]
     current = batches["current"]
     ended = current["processed"] >= trainer.num_training_batches or batches["is_last_batch"]

@@ -1,8 +1,9 @@
-"""Random numbers of a training step and of an evaluation as a function of what they are for: nothing to store, nothing to restore.
+"""Derives the random numbers of steps and evaluations from what they are used for: no state to save or restore.
 
-Masks of dropout layers belong to the samples of the global batch (training/dropout.py), and those of logical ranks to (seed, step,
-logical rank): neither depends on the number of processes. Everything else belongs to (seed, micro-batch, rank), which does. In an
-evaluation the number of the batch takes the place of the step, so each evaluation of the same weights repeats its result.
+Masks of dropout layers depend on the samples of the global batch (training/dropout.py), and random numbers of logical
+ranks on (seed, step, logical rank): neither depends on the number of processes. All others depend on (seed,
+micro-batch, rank), and so on the number of processes. In an evaluation the batch index replaces the step, so evaluating
+the same weights again gives the same result.
 """
 
 import random
@@ -20,13 +21,15 @@ from lockstep.training.batches import Loaders
 from lockstep.training.invariance import same_random_numbers
 
 
-def step_seed(seed: int, *place: object) -> int:
-    return dropout.key_of(seed, *place) >> 1  # torch's seeds have a sign
+def step_seed(seed: int, *parts: object) -> int:
+    return dropout.key_of(seed, *parts) >> 1  # torch's seeds are signed
 
 
 def seed_generators(seed: int, device_type: str) -> None:
-    """Seeds only the generators that a step draws from: 0.03 ms of BasicNet's 15 ms step on a CPU. torch.manual_seed also
-    visits unused devices, which took 0.58 ms with a CUDA build on a machine without a GPU."""
+    """Seeds only the generators that a step draws from: 0.03 ms of BasicNet's 15 ms step on a CPU.
+
+    torch.manual_seed also visits unused devices, which took 0.58 ms with a CUDA build on a machine without a GPU.
+    """
     torch.default_generator.manual_seed(seed)
     if device_type == "cuda":
         torch.cuda.manual_seed_all(seed)  # all devices, for the replicas of dp
@@ -41,14 +44,14 @@ def seed_host(seed: int) -> None:
 
 
 class StepSeed(Callback):
-    """Seeds the generators before each batch, and tells the dropout layers which samples follow."""
+    """Seeds the generators before each batch, and passes its samples to the dropout layers."""
 
     def __init__(self, seed: int, loaders: Loaders, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
         self.seed, self.loaders, self.arithmetic, self.masks_by_row = seed, loaders, arithmetic, masks_by_row
-        self.evaluation = ExitStack()  # leaves it with the random numbers that it began with
+        self.evaluation = ExitStack()  # restores the generators after an evaluation
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After a LightningModule has built its layers, perhaps in `setup` or `configure_model`."""
+        """Runs after a LightningModule has built its layers, perhaps in `setup` or `configure_model`."""
         if self.masks_by_row:
             dropout.by_row(pl_module)
 
@@ -64,7 +67,7 @@ class StepSeed(Callback):
         self.arithmetic.after_backward(pl_module)
 
     def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
-        """None if nothing is known of them: each process then draws masks of its own."""
+        """The rows of a micro-batch; None if they are unknown: then each process draws its own masks."""
         rows, strategy = self.loaders.rows(trainer, batch_idx), cast(PortableCheckpoint, trainer.strategy)
         return dropout.MicroBatch(self.seed, steps_done(trainer), strategy.device_rows(rows)) if rows else None
 
@@ -72,7 +75,7 @@ class StepSeed(Callback):
         dropout.begin(None)
 
     def begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.evaluation.enter_context(same_random_numbers(torch.device("cpu")))  # a GPU's are seeded for each batch
+        self.evaluation.enter_context(same_random_numbers(torch.device("cpu")))  # GPUs are seeded for each batch
         self.on_fit_start(trainer, pl_module)
 
     def begin_batch(
@@ -81,7 +84,7 @@ class StepSeed(Callback):
         seed = step_seed(self.seed, "evaluation", loader, *self.arithmetic.evaluation_parts(trainer, batch_idx))
         seed_generators(seed, trainer.strategy.root_device.type)
         seed_host(seed)
-        if self.masks_by_row and isinstance(batch, dict) and "index" in batch:  # layers that are kept in training mode
+        if self.masks_by_row and isinstance(batch, dict) and "index" in batch:  # layers that stay in training mode
             count = len(batch["index"])
             first = trainer.global_rank * count
             rows = trainer.strategy.device_rows(range(first, first + count))  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
-"""What ends a run before its time: a warning by the system, a time limit, a metric that no longer improves; a loss that is no number,
-processes that differ."""
+"""Reasons to end a run early: preemption, a time limit, no more improvement, a non-finite loss, ranks that differ."""
 
 import itertools
 import math
@@ -24,18 +23,18 @@ from lockstep.machine.world import objects_of_all
 from lockstep.training.arithmetic import completes_step, has_row, steps_done
 from lockstep.training.losses import sample_at
 
-# --- A question to all processes about once a second, at the same step in each ---
+# --- Asking all processes about once a second, at the same step in each ---
 
-LOOK_S = 1.0  # seconds between two questions
-KEPT = 100  # answers in the store; no process is so far behind
-looks = itertools.count()  # of this process; all processes look at the same steps
+LOOK_S = 1.0  # seconds between two polls
+KEPT = 100  # answers kept in the store; no process is that far behind
+looks = itertools.count()  # numbers the polls of this process; all processes poll at the same steps
 
 
 class Poll:
-    """Rank 0 answers for all, and decides at which step to ask again. Other steps only compare numbers.
+    """Rank 0 answers for all processes, and decides at which step to ask again. Other steps only compare numbers.
 
-    The answer goes through the store of the processes: it needs no collective, which GPUs would wait for, and no process group besides
-    nccl's.
+    The answer goes through the store of the processes. It needs no collective, which GPUs would wait for, and no
+    process group in addition to nccl's.
     """
 
     def __init__(self, step: int) -> None:
@@ -51,14 +50,14 @@ class Poll:
         if trainer.global_rank == 0:
             began_s, self.at_s = self.at_s, time.monotonic()
             step_s = max(1e-6, (self.at_s - began_s) / max(1, step - self.step))
-            again, self.step = step + max(1, round(LOOK_S / step_s)), step
-            store.set(f"look/{look}", f"{again} {int(question())}")
+            next_step, self.step = step + max(1, round(LOOK_S / step_s)), step
+            store.set(f"look/{look}", f"{next_step} {int(question())}")
             store.delete_key(f"look/{look - KEPT}")
         self.next_look, answer = map(int, store.get(f"look/{look}").split())
         return bool(answer)
 
 
-# --- A warning by the system that it will end the run ---
+# --- Preemption: the system warns that it will end the run ---
 
 WARNED, AGAIN = "preemption/warned", "rerun the command with resume=auto"
 DURING = "during the prediction; nothing was written. Rerun it", f"during the test; {AGAIN}"
@@ -71,7 +70,7 @@ class Preemption(Callback):
     save: Callable[[Trainer], None] | None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # a process of a launcher gets each Ctrl-C from the terminal and from its parent
+        # a launcher's process gets each Ctrl-C twice: from the terminal and from its parent
         alone = trainer.world_size == 1 and not process.supervised
         process.install(interrupt=process.on_interrupt if alone else process.on_signal)
         self.poll = Poll(steps_done(trainer))
@@ -91,23 +90,23 @@ class Preemption(Callback):
     on_predict_batch_start = cast(Any, on_test_batch_start)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Rank 0, which keeps the store, ends like the process that it lost in an evaluation: that one was warned."""
+        """If rank 0, which hosts the store, loses a warned process in an evaluation, it ends like that process."""
         lost = isinstance(exception, RuntimeError) and not isinstance(exception, Preempted) and trainer.world_size > 1
         evaluates = trainer.testing or trainer.predicting
         if lost and evaluates and trainer.is_global_zero and process.store.check([WARNED]):
             raise self.ended(DURING[trainer.testing]) from None
 
     def ended(self, when: str) -> Preempted:
-        by = process.received[0].name if process.received else process.store.get(WARNED).decode()
-        return (Interrupted if process.received[:1] == [signal.SIGINT] else Preempted)(f"ended by {by} {when}.")
+        sender = process.received[0].name if process.received else process.store.get(WARNED).decode()
+        return (Interrupted if process.received[:1] == [signal.SIGINT] else Preempted)(f"ended by {sender} {when}.")
 
     def warned(self, trainer: Trainer) -> bool:
         """Whether any process was warned; the answer is the same in all of them."""
-        own = self.is_warned(trainer)
-        return own if trainer.world_size == 1 else self.poll(trainer, lambda: process.store.check([WARNED]))
+        is_warned = self.is_warned(trainer)
+        return is_warned if trainer.world_size == 1 else self.poll(trainer, lambda: process.store.check([WARNED]))
 
     def is_warned(self, trainer: Trainer) -> bool:
-        """Whether this process was warned, which it tells the others."""
+        """Whether this process was warned. If so, notifies the others."""
         if process.received and trainer.world_size > 1:
             with suppress(RuntimeError):  # rank 0 has ended, and the store with it
                 process.store.set(WARNED, f"{process.received[0].name} to rank {trainer.global_rank}")
@@ -118,7 +117,10 @@ class Preemption(Callback):
 
 
 class Timer(callbacks.Timer):
-    """Lightning's asks rank 0 after each micro-batch, by a broadcast that each GPU waits for; this one about once a second."""
+    """Asks rank 0 about once a second.
+
+    Lightning's Timer asks after each micro-batch, by a broadcast that each GPU waits for.
+    """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -135,18 +137,19 @@ class Timer(callbacks.Timer):
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Lightning's does not save that it stopped, only its counters, and restores the patience of the checkpoint over the config's.
+    """Remains stopped when a run is resumed, and uses the config's patience.
 
-    Its error for a metric that nothing logs has no traceback here.
+    Lightning restores only the counters, and replaces the config's patience with the checkpoint's. Here its error for
+    a metric that nothing logs has no traceback.
     """
 
     stopped = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
-        # by a threshold or a NaN. Patience is checked again, because it may be longer now
-        again = (EarlyStoppingReason.NOT_STOPPED.value, EarlyStoppingReason.PATIENCE_EXHAUSTED.value)
-        self.stopped = state_dict["stopping_reason"] not in again
+        # stopped by a threshold or a NaN. Patience is checked again, because it may be longer now
+        rechecked = (EarlyStoppingReason.NOT_STOPPED.value, EarlyStoppingReason.PATIENCE_EXHAUSTED.value)
+        self.stopped = state_dict["stopping_reason"] not in rechecked
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience
@@ -161,7 +164,7 @@ class EarlyStopping(callbacks.EarlyStopping):
 
     @contextmanager
     def explained(self, trainer: Trainer) -> Iterator[None]:
-        """Lightning's error for a metric that nothing logs; others, such as a lost process, stay as they are."""
+        """Converts Lightning's error for a metric that nothing logs. Others, such as a lost process, are unchanged."""
         try:
             yield
         except RuntimeError as e:
@@ -170,15 +173,15 @@ class EarlyStopping(callbacks.EarlyStopping):
             raise TrainingFailed(f"callbacks.early_stopping.monitor={self.monitor}: {e}") from None
 
 
-# --- A loss that is no number ---
+# --- A loss that is not finite ---
 
-LOSSES, SHOWN = 1000, 16  # losses since the last log row; samples in the message
+LOSSES, SHOWN = 1000, 16  # most losses kept since the last log row; samples in the message
 
 
 class FiniteLoss(Callback):
-    """Ends a run whose loss is NaN or infinite. It looks whenever the loss is logged, and at the end: no other step waits for it.
+    """Ends a run whose loss is NaN or infinite. Checks when the loss is logged and at the end, so no other step waits.
 
-    All processes decide alike: one that ended alone would leave the others waiting in their next all-reduce.
+    All processes decide together: if one ended alone, the others would wait in their next all-reduce.
     """
 
     def __init__(self) -> None:
@@ -199,42 +202,45 @@ class FiniteLoss(Callback):
         self.look(trainer)
 
     def look(self, trainer: Trainer) -> None:
-        bad = bool(self.seen) and not math.isfinite(self.seen[-1][1].item())  # SYNC: once every log_every_n_steps
-        if trainer.strategy.reduce_boolean_decision(bad, all=False):
+        is_bad = bool(self.seen) and not math.isfinite(self.seen[-1][1].item())  # SYNC: once every log_every_n_steps
+        if trainer.strategy.reduce_boolean_decision(is_bad, all=False):
             raise LossNotFinite(self.message(trainer))
         self.seen.clear()
 
     def message(self, trainer: Trainer) -> str:
-        """Names the first step with such a loss, and the stored value that explains it, or its samples. Every process must call it."""
-        bad = ((step, loss.item(), index) for step, loss, index in self.seen if not math.isfinite(loss.item()))
-        first = next(bad, None)
+        """Names the first step with such a loss, and the stored value that explains it, or its samples.
+
+        Every process must call it.
+        """
+        bad_losses = ((step, loss.item(), index) for step, loss, index in self.seen if not math.isfinite(loss.item()))
+        first = next(bad_losses, None)
         if first:
             first = *first[:2], first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
-        everyone = objects_of_all(first)
-        step, rank = min((first[0], rank) for rank, first in enumerate(everyone) if first)
-        _, loss, samples = everyone[rank]
-        if told := first_odd_value(trainer, step):
-            return f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}): {told}. Correct it, or leave out the sample."
+        by_rank = objects_of_all(first)
+        step, rank = min((first[0], rank) for rank, first in enumerate(by_rank) if first)
+        _, loss, samples = by_rank[rank]
+        if odd_value := first_odd_value(trainer, step):
+            return f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}): {odd_value}. Correct it, or leave out the sample."
         where = f" on rank {rank}" if trainer.world_size > 1 else ""
         if samples:
-            more = ", ..." if len(samples) > SHOWN else ""
-            where += f", in a batch of the training samples {', '.join(map(str, samples[:SHOWN]))}{more}"
-        good = next((path for path in checkpoints(Path(trainer.default_root_dir)) if step_of(path) < step), None)
-        start = f" The last checkpoint before it is {good}: init_from={good} starts a new run from it." if good else ""
+            ellipsis = ", ..." if len(samples) > SHOWN else ""
+            where += f", in a batch of the training samples {', '.join(map(str, samples[:SHOWN]))}{ellipsis}"
+        last = next((path for path in checkpoints(Path(trainer.default_root_dir)) if step_of(path) < step), None)
+        hint = f" The last checkpoint before it is {last}: init_from={last} starts a new run from it." if last else ""
         return (
             f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}){where}. Try a lower optim.lr, "
-            f"trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find the operation that produces it.{start}"
+            f"trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find the operation that produces it.{hint}"
         )
 
 
 def first_odd_value(trainer: Trainer, step: int) -> str:
-    """`target of sample 5 is nan`: the first value that is stored for a step of this epoch and is no finite number; or nothing."""
+    """The first non-finite value stored for a step of this epoch: `target of sample 5 is nan`; or an empty string."""
     data, ready = trainer.datamodule, trainer.fit_loop.epoch_loop.batch_progress.current.ready  # type: ignore[attr-defined]
-    with suppress(Exception):  # of data that cannot be read now; the loss is what counts
+    with suppress(Exception):  # the data may be unreadable now; the loss matters more
         position = -(-ready // trainer.accumulate_grad_batches) - 1 - (steps_done(trainer) - step)
         batch = data.global_batch(trainer.current_epoch, position)
-        for place, index in enumerate(batch["index"].tolist()):
-            for path, value in leaves(sample_at(batch, place, len(batch["index"]))):
+        for row, index in enumerate(batch["index"].tolist()):
+            for path, value in leaves(sample_at(batch, row, len(batch["index"]))):
                 if isinstance(value, Tensor) and not value.isfinite().all():
                     return f"{'.'.join(map(str, path))} of sample {index} is {value[~value.isfinite()][0]}"
     return ""
@@ -245,22 +251,22 @@ def first_odd_value(trainer: Trainer, step: int) -> str:
 
 @dataclass(eq=False)
 class RankAgreement(Callback):
-    """Ends the run if a process has another value than rank 0. The keys are verbs, such as `computes in precision`."""
+    """Ends the run if a process has a different value than rank 0. Keys are verbs, such as `computes in precision`."""
 
     values: Mapping[str, object]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for what, own in self.values.items():
-            self.check(trainer, what, own)
+        for verb, value in self.values.items():
+            self.check(trainer, verb, value)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check(trainer, "continues after step", steps_done(trainer))
 
     @staticmethod
-    def check(trainer: Trainer, what: str, own: object) -> None:
-        first = trainer.strategy.broadcast(own)
-        if own != first:
+    def check(trainer: Trainer, verb: str, value: object) -> None:
+        reference = trainer.strategy.broadcast(value)
+        if value != reference:
             raise TrainingFailed(
-                f"rank {trainer.global_rank} {what} {own}, but rank 0 {first}: all nodes must see the same files. Check runs_dir and "
+                f"rank {trainer.global_rank} {verb} {value}, but rank 0 {reference}: all nodes must see the same files. Check runs_dir and "
                 "data.root. On different hardware set trainer.precision=32-true, or bf16-mixed."
             )

@@ -1,4 +1,4 @@
-"""What a run shows and measures of itself: its first lines, its first batch, its progress, where the time goes, and how fast it is.
+"""What a run shows and measures: its summary, progress, first batch, time per activity, and speed.
 
 Nothing is measured within a batch.
 """
@@ -32,7 +32,7 @@ from lockstep.training.workload import Workload
 
 @dataclass(eq=False)
 class RunSummary(Callback):
-    """Prints model, data, strategy, batches, precision and steps before the first step, and what changed since the checkpoint."""
+    """Before training, prints model, data, strategy, batches, precision, steps, and changes since the checkpoint."""
 
     work: Workload
     data_info: Mapping[str, Any]
@@ -41,22 +41,22 @@ class RunSummary(Callback):
     config: RunConfig
     changes: list[str] = field(default_factory=list)
     across_processes: str | None = None
-    batch: dict[str, int | None] = field(default_factory=dict)  # what its loader says, if it is a user's
+    batch: dict[str, int | None] = field(default_factory=dict)  # from its loader, if it is a user's
 
     def state_dict(self) -> dict[str, Any]:
-        libraries = dict(each.split(" ", 1) for each in versions().split(", "))
+        libraries = dict(library.split(" ", 1) for library in versions().split(", "))
         return {"versions": libraries, "data": self.data_info["data/sha256"]}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """What a resumed run may change, and a reader of its metrics must know."""
-        here = self.state_dict()
-        saved = checkpoint["callbacks"].get(self.state_key) or here
-        earlier = {group: Component.of(checkpoint["config"][group] or {}) for group in COMPARED}
-        ours = {group: getattr(self.config, group) for group in COMPARED}
-        then = comparable(earlier, checkpoint.get("network", {}), saved)
-        now = comparable(ours, self.work.network_arguments, here)
-        different = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-        self.changes = [f"{key} was {then.get(key)} and is {now.get(key)}" for key in different]
+        """Records changes that a resumed run may make and a reader of its metrics must see."""
+        state = self.state_dict()
+        saved_state = checkpoint["callbacks"].get(self.state_key) or state
+        saved_components = {group: Component.of(checkpoint["config"][group] or {}) for group in COMPARED}
+        components = {group: getattr(self.config, group) for group in COMPARED}
+        saved_values = comparable(saved_components, checkpoint.get("network", {}), saved_state)
+        values = comparable(components, self.work.network_arguments, state)
+        different = [key for key in {**saved_values, **values} if saved_values.get(key) != values.get(key)]
+        self.changes = [f"{key} was {saved_values.get(key)} and is {values.get(key)}" for key in different]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         work, strategy, world = self.work, trainer.strategy, trainer.world_size
@@ -83,7 +83,7 @@ class RunSummary(Callback):
         return {"across_processes": self.across_processes, **self.batch}
 
     def samples(self) -> str:
-        """Where they come from, if the data set says so, and how many each part has, if that is known."""
+        """The source of the samples and the size of each part, as far as they are known."""
         source = f" from {self.data_info['data/source']}" if self.data_info["data/source"] else ""
         counts = [(part, self.data_info[f"data/{part}"]) for part in ("train", "val", "test")]
         return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else source
@@ -104,25 +104,25 @@ def comparable(
     }
 
 
-# --- Progress of training, and of an evaluation or a prediction. See reporting/console.py for how it is shown ---
+# --- Progress of training, and of an evaluation or a prediction; reporting/console.py shows it ---
 
 
-# Lightning's names for the numbers of batches of an evaluation or prediction by itself
+# Lightning's attributes for the number of batches of a standalone evaluation or prediction
 BATCHES = {"validate": "num_val_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
 
 
 class Progress(Callback):
-    """A line on rank 0: training in optimizer steps; a validation, test or prediction by itself in batches.
+    """A line on rank 0: training in optimizer steps; a standalone validation, test or prediction in batches.
 
     It shows the metrics of the last log row, so no step waits for them.
     """
 
     def __init__(self, monitor: str | None = None) -> None:
-        self.monitor = monitor  # shown beside the loss
+        self.monitor = monitor  # shown next to the loss
         self.line: Line | None = None
         self.row, self.began_s, self.waited_s = "", 0.0, 0.0
         self.saved_s: float | None = None
-        self.what, self.batches, self.samples = "", 0, 0  # of a pass
+        self.what, self.batches, self.samples = "", 0, 0  # of an evaluation or prediction
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.began_s, self.waited_s = time.monotonic(), waited_s(trainer)
@@ -137,18 +137,18 @@ class Progress(Callback):
         now_s, waited = time.monotonic(), waited_s(trainer)
         fraction = (waited - self.waited_s) / max(1e-9, now_s - self.began_s)
         self.began_s, self.waited_s = now_s, waited
-        shown = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
+        parts = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
         speed = f"train/{unit_of(trainer)}_per_s"
-        shown += [f"{float(metrics[speed]):,.0f} {unit_of(trainer)}/s"] if speed in metrics else []
-        shown.append(f"{fraction:.0%} waiting for data")
-        more = metrics.keys() - {"train/loss", speed}
-        names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in more)
-        return " · ".join(shown + [f"{name} {float(metrics[name]):.4f}" for name in names])
+        parts += [f"{float(metrics[speed]):,.0f} {unit_of(trainer)}/s"] if speed in metrics else []
+        parts.append(f"{fraction:.0%} waiting for data")
+        other_names = metrics.keys() - {"train/loss", speed}
+        names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in other_names)
+        return " · ".join(parts + [f"{name} {float(metrics[name]):.4f}" for name in names])
 
-    def show(self, trainer: Trainer, more: str = "") -> None:
+    def show(self, trainer: Trainer, detail: str = "") -> None:
         if self.line is not None and self.line.due(steps_done(trainer)):
             saved = "" if self.saved_s is None else f"saved {clock(time.monotonic() - self.saved_s)} ago"
-            self.line.show(f"epoch {trainer.current_epoch + 1}", steps_done(trainer), more, self.row, saved)
+            self.line.show(f"epoch {trainer.current_epoch + 1}", steps_done(trainer), detail, self.row, saved)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -168,8 +168,8 @@ class Progress(Callback):
     ) -> None:
         if self.what == "fit":
             return self.show(trainer, f"validation batch {batch_idx + 1:,}")
-        own = None if trainer.predicting else trainer.strategy.samples(loader)  # type: ignore[attr-defined]
-        self.batches, self.samples = self.batches + 1, self.samples + (own or size_of(batch)) * trainer.world_size
+        count = None if trainer.predicting else trainer.strategy.samples(loader)  # type: ignore[attr-defined]
+        self.batches, self.samples = self.batches + 1, self.samples + (count or size_of(batch)) * trainer.world_size
         if self.line is not None and self.line.due(self.batches):
             speed = self.samples / max(1e-9, time.monotonic() - self.began_s)
             self.line.show(self.what, self.batches, f"{speed:,.0f} {unit_of(trainer)}/s")
@@ -194,7 +194,7 @@ SHOWN = 16  # images
 
 
 class FirstBatch(Callback):
-    """After augmentation; the normalisation is undone. Nothing for data without images."""
+    """Shows images after augmentation, with the normalisation undone. Shows nothing for data without images."""
 
     samples: list[Sample] | None = None
 
@@ -208,13 +208,13 @@ class FirstBatch(Callback):
         return [Gallery("What the network saw", self.samples, note)] if self.samples else []
 
 
-def restored(input_BCHW: Any, about: Mapping[str, Any]) -> Any:
-    """The bytes of images without their normalisation, on the CPU; None if they are no images, or `about` does not tell it."""
-    mean, std = about.get("mean"), about.get("std")
+def restored(input_BCHW: Any, metadata: Mapping[str, Any]) -> Any:
+    """Images as bytes on the CPU, without normalisation; None for other inputs, or if mean or std is unknown."""
+    mean, std = metadata.get("mean"), metadata.get("std")
     if getattr(input_BCHW, "ndim", 0) != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
         return None
     image_BCHW = input_BCHW.detach().float().cpu()
-    mean_C, std_C = (image_BCHW.new_tensor(each).view(-1, 1, 1) for each in (mean, std))
+    mean_C, std_C = (image_BCHW.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
     return ((image_BCHW * std_C + mean_C) * 255).round().clamp(0, 255).byte()
 
 
@@ -230,16 +230,16 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     index_B = [None] * SHOWN if index is None else index[:SHOWN].tolist()
     single = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
     target_B = [str(classes[t]) if 0 <= t < len(classes) else str(t) for t in target[:SHOWN].tolist()] if single else []
-    facts: list[dict[str, Any]] = [{"target": name} for name in target_B] or [{}] * SHOWN
-    shown = filter(lambda image: image is not None, map(picture, images if image_BCHW is None else image_BCHW))
-    return [Sample(*row) for row in zip(index_B, facts, shown, strict=False)]
+    labels: list[dict[str, Any]] = [{"target": name} for name in target_B] or [{}] * SHOWN
+    pictures = filter(lambda image: image is not None, map(picture, images if image_BCHW is None else image_BCHW))
+    return [Sample(*row) for row in zip(index_B, labels, pictures, strict=False)]
 
 
 # --- Where the time of training goes, as time/* in the report ---
 
 
 class Clock(Callback):
-    """Seconds of this process: waiting for data, validation, saving, and steps, which are the rest of training."""
+    """Seconds of this process: waiting for data, validation, saving, and steps (the rest of training)."""
 
     def __init__(self) -> None:
         self.trained_s = self.validated_s = self.began_s = self.validation_began_s = 0.0
@@ -266,11 +266,11 @@ class Clock(Callback):
         return {f"time/{name}_s": seconds for name, seconds in parts.items()}
 
 
-# --- Training speed over all processes and the fraction of time spent waiting for data, both without validation; memory ---
+# --- Training speed over all processes, fraction of time waiting for data (both without validation), and memory ---
 
 
 def waited_s(trainer: Trainer) -> float:
-    """Of Lockstep's batches and those of loaders of users."""
+    """Time spent waiting for batches, of Lockstep and of users' loaders."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     return float(getattr(data, "waited_s", 0.0) + getattr(trainer.strategy, "waited_s", 0.0))
 
@@ -280,7 +280,7 @@ def unit_of(trainer: Trainer) -> str:
 
 
 def finish(trainer: Trainer) -> None:
-    """Waits for what the GPU has yet to compute: the clock is the CPU's."""
+    """Waits for the GPU to finish, because the CPU measures the time."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -296,20 +296,25 @@ def size_of(batch: Any) -> int:
 
 
 def samples_in_all(trainer: Trainer, batch: Any) -> float:
-    """Of all processes in a micro-batch: loaders of users know how many there are, unless they make batches themselves."""
+    """The number of samples of all processes in a micro-batch.
+
+    Users' loaders report it, unless they form batches themselves.
+    """
     strategy: Any = trainer.strategy
     loaders = strategy.loaders_of(strategy.micro_batch)
-    known = [samples for loader in loaders if (samples := loader.told[strategy.micro_batch].samples) is not None]
+    counts = [samples for loader in loaders if (samples := loader.told[strategy.micro_batch].samples) is not None]
     return (
-        sum(known)
-        if known
-        else size_of(batch) * (1 if any(each.gets == "all" for each in loaders) else trainer.world_size)
+        sum(counts)
+        if counts
+        else size_of(batch) * (1 if any(loader.gets == "all" for loader in loaders) else trainer.world_size)
     )
 
 
 class Throughput(Callback):
-    """Measures windows of `log_every_n_steps` steps. The first window includes warm-up and compiling; it counts only if there
-    is no other."""
+    """Measures windows of `log_every_n_steps` steps.
+
+    The first window includes warm-up and compiling; it counts only if it is the only one.
+    """
 
     def __init__(self) -> None:
         self.unit = "samples"
@@ -356,7 +361,7 @@ class Throughput(Callback):
         self.close(trainer)
 
     def report_metrics(self) -> dict[str, float | None]:
-        """Of the whole run."""
+        """Metrics of the whole run."""
         windows = self.windows[1:] or self.windows or [(0, 0, 0)]
         samples, seconds, waited = (sum(column) for column in zip(*windows, strict=True))
         return {

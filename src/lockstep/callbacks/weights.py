@@ -1,4 +1,4 @@
-"""Callbacks on the weights: their average, parts that are kept as they are, digests of their bits."""
+"""Callbacks on the weights: averaging, freezing, and digests of their bits."""
 
 import hashlib
 import math
@@ -19,19 +19,20 @@ from lockstep.run import RunFolder
 from lockstep.training.arithmetic import completes_step, steps_done
 from lockstep.training.optim import head_of
 
-# --- An exponential moving average, which is validated, tested and saved in their place ---
+# --- An exponential moving average, which is validated, tested and saved instead of the weights ---
 
 
 class EMA(Callback):
-    """average = decay * average + (1 - decay) * weights, after every `update_every_n_steps`-th step from the first on.
+    """average = decay * average + (1 - decay) * weights, every `update_every_n_steps` steps, starting with the first.
 
-    With `warmup`, update t (from 0) uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with `num_updates`. Without,
-    the first weights dominate a short run: 168 steps at 0.999 still have 85% of them.
+    With `warmup`, update t (from 0) uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with
+    `num_updates`. Without warm-up, the first weights dominate a short run: after 168 steps at 0.999 they still have a
+    weight of 85%.
 
     Lightning's EMAWeightAveraging copies the whole module, which FSDP2 does not allow. Here the average has the same
-    form as the weights under the strategy: whole, or this process's shards. Checkpoints have Lightning's layout: the average
-    is in `state_dict`, the weights that training continues with are in `current_model_state`. Running statistics of batch
-    normalisation are averaged too; counters are taken as they are.
+    form as the weights under the strategy: whole, or this process's shards. Checkpoints have Lightning's layout: the
+    average is in `state_dict`, the weights that training continues with are in `current_model_state`. Running
+    statistics of batch normalisation are averaged too; counters are copied.
     """
 
     def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1, *, warmup: bool = True) -> None:
@@ -45,25 +46,25 @@ class EMA(Callback):
         step = steps_done(trainer)
         if not completes_step(trainer, batch_idx) or (step - 1) % self.update_every_n_steps:
             return
-        now = tensors(pl_module)
+        current = tensors(pl_module)
         if self.average is None:
-            self.average = [tensor.clone() for tensor in now]
+            self.average = [tensor.clone() for tensor in current]
             return
-        t = (step - 1) // self.update_every_n_steps  # of the steps, so there is nothing to save
+        t = (step - 1) // self.update_every_n_steps  # derived from the step, so there is nothing to save
         decay = min(self.decay, (1 + t) / (10 + t)) if self.warmup else self.decay
-        moving = [(old, new) for old, new in zip(self.average, now, strict=True) if new.is_floating_point()]
+        moving = [(old, new) for old, new in zip(self.average, current, strict=True) if new.is_floating_point()]
         torch._foreach_lerp_([old for old, _ in moving], [new for _, new in moving], 1 - decay)
-        for old, new in zip(self.average, now, strict=True):
+        for old, new in zip(self.average, current, strict=True):
             if not new.is_floating_point():
                 old.copy_(new)
 
     @torch.no_grad()
     def swap(self, pl_module: LightningModule) -> None:
         """Swaps the values of average and weights in place: the optimizer keeps its tensors."""
-        for own, weight in zip(self.average or (), tensors(pl_module) if self.average else (), strict=True):
-            kept = weight.clone()
-            weight.copy_(own)
-            own.copy_(kept)
+        for average, weight in zip(self.average or (), tensors(pl_module) if self.average else (), strict=True):
+            saved = weight.clone()
+            weight.copy_(average)
+            average.copy_(saved)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swap(pl_module)
@@ -84,7 +85,7 @@ class EMA(Callback):
         checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], average
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """By now the strategy has loaded the average into the network, in the form that it uses."""
+        """The strategy has already loaded the average into the network, in the form that it uses."""
         if "current_model_state" in checkpoint:
             self.average = [tensor.clone() for tensor in tensors(pl_module)]
             trainer.strategy.load_model_state_dict({"state_dict": checkpoint["current_model_state"]}, strict=True)
@@ -92,23 +93,26 @@ class EMA(Callback):
 
 @torch.no_grad()
 def tensors(pl_module: LightningModule) -> list[Tensor]:
-    """Weights and buffers themselves, or this process's shards of them. A tied weight is one tensor under several names."""
-    once = dict.fromkeys(pl_module.state_dict(keep_vars=True).values())
-    return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in once]
+    """Weights and buffers, or this process's shards of them, without copying. Tied weights are listed once."""
+    unique = dict.fromkeys(pl_module.state_dict(keep_vars=True).values())
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in unique]
 
 
-# --- Parts of a network that are kept as they are, for the whole run or up to some epoch ---
+# --- Freezing parts of a network, for the whole run or until an epoch ---
 
 BODY = "body"  # everything except the head
 Patterns = str | Sequence[str]
 
 
 class Freeze(Callback):
-    """`parameters`: `body`, or patterns of their names such as `layer1.*`. `unfreeze`: pairs of a pattern and the epoch from which on
-    it is trained.
+    """Keeps parameters unchanged, for the whole run or until an epoch.
 
-    What is never unfrozen needs no gradient, so the backward pass ends before it. Other frozen parameters get their gradients
-    removed before each step: the strategies take their parameters once, at the start. Frozen batch norms keep their statistics.
+    `parameters`: `body`, or patterns of names such as `layer1.*`. `unfreeze`: pairs of a pattern and the epoch from
+    which it is trained.
+
+    Parameters that are never unfrozen need no gradient, so the backward pass ends before them. Gradients of other
+    frozen parameters are removed before each step, because strategies read their parameters only once, at the start.
+    Frozen batch norms keep their statistics.
     """
 
     def __init__(self, parameters: Patterns = BODY, unfreeze: Sequence[tuple[str, int]] = ()) -> None:
@@ -116,27 +120,26 @@ class Freeze(Callback):
         self.unfreeze = [(pattern, epoch) for pattern, epoch in unfreeze]
         self.thaws: dict[str, float] = {}  # frozen parameters: the epoch from which each is trained
         self.without_gradient: list[nn.Parameter] = []  # in this epoch
-        self.at_rest: set[nn.Module] = (
-            set()
-        )  # trained before they were frozen; others evaluate by the network's own `train`
+        # in training mode until they were frozen; the network's own `train` may keep others in evaluation mode
+        self.at_rest: set[nn.Module] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.freeze(getattr(pl_module, "net", pl_module))
 
     def freeze(self, net: nn.Module) -> None:
-        """Finds what is frozen until when. Raises UserError: a pattern matches no parameter, or nothing is left to train."""
-        of_head = {id(p) for p in head_of(net).parameters()}
-        every = {name: id(p) not in of_head for name, p in net.named_parameters()}
-        frozen = [n for n in every if any(every[n] if p == BODY else fnmatchcase(n, p) for p in self.patterns)]
+        """Finds what is frozen until when. Raises UserError if a pattern has no match, or nothing is left to train."""
+        head_ids = {id(p) for p in head_of(net).parameters()}
+        in_body = {name: id(p) not in head_ids for name, p in net.named_parameters()}
+        frozen = [n for n in in_body if any(in_body[n] if p == BODY else fnmatchcase(n, p) for p in self.patterns)]
         for pattern in {*self.patterns} - {BODY} | {pattern for pattern, _ in self.unfreeze}:
-            if not any(fnmatchcase(name, pattern) for name in every):
+            if not any(fnmatchcase(name, pattern) for name in in_body):
                 raise UserError(
-                    f"callbacks.freeze: no parameter is called {pattern}; they are {', '.join(sorted({n.split('.')[0] + '.*' for n in every}))}."
+                    f"callbacks.freeze: no parameter is called {pattern}; they are {', '.join(sorted({n.split('.')[0] + '.*' for n in in_body}))}."
                 )
         for name in frozen:
             epochs = [epoch for pattern, epoch in self.unfreeze if fnmatchcase(name, pattern)]
             self.thaws[name] = min(epochs, default=math.inf)
-        if len(frozen) == len(every) and 0 not in self.thaws.values():
+        if len(frozen) == len(in_body) and 0 not in self.thaws.values():
             raise UserError("callbacks.freeze.parameters freezes the whole network. Name fewer of them.")
         for name, p in net.named_parameters():
             if self.thaws.get(name) == math.inf:
@@ -146,19 +149,19 @@ class Freeze(Callback):
         return epoch < self.thaws.get(name, 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_train_epoch_start(trainer, pl_module)  # not called for an epoch that is resumed
+        self.on_train_epoch_start(trainer, pl_module)  # Lightning does not call it for a resumed epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Modules with statistics evaluate while all their parameters are frozen."""
+        """Modules with statistics are in evaluation mode while all their parameters are frozen."""
         net, epoch = getattr(pl_module, "net", pl_module), trainer.current_epoch
-        named = net.named_parameters()
-        self.without_gradient = [p for name, p in named if p.requires_grad and self.is_frozen(name, epoch)]
+        parameters = net.named_parameters()
+        self.without_gradient = [p for name, p in parameters if p.requires_grad and self.is_frozen(name, epoch)]
         for path, module in net.named_modules():
-            own = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-            if own and any(True for _ in module.buffers(recurse=False)):
-                if module.training and all(self.is_frozen(name, epoch) for name in own):
+            names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
+            if names and any(True for _ in module.buffers(recurse=False)):
+                if module.training and all(self.is_frozen(name, epoch) for name in names):
                     self.at_rest.add(module.eval())
-                elif module in self.at_rest and not all(self.is_frozen(name, epoch) for name in own):
+                elif module in self.at_rest and not all(self.is_frozen(name, epoch) for name in names):
                     self.at_rest.remove(module.train())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -166,18 +169,21 @@ class Freeze(Callback):
             p.grad = None
 
 
-# --- digests.csv (`exact.digests=true`), which shows where two runs part first (extras/comparison.py) ---
+# --- digests.csv (`exact.digests=true`), which shows where two runs first differ (extras/comparison.py) ---
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bits. Every process must call it for a shard."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    bits = whole.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """A hash of the bits. For a sharded tensor every process must call it."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    bits = full.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class Digests(Callback):
-    """Digests of each step: losses of the logical ranks, summed gradients before clipping, weights and statistics after the step."""
+    """Digests of each step.
+
+    Covers losses of the logical ranks, summed gradients before clipping, and weights and statistics after the step.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.csv = RunFolder(folder).digests_log  # not `log`, which Lightning sets
@@ -191,13 +197,13 @@ class Digests(Callback):
     ) -> None:
         if not completes_step(trainer, batch_idx):
             return
-        strategy: Any = trainer.strategy  # of logical ranks: the option needs them
-        own = {rank: digest(loss.reshape(1)) for rank, loss in strategy.arithmetic.losses.items()}
-        losses = sorted(pair for found in objects_of_all(own) for pair in found.items())
+        strategy: Any = trainer.strategy  # has logical ranks: the option needs them
+        digests = {rank: digest(loss.reshape(1)) for rank, loss in strategy.arithmetic.losses.items()}
+        losses = sorted(pair for by_rank in objects_of_all(digests) for pair in by_rank.items())
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
             parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
-            found = [
-                {"what": what, "name": name, "digest": bits} for what, named in parts.items() for name, bits in named
+            rows = [
+                {"what": kind, "name": name, "digest": bits} for kind, items in parts.items() for name, bits in items
             ]
-            self.csv.append(*({"step": steps_done(trainer), **row} for row in found))
+            self.csv.append(*({"step": steps_done(trainer), **row} for row in rows))

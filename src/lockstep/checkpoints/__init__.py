@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they are written and found, and how a run resumes from one."""
+"""Checkpoints: their content, how they are written and found, and how a run resumes from one."""

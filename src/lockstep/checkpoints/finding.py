@@ -1,4 +1,4 @@
-"""Checkpoints on disk: where they are, which are complete, and what one holds. Free of torch."""
+"""Checkpoints on disk: where they are, which are complete, and what they contain. Does not import torch."""
 
 import codecs
 import pickle
@@ -21,16 +21,16 @@ from lockstep.run import MOST_VALUES, RunFolder, find_run, foreign
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 SHARD = re.compile(r"shard-\d+-of-\d+\.pt")
-REST = "rest.pt"  # beside the shards: everything else
+REST = "rest.pt"  # next to the shards: everything that is not sharded
 DATA = "DataModule"  # Lightning's key for the datamodule's state
 
 # --- Trees of dicts, lists and tuples, as checkpoints are ---
 
-Place = tuple[Any, ...]  # the keys and indices that lead to a leaf
+Place = tuple[Any, ...]  # the keys and indices on the way to a leaf
 
 
 def leaves(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Everything in `tree` that is no dict, list or tuple, with its path."""
+    """Everything in `tree` that is not a dict, list or tuple, with its path."""
     if isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(value, (*path, key))
@@ -39,7 +39,7 @@ def leaves(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def mapped(tree: Any, change: Callable[[Place, Any], Any], path: Place = ()) -> Any:
-    """`tree` with `change(path, leaf)` in place of each leaf."""
+    """`tree` with each leaf replaced by `change(path, leaf)`."""
     if isinstance(tree, dict):
         return {key: mapped(value, change, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -47,14 +47,15 @@ def mapped(tree: Any, change: Callable[[Place, Any], Any], path: Place = ()) -> 
     return change(path, tree)
 
 
-# --- What a checkpoint holds ---
+# --- The content of a checkpoint ---
 
-# The parts from which a run continues, and their types. A custom module has `plateau` where a task has `window` and `network`.
+# The parts that a resumed run needs, and their types. A custom module has `plateau` where a task has `window` and
+# `network`.
 POSITION = {
     **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
     **dict.fromkeys(("callbacks", "loops"), dict),
     **dict.fromkeys(("epoch", "global_step", "accumulate_grad_batches"), int),
-    "pytorch-lightning_version": str,  # Lightning converts what an older one has written
+    "pytorch-lightning_version": str,  # Lightning converts checkpoints of older versions
 }
 OTHERS = ("state_dict", "config", DATA, "window", "network", "plateau", "current_model_state")
 PARTS = POSITION | dict.fromkeys(OTHERS, dict)
@@ -68,49 +69,49 @@ LOOP = (
 
 
 def most_values(path: Path) -> int:
-    """How many values a checkpoint may have: a tree that shares none has no more than its file has bytes."""
+    """The limit on values in a checkpoint: a tree without shared values has at most one per byte of its file."""
     file = path / REST if path.is_dir() else path
     return max(MOST_VALUES, file.stat().st_size if file.exists() else 0)
 
 
 def is_config(tree: dict[str, Any]) -> bool:
     groups = all(isinstance(tree.get(group), dict) for group in GROUPS if group not in RECIPES)
-    found = list(leaves(tree))
-    keys = {type(key) for place, _ in found for key in place}
-    return groups and keys <= {str, int} and all(isinstance(v, bool | int | float | str | None) for _, v in found)
+    entries = list(leaves(tree))
+    keys = {type(key) for path, _ in entries for key in path}
+    return groups and keys <= {str, int} and all(isinstance(v, bool | int | float | str | None) for _, v in entries)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of Lockstep. `parse` makes it, and alone judges what is something else."""
+    """A checkpoint of Lockstep. Only `parse` creates one, and only `parse` decides whether values are one."""
 
     path: Path
-    values: dict[str, Any]  # everything, as Lightning's hooks get it
-    config: dict[str, Any]  # of the run that saved it, under the keys of today
+    values: dict[str, Any]  # everything, as Lightning's hooks receive it
+    config: dict[str, Any]  # of the run that saved it, under the current keys
     state_dict: dict[str, Any]  # the weights under the module's keys; if the run averaged its weights, the average
-    raw_state_dict: dict[str, Any] | None  # then the weights with which training continues
-    network: dict[str, Any] | None  # the network's arguments; None if a custom module makes its own network
-    metadata: dict[str, Any]  # what the data said of itself: classes, normalisation, ...
+    raw_state_dict: dict[str, Any] | None  # if averaged, the weights that training continues with
+    network: dict[str, Any] | None  # the network's arguments; None if a custom module creates its own network
+    metadata: dict[str, Any]  # describes the data: classes, normalisation, ...
 
     @classmethod
     def parse(cls, path: Path, values: Any) -> "Checkpoint":
-        """Raises UserError: `values`, the content of `path`, is something else than a checkpoint of Lockstep."""
-        why = ""
+        """Raises UserError if `values`, the content of `path`, are not a checkpoint of Lockstep."""
+        reason = ""
         if not isinstance(values, dict):
-            why = f"it holds a {type(values).__name__}"
+            reason = f"it holds a {type(values).__name__}"
         elif missing := [name for name in ("config", "state_dict") if name not in values]:
-            why = f"it has no {' and no '.join(missing)}"
-        elif wrong := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
-            why = f"its {wrong[0]} is a {type(values[wrong[0]]).__name__}"
+            reason = f"it has no {' and no '.join(missing)}"
+        elif invalid := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
+            reason = f"its {invalid[0]} is a {type(values[invalid[0]]).__name__}"
         elif (problem := foreign(values["config"], most=most_values(path))) or not is_config(renamed(values["config"])):
-            why = f"its config is not the config of a run{f': {problem}' if problem else ''}"
+            reason = f"its config is not the config of a run{f': {problem}' if problem else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
-            why = "it does not say what its data is"
+            reason = "it does not say what its data is"
         elif problem := foreign([values.get(DATA), values.get("network")], references=True, most=most_values(path)):
-            why = f"of its data and network {problem}"
-        if why:
+            reason = f"of its data and network {problem}"
+        if reason:
             raise UserError(
-                f"{path} is not a checkpoint of Lockstep: {why}. Pass a run, or a .ckpt file from its checkpoints folder. A timm model "
+                f"{path} is not a checkpoint of Lockstep: {reason}. Pass a run, or a .ckpt file from its checkpoints folder. A timm model "
                 "loads weights from elsewhere with model.checkpoint_path=<file>."
             )
         raw, network = values.get("current_model_state"), values.get("network")
@@ -126,10 +127,10 @@ class Checkpoint:
         """The weights under the network's own keys."""
         return {key.removeprefix("net."): value for key, value in self.state_dict.items() if key.startswith("net.")}
 
-    def require_position(self, *more: str) -> None:
-        """Raises UserError for a checkpoint without the parts from which training continues; `more` are those of this kind of run."""
+    def require_position(self, *names: str) -> None:
+        """Raises UserError if a part is missing that training needs to continue; `names`: those of one kind of run."""
         loop = self.values.get("loops", {}).get("fit_loop")
-        missing = [name for name in (*POSITION, *more) if name not in self.values]
+        missing = [name for name in (*POSITION, *names) if name not in self.values]
         missing += [] if self.values.get("callbacks", True) else ["callbacks"]
         if "loops" in self.values:
             missing += [f"loops.fit_loop.{name}" for name in LOOP if not isinstance(loop, dict) or name not in loop]
@@ -144,7 +145,7 @@ KNOWN = ("torch", "collections", "builtins", codecs.encode.__module__)  # what t
 
 
 class StandIn:
-    """An inert object in place of each tensor or other object that a pickle names."""
+    """An inert object in place of each tensor or other object in a pickle."""
 
     def __new__(cls, *_: Any, **__: Any) -> "StandIn":
         return super().__new__(cls)
@@ -154,7 +155,7 @@ class StandIn:
 
 
 class Outline(pickle.Unpickler):
-    """Reads a pickle without its objects: nothing that it names is imported or called."""
+    """Reads a pickle without creating its objects: nothing that it names is imported or called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in KNOWN:
@@ -166,7 +167,7 @@ class Outline(pickle.Unpickler):
 
 
 def unpickled(path: Path) -> Any:
-    """The values of a file of torch.save, with stand-ins for its tensors. Raises UserError: it is none."""
+    """The values in a torch.save file, with stand-ins for tensors. Raises UserError if it is not such a file."""
     file = path / REST if path.is_dir() else path
     try:
         with naming_memory(file), open_plain(file) as opened, zipfile.ZipFile(opened) as archive:
@@ -179,23 +180,23 @@ def unpickled(path: Path) -> Any:
         raise ForeignObjects(str(e), path) from None
     except OutOfMemory:
         raise
-    except Exception as e:  # bytes that are no pickle may raise anything
+    except Exception as e:  # bytes that are not a pickle may raise anything
         raise UserError(f"{path} is not a checkpoint of Lockstep: {' '.join(str(e).split())}.") from None
 
 
 def outline(path: Path) -> Checkpoint:
-    """What a complete checkpoint holds, without its tensors. Raises UserError: it is something else, or a part of one."""
+    """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint, or only a part."""
     if path.name == REST or SHARD.fullmatch(path.name):
         raise UserError(f"{path} is a part of a sharded checkpoint. Pass its folder, {path.parent}.")
     return Checkpoint.parse(path, unpickled(path))
 
 
 def step_of(path: Path) -> int:
-    """The optimizer steps done in a checkpoint; -1 if it does not say."""
+    """The number of optimizer steps done in a checkpoint; -1 if it cannot be read."""
     try:
         stored = not path.is_symlink() and is_stored(path / REST if path.is_dir() else path)
         step = unpickled(path)["global_step"] if stored else -1
-    except ForeignObjects:  # somebody has made it: not what a kill or a disk leaves
+    except ForeignObjects:  # crafted: neither a kill nor a disk error produces this
         raise
     except (UserError, LookupError, TypeError):
         return -1
@@ -206,15 +207,17 @@ def step_of(path: Path) -> int:
 
 
 def is_stored(path: Path, *, reads: bool = False) -> bool:
-    """Whether `path` is a zip file without compression, as of torch.save; with `reads`, and its checksums are right. Opens no device or
-    pipe, and reads no more bytes than the file has."""
+    """Whether `path` is an uncompressed zip file, as torch.save writes; with `reads`, whether its checksums match too.
+
+    Opens no device or pipe, and reads no more bytes than the file has.
+    """
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             fits = stored and sum(entry.file_size for entry in entries) <= path.stat().st_size
             return fits and not (reads and archive.testzip())
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError):  # RuntimeError: it seems to be encrypted
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError):  # RuntimeError: it looks encrypted
         return False
 
 
@@ -238,14 +241,15 @@ def found_in(run_dir: Path) -> list[Path]:
         raise UserError(
             f"{folder} is a link; a run folder must not contain links. Remove it, or link the folder of the whole run."
         )
-    last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves only `.old`
+    last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renames leaves only `.old`
     return [*[path for path in last if path.exists()][:1], *folder.glob("best-step-*.ckpt")]
 
 
 def checkpoints(run_dir: Path) -> Iterator[Path]:
-    """The complete checkpoints of a run, newest first; incomplete ones are skipped with a warning. Checksums of older ones are read on demand.
+    """The complete checkpoints of a run, newest first; incomplete ones are skipped with a warning.
 
-    The newest is the one with the most steps: file times change when a folder is copied.
+    The newest has the most steps: file times change when a folder is copied. Checksums of older ones are read on
+    demand.
     """
     steps = {path: step_of(path) for path in found_in(run_dir)}
     for path in sorted(steps, key=lambda path: (steps[path] < 0, steps[path], path.name), reverse=True):
@@ -255,45 +259,45 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
             warn(f"{path} is {'a link' if path.is_symlink() else 'incomplete'} and is skipped.")
 
 
-# --- Finding what a key names ---
+# --- The checkpoint that a key names ---
 
 
 def checkpoint_if_any(run_dir: Path) -> Path | None:
     """The newest complete checkpoint; None if there is no checkpoint at all.
 
     Raises:
-        UserError: all are damaged. A kill cannot do that, as checkpoints are written whole or not at all.
+        UserError: all are damaged. A kill cannot cause that, because checkpoints are written whole or not at all.
     """
-    newest, found = next(checkpoints(run_dir), None), found_in(run_dir)
-    if newest is None and found:
+    newest, paths = next(checkpoints(run_dir), None), found_in(run_dir)
+    if newest is None and paths:
         raise UserError(
             f"no checkpoint in {run_dir}/checkpoints is complete; damaged, or something else: "
-            f"{', '.join(sorted(path.name for path in found))}. Restore them from a copy, or pass run=<another name> to start over."
+            f"{', '.join(sorted(path.name for path in paths))}. Restore them from a copy, or pass run=<another name> to start over."
         )
     return newest
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    """Raises UserError: the run has none, or all are damaged."""
+    """Raises UserError if the run has none, or all are damaged."""
     if path := checkpoint_if_any(run_dir):
         return path
     raise UserError(f"{run_dir}/checkpoints holds no checkpoint. Pass run=<another name> to start over.")
 
 
 def checkpoint_of_report(run_dir: Path) -> Path:
-    """The checkpoint that the run tested, or its newest one if it did not get that far."""
-    named = RunFolder(run_dir).report().get("checkpoint")
-    path = run_dir / "checkpoints" / Path(str(named)).name
-    if named and Path(str(named)) == path.relative_to(run_dir) and is_checkpoint(path):
+    """The checkpoint that the run tested, or its newest if it has not tested one."""
+    reported = RunFolder(run_dir).report().get("checkpoint")
+    path = run_dir / "checkpoints" / Path(str(reported)).name
+    if reported and Path(str(reported)) == path.relative_to(run_dir) and is_checkpoint(path):
         return path
     newest = newest_checkpoint(run_dir)
-    if named is not None and rank_of() == 0:
-        warn(f"{run_dir}/report.json: checkpoint={named} is not a complete checkpoint. {newest} is taken instead.")
+    if reported is not None and rank_of() == 0:
+        warn(f"{run_dir}/report.json: checkpoint={reported} is not a complete checkpoint. {newest} is taken instead.")
     return newest
 
 
 def complete_checkpoint(path: Path, key: str) -> Path:
-    """`path`, if it is a complete checkpoint; of a link, where it leads. Raises UserError otherwise."""
+    """`path` with links resolved, if it is a complete checkpoint. Raises UserError otherwise."""
     if path.is_symlink() and RunFolder(path.absolute().parent.parent).has_config():
         raise UserError(f"{key}={path} is a link; a run folder must not contain links. Pass the path where it leads.")
     path = path.resolve() if path.is_symlink() else path
@@ -306,27 +310,29 @@ def complete_checkpoint(path: Path, key: str) -> Path:
     return path
 
 
-def located(given: str, key: str, runs_dir: str, choose: Callable[[Path], Path]) -> tuple[Path, Path]:
-    """The folder of a run and its checkpoint: `given` itself, or the one that `choose` takes of the run `given`, a name or a directory.
+def located(source: str, key: str, runs_dir: str, choose: Callable[[Path], Path]) -> tuple[Path, Path]:
+    """The folder of a run, and the checkpoint that `source` names.
+
+    `source` is a checkpoint, or the name or folder of a run whose checkpoint `choose` selects.
 
     Raises:
         UserError: there is none, or it is damaged. `key` is for the message.
     """
-    path = Path(given)
+    path = Path(source)
     if not RunFolder(path).has_config() and (path.is_file() or ".ckpt" in path.suffixes or (path / REST).exists()):
         checkpoint = complete_checkpoint(path, key)
         return checkpoint.resolve().parent.parent, checkpoint
-    run_dir = path if RunFolder(path).has_config() else find_run(given, runs_dir, key=key).path
+    run_dir = path if RunFolder(path).has_config() else find_run(source, runs_dir, key=key).path
     return run_dir, choose(run_dir)
 
 
-def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
-    """The checkpoint `given`, or the one that the run `given` tested."""
-    return located(given, key, runs_dir, checkpoint_of_report)[1]
+def tested_checkpoint(source: str, key: str, runs_dir: str = "runs") -> Path:
+    """The checkpoint `source`, or the one that the run `source` tested."""
+    return located(source, key, runs_dir, checkpoint_of_report)[1]
 
 
 def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Checkpoint | None]:
-    """The directory of the run to resume, and where in the training it continues; resume=auto may find no checkpoint yet."""
+    """The folder of the run to resume, and the checkpoint to continue from: None if resume=auto has none yet."""
     if resume == "auto" and not run:
         raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
     if resume == "auto":

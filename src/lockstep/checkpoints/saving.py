@@ -1,5 +1,7 @@
-"""How checkpoints are written: atomically, in the order of the calls, while training continues. When they are saved, which are kept,
-and where a resumed run continues."""
+"""Writes checkpoints atomically, in the order of the calls, while training continues.
+
+Also decides when they are saved, which are kept, and where a resumed run continues.
+"""
 
 import logging
 import math
@@ -44,10 +46,10 @@ log = logging.getLogger("lockstep")
 
 
 def new_stager() -> DefaultStager:
-    """Copies checkpoints to host memory, each into the memory of its last copy.
+    """Copies checkpoints to host memory, each into the memory of the previous copy.
 
-    Fresh memory is slow on systems that hand it out in small pages: 2.5 s for a gigabyte on the two-core virtual machine of
-    NOTEBOOK.md, against 0.2 s in memory that was used before.
+    New memory is slow on systems that allocate it in small pages: 2.5 s for a gigabyte on the two-core virtual machine
+    of NOTEBOOK.md, against 0.2 s in reused memory.
     """
     pinned = torch.cuda.is_available()
     return DefaultStager(
@@ -56,21 +58,21 @@ def new_stager() -> DefaultStager:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Gives a checkpoint its name when it is complete and on disk: a crash leaves the previous one.
+    """Gives a checkpoint its final name when it is complete and on disk: a crash leaves the previous one.
 
-    In the background, training waits only for a copy in host memory. There is one copy: the next checkpoint waits until the one before
-    it is written. An error in the background is raised by the next checkpoint or by `drain`. The calls queued behind it, such as
-    the removal of an older checkpoint, are skipped.
+    In the background, training waits only for a copy to host memory. There is one copy: the next checkpoint waits until
+    the previous one is written. The next checkpoint or `drain` raises an error from the background. Calls queued after
+    the error, such as the removal of an older checkpoint, are skipped.
 
-    `folder`: the run's, which does not come back when somebody has removed it; other folders are made.
+    `folder`: the run's folder. If someone removes it, it is not recreated; other folders are created.
     """
 
     def __init__(self, folder: Path, *, background: bool) -> None:
-        self.folder, self.own = folder, {folder.resolve()}  # `own`: the folders that it has saved into
+        self.folder, self.own = folder, {folder.resolve()}  # `own`: the folders that this object saved into
         self.thread = ThreadPoolExecutor(1, "checkpoints") if background else None  # Python waits for it at exit
         self.calls: list[Future[None]] = []
         self.stager: Any = new_stager()  # only an asynchronous one returns futures
-        self.stalled_s = 0.0  # for how long callers of `save` have waited
+        self.stalled_s = 0.0  # the time that callers of `save` have waited
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         self.save(checkpoint, Path(path), self.write_file)
@@ -87,16 +89,16 @@ class AtomicCheckpointIO(CheckpointIO):
         self.own.add(path.parent.resolve())
 
     def save(self, checkpoint: dict[str, Any], path: Path, write: Write) -> None:
-        """Calls `write(checkpoint, path)`, in the background with a copy."""
+        """Calls `write(checkpoint, path)`; in the background, with a copy of the checkpoint."""
         began_s = time.perf_counter()
         if self.thread:
             self.drain()
-            # torch 2.11 and 2.12 close it after a copy, and its next one fails. Remove this with them.
+            # torch 2.11 and 2.12 close the stager after a copy, so its next copy fails. Remove this with them.
             if torch.__version__ < "2.13":
                 self.stager = new_stager()
             try:
                 checkpoint = self.stager.stage(checkpoint)
-            # without memory torch's CPU allocator raises RuntimeError
+            # out of memory, torch's CPU allocator raises RuntimeError
             except (RuntimeError, AssertionError, MemoryError) as e:
                 raise NotSaved(
                     f"the checkpoint {path} could not be copied, to be written in the background: {e}. "
@@ -112,7 +114,7 @@ class AtomicCheckpointIO(CheckpointIO):
         except Exception as e:
             if not self.folder.is_dir():
                 raise FolderRemoved(self.folder) from None
-            cause = next((each for each in chain(e) if isinstance(each, OSError)), None)  # torch wraps it
+            cause = next((error for error in chain(e) if isinstance(error, OSError)), None)  # torch wraps it
             reason = f"{cause.strerror or cause}." if cause else f"{type(e).__name__}: {e}."
             raise NotSaved(
                 f"the checkpoint {path} could not be saved: {reason} The earlier ones are complete and still there. "
@@ -123,12 +125,12 @@ class AtomicCheckpointIO(CheckpointIO):
         """Runs `call` after the earlier ones, unless one of them has failed since the last `finish`."""
         if self.thread is None:
             return call()
-        before = tuple(self.calls)  # done when this call begins
-        self.calls.append(self.thread.submit(lambda: None if any(each.exception() for each in before) else call()))
+        earlier = tuple(self.calls)  # done when this call begins
+        self.calls.append(self.thread.submit(lambda: None if any(future.exception() for future in earlier) else call()))
 
     def finish(self) -> BaseException | None:
         """Waits for all calls; returns the first error, once."""
-        errors = [each.exception() for each in self.calls]
+        errors = [future.exception() for future in self.calls]
         self.calls.clear()
         return next(filter(None, errors), None)
 
@@ -149,7 +151,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.submit(partial(self.remove_own, Path(path)))
 
     def remove_own(self, path: Path) -> None:
-        """Paths come from a checkpoint too, whose callbacks a stranger may have written."""
+        """Removes only what this run saved: paths also come from checkpoints, which a stranger may have written."""
         if path.name != ".." and any(path.parent.resolve().is_relative_to(folder) for folder in self.own):
             try:
                 files.remove(path)
@@ -172,14 +174,15 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
-    """Lightning's keeps the first of equal scores. Here the lower val/loss decides, then the later step.
+    """Between equal scores, the lower val/loss decides, then the later step. Lightning keeps the first.
 
-    Names have the steps done: `trainer.global_step` counts those of every optimizer. A run resumed from an earlier checkpoint writes
-    the same file again. The state has names instead of paths: a run's folder may be moved, and a name leads to no other file.
+    File names contain the steps done, because `trainer.global_step` counts those of every optimizer. A run resumed from
+    an earlier checkpoint writes the same file again. The state has names, not paths: a run's folder may be moved, and a
+    name cannot point outside it.
     """
 
     def __init__(self, **options: Any) -> None:
-        # after each validation: max_steps may end an epoch before its own
+        # saves after each validation: max_steps may end an epoch early
         super().__init__(**options, save_on_train_epoch_end=False)
         self.kept: dict[str, tuple[float, float]] = {}  # score and loss by file name, the best first
         self.saved_at = 0
@@ -188,12 +191,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return {"kept": self.kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Those that are in this run's folder: none of another run."""
-        there = {name: tuple(scores) for name, scores in state_dict.get("kept", {}).items() if BEST.fullmatch(name)}
-        self.keep({name: scores for name, scores in there.items() if (Path(str(self.dirpath)) / name).exists()})
+        """Keeps those that are in this run's folder, not those of a different run."""
+        saved = {name: tuple(scores) for name, scores in state_dict.get("kept", {}).items() if BEST.fullmatch(name)}
+        self.keep({name: scores for name, scores in saved.items() if (Path(str(self.dirpath)) / name).exists()})
 
     def keep(self, kept: dict[str, tuple[float, float]]) -> None:
-        """Sets what Lightning and loggers read."""
+        """Sets the attributes that Lightning and loggers read."""
         self.kept = kept
         paths = [str(Path(str(self.dirpath)) / name) for name in kept]
         self.best_k_models = {path: torch.tensor(score) for path, (score, _) in zip(paths, kept.values(), strict=True)}
@@ -207,7 +210,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return
         assert self.monitor
         logged = sorted(trainer.callback_metrics)
-        if self.monitor not in logged:  # config/checks.py rejects what is known before the run
+        if self.monitor not in logged:  # config/checks.py rejects what is known before the run starts
             trainer.save_checkpoint(Path(str(self.dirpath)) / LAST, weights_only=False)
             LastCheckpoint.wait(trainer)
             raise TrainingFailed(
@@ -220,22 +223,22 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         score, loss = -sign * math.inf if math.isnan(score) else score, math.inf if math.isnan(loss) else loss
         all_scores = self.kept | {new: (score, loss)}
 
-        def rank(name: str) -> tuple[float, float, int]:
+        def sort_key(name: str) -> tuple[float, float, int]:
             score, loss = all_scores[name]
             return sign * score, -loss, int(name.removeprefix("best-step-").removesuffix(".ckpt"))
 
-        ranked = sorted(all_scores, key=rank, reverse=True)
-        kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
-        if not trainer.strategy.reduce_boolean_decision(new in kept):  # processes may have different scores
+        ranked = sorted(all_scores, key=sort_key, reverse=True)
+        best = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
+        if not trainer.strategy.reduce_boolean_decision(new in best):  # processes may have different scores
             return
-        self.keep({name: all_scores[name] for name in kept})
+        self.keep({name: all_scores[name] for name in best})
         self.current_score = torch.tensor(score)
         folder = Path(str(self.dirpath))
         trainer.save_checkpoint(folder / new, weights_only=False)
         self.saved_at = step
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.after_save_checkpoint(self)
-        for name in ranked[len(kept) :]:
+        for name in ranked[len(best) :]:
             trainer.strategy.remove_checkpoint(folder / name)
 
 
@@ -243,25 +246,25 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 
 class Position(Callback):
-    """Makes every checkpoint say: this many steps are complete, and the next one has not begun.
+    """Makes every checkpoint record a position between steps: all steps so far are complete, the next has not begun.
 
-    The counters that Lightning's loops save depend on the hook that saves, and resuming from some of them loses a validation or
-    an epoch (NOTEBOOK.md). The public hooks here correct them on saving and on loading.
+    The counters that Lightning's loops save depend on the hook that saves, and resuming from some of them loses a
+    validation or an epoch (NOTEBOOK.md). The public hooks here correct them on saving and on loading.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config  # kept in every checkpoint
+        self.config = config  # saved in every checkpoint
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A ModelCheckpoint of the module's own saves into the run's folder, and not over the run's own checkpoints."""
+        """Makes a module's own ModelCheckpoint save into the run's folder, but not over the run's checkpoints."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(trainer.default_root_dir) / "own-checkpoints")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = self.config.plain()
-        checkpoint["global_step"] = steps_done(trainer)  # Lightning's counts every optimizer's; it loads `loops`
-        # exact.logical_ranks changes the config's
+        checkpoint["global_step"] = steps_done(trainer)  # Lightning counts every optimizer's, and loads `loops`
+        # exact.logical_ranks may change the config's value
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         loop = checkpoint["loops"]["fit_loop"]
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
@@ -282,24 +285,24 @@ class Position(Callback):
         checkpoint["epoch_means"] = save_epoch_means(trainer)
         checkpoint["window"] = trainer.strategy.means.collect(keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
         modules = pl_module.named_modules()
-        checkpoint["frozen"] = {name: each.frozen_digest for name, each in modules if hasattr(each, "frozen_digest")}
+        checkpoint["frozen"] = {name: m.frozen_digest for name, m in modules if hasattr(m, "frozen_digest")}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Converts micro-batch counters: this run may accumulate more or fewer micro-batches to the same global batch."""
-        now, then = trainer.accumulate_grad_batches, checkpoint["accumulate_grad_batches"]
+        """Converts micro-batch counters: this run may accumulate more or fewer micro-batches per global batch."""
+        current, saved = trainer.accumulate_grad_batches, checkpoint["accumulate_grad_batches"]
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
-            batches[scope] = {key: count * now // then for key, count in batches[scope].items()}
-        raise_problems(f"resume: {each}" for each in changed_frozen(pl_module, checkpoint.get("frozen", {})))
+            batches[scope] = {key: count * current // saved for key, count in batches[scope].items()}
+        raise_problems(f"resume: {error}" for error in changed_frozen(pl_module, checkpoint.get("frozen", {})))
         load_epoch_means(trainer, checkpoint.get("epoch_means", {}))
         trainer.strategy.means.load(checkpoint, keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        every, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches
-        if every is not None and every != float("inf") and every % accumulate:
+        interval, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches
+        if interval is not None and interval != float("inf") and interval % accumulate:
             raise UserError(
-                f"trainer.val_check_interval={trainer.val_check_interval} would validate after {every} micro-batches, within a "
-                f"step of {accumulate}. Set a multiple: trainer.val_check_interval={accumulate * max(1, int(every) // accumulate)}."
+                f"trainer.val_check_interval={trainer.val_check_interval} would validate after {interval} micro-batches, within a "
+                f"step of {accumulate}. Set a multiple: trainer.val_check_interval={accumulate * max(1, int(interval) // accumulate)}."
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -309,8 +312,8 @@ class Position(Callback):
 class LastCheckpoint(Checkpoint):
     """last.ckpt: saved after each epoch, every `every_n_steps` optimizer steps, and at the end of the run.
 
-    Within an epoch it is saved when the next batch begins: the log row and the validation of the last step are done by then, and
-    a resumed run repeats neither.
+    Within an epoch it is saved when the next batch begins: the log row and the validation of the last step are done by
+    then, and a resumed run repeats neither.
     """
 
     def __init__(self, path: Path, every_n_steps: int | None, resumed: str | None) -> None:
@@ -353,42 +356,42 @@ class LastCheckpoint(Checkpoint):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait(trainer)
         self.tidy(trainer)  # for a run with nothing left to train
-        trainer.strategy.barrier()  # its last checkpoint is there for all
+        trainer.strategy.barrier()  # now every process sees the last checkpoint
 
     def tidy(self, trainer: Trainer) -> None:
-        """Copies the checkpoint that the run was resumed from to last.ckpt, and removes best ones of an abandoned continuation, and
-        those whose removal a kill prevented.
+        """Copies the checkpoint that the run was resumed from to last.ckpt, and removes outdated best checkpoints.
 
-        Otherwise the next resume would take a newer one; and a run with nothing left to train would have no last checkpoint. Not
-        earlier: until training starts, the run may be refused.
+        Outdated ones belong to an abandoned continuation, or a kill prevented their removal. Without this, the next
+        resume would take a newer checkpoint, and a run with nothing left to train would have no last checkpoint. Not
+        called earlier, because until training starts the run may be rejected.
         """
-        folder, before = self.path.parent, self.resumed
-        if not trainer.is_global_zero or before is None or before.resolve().parent != folder.resolve():
+        folder, source = self.path.parent, self.resumed
+        if not trainer.is_global_zero or source is None or source.resolve().parent != folder.resolve():
             return
-        if before.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
+        if source.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
             with files.replacing(self.path, over_folder=True) as part:
-                copy = partial(shutil.copytree, symlinks=True) if before.is_dir() else shutil.copyfile
-                copy(before, part)
+                copy = partial(shutil.copytree, symlinks=True) if source.is_dir() else shutil.copyfile
+                copy(source, part)
             self.resumed = self.path
         old = self.path.with_name(self.path.name + ".old")
         if old.exists() and not old.is_symlink() and not self.path.exists():
             old.rename(self.path)
-        own = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
-        kept = {Path(path) for best in own for path in best.best_k_models}
+        savers = (saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint))
+        best_paths = {Path(path) for saver in savers for path in saver.best_k_models}
         for path in folder.iterdir():
             name = BEST.fullmatch(path.name)
-            if name and path.resolve() not in kept and (kept or int(name[1]) > steps_done(trainer)):
+            if name and path.resolve() not in best_paths and (best_paths or int(name[1]) > steps_done(trainer)):
                 files.remove(path)
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:
-    """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated. Raises Damaged."""
-    # not a user's
-    of_best = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-    of_last = [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
-    path = next((path for path in (*of_best, *of_last) if path and Path(path).exists()), None)
-    whole = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all
-    if not trainer.strategy.broadcast(whole):
+    """The checkpoint to test: the best by `checkpoint.monitor`; the last if nothing was validated. Raises Damaged."""
+    # Lockstep's callbacks, not a user's
+    best_paths = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    last_paths = [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
+    path = next((path for path in (*best_paths, *last_paths) if path and Path(path).exists()), None)
+    is_complete = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all
+    if not trainer.strategy.broadcast(is_complete):
         raise Damaged(
             f"{path} was damaged after it was saved, and cannot be tested. Restore it from a copy, or remove it to test the last "
             "checkpoint instead; then run the command again with resume=auto."

@@ -1,6 +1,6 @@
-"""The files of checkpoints, whole or in shards, and their weights into a network. Free of Lightning.
+"""Reads and writes checkpoint files, whole or in shards, and loads weights into a network. Does not import Lightning.
 
-All are files of torch.save, so they load with weights_only=True, and a zip checksum shows whether each is complete.
+torch.save writes all files, so they load with weights_only=True, and zip checksums show whether they are complete.
 """
 
 import os
@@ -25,47 +25,53 @@ from lockstep.errors import ForeignObjects, UserError, naming_memory
 from lockstep.machine.files import open_plain
 from lockstep.run import foreign, told_if_damaged
 
-# --- Values that torch.load accepts with weights_only=True, as it does those of checkpoints ---
+# --- Values that torch.load accepts with weights_only=True, as checkpoints are loaded ---
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set)
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def refused(tree: Any, place: str = "") -> Iterator[str]:
-    """The places and types of the values that it refuses."""
+def refused(tree: Any, path: str = "") -> Iterator[str]:
+    """The paths and types of the values that torch.load rejects."""
     if type(tree) in MAPPINGS:
         for key, value in tree.items():
-            yield from refused(key, f"{place}/{key}")
-            yield from refused(value, f"{place}/{key}")
+            yield from refused(key, f"{path}/{key}")
+            yield from refused(value, f"{path}/{key}")
     elif type(tree) in SEQUENCES:
         for index, value in enumerate(tree):
-            yield from refused(value, f"{place}/{index}")
+            yield from refused(value, f"{path}/{index}")
     elif type(tree) not in VALUES and not isinstance(tree, Tensor):
-        yield f"{place} ({type(tree).__module__}.{type(tree).__qualname__})"
+        yield f"{path} ({type(tree).__module__}.{type(tree).__qualname__})"
 
 
-# what save_hyperparameters() and users' hooks put into a checkpoint
+# what save_hyperparameters() and users' hooks add to a checkpoint
 HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def omit_hyperparameters(checkpoint: dict[str, Any]) -> Iterator[str]:
-    """Takes those out that torch.load refuses, and yields their names. A run continues without them: a config makes the module."""
+    """Removes hyperparameters that torch.load rejects, and yields their names.
+
+    A resumed run does not need them, because a config creates the module.
+    """
     for name in ("hparams_type", "datamodule_hparams_type"):  # a class
         checkpoint.pop(name, None)
     for key in HPARAMS:
         if key in checkpoint:
-            values = words.plain(checkpoint[key])  # perhaps a node of Hydra's
+            values = words.plain(checkpoint[key])  # may be a Hydra node
             values = values if isinstance(values, Mapping) else vars(values)  # a Namespace
             checkpoint[key] = {name: value for name, value in values.items() if not any(refused({name: value}))}
             yield from (f"{key}.{name}" for name in values if name not in checkpoint[key])
 
 
 def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    """`tree` with NumPy's values as Python's. Raises UserError before training, not at the first checkpoint, for any others."""
+    """`tree` with NumPy values converted to Python's.
+
+    Raises UserError for other values that cannot be saved: before training, not at the first checkpoint.
+    """
     values: dict[str, Any] = mapped(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
-    if odd := next(refused(values), None):
-        raise UserError(f"{name}{odd} cannot be saved in a checkpoint. Use Python's own values and lists of them.")
+    if rejected := next(refused(values), None):
+        raise UserError(f"{name}{rejected} cannot be saved in a checkpoint. Use Python's own values and lists of them.")
     return values
 
 
@@ -81,18 +87,21 @@ def write(content: Any, path: Path) -> None:
 
 
 def open_file(path: Path) -> Any:
-    """Tensors and plain values, memory-mapped. Raises UserError: the checksums do not cover the table of contents."""
+    """Tensors and plain values, memory-mapped.
+
+    Raises UserError if the file is damaged: its checksums do not cover the table of contents.
+    """
     with naming_memory(path):
         try:
-            open_plain(path).close()  # torch maps by path only
+            open_plain(path).close()  # torch memory-maps by path only
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if why := foreign(content, references=True, most=most_values(path)):
-                raise ValueError(why)
+            if problem := foreign(content, references=True, most=most_values(path)):
+                raise ValueError(problem)
             return content
         except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
-            if "weights_only" in str(e):  # torch's own message advises to run its code
+            if "weights_only" in str(e):  # torch's own message suggests running the file's code
                 raise ForeignObjects("which torch refuses to load", path) from None
-            if "allocate memory" in str(e).lower():  # of a mapping
+            if "allocate memory" in str(e).lower():  # for a memory mapping
                 raise MemoryError from None
             raise UserError(
                 f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it: resume=auto takes the newest "
@@ -102,17 +111,18 @@ def open_file(path: Path) -> Any:
 
 # --- A checkpoint as a folder ---
 #
-# Each process writes its shards of the sharded tensors, and rank 0 everything else. `rest.pt` holds the checkpoint with a note in place
-# of each sharded tensor. `shard-<rank>-of-<world>.pt` maps each note to the rows of that tensor from row `first` on.
-# torch.distributed.checkpoint stores its metadata as a pickle, which may run code.
+# Each process writes its shards of the sharded tensors, and rank 0 everything else. `rest.pt` holds the checkpoint with
+# a note, a string, in place of each sharded tensor. `shard-<rank>-of-<world>.pt` maps each note to that tensor's rows,
+# starting at row `first`. torch.distributed.checkpoint is no alternative: it stores its metadata as a pickle, which may
+# run code.
 
-NOTE = "sharded tensor "  # followed by the tensor's place; no other string in a checkpoint begins like this
+NOTE = "sharded tensor "  # followed by the tensor's path; no other string in a checkpoint begins like this
 
 
 def row_range(rows: int, rank: int, world: int) -> tuple[int, int]:
-    """The first row of a process's shard and the row after its last, divided as torch.chunk and FSDP2 do."""
-    each = -(-rows // world)
-    return min(rank * each, rows), min((rank + 1) * each, rows)
+    """The first row of a process's shard and the row after its last, divided as by torch.chunk and FSDP2."""
+    size = -(-rows // world)
+    return min(rank * size, rows), min((rank + 1) * size, rows)
 
 
 def divide(content: Any) -> tuple[Any, dict[str, Any]]:
@@ -135,7 +145,7 @@ def divide(content: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int) -> None:
-    """Writes this process's part into an existing folder. The checkpoint is complete when every process has returned."""
+    """Writes this process's part into an existing folder. The checkpoint is complete when all processes return."""
     write(shards, folder / f"shard-{rank:05}-of-{world:05}.pt")
     if rank == 0:
         write(rest, folder / REST)
@@ -144,8 +154,8 @@ def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int)
 def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
     """The values of a checkpoint on the CPU, with whole tensors.
 
-    With a `mesh`, tensors from a folder of shards are sharded over it, whatever number of processes wrote them; each process reads
-    its rows only.
+    With a `mesh`, tensors from a folder of shards are sharded over it, regardless of how many processes wrote them.
+    Each process reads only its rows.
     """
     if not path.is_dir():
         return open_file(path)
@@ -176,19 +186,21 @@ def resharded(shards: list[dict[str, Any]], mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local.to(mesh.device_type), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-# --- From a checkpoint into a network: the one place where names and shapes are compared ---
+# --- From a checkpoint into a network: the only code that compares names and shapes ---
 
 SHOWN = 5  # names in a message
 
 
 def read(path: Path) -> Checkpoint:
-    """A checkpoint on the CPU; the shards of a folder are joined. Raises UserError: it is something else, or damaged."""
+    """A checkpoint on the CPU, with joined shards. Raises UserError if it is damaged or not a checkpoint."""
     return Checkpoint.parse(path, load(path))
 
 
 def load_network(path: Path) -> nn.Module | None:
-    """The network of a checkpoint with its weights, in evaluation mode; None if a custom module defines its own. Raises UserError: a
-    network that train.py made."""
+    """The network of a checkpoint with its weights, in evaluation mode; None if a custom module defines its own.
+
+    Raises UserError if train.py created the network.
+    """
     checkpoint = read(path)
     if checkpoint.network is None:
         return None
@@ -202,7 +214,7 @@ def load_network(path: Path) -> nn.Module | None:
 
 
 def load_module_weights(module: Any, path: Path) -> None:
-    """Loads the weights of a custom module, as Lightning does. Raises UserError when the checkpoint does not fit."""
+    """Loads the weights of a custom module, as Lightning does. Raises UserError if the checkpoint does not fit."""
     checkpoint = read(path)
     module.on_load_checkpoint(checkpoint.values)
     materialize(module, checkpoint.state_dict)
@@ -211,48 +223,48 @@ def load_module_weights(module: Any, path: Path) -> None:
 
 def materialize(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Gives lazy layers the shapes of their saved weights."""
-    every = chain(module.named_parameters(), module.named_buffers())
-    lazy = [name for name, value in every if is_lazy(value) and name in saved]
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, tensor in tensors if is_lazy(tensor) and name in saved]
     if lazy:
         module.load_state_dict({name: saved[name] for name in lazy}, strict=False)
 
 
-def sharded_like(value: Any, own: Tensor) -> Any:
-    """A value of a checkpoint as this process holds `own`: its shard of the value, or the whole."""
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+def sharded_like(value: Any, like: Tensor) -> Any:
+    """A value of a checkpoint in the form of `like`: this process's shard, or the whole value."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    if value.shape != own.shape:  # an optimizer's step count
+    if value.shape != like.shape:  # an optimizer's step count
         return value
     # Every process has read the checkpoint and takes its own shard: no communication.
-    return distribute_tensor(value.to(own.device).contiguous(), own.device_mesh, own.placements, src_data_rank=None)
+    return distribute_tensor(value.to(like.device).contiguous(), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> Iterator[str]:
-    for what, names in (("missing", own.keys() - saved.keys()), ("unexpected", saved.keys() - own.keys())):
+def differences(target: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> Iterator[str]:
+    for kind, names in (("missing", target.keys() - saved.keys()), ("unexpected", saved.keys() - target.keys())):
         if names:
-            yield f"{what}: {', '.join(sorted(names)[:SHOWN])}"
-    pairs = [(name, form(saved[name]), form(tensor)) for name, tensor in own.items() if name in saved]
-    yield from [f"{name} is {found} instead of {wanted}" for name, found, wanted in pairs if found != wanted][:SHOWN]
+            yield f"{kind}: {', '.join(sorted(names)[:SHOWN])}"
+    pairs = [(name, form(saved[name]), form(tensor)) for name, tensor in target.items() if name in saved]
+    yield from [f"{name} is {got} instead of {expected}" for name, got, expected in pairs if got != expected][:SHOWN]
 
 
 def form(value: Any) -> str:
-    """What has to agree of a weight and its saved value: a copy of one form into another fails, or loses a part."""
+    """What must agree between a weight and its saved value: copying one form into another fails or loses a part."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    odd = {"sparse": value.layout is not torch.strided, "meta": value.is_meta, "complex": value.is_complex()}
-    return " ".join([*(name for name, holds in odd.items() if holds), str(tuple(value.shape))])
+    properties = {"sparse": value.layout is not torch.strided, "meta": value.is_meta, "complex": value.is_complex()}
+    return " ".join([*(name for name, applies in properties.items() if applies), str(tuple(value.shape))])
 
 
 @torch.no_grad()
-def load_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: object) -> None:
-    """Copies the weights `saved` into the tensors `own` of a network's state_dict.
+def load_into(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: object) -> None:
+    """Copies the weights `saved` into `target`, the tensors of a network's state_dict.
 
     Raises:
         UserError: names or shapes differ. The message calls the checkpoint `source`.
     """
-    if problems := list(differences(own, saved)):
+    if errors := list(differences(target, saved)):
         raise UserError(
-            f"{source} does not fit the network: {'; '.join(problems)}. Use the model and data that it was trained with."
+            f"{source} does not fit the network: {'; '.join(errors)}. Use the model and data that it was trained with."
         )
-    for name, tensor in own.items():
+    for name, tensor in target.items():
         tensor.copy_(sharded_like(saved[name], tensor))

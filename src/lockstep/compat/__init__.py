@@ -1,1 +1,1 @@
-"""Every use of a library's private names: a section each, with the version, the reason, and when it can be removed."""
+"""Every use of a library's private names, a section each: the version, the reason, and when to remove it."""

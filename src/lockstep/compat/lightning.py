@@ -1,4 +1,4 @@
-"""Private names of Lightning, each with the reason, and when it can go."""
+"""Private names of Lightning, each with the reason and when to remove it."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 # --- Loaders begin at a known position ---
 #
-# Lightning 2.6.6 begins them in FitLoop.setup_data(), and takes the first batch of one without a length, to know whether it is the last
-# one; of loaders that processes compare, Lockstep takes it. A module that asks for `estimated_stepping_batches` in `configure_optimizers`
-# causes that before a checkpoint's position is restored. Remove this when it is restored first:
+# Lightning 2.6.6 starts loaders in FitLoop.setup_data(). It reads the first batch of a loader without a length, to see
+# whether it is the last one; for loaders that processes compare, Lockstep reads it. A module that uses
+# `estimated_stepping_batches` in `configure_optimizers` triggers this before a checkpoint's position is restored.
+# Remove this when the position is restored first:
 # tests/compat/test_lightning.py::test_a_loader_without_a_length_begins_before_the_position_is_restored fails then.
 
 
@@ -27,33 +28,37 @@ def begin_loaders_anew(trainer: pl.Trainer) -> None:
     iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
 
-# --- Means of an epoch are over the samples of all processes ---
+# --- Epoch means over the samples of all processes ---
 #
-# With `self.log("val_loss", loss)` Lightning 2.6.6 keeps the mean of each process, and with sync_dist=True it rounds the number of samples
-# that it divides by: a mean over 103 samples on two processes came out 1% too large. Remove this when Lightning has such a mean:
-# tests/compat/test_lightning.py::test_lightning_logs_the_mean_of_one_process fails then.
+# With `self.log("val_loss", loss)` Lightning 2.6.6 keeps a mean per process. With sync_dist=True it rounds the number
+# of samples that it divides by: a mean over 103 samples on two processes was 1% too large. Remove this when Lightning
+# takes the mean over all samples: tests/compat/test_lightning.py::test_lightning_logs_the_mean_of_one_process fails
+# then.
 
 
 class MeansOfAllProcesses(_LoggerConnector):
-    # sums and weights of this epoch from before the run was resumed
+    # this epoch's sums and weights from before the run was resumed
     before: ClassVar[dict[str, tuple[float, float]]] = {}
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        """Lightning guesses the number of samples from the first tensor, which may have a row for each node of several graphs."""
+        """Sets the number of samples, if a loader reports it.
+
+        Lightning guesses it from the first tensor, which may have a row for each node of several graphs.
+        """
         super().on_batch_start(batch, dataloader_idx)
         if (count := self.trainer.strategy.samples(dataloader_idx or 0)) is not None:  # type: ignore[attr-defined]
             self.trainer._results.batch_size = count  # type: ignore[union-attr]
 
     def epoch_end_reached(self) -> None:
-        """Each process calls it after the last batch of a loader, before Lightning computes the values."""
+        """Runs in each process after the last batch of a loader, before Lightning computes the values."""
         super().epoch_end_reached()
-        means, of_each = open_means(self.trainer, self.trainer._results)
+        means, by_rank = open_means(self.trainer, self.trainer._results)
         for key, item in means.items():
-            sums = [values[key] for values in (*of_each, self.before) if key in values]
+            sums = [values[key] for values in (*by_rank, self.before) if key in values]
             logged = torch.tensor(sums, dtype=torch.float64)
-            means_of_each, (total, samples) = logged[:, 0] / logged[:, 1], logged.sum(0)
-            alike = bool((means_of_each == means_of_each[0]).all())  # it keeps its bits; NaN is like nothing
-            item._computed = item.value / item.cumulated_batch_size if alike else (total / samples).to(item.value)
+            rank_means, (total, samples) = logged[:, 0] / logged[:, 1], logged.sum(0)
+            all_equal = bool((rank_means == rank_means[0]).all())  # equal means keep their bits; NaN equals nothing
+            item._computed = item.value / item.cumulated_batch_size if all_equal else (total / samples).to(item.value)
         if self.trainer.training:
             self.before = {}  # type: ignore[misc]
 
@@ -61,19 +66,22 @@ class MeansOfAllProcesses(_LoggerConnector):
 def open_means(
     trainer: pl.Trainer, results: Any
 ) -> tuple[dict[str, _ResultMetric], list[dict[str, tuple[float, float]]]]:
-    """Those that are not computed yet, and their sums and weights in each process."""
+    """The means that are not computed yet, and their sums and weights in each process."""
     means = {key: item for key, item in (results or {}).items() if is_open_mean(item)}
-    own = {key: (float(item.value), float(item.cumulated_batch_size)) for key, item in means.items()}
-    return means, objects_of_all(own) if trainer.world_size > 1 else [own]
+    sums = {key: (float(item.value), float(item.cumulated_batch_size)) for key, item in means.items()}
+    return means, objects_of_all(sums) if trainer.world_size > 1 else [sums]
 
 
 def save_epoch_means(trainer: pl.Trainer) -> dict[str, tuple[float, float]]:
-    """For a checkpoint within an epoch: Lightning 2.6.6 forgets what an epoch has logged so far. All processes call it."""
-    results = trainer.fit_loop.epoch_loop._results  # those of training, also within a validation
-    _, of_each = open_means(trainer, results)
-    every = (*of_each, trainer._logger_connector.before)  # type: ignore[attr-defined]
-    keys = dict.fromkeys(key for values in every for key in values)
-    return {key: tuple(map(sum, zip(*(v[key] for v in every if key in v), strict=True))) for key in keys}  # type: ignore[misc]
+    """The sums so far, for a checkpoint within an epoch: Lightning 2.6.6 does not save them.
+
+    Every process must call it.
+    """
+    results = trainer.fit_loop.epoch_loop._results  # those of training, even during a validation
+    _, by_rank = open_means(trainer, results)
+    all_sums = (*by_rank, trainer._logger_connector.before)  # type: ignore[attr-defined]
+    keys = dict.fromkeys(key for values in all_sums for key in values)
+    return {key: tuple(map(sum, zip(*(v[key] for v in all_sums if key in v), strict=True))) for key in keys}  # type: ignore[misc]
 
 
 def load_epoch_means(trainer: pl.Trainer, saved: Mapping[str, tuple[float, float]]) -> None:
@@ -81,22 +89,23 @@ def load_epoch_means(trainer: pl.Trainer, saved: Mapping[str, tuple[float, float
 
 
 def is_open_mean(item: _ResultMetric) -> bool:
-    """Whether it was logged in batches, and is not computed yet."""
+    """Whether it is a mean that was logged per batch and is not computed yet."""
     logged = item.is_tensor and item.meta.on_epoch and item._computed is None and not item.has_reset
     return logged and item.meta.is_mean_reduction and not (item.meta.sync.rank_zero_only or item.meta.sync.group)
 
 
 # --- The step that logs are written under ---
 #
-# Lightning 2.6.6 counts it in `_batches_that_stepped`, separately from `trainer.global_step`: it logs step 56 as 55, and adds one on
-# resuming. The report and names of checkpoints have the number of the optimizer step, so logs have it too. Remove this when Lightning
-# does the same: tests/compat/test_lightning.py::test_lightning_logs_a_step_under_another_number fails then.
+# Lightning 2.6.6 counts it in `_batches_that_stepped`, separately from `trainer.global_step`: it logs step 56 as 55,
+# and adds one on resuming. The report and names of checkpoints use the number of the optimizer step, so logs use it
+# too. Remove this when Lightning does the same:
+# tests/compat/test_lightning.py::test_lightning_logs_a_step_under_another_number fails then.
 
 
 class StepsFromOne(MeansOfAllProcesses):
     @property
     def should_update_logs(self) -> bool:
-        """Lightning's rule reads the number of the step before."""
+        """Lightning's rule uses the number of the previous step."""
         loop = self.trainer.fit_loop.epoch_loop
         loop._batches_that_stepped -= 1
         try:
@@ -110,15 +119,15 @@ def set_logged_step(trainer: pl.Trainer, step: int) -> None:
 
 
 def save_logged_step(fit_loop: dict[str, Any], step: int) -> None:
-    """The steps done, in the `fit_loop` state of a checkpoint."""
+    """Sets the steps done in the `fit_loop` state of a checkpoint."""
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
 
 
 # --- A Trainer that logs nothing itself ---
 #
-# A run logs the results of its test at the step of the checkpoint; the Trainer of the test would log them at step 0 (Lightning 2.6.6). Without
-# loggers `self.logger` is None in a module's `test_step`. Remove this when a Trainer has a switch for it:
-# tests/compat/test_lightning.py::test_a_test_is_logged_at_step_0 fails then.
+# A run logs its test results at the step of the checkpoint; the test's Trainer would log them at step 0 (Lightning
+# 2.6.6). It still needs loggers: without them `self.logger` is None in a module's `test_step`. Remove this when a
+# Trainer has a switch for it: tests/compat/test_lightning.py::test_a_test_is_logged_at_step_0 fails then.
 
 
 class LogsNothing(MeansOfAllProcesses):
@@ -132,22 +141,23 @@ def log_by(trainer: pl.Trainer, connector: type[StepsFromOne | LogsNothing]) -> 
 
 # --- SIGTERM ---
 #
-# Lightning 2.6.6 broadcasts in its handler of SIGTERM, which the other processes do not expect, and then ends the run by SystemExit, with
-# nothing saved and no message. It also asks rank 0 by a broadcast at each step whether it received SIGTERM, and waits for the answer with
-# `.item()`, so GPUs run dry. callbacks/stopping.py does both instead. Only restoring the handlers at the end of a trainer's run is left.
-# Remove this when Lightning has a switch: tests/compat/test_lightning.py::test_lightning_still_handles_sigterm fails then.
+# Lightning 2.6.6 broadcasts in its SIGTERM handler, which the other processes do not expect. It then ends the run by
+# SystemExit, without saving and without a message. At each step it also asks rank 0 by a broadcast whether it received
+# SIGTERM, and waits for the answer with `.item()`, so GPUs idle. callbacks/stopping.py replaces both. Lightning still
+# restores the handlers at the end of a trainer's run. Remove this when Lightning has a switch:
+# tests/compat/test_lightning.py::test_lightning_still_handles_sigterm fails then.
 
 
 def without_sigterm_handler(trainer: pl.Trainer) -> None:
-    own: Any = trainer._signal_connector
-    own.register_signal_handlers = lambda: setattr(own, "_original_handlers", own._get_current_signal_handlers())
+    conn: Any = trainer._signal_connector
+    conn.register_signal_handlers = lambda: setattr(conn, "_original_handlers", conn._get_current_signal_handlers())
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 # --- W&B's setting `anonymous` ---
 #
-# Lightning 2.6.6 passes anonymous=None to wandb.init, and wandb 0.31 warns about any value of it. Remove this when either stops:
-# tests/compat/test_lightning.py::test_wandb_warns_about_what_lightning_passes fails then.
+# Lightning 2.6.6 passes anonymous=None to wandb.init, and wandb 0.31 warns about any value of it. Remove this when
+# either stops: tests/compat/test_lightning.py::test_wandb_warns_about_what_lightning_passes fails then.
 
 
 def without_anonymous(logger: "WandbLogger") -> None:
@@ -156,14 +166,15 @@ def without_anonymous(logger: "WandbLogger") -> None:
 
 # --- One data-parallel mesh over all processes ---
 #
-# Lightning 2.6.6: `ModelParallelStrategy(data_parallel_size="auto")` means the number of nodes, and a number has to be known before the
-# Trainer has told the strategy how many processes there are. Its mesh makes process groups of its own, with torch's timeout of 30 minutes
-# and a communicator each; this one keeps the strategy's timeout. Remove it when Lightning makes a mesh of the default group:
+# In Lightning 2.6.6, `ModelParallelStrategy(data_parallel_size="auto")` means the number of nodes, and a number must be
+# set before the Trainer passes the number of processes to the strategy. Lightning's mesh creates its own process
+# groups, each with a communicator and torch's timeout of 30 minutes; this one keeps the strategy's timeout. Remove it
+# when Lightning creates a mesh from the default group:
 # tests/compat/test_lightning.py::test_lightnings_mesh_of_two_nodes_with_three_processes fails then.
 
 
 class WholeMeshStrategy(ModelParallelStrategy):
-    """`device_mesh` is one dimension, `data_parallel`, of the default process group."""
+    """`device_mesh` has one dimension, `data_parallel`, over the default process group."""
 
     def setup_environment(self) -> None:
         self._setup_distributed()

@@ -1,8 +1,9 @@
-"""The states of metrics over all processes, whatever their kinds and however unequal the processes' shares.
+"""The states of metrics over all processes, for any kind of state and any number of samples per process.
 
-torchmetrics gathers state by state and tensor by tensor. That fails if the processes have lists of different lengths, such as
-a tensor for each image, and on a process without samples, whose states may not have their final shapes yet. Remove this file when
-torchmetrics gathers a list state in one call, whatever its length: tests/compat/test_metric_states.py fails then.
+torchmetrics gathers state by state and tensor by tensor. That fails if processes have lists of different lengths, such
+as a tensor for each image. It also fails on a process without samples, whose states may not have their final shapes
+yet. Remove this file when torchmetrics gathers a list state of any length in one call:
+tests/compat/test_metric_states.py fails then.
 """
 
 import contextlib
@@ -18,14 +19,14 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lockstep.machine.world import objects_of_all
 
-ENDS = "lengths_by_batch"  # the attribute of a metric for the lengths of its list states after each batch
+ENDS = "lengths_by_batch"  # attribute added to a metric: the lengths of its list states after each batch
 MISSING = object()
 PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as an array of bytes: pickle would write the whole storage of a view, and take 0.1 ms for each."""
+    """A tensor as an array of bytes: pickle would write the whole storage of a view, and take 0.1 ms per tensor."""
 
     content: Any
     dtype: torch.dtype
@@ -46,73 +47,76 @@ class Stored:
 
 
 def parts(metrics: Sequence[Metric]) -> list[Metric]:
-    """The metrics, and those that wrappers hold."""
-    return [each for metric in metrics for each in metric.modules() if isinstance(each, Metric)]
+    """The metrics, and those inside wrappers."""
+    return [child for metric in metrics for child in metric.modules() if isinstance(child, Metric)]
 
 
 def exact_on(device: torch.device) -> torch.dtype:
-    """Of sums: the order of 10,000 additions in float32 changes the sixth digit. MPS has no float64."""
+    """The dtype of sums: in float32, the order of 10,000 additions changes the sixth digit. MPS has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def prepare(metric: Metric, device: torch.device, *, of_panel: bool = False) -> None:
-    """Before an evaluation: moves the metric, whose sums are exact then; integers stay integers, and a custom network keeps its dtype.
+    """Moves a metric to `device` before an evaluation, and makes its sums exact.
 
-    A panel says itself which of its numbers are float64, and keeps the others.
+    Integers stay integers, and a custom network keeps its dtype. A panel declares which of its numbers are float64, and
+    keeps the others.
     """
     exact = exact_on(device)
-    for each in parts([metric]):
-        for name, default in each._defaults.items():
+    for part in parts([metric]):
+        for name, default in part._defaults.items():
             if not isinstance(default, Tensor) or not default.is_floating_point():
                 continue
             if default.dtype == torch.float64 or not of_panel:
-                each._defaults[name] = default.to(exact)
-                setattr(each, name, getattr(each, name).to(exact))
+                part._defaults[name] = default.to(exact)
+                setattr(part, name, getattr(part, name).to(exact))
     metric.to(device).eval()
-    for each in () if of_panel else parts([metric]):
-        each._dtype = exact  # to which some metrics convert their inputs
+    for part in () if of_panel else parts([metric]):
+        part._dtype = exact  # some metrics convert their inputs to it
 
 
 def update(metric: Metric, batch_idx: int, *inputs: Any) -> None:
-    """Updates a metric. Records how long its list states are then, so that of_all_processes can order them by sample."""
+    """Updates a metric, and records the lengths of its list states: of_all_processes orders them by sample."""
     metric.update(*inputs)
-    for each in parts([metric]):
-        lengths = {name: len(state) for name, state in each.metric_state.items() if isinstance(state, list)}
+    for part in parts([metric]):
+        lengths = {name: len(state) for name, state in part.metric_state.items() if isinstance(state, list)}
         if lengths:
-            vars(each).setdefault(ENDS, {})[batch_idx] = lengths
+            vars(part).setdefault(ENDS, {})[batch_idx] = lengths
 
 
 @contextlib.contextmanager
 def of_all_processes(metrics: Sequence[Metric]) -> Iterator[None]:
-    """Within, the metrics have the states that one process would have; called on every rank.
+    """Within it, the metrics have the states that a single process would have. Every process must call it.
 
-    Sums and the like are reduced as torchmetrics does, over the processes that have samples. Lists are joined in the samples'
-    order. A state with dist_reduce_fx="mean" is the mean over processes, whatever their shares.
+    Sums and similar states are reduced as in torchmetrics, over the processes that have samples. Lists are joined in
+    the order of the samples. A state with dist_reduce_fx="mean" is the mean over processes, regardless of their numbers
+    of samples.
     """
-    found, before = parts(metrics), []
-    everyone = objects_of_all([sent(metric) for metric in found])
-    if len(everyone) > 1:
-        for metric, *given in zip(found, *everyone, strict=True):
-            new = joined(metric, given) | {"distributed_available_fn": None}  # or compute would gather again
-            # only these: a metric may note something in compute, such as MinMaxMetric its smallest value so far
-            before.append((vars(metric), {name: vars(metric).get(name, MISSING) for name in new}))
+    all_parts, replaced = parts(metrics), []
+    by_rank = objects_of_all([sent(metric) for metric in all_parts])
+    if len(by_rank) > 1:
+        for metric, *sent_states in zip(all_parts, *by_rank, strict=True):
+            # with that function, compute would gather again
+            new = joined(metric, sent_states) | {"distributed_available_fn": None}
+            # only these: compute may set other attributes, such as MinMaxMetric's smallest value so far
+            replaced.append((vars(metric), {name: vars(metric).get(name, MISSING) for name in new}))
             vars(metric).update(new)
     try:
         yield
     finally:
-        for attributes, own in before:
-            attributes.update(own)
-            for name in [name for name, value in own.items() if value is MISSING]:
+        for attributes, values in replaced:
+            attributes.update(values)
+            for name in [name for name, value in values.items() if value is MISSING]:
                 del attributes[name]
-        for metric in found:
+        for metric in all_parts:
             vars(metric).pop(ENDS, None)
 
 
 def sent(metric: Metric) -> dict[str, Any]:
-    """What the other processes need of a metric; nothing without samples."""
+    """What the other processes need from this process's metric; empty without samples."""
     if not metric.update_called:
         return {}
-    # MeanIoU and others learn plain attributes, such as the number of classes, from their first samples
+    # MeanIoU and others derive plain attributes, such as the number of classes, from their first samples
     plain = {name: value for name, value in vars(metric).items() if isinstance(value, PLAIN)}
     states = apply_to_collection(metric.metric_state, Tensor, Stored.of)
     reductions = {
@@ -121,20 +125,23 @@ def sent(metric: Metric) -> dict[str, Any]:
     return {"plain": plain, "states": states, "reductions": reductions, ENDS: vars(metric).get(ENDS, {})}
 
 
-def joined(metric: Metric, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of all processes as one, and for a process without samples what the first of the others has learned from its own."""
-    filled = [each for each in given if each]
+def joined(metric: Metric, sent_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of all processes as one.
+
+    A process without samples also gets the plain attributes of the first process that has some.
+    """
+    filled = [s for s in sent_states if s]
     if not filled:
         return {}
     device = metric.device
-    states = [apply_to_collection(each["states"], Stored, lambda stored: stored.tensor(device)) for each in filled]
+    states = [apply_to_collection(s["states"], Stored, lambda stored: stored.tensor(device)) for s in filled]
     plain = {} if metric.update_called else filled[0]["plain"]
-    return plain | {name: whole(metric, name, [each[name] for each in states], filled) for name in states[0]}
+    return plain | {name: whole(metric, name, [state[name] for state in states], filled) for name in states[0]}
 
 
 def whole(metric: Metric, name: str, values: list[Any], filled: Sequence[Mapping[str, Any]]) -> Any:
     if isinstance(values[0], list):
-        return in_order(values, [{batch: ends[name] for batch, ends in each[ENDS].items()} for each in filled])
+        return in_order(values, [{batch: ends[name] for batch, ends in s[ENDS].items()} for s in filled])
     if len(values) == 1:
         return values[0]
     # MeanIoU adds its states in its first update
@@ -145,11 +152,14 @@ def whole(metric: Metric, name: str, values: list[Any], filled: Sequence[Mapping
 
 
 def in_order(lists: list[list[Any]], ends: list[dict[int, int]]) -> list[Any]:
-    """Lists joined batch by batch, as one process would have filled them; one after the other if a metric does not only append."""
+    """Lists joined batch by batch, as a single process would have filled them.
+
+    They are joined rank by rank if a metric does not only append.
+    """
     slices = []
-    for rank, (entries, of_rank) in enumerate(zip(lists, ends, strict=True)):
-        bounds = [0, *of_rank.values()]
+    for rank, (entries, rank_ends) in enumerate(zip(lists, ends, strict=True)):
+        bounds = [0, *rank_ends.values()]
         if bounds != sorted(bounds) or bounds[-1] != len(entries):
-            return [entry for each in lists for entry in each]
-        slices += [(batch, rank, entries[a:b]) for batch, a, b in zip(of_rank, bounds, bounds[1:], strict=False)]
+            return [entry for values in lists for entry in values]
+        slices += [(batch, rank, entries[a:b]) for batch, a, b in zip(rank_ends, bounds, bounds[1:], strict=False)]
     return [entry for _, _, part in sorted(slices, key=lambda s: s[:2]) for entry in part]

@@ -1,8 +1,8 @@
-"""The steps of Hydra's Optuna sweeper, to put together a sweep that can be continued.
+"""The steps of Hydra's Optuna sweeper, from which to build a sweep that can be resumed.
 
-hydra-optuna-sweeper 1.4.0rc3 offers `OptunaSweeper` only, which runs a whole sweep from its first trial. Parsing a search space,
-and turning a trial into overrides, are private. Remove this file when the sweeper continues a study's interrupted trials, or
-offers these steps: tests/compat/test_optuna_sweeper.py fails then.
+hydra-optuna-sweeper 1.4.0rc3 offers only `OptunaSweeper`, which runs a whole sweep from its first trial. Its functions
+to parse a search space and to convert a trial into overrides are private. Remove this file when the sweeper resumes a
+study's interrupted trials, or makes these steps public: tests/compat/test_optuna_sweeper.py fails then.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class SweeperSteps(OptunaSweeperImpl):
     """Hydra's sweeper with public names for its steps."""
 
     def search_space(self, arguments: list[str]) -> tuple[dict[str, BaseDistribution], dict[str, Any], list[str]]:
-        """What is searched over, the values that all trials share, and the keys that are removed."""
+        """The search space, the values that all trials share, and the keys that are removed."""
         space, fixed, removed = create_params_from_overrides([*self._parse_sweeper_params_config(), *arguments])
         return space, fixed, removed
 

@@ -1,4 +1,4 @@
-"""Private names of torch, each with the reason, and when it can go."""
+"""Private names of torch, each with the reason and when to remove it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,33 +14,34 @@ from torch.nn.modules import _functions
 
 # --- Whether torch is computing gradients ---
 #
-# Activation checkpointing runs a forward again then. torch 2.13 has only a private name for it. Remove this when `torch.autograd.graph`
-# has a public one: tests/compat/test_torch.py::test_backward_and_grad_are_seen_and_torch_has_no_public_name_for_it_yet fails then.
+# Activation checkpointing reruns a forward during a backward. torch 2.13 has only a private name to detect this. Remove
+# it when `torch.autograd.graph` has a public one:
+# tests/compat/test_torch.py::test_backward_and_grad_are_seen_and_torch_has_no_public_name_for_it_yet fails then.
 
 
 def in_backward() -> bool:
-    """Of this thread: also within `torch.autograd.grad`, and on the threads that compute the gradients of a GPU."""
+    """Whether this thread does, also within `torch.autograd.grad` and on threads that compute gradients of a GPU."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 # --- Hooks of parameters ---
 #
-# `copy.deepcopy` leaves them out (torch 2.13). Remove this when it copies them:
+# `copy.deepcopy` does not copy them (torch 2.13). Remove this when it copies them:
 # tests/compat/test_torch.py::test_a_copied_parameter_has_no_hooks fails then.
 
 
 def copy_hooks(net: nn.Module, copied: nn.Module) -> nn.Module:
-    """Gives `copied`, and returns it, the hooks of the parameters of `net`."""
-    for parameter, other in zip(net.parameters(), copied.parameters(), strict=True):
+    """Copies the hooks of the parameters of `net` to `copied`, and returns `copied`."""
+    for parameter, target in zip(net.parameters(), copied.parameters(), strict=True):
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            setattr(other, hooks, getattr(parameter, hooks))
+            setattr(target, hooks, getattr(parameter, hooks))
     return copied
 
 
 # --- The first call of a compiled module ---
 #
-# `Module.compile` has an effect where the module is called, and none where its methods are (torch 2.13). Hooks would be compiled as well.
-# Remove this when torch tells which modules it has compiled:
+# `Module.compile` affects calls of the module, but not calls of its methods (torch 2.13). A hook would be compiled too,
+# so it cannot detect them. Remove this when torch reports which modules it has compiled:
 # tests/compat/test_torch.py::test_only_a_private_name_tells_whether_a_compiled_module_is_called fails then.
 
 
@@ -57,15 +58,15 @@ def tell_first_call(module: nn.Module, tell: Callable[[], object]) -> None:
 
 # --- torch.nn.SyncBatchNorm without waiting for the GPU ---
 #
-# torch 2.13 drops the statistics of processes that have no sample by three boolean masks in each layer, and the CPU waits for the size of
-# each result (pytorch#78549): 165 times in a forward pass of resnet50d. In Lockstep every process has samples. The only switch: torch
-# leaves the masks out while it captures a CUDA graph. Remove this when torch has another way:
-# tests/compat/test_torch.py::test_torch_asks_the_gpu_for_the_size_of_a_mask fails then.
+# torch 2.13 drops the statistics of processes without samples by three boolean masks in each layer, and the CPU waits
+# for the size of each result (pytorch#78549): 165 times in a forward pass of resnet50d. In Lockstep every process has
+# samples. torch leaves the masks out only while it captures a CUDA graph, so this code pretends that it does. Remove
+# this when torch has a switch: tests/compat/test_torch.py::test_torch_asks_the_gpu_for_the_size_of_a_mask fails then.
 
 
 @contextmanager
 def masks_restored() -> Iterator[None]:
-    """Undoes `without_masks` afterwards, in a process that is not a run's own."""
+    """Undoes `without_masks` afterwards, in a process that does not belong to a run."""
     original = _functions.SyncBatchNorm.forward
     try:
         yield
@@ -74,7 +75,7 @@ def masks_restored() -> Iterator[None]:
 
 
 def without_masks() -> None:
-    """For all layers of this process."""
+    """Applies to all layers of this process."""
     function = _functions.SyncBatchNorm
     original = function.forward
     if hasattr(original, "without_masks"):
@@ -90,13 +91,14 @@ def without_masks() -> None:
 
 # --- Values of a sharded tensor ---
 #
-# torch 2.13 accepts `p.data = value` on a DTensor without effect, because its values are in another tensor: averages of momentum encoders are
-# written so. And `float(p.norm())` is of this process's shard, as if it were of all. Remove this when both are right, or raise:
+# In torch 2.13, `p.data = value` on a DTensor has no effect, because its values are in a different tensor. Momentum
+# encoders write their averages this way. And `float(p.norm())` is that of this process's shard, not of the whole
+# tensor. Remove this when both are right, or raise:
 # tests/compat/test_torch.py::test_values_of_a_sharded_tensor_are_those_of_a_shard fails then.
 
 
 def whole_values() -> None:
-    """For all DTensors of this process."""
+    """Applies to all DTensors of this process."""
     if "data" not in vars(DTensor):
         get = torch.Tensor.data.__get__  # type: ignore[attr-defined]
         DTensor.data = property(get, write_data)  # type: ignore[assignment]
@@ -112,15 +114,15 @@ def write_data(tensor: DTensor, value: Tensor) -> None:
 
 
 def whole_value(tensor: DTensor, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Each process must call it."""
+    """Every process must call it."""
     with torch.no_grad():
         return getattr(tensor.full_tensor(), name)(*args, **kwargs)
 
 
 # --- Gathering on a GPU what was just written ---
 #
-# FSDP2 (torch 2.13) lets its streams wait for the current one when the forward of the root begins, not for what a step writes to shards
-# later. Remove this when FSDPModule has a public name for it:
+# FSDP2's streams (torch 2.13) wait for the current stream when the forward of the root begins, but not for what a step
+# writes to shards later. Remove this when FSDPModule has a public name for it:
 # tests/compat/test_torch.py::test_fsdp_has_no_public_name_for_waiting_for_writes fails then.
 
 

@@ -1,4 +1,4 @@
-"""How replicas of the network work together. Networks and tasks do not know about strategies."""
+"""Parallelism strategies. Networks and tasks do not depend on them."""
 
 from lockstep.strategies.base import change_in_place, parallelize, parallelize_module
 from lockstep.strategies.fsdp import FSDP2

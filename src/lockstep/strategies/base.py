@@ -1,4 +1,4 @@
-"""What strategies share: changes to a network, division of batches, one form for states."""
+"""Shared by all strategies: in-place changes to a network, division of batches, portable checkpoints."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +30,9 @@ from lockstep.training.optim import head_of
 
 log = logging.getLogger("lockstep")
 
-# --- The changes to a network before training. Their order matters ---
+# --- In-place changes to a network before training; their order matters ---
 
-GRAPHS = 8  # of a compiled part: training, evaluation, last batches of other sizes; torch's own limit for one
+GRAPHS = 8  # per compiled part: training, evaluation, smaller last batches; torch's own limit for one part
 
 
 def parallelize(
@@ -42,7 +42,7 @@ def parallelize(
     strategy = cast(PortableCheckpoint, trainer.strategy)
     if channels_last:
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if sync_batchnorm:  # before sharding: it replaces modules
+    if sync_batchnorm:  # before sharding, because it replaces modules
         synchronise(net, strategy.root_device.type)
     if float32_head:
         in_float32(head_of(net), strategy.root_device.type)
@@ -52,7 +52,7 @@ def parallelize(
 
 
 def parallelize_module(module: pl.LightningModule, trainer: pl.Trainer, *, sync_batchnorm: bool, compile: bool) -> None:
-    """The same for a user's LightningModule, whose steps call its networks."""
+    """Like `parallelize`, for a user's LightningModule, whose steps call its networks."""
     strategy = cast(PortableCheckpoint, trainer.strategy)
     if sync_batchnorm:
         synchronise(module, strategy.root_device.type)
@@ -66,9 +66,9 @@ def parallelize_module(module: pl.LightningModule, trainer: pl.Trainer, *, sync_
 
 
 class ChangedInPlace(pl.LightningModule):
-    """The first base of the class of a user's LightningModule that a strategy changes once it has its networks."""
+    """First base class of a user's LightningModule that a strategy changes once its networks exist."""
 
-    configured: bool  # whether it has made its networks, and perhaps loaded their weights
+    configured: bool  # whether the networks exist, perhaps with weights loaded
     change: Callable[[pl.LightningModule, pl.Trainer], object] | None
 
     def configure_model(self) -> None:
@@ -81,14 +81,14 @@ class ChangedInPlace(pl.LightningModule):
 
 
 def change_in_place(module: pl.LightningModule, change: Callable[..., object], *, configured: bool) -> None:
-    kind: Any = type(module)
-    module.__class__ = type(kind.__name__, (ChangedInPlace, kind), {"__module__": kind.__module__})
-    changed = cast(ChangedInPlace, module)
-    changed.change, changed.configured = change, configured
+    cls: Any = type(module)
+    module.__class__ = type(cls.__name__, (ChangedInPlace, cls), {"__module__": cls.__module__})
+    target = cast(ChangedInPlace, module)
+    target.change, target.configured = change, configured
 
 
 def networks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of a LightningModule that have parameters, those in containers one by one."""
+    """The children of a LightningModule that have parameters. Members of containers are yielded one by one."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from networks_of(child)
@@ -97,30 +97,30 @@ def networks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Float32(nn.Module):
-    """The first base of the class of a module that computes in float32 where autocast would not."""
+    """First base class of a module that computes in float32 where autocast would not."""
 
     autocast_device: str
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        mixed = torch.is_autocast_enabled(self.autocast_device)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        is_autocast = torch.is_autocast_enabled(self.autocast_device)
         with torch.autocast(self.autocast_device, enabled=False):
-            inputs, named = float32((inputs, named)) if mixed else (inputs, named)
-            return super().forward(*inputs, **named)
+            args, kwargs = float32((args, kwargs)) if is_autocast else (args, kwargs)
+            return super().forward(*args, **kwargs)
 
 
 def in_float32(head: nn.Module, device: str) -> None:
-    """A new class instead of a wrapper or hooks: keys stay, and compiled graphs and replicas have it too."""
+    """Changes the class instead of adding a wrapper or hooks: keys, compiled graphs and replicas stay correct."""
     for module in head if isinstance(head, nn.ModuleList) else [head]:
-        kind: Any = type(module)
-        own = {"__module__": kind.__module__, "autocast_device": device}
-        module.__class__ = type(kind.__name__, (Float32, kind), own)
+        cls: Any = type(module)
+        namespace = {"__module__": cls.__module__, "autocast_device": device}
+        module.__class__ = type(cls.__name__, (Float32, cls), namespace)
 
 
 def compile_in_place(parts: list[nn.Module]) -> None:
-    """A wrapper would prefix every key with `_orig_mod.`.
+    """Compiles without a wrapper, which would prefix every key with `_orig_mod.`.
 
-    Blocks of a class share torch's cache of compiled graphs, and equal ones share their graphs. The 16 of resnet50d, in training and
-    in evaluation, need more than eight, after which torch gives up by default.
+    Blocks of one class share torch's cache of compiled graphs, and identical blocks share graphs. The 16 blocks of
+    resnet50d need more than eight graphs in training and evaluation; by default torch stops compiling after eight.
     """
     config: Any = torch.compiler.config
     config.recompile_limit = max(config.recompile_limit, GRAPHS * len(parts))
@@ -130,60 +130,61 @@ def compile_in_place(parts: list[nn.Module]) -> None:
 
 # --- One form for the state of networks and optimizers under every strategy: by parameter name, with whole tensors ---
 #
-# Lightning saves optimizer states by index under ddp and by name under fsdp, and neither loads the other.
+# Lightning saves optimizer states by index under ddp and by name under fsdp, and neither loads the other's.
 
-# An optimizer's options for how this process computes its step. SGD has no fused kernel for shards, and one that is fused unscales
-# the gradients of 16-mixed itself: a checkpoint must not bring them along.
+# Optimizer options for how this process computes a step. A checkpoint must not restore them: SGD has no fused kernel
+# for shards, and a fused optimizer unscales the gradients of 16-mixed itself.
 OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def own_copy(value: Any, own: Tensor) -> Any:
-    """A copy of an optimizer's value for the parameter `own`, in the parameter's memory format.
+def own_copy(value: Any, parameter: Tensor) -> Any:
+    """A copy of an optimizer's value for `parameter`, in the parameter's memory format.
 
-    Without a copy the optimizer would update the memory-mapped file, which some systems cannot replace then. Fused optimizers on
-    CPUs (torch 2.13) walk through the memory of value and parameter together: in different formats they mix up the elements.
+    Without a copy, the optimizer would update the memory-mapped file, and some systems could then not replace that
+    file. Fused optimizers on CPUs (torch 2.13) traverse value and parameter in memory order: in different formats they
+    mix up the elements.
     """
     if not isinstance(value, Tensor):
         return value
-    if isinstance(value, DTensor) or value.shape != own.shape:  # shards are contiguous
+    if isinstance(value, DTensor) or value.shape != parameter.shape:  # shards are contiguous
         return value.clone()
-    return torch.empty_like(own, dtype=value.dtype, device=value.device).copy_(value)
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-COMPARED = 100  # micro-batches from one comparison of what processes read to the next; early in an epoch they are more frequent
+COMPARED = 100  # micro-batches between two comparisons of what processes read; more frequent early in an epoch
 
 
 class DividedBatches(Strategy):
-    """Gives each process its share of the batches of any loader."""
+    """Gives each process its part of the batches of any loader."""
 
     lightning_module: pl.LightningModule  # set before anything here is called
     seed = 0  # of the run
     arithmetic = StepArithmetic()
-    compiled: frozenset[nn.Module] = frozenset()  # networks of a user's module, until its first step
-    without_call: set[nn.Module]  # those that were not called
-    # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
+    compiled: frozenset[nn.Module] = frozenset()  # compiled networks of a user's module, until its first step
+    without_call: set[nn.Module]  # those not called yet
+    # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
     contiguous_micro_batches = False
     means: Means
-    waited_s = 0.0  # how long training in this process has waited for batches of loaders of users
-    training_loaders: list[Brought] | None = None  # of users; None until a step asks for them
+    waited_s = 0.0  # how long training in this process has waited for users' loaders
+    training_loaders: list[Brought] | None = None  # users' loaders; None until a step needs them
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
         if isinstance(dataloader, ResumableLoader):
             return dataloader
-        place: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
+        common: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
         if not trainer.training:
-            return around(dataloader, Division(seed=self.seed, **place, trains=False))
+            return around(dataloader, Division(seed=self.seed, **common, trains=False))
         self.training_loaders = None
         epochs: Any = loop.epoch_progress.current
         division = Division(
             seed=self.seed,
-            **place,
+            **common,
             waited=self.wait,
             accumulate=trainer.accumulate_grad_batches,
             contiguous=self.contiguous_micro_batches,
             position=lambda: (epochs.processed, loop.epoch_loop.batch_progress.current.ready),
-            number=lambda loader: [each is loader for each in standard(trainer.train_dataloader)].index(True),
+            number=lambda loader: [other is loader for other in standard(trainer.train_dataloader)].index(True),
         )
         return around(dataloader, division)
 
@@ -191,17 +192,20 @@ class DividedBatches(Strategy):
         self.waited_s += seconds
 
     def agree(self, text: str) -> bool:
-        """Whether all processes pass the same text. Each must call it."""
+        """Whether all processes pass the same text. Every process must call it."""
         texts = objects_of_all(text)
         return texts.count(text) == len(texts)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Now and then, processes compare what their loaders have given. Not in the loader, which one of them may ask alone."""
-        number = self.micro_batch
-        if number & (number - 1) == 0 or number % COMPARED == 0:
-            for loader in self.loaders_of(number):
+        """Periodically compares what the processes' loaders returned.
+
+        The loader cannot do it, because one process may iterate it alone.
+        """
+        micro_batch = self.micro_batch
+        if micro_batch & (micro_batch - 1) == 0 or micro_batch % COMPARED == 0:
+            for loader in self.loaders_of(micro_batch):
                 if loader.gets == "a share":
-                    loader.require_agreement(loader.told[number].digest)
+                    loader.require_agreement(loader.told[micro_batch].digest)
         result = super().training_step(*args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
             raise UserError(
@@ -212,42 +216,45 @@ class DividedBatches(Strategy):
 
     @property
     def micro_batch(self) -> int:
-        """The number of the current one in the epoch."""
+        """The index of the current micro-batch in the epoch."""
         return self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
 
-    def loaders_of(self, number: int) -> list[Brought]:
-        """Those of users that gave a micro-batch."""
+    def loaders_of(self, micro_batch: int) -> list[Brought]:
+        """Users' loaders that returned this micro-batch."""
         if self.training_loaders is None:
             self.training_loaders = standard(self.lightning_module.trainer.train_dataloader)
-        return [loader for loader in self.training_loaders if number in loader.told]
+        return [loader for loader in self.training_loaders if micro_batch in loader.told]
 
     def samples(self, loader: int) -> int | None:
-        """How many samples of the current batch this process has, if a user's loader knows it; 0 if it computes others in their place."""
+        """The number of this process's samples in the current batch; None if no user's loader reports it.
+
+        0 if the process has none and computes other samples in their place.
+        """
         trainer = self.lightning_module.trainer
         if trainer.training:
-            told = [each.told[self.micro_batch] for each in self.loaders_of(self.micro_batch)]
-        else:  # the last one that was read, if nobody reads ahead
+            records = [item.told[self.micro_batch] for item in self.loaders_of(self.micro_batch)]
+        else:  # the last batch that was read, if nothing reads ahead
             loaders = standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
-            told = [each.told[max(each.told)] for each in loaders[loader : loader + 1] if each.told and each.length]
-        if told and not any(each.weight for each in told):
+            records = [item.told[max(item.told)] for item in loaders[loader : loader + 1] if item.told and item.length]
+        if records and not any(record.weight for record in records):
             return 0
-        return len(told[0].places) if len(told) == 1 and told[0].places is not None else None
+        return len(records[0].places) if len(records) == 1 and records[0].places is not None else None
 
     def before_step(self, batch: Any) -> None:
-        """Modules whose forward is that of their steps call it with each micro-batch."""
+        """Called with each micro-batch, for modules whose steps call their forward."""
 
     def share(self) -> float:
-        """How much the current micro-batch counts in the mean of a step: 1, unless loaders of users divide unevenly."""
+        """The weight of the current micro-batch in the mean of a step: 1, unless users' loaders divide unevenly."""
         weights = [loader.told[self.micro_batch].weight for loader in self.loaders_of(self.micro_batch)]
-        return sum(weights) / len(weights) if weights else 1.0  # of several loaders the mean
+        return sum(weights) / len(weights) if weights else 1.0  # the mean of several loaders
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Does not round a mean of integers. Lightning 2.6 does, and divides by it in `self.log(..., sync_dist=True)`."""
-        integers = isinstance(tensor, Tensor) and not tensor.is_floating_point()
-        return super().reduce(tensor.float() if integers else tensor, group, reduce_op)  # type: ignore[safe-super]
+        """Keeps means of integers exact. Lightning 2.6 rounds them, and `log(..., sync_dist=True)` divides by them."""
+        is_integer = isinstance(tensor, Tensor) and not tensor.is_floating_point()
+        return super().reduce(tensor.float() if is_integer else tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Gradients are averaged over processes and micro-batches, whose shares of the global batch may differ."""
+        """Weights the loss: gradients are averaged over micro-batches that may divide the global batch unevenly."""
         share = self.share()
         loss = closure_loss if share == 1 else closure_loss * share
         return super().backward(self.arithmetic.to_backward(self.lightning_module, loss), optimizer, *args, **kwargs)
@@ -263,54 +270,56 @@ class DividedBatches(Strategy):
 
 
 class PortableCheckpoint(DividedBatches):
-    """The base of all strategies: saves and loads weights and optimizer states by name, in the precision they were saved in."""
+    """Base of all strategies: saves and loads weights and optimizer states by name, in their saved precision."""
 
-    omitted: frozenset[str] = frozenset()  # hyperparameters that checkpoints lack
+    omitted: frozenset[str] = frozenset()  # hyperparameters that checkpoints leave out
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
-        """The parts of a network that are computed one after the other, if the strategy treats them separately."""
+        """The parts of a network that are computed one after the other, if the strategy handles them separately."""
         return []
 
     def parallelize(self, net: nn.Module) -> nn.Module:
-        """What is called for a batch, after changing `net` in place."""
+        """Changes `net` in place and returns the callable for a batch."""
         return net
 
     def shard(self, module: pl.LightningModule) -> None:
         """Changes a user's LightningModule in place."""
 
     def device_rows(self, rows: range) -> dict[torch.device, range]:
-        """Which rows of the global batch each device of this process computes, of the `rows` of its micro-batch."""
+        """Divides `rows` of the global batch, the micro-batch of this process, among the devices of this process."""
         return {self.root_device: rows}
 
-    # Set-up converts the network to the dtype of trainer.precision; loading before it would round the weights.
+    # Setup converts the network to the dtype of trainer.precision; loading the weights earlier would round them.
     restore_checkpoint_after_setup = True
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Always strict. Raises UserError where names or shapes differ."""
+        """Always strict. Raises UserError if names or shapes differ."""
         materialize(self.lightning_module, checkpoint["state_dict"])
         load_into(self.lightning_module.state_dict(), checkpoint["state_dict"], "the checkpoint")
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *more: Any, **named: Any) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
         self.make_loadable(checkpoint, filepath)
-        super().save_checkpoint(checkpoint, filepath, *more, **named)
+        super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
 
     def make_loadable(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """After all hooks that write into the checkpoint. Every process must call it: rank 0's content decides for all.
+        """Removes hyperparameters that torch.load rejects with weights_only=True.
+
+        Every process must call it, after all hooks that write into the checkpoint: rank 0's content decides for all.
 
         Raises:
-            NotLoadable: it holds what torch.load refuses with weights_only=True, outside of hyperparameters.
+            NotLoadable: torch.load rejects something else.
         """
         if new := {*omit_hyperparameters(checkpoint)} - self.omitted:
             self.omitted |= new
             advice = "only plain values are saved. Pass them to load_from_checkpoint as arguments"
             log.warning("checkpoints omit %s: %s.", ", ".join(sorted(new)), advice)
-        if odd := self.broadcast(next(refused(checkpoint), None)):
+        if rejected := self.broadcast(next(refused(checkpoint), None)):
             raise NotLoadable(
-                f"the checkpoint {path} would not load: it has {odd}, and only tensors and plain values are loaded. Save those instead."
+                f"the checkpoint {path} would not load: it has {rejected}, and only tensors and plain values are loaded. Save those instead."
             )
 
     def named_groups(self, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
-        """The parameters of each of the optimizer's groups by name."""
+        """The parameters of each of the optimizer's groups, by name."""
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}
         return [{names[id(p)]: p for p in group["params"]} for group in optimizer.param_groups]
 
@@ -318,13 +327,13 @@ class PortableCheckpoint(DividedBatches):
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if not (state := optimizer.state_dict()):  # what Lightning has where configure_optimizers returns None
+        if not (state := optimizer.state_dict()):  # Lightning's mock optimizer if configure_optimizers returns None
             return {"state": {}, "param_groups": []}
-        names = [list(named) for named in self.named_groups(optimizer)]
-        flat = [name for own in names for name in own]
+        names = [list(by_name) for by_name in self.named_groups(optimizer)]
+        flat = [name for group_names in names for name in group_names]
         return {
             "state": {flat[i]: values for i, values in state["state"].items()},
-            "param_groups": [{**g, "params": own} for g, own in zip(state["param_groups"], names, strict=True)],
+            "param_groups": [{**g, "params": keys} for g, keys in zip(state["param_groups"], names, strict=True)],
         }
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -332,7 +341,7 @@ class PortableCheckpoint(DividedBatches):
             if not optimizer.state_dict():
                 continue
             groups = self.named_groups(optimizer)
-            if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(named) for named in groups]:
+            if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(by_name) for by_name in groups]:
                 raise UserError(
                     "the checkpoint's optimizer has different parameters than this network. Pass init_from=<checkpoint> to start a new run from its weights."
                 )
@@ -340,13 +349,13 @@ class PortableCheckpoint(DividedBatches):
 
 
 def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by name as torch wants it: by index, each value in the form of its parameter."""
-    parameters = {name: p for named in groups for name, p in named.items()}
+    """Converts an optimizer's state from names to torch's indices, each value in the form of its parameter."""
+    parameters = {name: p for by_name in groups for name, p in by_name.items()}
 
-    def own_value(name: str, key: str, value: Any) -> Any:
+    def convert(name: str, key: str, value: Any) -> Any:
         p = parameters[name]
         value, expected = sharded_like(value, p), () if key == "step" else p.shape
-        # An optimizer with a fused kernel computes element by element, and would read and write past the end of such a value.
+        # A fused kernel works element by element: with such a value it would read and write out of bounds.
         if "fused" in optimizer.defaults and isinstance(value, Tensor) and value.shape != expected:
             raise UserError(
                 f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}. "
@@ -356,12 +365,12 @@ def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved:
 
     index = {name: i for i, name in enumerate(parameters)}
     state = {
-        index[name]: {key: own_value(name, key, value) for key, value in saved["state"][name].items()}
+        index[name]: {key: convert(name, key, value) for key, value in saved["state"][name].items()}
         for name in parameters
         if name in saved["state"]  # plain SGD has no state
     }
     param_groups = [
-        {**values, **{key: own[key] for key in OF_THIS_PROCESS if key in own}, "params": [index[n] for n in named]}
-        for own, named, values in zip(optimizer.param_groups, groups, saved["param_groups"], strict=True)
+        {**values, **{k: group[k] for k in OF_THIS_PROCESS if k in group}, "params": [index[n] for n in by_name]}
+        for group, by_name, values in zip(optimizer.param_groups, groups, saved["param_groups"], strict=True)
     ]
     return {"state": state, "param_groups": param_groups}

@@ -1,10 +1,12 @@
 """Batch normalisation over the micro-batches of all processes, on CPUs and on GPUs.
 
-torch.nn.SyncBatchNorm refuses CPU tensors. `GlobalBatchNorm` computes the same with two differentiable all-reduces: of sums and
-counts, then of squared deviations. On GPUs torch's own is used, because it has fused kernels.
+torch.nn.SyncBatchNorm does not support CPU tensors. `GlobalBatchNorm` computes the same with two differentiable
+all-reduces: of sums and counts, then of squared deviations. On GPUs torch's SyncBatchNorm is used, because it has fused
+kernels.
 
-On a CPU, one process uses `GlobalBatchNorm` too. torch's CPU kernel for channels_last sums naively: it is off by 3e-6 for 64
-images of 28 pixels and by 3e-5 for 16 of 168 (7e-8 in the other format), so one process would differ from several by that much.
+On a CPU, a single process uses `GlobalBatchNorm` too. torch's CPU kernel for channels_last sums naively: its error is
+3e-6 for 64 images of 28 pixels and 3e-5 for 16 of 168 (7e-8 in the other format), so one process would differ from
+several by that much.
 """
 
 import sys
@@ -22,7 +24,7 @@ AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
 
 
 class SumOverProcesses(torch.autograd.Function):
-    """The sum is linear: the gradient of each process's addend is the sum of all processes' gradients."""
+    """An all-reduce with a gradient: the gradient of each process's addend is the sum of all processes' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -37,10 +39,10 @@ class SumOverProcesses(torch.autograd.Function):
 
 
 class GlobalBatchNorm(nn.BatchNorm2d):
-    """Batch norm of any dimension with batch statistics over all processes; parameters, buffers and keys stay the same."""
+    """Batch norm of any dimension with statistics over all processes. Parameters, buffers and keys stay the same."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises over dimension 0 and those after 1. Evaluation is torch's."""
+        """Normalises over all dimensions but 1. Evaluation uses torch's batch norm."""
         if not self.training:
             mean, var = self.running_mean, self.running_var
             return self.activated(F.batch_norm(input, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps))
@@ -81,18 +83,18 @@ SYNCHRONISED = (GlobalBatchNorm, nn.SyncBatchNorm)
 
 
 def synchronise(net: nn.Module, device_type: str) -> None:
-    """Replaces every batch norm of `net` by a synchronised one, in place. Raises UserError: there is none."""
+    """Replaces every batch norm of `net` with a synchronised one, in place. Raises UserError if there is none."""
     norms = [module for module in net.modules() if isinstance(module, NORMS)]
     if not norms:
         raise UserError(
             "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation. Remove it."
         )
     if device_type == "cuda":
-        # torch's converter drops the activation of timm's BatchNormAct2d; timm's own keeps it.
+        # torch's converter drops the activation of timm's BatchNormAct2d; timm's converter keeps it.
         timm_layers = sys.modules.get("timm.layers")
         convert = timm_layers.convert_sync_batchnorm if timm_layers else nn.SyncBatchNorm.convert_sync_batchnorm
         convert(net)
         without_masks()
         return
     for norm in norms:
-        norm.__class__ = GlobalBatchNorm  # with its own parameters, buffers, hooks, and the activation of timm's
+        norm.__class__ = GlobalBatchNorm  # keeps parameters, buffers, hooks, and the activation of timm's layers

@@ -1,4 +1,4 @@
-"""One process per device with a shard of everything: torch's fully_shard (FSDP2), on GPUs and on CPUs."""
+"""FSDP2, torch's fully_shard: one process per device, each with a shard of everything. Runs on GPUs and CPUs."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -50,27 +50,29 @@ def repeated_blocks(net: nn.Module) -> Iterator[nn.Module]:
 
 def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
     """The modules whose class has one of `names`. Raises UserError for a name that the network does not have."""
-    found = [module for module in net.modules() if type(module).__name__ in names]
+    blocks = [module for module in net.modules() if type(module).__name__ in names]
     classes = sorted({type(module).__name__ for module in net.modules()})
-    if missing := sorted(set(names) - {type(module).__name__ for module in found}):
+    if missing := sorted(set(names) - {type(module).__name__ for module in blocks}):
         raise UserError(
             f"strategy.blocks={names}: the network has no {', '.join(missing)}; its classes are {', '.join(classes)}."
         )
-    return found
+    return blocks
 
 
 def modules_of_vectors(blocks: list[nn.Module]) -> Iterator[nn.Module]:
-    """Norms, layer scales and their like in the blocks, whose parameters autocast leaves in fp32: none has more than a dimension. And a
-    head in float32."""
-    once = dict.fromkeys(module for block in blocks for module in block.modules() if module is not block)
-    for module in once:
-        own = list(module.parameters(recurse=False))
-        if own and (isinstance(module, Float32) or all(p.dim() <= 1 for p in module.parameters())):
+    """Modules in the blocks whose parameters autocast leaves in fp32, such as norms and layer scales.
+
+    None of their parameters has more than one dimension. A head in float32 is included.
+    """
+    modules = dict.fromkeys(module for block in blocks for module in block.modules() if module is not block)
+    for module in modules:
+        parameters = list(module.parameters(recurse=False))
+        if parameters and (isinstance(module, Float32) or all(p.dim() <= 1 for p in module.parameters())):
             yield module
 
 
 class FSDP2(PortableCheckpoint, WholeMeshStrategy):
-    """Lightning's strategy for FSDP2, which also shards the network, so the network needs no code for it."""
+    """Lightning's FSDP2 strategy, but it also shards the network, so the network needs no code for it."""
 
     lightning_restore_optimizer = True  # like the other strategies; see PortableCheckpoint
 
@@ -89,8 +91,8 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=sharded_checkpoints, timeout=self.timeout)
         self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
-        # whole gradients of a logical rank would not fit
         self.arithmetic = arithmetic or StepArithmetic()
+        # unsharded gradients of a logical rank would not fit
         self.reduce_each_micro_batch = reduce_each_micro_batch or self.arithmetic.same_bits
         self.root: FSDPModule | None = None
         self.custom: Root | None = None  # of a user's LightningModule
@@ -101,22 +103,24 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         super().setup_environment()
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
-        """What is gathered at once, and compiled by itself."""
+        """The units that are gathered, and compiled, one at a time."""
         return list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
 
     def parallelize(self, net: nn.Module) -> nn.Module:
-        """Shards the blocks, inner ones first, and the remaining parameters with the network itself.
+        """Shards the blocks, inner ones first, then the remaining parameters with the network itself.
 
-        fully_shard moves to the device what it shards, so a network larger than one GPU arrives there block by block. FSDP2
-        (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
+        fully_shard moves what it shards to the device, so a network larger than one GPU is moved block by block. FSDP2
+        (torch 2.13) does not support channels_last parameters. Convolutions still run in that format if the images have
+        it.
         """
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         blocks, mesh = [block for block in self.blocks_of(net) if not isinstance(block, Float32)], self.device_mesh
         policy = MixedPrecisionPolicy()
         if self.precision_plugin.precision == "bf16-mixed" and not self.arithmetic.same_bits:
-            # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the network stays
-            # with autocast: a position embedding in bf16 would turn all that is added to it into bf16. Layer scales in blocks are
-            # rounded all the same, so logical ranks leave everything to autocast, as under the other strategies.
+            # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the
+            # network stays under autocast: a position embedding in bf16 would turn everything added to it into bf16.
+            # Layer scales in blocks are still rounded, so with logical ranks everything is left to autocast, as under
+            # the other strategies.
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
             if vectors := list(modules_of_vectors(blocks)):
                 fully_shard(vectors, mesh=mesh, reshard_after_forward=False)  # one small group, in fp32
@@ -134,7 +138,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning's, around micro-batches before the last: they add up whole gradients instead of communicating."""
+        """Lightning calls it for all micro-batches but the last: they add up whole gradients without communicating."""
         if self.reduce_each_micro_batch or self.root is None:
             yield
             return
@@ -163,33 +167,37 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     def on_exception(self, exception: BaseException) -> None:
         mixed = "mixed torch.Tensor and DTensor"
         exception.args = tuple(f"{arg}\n{OUT_OF_BLOCK}" if mixed in str(arg) else arg for arg in exception.args)
-        if self.custom:  # torch cannot move parameters in the middle of a forward, and Lightning does
-            with suppress(RuntimeError, AttributeError):  # nothing was computed yet
+        if self.custom:  # Lightning moves parameters, which torch cannot do in the middle of a forward
+            with suppress(RuntimeError, AttributeError):  # if nothing was computed yet
                 self.custom.fsdp.reset_iter_state()
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Sharded; or with whole tensors on the CPU of rank 0, and None for each on the others. Every process must call it."""
+        """The state to save, sharded or as whole tensors. Every process must call it.
 
-        def whole(_: tuple[Any, ...], leaf: Any) -> Any:
+        Whole tensors are on rank 0's CPU; the other ranks get None for each.
+        """
+
+        def unshard(_: tuple[Any, ...], leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
             return full.cpu() if self.is_global_zero else None
 
-        return state if self.sharded_checkpoints else mapped(state, whole)
+        return state if self.sharded_checkpoints else mapped(state, unshard)
 
     def share_buffers(self) -> None:
-        """Gives all processes rank 0's running statistics, before validations and checkpoints.
+        """Copies rank 0's running statistics to all processes, before validations and checkpoints.
 
-        Under FSDP2 each process keeps its own, and a checkpoint would hold rank 0's only. DDP shares them before each forward.
+        Under FSDP2 each process has its own, and a checkpoint would hold only rank 0's. DDP broadcasts them before each
+        forward.
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self.lightning_module.buffers():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
-            together = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            torch.distributed.broadcast(together, 0)
-            for buffer, values in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            torch.distributed.broadcast(flat, 0)
+            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(values.view(buffer.shape))
 
     on_validation_start = share_buffers
@@ -214,7 +222,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """One file, written by rank 0; or a folder of shards, which gets its name when it is complete."""
+        """Writes one file from rank 0, or a folder of shards that gets its final name when it is complete."""
         path = Path(self.broadcast(filepath))
         self.make_loadable(checkpoint, path)
         if not self.sharded_checkpoints:
@@ -223,43 +231,45 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             return
         if self.writers is None:
             self.writers = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
-        rest, own = weights.divide(checkpoint)
+        rest, shards = weights.divide(checkpoint)
         assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
-        self.checkpoint_io.save({"rest": rest, "own": own}, path, self.write_shards)
+        self.checkpoint_io.save({"rest": rest, "own": shards}, path, self.write_shards)
 
     def write_shards(self, content: dict[str, Any], path: Path) -> None:
-        """Runs in the writing thread while training continues, with a process group of its own."""
-        with ExitStack() as whole:
-            place = [""]
+        """Runs in the writing thread while training continues, with its own process group."""
+        with ExitStack() as stack:
+            folder = [""]
             with self.all_or_none():
                 if self.is_global_zero:
                     self.checkpoint_io.make_parent(path)  # type: ignore[attr-defined]
-                    part = whole.enter_context(files.replacing(path))
+                    part = stack.enter_context(files.replacing(path))
                     part.mkdir()
-                    place = [str(part)]
-            torch.distributed.broadcast_object_list(place, 0, self.writers)
+                    folder = [str(part)]
+            torch.distributed.broadcast_object_list(folder, 0, self.writers)
             with self.all_or_none():
-                weights.save(content["rest"], content["own"], Path(place[0]), self.global_rank, self.world_size)
+                weights.save(content["rest"], content["own"], Path(folder[0]), self.global_rank, self.world_size)
             with self.all_or_none():
-                whole.pop_all().close()  # takes the name
+                stack.pop_all().close()  # gives the folder its final name
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Waits for the other processes. An error in one of them raises in all."""
+        """Waits for the other processes. An error in one process raises in all of them."""
         error: Exception | None = None
         try:
             yield
         except Exception as e:
             error = e
-        good = torch.tensor(int(error is None))
-        torch.distributed.all_reduce(good, torch.distributed.ReduceOp.MIN, group=self.writers)
+        succeeded = torch.tensor(int(error is None))
+        torch.distributed.all_reduce(succeeded, torch.distributed.ReduceOp.MIN, group=self.writers)
         if error:
             raise error
-        if not good:
+        if not succeeded:
             raise OSError("another process could not write its part")
 
     def teardown(self) -> None:
-        """As Lightning's other strategies: optimizer and shards leave the GPU, which the test needs for its own. Its
-        ModelParallelStrategy keeps them there, and does not end the CheckpointIO."""
+        """Moves optimizer and shards off the GPU, as Lightning's other strategies do: the test needs the memory.
+
+        Lightning's ModelParallelStrategy keeps them on the GPU and does not tear down the CheckpointIO.
+        """
         self.close_loaders()
         super(ModelParallelStrategy, self).teardown()

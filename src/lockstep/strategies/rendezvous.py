@@ -1,8 +1,8 @@
-"""How the processes of a run find each other, at one address with a key-value store.
+"""Connects the processes of a run, through a key-value store at one address.
 
-torchrun's agents keep one store for all attempts, and torch 2.13 puts no prefix before its keys: a new process would read the address
-of a dead one and wait for it (pytorch#135712). Here rank 0 draws a name for the attempt and answers each process that asks for it,
-so all that live share the name, whatever is left of earlier attempts.
+torchrun's agents keep one store for all attempts, and torch 2.13 does not prefix its keys: a new process would read the
+address of a dead one and wait for it (pytorch#135712). Here rank 0 draws a name for the attempt and sends it to each
+process that asks. All live processes then share the name, regardless of what earlier attempts left in the store.
 """
 
 import json
@@ -23,17 +23,17 @@ from lockstep.errors import NoRendezvous, UserError
 from lockstep.machine import process
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
-GRACE = 1.5  # times the timeout, after which this process would have ended by itself
+GRACE = 1.5  # times the timeout: by then this process should have ended by itself
 dist: Any = torch.distributed  # its type stubs lack the stores
-group: Any = None  # that an earlier fit of this process initialised
+group: Any = None  # initialised by an earlier fit of this process
 
 
 def meet(strategy: Any, timeout: timedelta) -> None:
-    """Initialises torch.distributed for a strategy of several processes. Lightning leaves it as it is.
+    """Initialises torch.distributed for a strategy with several processes. Lightning then leaves it unchanged.
 
     Raises:
-        NoRendezvous: the processes did not find each other within `timeout`.
-        UserError: the caller has initialised it.
+        NoRendezvous: the processes did not connect within `timeout`.
+        UserError: the caller has already initialised it.
     """
     global group
     if dist.is_initialized():
@@ -43,18 +43,19 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     device = strategy.root_device
     strategy.accelerator.setup_device(device)
     strategy.set_world_ranks()
-    place = strategy.cluster_environment
-    rank, size = place.global_rank(), place.world_size()
-    address = f"{place.main_address}:{place.main_port} (MASTER_ADDR, MASTER_PORT)"
+    environment = strategy.cluster_environment
+    rank, size = environment.global_rank(), environment.world_size()
+    address = f"{environment.main_address}:{environment.main_port} (MASTER_ADDR, MASTER_PORT)"
     limit_s = GRACE * timeout.total_seconds()
-    unmet = f"rank {rank} of {size} could not {'open' if rank == 0 else 'reach rank 0 at'} {address}"
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent, otherwise by rank 0
-    server = {"is_master": rank == 0 and not served, "multi_tenant": not served}
-    with connecting(2 * limit_s, unmet):  # it connects, asks, and waits for the others
-        shared = dist.TCPStore(
-            place.main_address, place.main_port, size, timeout=timeout, wait_for_workers=False, **server
+    failure = f"rank {rank} of {size} could not {'open' if rank == 0 else 'reach rank 0 at'} {address}"
+    # torchrun's agent serves the store, otherwise rank 0
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    options = {"is_master": rank == 0 and not has_agent_store, "multi_tenant": not has_agent_store}
+    with connecting(2 * limit_s, failure):  # this connects, asks, and waits for the other ranks
+        store = dist.TCPStore(
+            environment.main_address, environment.main_port, size, timeout=timeout, wait_for_workers=False, **options
         )
-        process.store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
+        process.store = dist.PrefixStore(attempt(store, rank, size, address, timeout), store)
     with connecting(limit_s, f"rank {rank} of {size} met the others at {address} and lost them while they connected"):
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
@@ -68,12 +69,15 @@ def meet(strategy: Any, timeout: timedelta) -> None:
 
 
 @contextmanager
-def connecting(limit_s: float, failed: str) -> Iterator[None]:
-    """Ends this process if the block takes longer. Clients of a store, gloo among them, wait for ever for one that stopped answering
-    (torch 2.13): their timeouts are the server's. Raises NoRendezvous for torch's errors."""
+def connecting(limit_s: float, failure: str) -> Iterator[None]:
+    """Ends this process if the block takes longer. Raises NoRendezvous for torch's errors.
+
+    Clients of a store, including gloo, wait forever if it stops answering (torch 2.13), because the server keeps their
+    timeouts.
+    """
 
     def end() -> None:
-        print(readable(f"error: {failed}: no answer"), file=sys.stderr, flush=True)
+        print(readable(f"error: {failure}: no answer"), file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(limit_s, end)
@@ -82,41 +86,41 @@ def connecting(limit_s: float, failed: str) -> Iterator[None]:
     try:
         yield
     except dist.DistError as e:
-        raise NoRendezvous(f"{failed}: {str(e).splitlines()[0]}", alike=False) from None
+        raise NoRendezvous(f"{failure}: {str(e).splitlines()[0]}", alike=False) from None
     finally:
         timer.cancel()
 
 
-def attempt(shared: Any, rank: int, size: int, address: str, timeout: timedelta) -> str:
-    """A name that all processes of this attempt share, and no earlier attempt."""
+def attempt(store: Any, rank: int, size: int, address: str, timeout: timedelta) -> str:
+    """A name that all processes of this attempt share, different from those of earlier attempts."""
     if rank == 0:
-        name = gather(shared, size, timeout)
+        name = gather(store, size, timeout)
     else:
-        own = secrets.token_hex(8)
-        shared.append(ASKING, f"{own} ")
-        name = shared.get(f"lockstep/{own}").decode()
-        shared.set(f"{name}/{rank}", "here")
-    if missing := json.loads(shared.get(f"{name}/missing")):
-        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        token = secrets.token_hex(8)
+        store.append(ASKING, f"{token} ")
+        name = store.get(f"lockstep/{token}").decode()
+        store.set(f"{name}/{rank}", "here")
+    if missing := json.loads(store.get(f"{name}/missing")):
+        ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         raise NoRendezvous(
-            f"{who} of {size} did not come to {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
+            f"{ranks} of {size} did not come to {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
             "processes, with the same address and port.",
             alike=True,
         )
     return name
 
 
-def gather(shared: Any, size: int, timeout: timedelta) -> str:
-    """Rank 0's part: answers each rank that asks, until all have joined; notes which ranks are missing."""
+def gather(store: Any, size: int, timeout: timedelta) -> str:
+    """Rank 0: sends the name to each rank that asks, until all have joined. Records which ranks are missing."""
     name, deadline, answered = f"lockstep/{secrets.token_hex(8)}", time.monotonic() + timeout.total_seconds(), 0
-    shared.append(ASKING, "")
+    store.append(ASKING, "")
     missing = list(range(1, size))
     while missing and time.monotonic() < deadline:
-        asking = shared.get(ASKING).decode().split()
-        for who in asking[answered:]:
-            shared.set(f"lockstep/{who}", name)
-        answered = len(asking)
-        missing = [rank for rank in missing if not shared.check([f"{name}/{rank}"])]
+        tokens = store.get(ASKING).decode().split()
+        for token in tokens[answered:]:
+            store.set(f"lockstep/{token}", name)
+        answered = len(tokens)
+        missing = [rank for rank in missing if not store.check([f"{name}/{rank}"])]
         time.sleep(LOOK_S if missing else 0)
-    shared.set(f"{name}/missing", json.dumps(missing))
+    store.set(f"{name}/missing", json.dumps(missing))
     return name

@@ -1,4 +1,7 @@
-"""Each device has the whole network: one device, several of one process (DataParallel), or a process for each (DistributedDataParallel)."""
+"""Strategies with the whole network on each device.
+
+One device, several devices of one process (DataParallel), or one process per device (DistributedDataParallel).
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,7 +22,7 @@ from lockstep.training.arithmetic import StepArithmetic
 
 
 class SingleDevice(PortableCheckpoint, SingleDeviceStrategy):
-    """Lightning's, on the device that the Trainer chose."""
+    """Lightning's SingleDeviceStrategy, on the device that the Trainer chose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,16 +34,16 @@ class SingleDevice(PortableCheckpoint, SingleDeviceStrategy):
 
 
 class Replicas(nn.DataParallel):
-    """torch's, with the caller's precision in the threads of the replicas.
+    """torch's DataParallel, with the caller's precision in the threads of the replicas.
 
-    The dtype of autocast belongs to a thread. torch 2.13 opens autocast in each replica's thread without a dtype, so bf16-mixed
-    computed in float16, without loss scaling.
+    Autocast's dtype is per thread. torch 2.13 opens autocast in each replica's thread without a dtype, so bf16-mixed
+    would compute in float16, without loss scaling.
     """
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         device = self.src_device_obj.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        # an instance for each, because it notes its thread's state
+        # one instance per replica, because it stores its thread's state
         in_precision = [torch.autocast(device, dtype=dtype, enabled=enabled)(replica) for replica in replicas]
         return super().parallel_apply(in_precision, inputs, kwargs)
 
@@ -48,8 +51,8 @@ class Replicas(nn.DataParallel):
 class DataParallel(SingleDevice):
     """Splits each batch over the GPUs for the network's forward only; loss, metrics and logging stay on the first GPU.
 
-    Wrapping the whole LightningModule fails silently: Lightning patches `forward` on the instance, the replicas copy that patch
-    bound to the original, and all of them compute on the first GPU.
+    Wrapping the whole LightningModule fails silently: Lightning patches `forward` on the instance, the replicas copy
+    that patch still bound to the original, and all of them compute on the first GPU.
     """
 
     @property
@@ -57,13 +60,13 @@ class DataParallel(SingleDevice):
         return [device for device in self.parallel_devices or [] if device.type == "cuda"]
 
     def device_rows(self, rows: range) -> dict[torch.device, range]:
-        """As torch's DataParallel divides a batch: equal parts, the last one smaller."""
-        part = -(-len(rows) // max(1, len(self.gpus)))
-        parts = {gpu: rows[i * part : (i + 1) * part] for i, gpu in enumerate(self.gpus)}
-        return {gpu: own for gpu, own in parts.items() if own} or super().device_rows(rows)
+        """Divides a batch as torch's DataParallel does: equal parts, the last one smaller."""
+        size = -(-len(rows) // max(1, len(self.gpus)))
+        parts = {gpu: rows[i * size : (i + 1) * size] for i, gpu in enumerate(self.gpus)}
+        return {gpu: part for gpu, part in parts.items() if part} or super().device_rows(rows)
 
     def replicas(self) -> str:
-        """For the first lines of a run."""
+        """The devices, as the first lines of a run show them."""
         if len(self.gpus) > 1:
             return f"1 process on {len(self.gpus)} GPUs"
         return f"ONE device ({self.root_device.type}): there are no two GPUs to split batches over"
@@ -82,7 +85,7 @@ UNUSED = (
 
 
 class DDP(PortableCheckpoint, DDPStrategy):
-    """Lightning's DDP, with checkpoints that load under every strategy, and exact when resuming."""
+    """Lightning's DDP, with exact resume and with checkpoints that load under every strategy."""
 
     resumed = False
 
@@ -115,7 +118,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
         super().setup_environment()
 
     def configure_ddp(self) -> None:
-        """With logical ranks the network stays as it is: training/arithmetic.py adds gradients, in the order of a tree."""
+        """With logical ranks the network is not wrapped: training/arithmetic.py adds gradients by a tree reduction."""
         if not self.contiguous_micro_batches:
             super().configure_ddp()
             return
@@ -126,7 +129,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
         self.resumed = not self.contiguous_micro_batches and self.lightning_module.trainer.global_step > 0
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning advises a value of `strategy` that is no option here."""
+        """Replaces Lightning's advice, a value of `strategy` that does not exist here."""
         unused = "Expected to have finished reduction in the prior iteration"
         exception.args = tuple(UNUSED if unused in str(arg) else arg for arg in exception.args)
 
@@ -138,8 +141,8 @@ class DDP(PortableCheckpoint, DDPStrategy):
     def rebuild_buckets(self, batch: Any) -> None:
         """Gives DDP the gradient buckets of the interrupted run, by one forward and backward without lasting effect.
 
-        DDP rebuilds its buckets after its first backward, in the order in which gradients arrived. With three and more processes
-        the last bit of the summed gradients depends on the buckets.
+        DDP rebuilds its buckets after its first backward, in the order in which gradients arrived. With three or more
+        processes the last bit of the summed gradients depends on the buckets.
         """
         assert self.model is not None
         buffers = {name: buffer.clone() for name, buffer in self.lightning_module.named_buffers()}
@@ -149,7 +152,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
             output = self.model(batch)
         sums: list[Tensor] = []
         apply_to_collection(output, Tensor, lambda tensor: sums.append(tensor.sum()) if tensor.requires_grad else None)
-        torch.stack(sums).sum().backward()  # which may compute activations again
+        torch.stack(sums).sum().backward()  # may recompute activations
         dropout.begin(micro_batch)
         for name, buffer in self.lightning_module.named_buffers():
             buffer.copy_(buffers[name])
@@ -157,7 +160,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
 
 
 def communication_hook(name: str | None) -> dict[str, Any]:
-    """Arguments of DDPStrategy for a hook that compresses gradients in the all-reduce."""
+    """Arguments of DDPStrategy for a hook that compresses gradients for the all-reduce."""
     if name is None:
         return {}
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -1,8 +1,8 @@
-"""FSDP2 around a LightningModule as it is: the module is the root of the shards, above the blocks of its networks.
+"""FSDP2 for an unmodified LightningModule: the module is the root of the shards, above the blocks of its networks.
 
-A step may use the root's parameters in any way: by methods of a network other than `forward`, next to its children, after a step of an
-optimizer. So they are gathered for the whole step. What is written to them, such as the average of a momentum encoder, is written to
-the shards. Code that steps optimizers, clips or reads gradients sees shards.
+A step may use the root's parameters in any way: in methods of a network other than `forward`, next to its children,
+after a step of an optimizer. So they are gathered for the whole step. Values written to them, such as the average of a
+momentum encoder, are copied to the shards. Code that steps optimizers, clips gradients or reads them gets shards.
 """
 
 import weakref
@@ -34,12 +34,12 @@ dist: Any = torch.distributed
 
 
 class ShardedModule(pl.LightningModule):
-    """The first base of the class of a LightningModule under FSDP2."""
+    """First base class of a LightningModule under FSDP2."""
 
     root: "Root"
 
     def through_hooks(self, value: Callable[[], Tensor]) -> Tensor:
-        """A forward method to FSDP2: a backward of the tensor that it returns reduces the root's gradients."""
+        """Registered as a forward method of FSDP2: the backward of the returned tensor reduces the root's gradients."""
         return value()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ class ShardedModule(pl.LightningModule):
             super().backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer | LightningOptimizer) -> None:
-        with self.root.sharded():  # gathered parameters take over what the shards say of their gradients
+        with self.root.sharded():  # gathered parameters copy requires_grad from the shards
             super().toggle_optimizer(optimizer)
 
     def untoggle_optimizer(self, optimizer: Optimizer | LightningOptimizer) -> None:
@@ -60,19 +60,19 @@ class ShardedModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        given, kind = self.trainer.gradient_clip_val, gradient_clip_algorithm or self.trainer.gradient_clip_algorithm
+        limit, kind = self.trainer.gradient_clip_val, gradient_clip_algorithm or self.trainer.gradient_clip_algorithm
         with self.root.sharded():
             if not self.root.whole or kind == "value":
                 super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            elif most := given if gradient_clip_val is None else gradient_clip_val:
-                # torch 2.13 cannot add norms of shards and of whole gradients
-                held = (p for group in optimizer.param_groups for p in group["params"])
-                clip_by_norm([p.grad for p in held if p.grad is not None], most, StepArithmetic())
+            elif max_norm := limit if gradient_clip_val is None else gradient_clip_val:
+                # torch 2.13 cannot combine norms of sharded and whole gradients
+                parameters = (p for group in optimizer.param_groups for p in group["params"])
+                clip_by_norm([p.grad for p in parameters if p.grad is not None], max_norm, StepArithmetic())
 
 
 @dataclass
 class Gathered:
-    """A parameter while it is gathered, and the memory that FSDP2 gave it."""
+    """A gathered parameter, and the memory that FSDP2 allocated for it."""
 
     owner: nn.Module
     name: str
@@ -82,7 +82,7 @@ class Gathered:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Writes its values to the shard. `p.data.mul_(2)` leaves no trace, so always."""
+        """Writes the values to the shard. Always, because a write such as `p.data.mul_(2)` cannot be detected."""
         if getattr(self.owner, self.name) is not self.parameter:
             raise UserError(
                 f"a step replaces the parameter {self.name} of {type(self.owner).__name__}, which shards do not allow. Write into it, or set strategy=ddp."
@@ -90,30 +90,30 @@ class Gathered:
         if self.parameter.data_ptr() != self.data.data_ptr():  # a different tensor was assigned
             self.data.copy_(self.parameter.data)
             self.parameter.data = self.data
-        own = distribute_tensor(self.data, self.shard.device_mesh, self.shard.placements, src_data_rank=None)
-        self.shard.to_local().copy_(own.to_local())
+        sharded = distribute_tensor(self.data, self.shard.device_mesh, self.shard.placements, src_data_rank=None)
+        self.shard.to_local().copy_(sharded.to_local())
         self.shard.requires_grad_(self.parameter.requires_grad)
 
 
 @dataclass(eq=False)
 class Root:
-    """The parameters that no block has."""
+    """The parameters outside of all blocks."""
 
     module: ShardedModule
-    owners: list[tuple[nn.Module, str]]  # of the sharded ones
-    whole: list[nn.Parameter]  # trained ones that FSDP2 cannot shard: in each process, with the mean of the gradients
+    owners: list[tuple[nn.Module, str]]  # module and name of each sharded parameter
+    whole: list[nn.Parameter]  # trained parameters that FSDP2 cannot shard: replicated, with averaged gradients
     blocks: list[FSDPModule] = field(default_factory=list)
-    shards: set[int] = field(default_factory=set)  # ids of all parameters that optimizers may have
+    shards: set[int] = field(default_factory=set)  # ids of all parameters that optimizers may update
     gathered: list[Gathered] = field(default_factory=list)
     watched: set[int] = field(default_factory=set)  # ids of gathered parameters with a hook
     in_step: bool = False
     in_backward: bool = False
     in_optimizer: bool = False
     is_first: bool = False  # no block was called yet in this step
-    accumulates: bool = False  # within the first of several accumulated micro-batches
+    accumulates: bool = False  # in an accumulated micro-batch before the last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Root":
-        """A network that is copied keeps its hooks."""
+        """A copied network keeps its hooks."""
         return self
 
     @property
@@ -139,29 +139,29 @@ class Root:
         shards = self.parameters
         gather_after_writes(self.fsdp)
         self.fsdp.unshard()
-        found = zip(self.owners, self.parameters, shards, strict=True)
-        self.gathered = [Gathered(module, name, p, p.data, shard) for (module, name), p, shard in found]
+        entries = zip(self.owners, self.parameters, shards, strict=True)
+        self.gathered = [Gathered(module, name, p, p.data, shard) for (module, name), p, shard in entries]
         for parameter in self.parameters:
             if parameter.requires_grad and id(parameter) not in self.watched:
                 parameter.register_post_accumulate_grad_hook(self.require_backward)
                 self.watched.add(id(parameter))
 
     def first_block(self, *_: Any) -> None:
-        """What a step has written to blocks by then, it has written to shards."""
+        """Until its first block runs, a step writes to the shards of blocks: gathering must wait for these writes."""
         if self.is_first:
             self.is_first = False
             gather_after_writes(self.fsdp)
 
     def keep_writes(self, *_: Any) -> None:
         if self.is_gathered:
-            for each in self.gathered:
-                each.keep()
+            for parameter in self.gathered:
+                parameter.keep()
 
     def drop(self) -> None:
-        """Shards again, without what was written; of blocks too, which may stay gathered after their forward."""
+        """Reshards and discards writes. Includes blocks, which may stay gathered after their forward."""
         for block in self.blocks:
             block.reshard()
-        self.fsdp.set_reshard_after_forward(True, recurse=False)  # within a forward, torch ignores it otherwise
+        self.fsdp.set_reshard_after_forward(True, recurse=False)  # within a forward, torch ignores reshard() otherwise
         self.fsdp.reshard()
         self.fsdp.set_reshard_after_forward(False, recurse=False)
         self.gathered = []
@@ -172,7 +172,7 @@ class Root:
 
     @contextmanager
     def sharded(self) -> Iterator[None]:
-        """Gathers them again afterwards, within a step."""
+        """Reshards the parameters; within a step, gathers them again afterwards."""
         self.reshard()
         yield
         if self.in_step:
@@ -188,15 +188,15 @@ class Root:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Afterwards, gradients are those of all processes."""
+        """Wraps a backward; afterwards the gradients are those of all processes."""
         self.gather()
         self.keep_writes()
         self.in_backward = True
         yield
-        # FSDP2 has reduced what was there when the backward of a block ended
+        # FSDP2 has reduced only gradients that existed when the backward of a block ended
         if pending := [p for p in self.parameters if p.grad is not None] if self.is_gathered else []:
-            none = pending[0].new_zeros((), requires_grad=True)
-            self.module.through_hooks(lambda: none * 1).backward()
+            zero = pending[0].new_zeros((), requires_grad=True)
+            self.module.through_hooks(lambda: zero * 1).backward()
         self.in_backward = False
         if not self.accumulates:
             self.reduce_whole()
@@ -206,10 +206,10 @@ class Root:
         """A parameter may have a gradient in some processes only."""
         if not self.whole:
             return
-        have = torch.tensor([float(p.grad is not None) for p in self.whole], device=self.whole[0].device)
-        dist.all_reduce(have)
-        for parameter, processes in zip(self.whole, have.tolist(), strict=True):
-            if processes:
+        counts = torch.tensor([float(p.grad is not None) for p in self.whole], device=self.whole[0].device)
+        dist.all_reduce(counts)
+        for parameter, count in zip(self.whole, counts.tolist(), strict=True):
+            if count:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
@@ -224,7 +224,7 @@ class Root:
         optimizer.register_step_post_hook(self.after_step)
 
     def require_shards(self, optimizer: Optimizer) -> None:
-        """Raises UserError: it would change parameters that nobody reads."""
+        """Raises UserError if the optimizer has other parameters, whose updates would have no effect."""
         if not all(id(p) in self.shards for group in optimizer.param_groups for p in group["params"]):
             raise UserError(
                 f"an optimizer of {self.title} has parameters from before they were sharded, or from within a step. Give it those of the module in "
@@ -238,7 +238,7 @@ class Root:
 
     def after_step(self, *_: Any) -> None:
         self.in_optimizer = False
-        self.drop()  # gathered values are those before the step
+        self.drop()  # the gathered values are older than the step
         if self.in_step:
             self.gather()
 
@@ -249,36 +249,36 @@ def shard_module(
     """Shards a LightningModule in place."""
     whole_values()
     equal_to_rank_0(module, device)
-    metrics = {p for each in module.modules() if isinstance(each, Metric) for p in each.parameters()}
-    every = [p for p in module.parameters() if p not in metrics]
-    dtypes = [p.dtype for p in every if p.requires_grad]
+    metrics = {p for child in module.modules() if isinstance(child, Metric) for p in child.parameters()}
+    parameters = [p for p in module.parameters() if p not in metrics]
+    dtypes = [p.dtype for p in parameters if p.requires_grad]
     common = max(dtypes, key=dtypes.count, default=torch.float32)
-    whole = [p for p in every if p.dim() == 0 or (p.requires_grad and p.dtype != common)]
-    ignored = metrics | {*whole}
-    own = {id(p) for p in every} - {id(p) for p in ignored}
-    holders = [(each, name, p) for each in module.modules() for name, p in each.named_parameters(recurse=False)]
-    root = Root(cast(ShardedModule, module), [], [p for p in whole if p.requires_grad])
-    for each in dict.fromkeys(each for each, _, _ in holders):  # before FSDP2's hooks, which shard them
-        each.register_state_dict_pre_hook(root.keep_writes)
-        each.register_load_state_dict_pre_hook(root.keep_writes)
-    given: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(), "ignored_params": ignored}
-    for block in reversed([each for each in blocks if not isinstance(each, Metric)]):
-        of_block = {id(p) for p in block.parameters()}
-        if not is_shared(block, module) and of_block <= own:
-            own -= of_block
-            root.blocks.append(fully_shard(block, reshard_after_forward=reshard, **given))
+    unsharded = [p for p in parameters if p.dim() == 0 or (p.requires_grad and p.dtype != common)]
+    ignored = metrics | {*unsharded}
+    root_ids = {id(p) for p in parameters} - {id(p) for p in ignored}
+    entries = [(child, name, p) for child in module.modules() for name, p in child.named_parameters(recurse=False)]
+    root = Root(cast(ShardedModule, module), [], [p for p in unsharded if p.requires_grad])
+    for child in dict.fromkeys(child for child, _, _ in entries):  # before FSDP2's hooks, which reshard them
+        child.register_state_dict_pre_hook(root.keep_writes)
+        child.register_load_state_dict_pre_hook(root.keep_writes)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(), "ignored_params": ignored}
+    for block in reversed([block for block in blocks if not isinstance(block, Metric)]):
+        block_ids = {id(p) for p in block.parameters()}
+        if not is_shared(block, module) and block_ids <= root_ids:
+            root_ids -= block_ids
+            root.blocks.append(fully_shard(block, reshard_after_forward=reshard, **options))
             block.register_forward_pre_hook(root.first_block, prepend=True)
             block.register_forward_hook(refuse_gradients_of_gradients)
-    root.owners = [(each, name) for each, name, p in holders if id(p) in own]
-    for each in module.modules():  # a partial, so a copy of a network has one of its own
-        each.zero_grad = partial(zero_grad, weakref.ref(root), each)  # type: ignore[method-assign]
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (ShardedModule, kind), {"__module__": kind.__module__})
+    root.owners = [(child, name) for child, name, p in entries if id(p) in root_ids]
+    for child in module.modules():  # a partial, so a copied network gets its own
+        child.zero_grad = partial(zero_grad, weakref.ref(root), child)  # type: ignore[method-assign]
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
     root.module.root = root
-    fully_shard(module, reshard_after_forward=False, **given)
+    fully_shard(module, reshard_after_forward=False, **options)
     root.fsdp.set_reshard_after_backward(False, recurse=False)  # a step may compute gradients of gradients
-    for each in dict.fromkeys([module, *(each for each, _ in root.owners)]):
-        each.register_forward_pre_hook(root.gather, prepend=True)
+    for child in dict.fromkeys([module, *(child for child, _ in root.owners)]):
+        child.register_forward_pre_hook(root.gather, prepend=True)
     register_fsdp_forward_method(module, "through_hooks")
     for name in STEPS:
         if is_overridden(name, module):
@@ -286,30 +286,30 @@ def shard_module(
     return root
 
 
-def zero_grad(root: Callable[[], Root | None], module: nn.Module, set_to_none: bool = True) -> None:
-    """Of shards, which have the gradients."""
-    if found := root():
-        with found.sharded():
+def zero_grad(reference: Callable[[], Root | None], module: nn.Module, set_to_none: bool = True) -> None:
+    """Zeroes the gradients of the shards."""
+    if root := reference():
+        with root.sharded():
             type(module).zero_grad(module, set_to_none)
 
 
 def register_step(root: Root, name: str) -> None:
-    """Its parameters are gathered before and kept after it, between FSDP2's own hooks."""
+    """Gathers the parameters before a step and writes them to the shards after it, between FSDP2's own hooks."""
     module, step = root.module, getattr(root.module, name)
 
     @wraps(step)
-    def kept(*args: Any, **kwargs: Any) -> Any:
+    def keeping_step(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         root.keep_writes()
         return result
 
-    setattr(module, name, kept)
+    setattr(module, name, keeping_step)
     register_fsdp_forward_method(module, name)
     registered = getattr(module, name)
 
     @wraps(step)
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        if root.in_optimizer:  # of an optimizer that evaluates its closure several times
+    def gathered_step(*args: Any, **kwargs: Any) -> Any:
+        if root.in_optimizer:  # an optimizer that evaluates its closure several times
             root.drop()
         root.in_step = root.is_first = True
         root.gather()
@@ -318,35 +318,35 @@ def register_step(root: Root, name: str) -> None:
         finally:
             root.in_step = False
 
-    setattr(module, name, whole)
+    setattr(module, name, gathered_step)
 
 
 def refuse_gradients_of_gradients(block: nn.Module, _: Any, output: Any) -> None:
-    """A block is gathered for one backward; a second one would read memory that is free."""
+    """A block is gathered for one backward; a second backward would read freed memory."""
 
-    def refuse(_: Tensor) -> None:
+    def reject(_: Tensor) -> None:
         if torch.is_grad_enabled():  # in a backward: create_graph=True
             name = type(block).__name__.removeprefix("FSDP")
             raise UserError(
                 f"a step computes gradients of gradients through the block {name}, which shards do not allow. {WHOLE}"
             )
 
-    apply_to_collection(output, Tensor, lambda tensor: tensor.requires_grad and tensor.register_hook(refuse))
+    apply_to_collection(output, Tensor, lambda tensor: tensor.requires_grad and tensor.register_hook(reject))
 
 
 def is_shared(block: nn.Module, module: nn.Module) -> bool:
-    """Whether a module outside of a block has parameters of it."""
+    """Whether a module outside of a block shares parameters with it."""
     inside = {*block.modules()}
-    own = {id(p) for p in block.parameters()}
-    others = (each for each in module.modules() if each not in inside)
-    return any(id(p) in own for each in others for p in each.parameters(recurse=False))
+    block_ids = {id(p) for p in block.parameters()}
+    outside = (child for child in module.modules() if child not in inside)
+    return any(id(p) in block_ids for child in outside for p in child.parameters(recurse=False))
 
 
 @torch.no_grad()
 def equal_to_rank_0(module: nn.Module, device: torch.device) -> None:
-    """As under DDP. One tensor at a time: the device may be too small for all."""
+    """Broadcasts rank 0's tensors, as DDP does. One at a time, because the device may be too small for all."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
-            there = tensor.to(device)
-            dist.broadcast(there, 0)
-            tensor.copy_(there)
+            on_device = tensor.to(device)
+            dist.broadcast(on_device, 0)
+            tensor.copy_(on_device)
