@@ -36,7 +36,7 @@ from lockstep.data import DataSet
 from lockstep.data.datamodule import MATCHED, NAMES, DataModule, named
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
-from lockstep.machine.world import gpu_count, keep_freed_memory, threads
+from lockstep.machine.world import keep_freed_memory, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Page, Recorder
 from lockstep.training import oom, optim
@@ -70,10 +70,6 @@ def process(settings: Settings) -> None:
         if cfg.exact.logical_ranks:
             before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
             set_threads(cfg.exact.threads, str(cfg.exact.threads))
-    if not gpu_count():
-        # Optimizers ask at each step whether there are GPUs. Lightning makes torch ask the driver, which takes 0.1 ms if
-        # there is none.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
     seed(settings)
 
