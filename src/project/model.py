@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 
 class BasicNet(nn.Module):
-    """image_BCHW to logits_BK: two 3x3 convolutions, max-pool, two linear layers. 1.2 million parameters on MNIST."""
+    """From image_BCHW to logits_BK: two 3x3 convolutions, max-pool, two linear layers. 1.2M parameters on MNIST."""
 
-    smallest_image = 6  # two convolutions without padding, then the pool; a check reads it
+    smallest_image = 6  # for two convolutions without padding and the pool; used by a config check
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class BasicNet(nn.Module):
             raise ValueError(
                 f"data.image_size={image_size}: BasicNet needs images of at least {self.smallest_image} pixels."
             )
-        # ReLU after the pool gives the same numbers as before it, from a quarter of the elements. Both are cheap
-        # in channels_last, which is also fast for convolutions; from `Flatten` on there is one order.
+        # ReLU after the pool gives the same result as before it, on a quarter of the elements. Both are cheap in
+        # channels_last, which is also fast for convolutions. After `Flatten`, the memory format no longer matters.
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 32, 3),
             nn.ReLU(),

@@ -1,4 +1,4 @@
-"""The loss, the metrics and the steps: a LightningModule. Its network, optimizer and schedule come from the config (train.py)."""
+"""The LightningModule: loss, metrics and steps. Network, optimizer and schedule come from the config (train.py)."""
 
 # B batch · K class
 
@@ -15,14 +15,14 @@ from lockstep.tasks import Classification
 
 
 class Classifier(Classification):
-    """One class per sample. The base class adds what needs no change: predictions by class name, and the report's panels.
+    """One class per sample. The base class provides the rest: predictions by class name, and the report's panels.
 
     Args:
         label_smoothing: the fraction of each target that is spread over all classes.
         class_weights: a loss factor per class, or `balanced`: the inverse of its fraction of the training samples.
     """
 
-    expects = Classification.expects  # a class number per sample; targets are checked before training
+    expects = Classification.expects  # one class number per sample; checked before training
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Classifier(Classification):
         super().__init__(label_smoothing=label_smoothing, class_weights=class_weights)
 
     def loss(self, logits_BK: Tensor, batch: Batch) -> Tensor:
-        """loss_B: a number per sample, so each counts once, in whatever process it is."""
+        """loss_B: one value per sample, so each sample counts once, regardless of which process computes it."""
         target_B = self.checked(logits_BK, batch)
         return F.cross_entropy(
             logits_BK, target_B, self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
@@ -44,12 +44,12 @@ class Classifier(Classification):
         return {"acc": MulticlassAccuracy(len(self.value_names), average="micro", validate_args=False)}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss over the global batch, logged as train/loss. Add `self.mean(penalty_B)` for a term of your own."""
+        """The mean loss over the global batch, logged as train/loss. Add `self.mean(penalty_B)` for a custom term."""
         logits_BK = self(batch)  # the network's output for batch["input"]
         return self.mean_loss(logits_BK, batch)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Adds the samples to val/loss and the metrics, each sample once."""
+        """Adds the samples to val/loss and the metrics. Each sample counts once."""
         self.measure(self(batch), batch, batch_idx, dataloader_idx)
 
     test_step = validation_step

@@ -42,7 +42,9 @@ def unread_arguments(settings: Settings) -> Iterator[str]:
 
     If the source of any user class does not show its parameters, `check_classes` reports all such keys instead.
     """
-    for key, component in components(settings.cfg).items() if are_readable(settings) else ():
+    if not are_readable(settings):
+        return
+    for key, component in components(settings.cfg).items():
         ignored = (*SPECIAL, *ENGINE.get(key, ()))
         names = [name for name in component.kwargs if name not in ignored and f"{key}.{name}" not in KEYS]
         parameters = written_arguments(component.target) if names else None

@@ -34,14 +34,12 @@ class Project:
     @property
     def packages(self) -> tuple[str, ...]:
         """Packages that configs may name, in addition to Lockstep's own list."""
-        return tuple(dict.fromkeys((*self.own(), *self.installed, *TEMPLATES)))
-
-    def own(self) -> list[str]:
-        """The packages in src/, with or without an __init__.py, and the modules there."""
-        return packages_in(self.root / "src") if self.root else []
+        own = packages_in(self.root / "src") if self.root else ()
+        return tuple(dict.fromkeys((*own, *self.installed, *TEMPLATES)))
 
 
 def packages_in(source: Path) -> list[str]:
+    """The packages in a folder, with or without an __init__.py, and the modules there."""
     names = [
         path.name.removesuffix(".py") for path in sorted(source.glob("*")) if path.is_dir() or path.suffix == ".py"
     ]
@@ -117,10 +115,10 @@ def environment() -> dict[str, str]:
 
 def make_importable() -> None:
     """Adds src/ of the project and of the template to sys.path if it contains packages that are not installed."""
-    for root, names in ((current().root, current().own()), (TEMPLATE, TEMPLATES)):
-        source = str(Path(root or "", "src"))
-        if source not in sys.path and any(importlib.util.find_spec(name) is None for name in names):
-            sys.path.append(source)
+    for root in filter(None, (current().root, TEMPLATE)):
+        absent = any(importlib.util.find_spec(name) is None for name in packages_in(root / "src"))
+        if str(root / "src") not in sys.path and absent:
+            sys.path.append(str(root / "src"))
 
 
 def of_users_code(error: BaseException) -> bool:

@@ -188,13 +188,10 @@ class Settings:
         """The checkpoint with the initial weights of a new module."""
         return None if self.cfg.resume else self.cfg.init_from
 
-    def starting_from(self, checkpoint: str) -> "Settings":
-        """A copy in which a new module starts from the weights of a checkpoint."""
-        return self.but({"init_from": checkpoint, "resume": None})
-
     def as_built(self) -> "Settings":
         """A copy without those of the config's network, optimizer and schedule that train.py built itself."""
-        return self.but({group: {} for group in OPTIONAL if getattr(self.cfg, group) and group not in self.asked})
+        by_hand = [group for group in OPTIONAL if getattr(self.cfg, group) and group not in self.asked]
+        return self.but(dict.fromkeys(by_hand, {})) if by_hand else self
 
     def evaluation_file(self, job: str = "eval") -> Path:
         """Where eval.py and predict.py write: the run's <job>.json, or a file next to a checkpoint outside of a run."""

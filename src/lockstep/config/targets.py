@@ -243,10 +243,6 @@ class Source:
     module: str
     tree: ast.Module
 
-    @property
-    def home(self) -> str:
-        return f"{self.module}.{self.node.name}"
-
 
 def statements(tree: ast.Module | ast.If | ast.Try) -> Iterator[ast.stmt]:
     """The statements of a module, including those inside `if TYPE_CHECKING` and the like."""
@@ -297,9 +293,9 @@ def lineage(path: str) -> list[str] | None:
     cls = source(path)
     if cls is None or isinstance(cls.node, ast.FunctionDef):
         return None
-    if cls.home in BASES:
-        return [cls.home]
-    homes = [cls.home]
+    homes = [f"{cls.module}.{cls.node.name}"]
+    if homes[0] in BASES:
+        return homes
     for base in cls.node.bases:
         inherited = lineage(meaning(ast.unparse(base), cls))
         if inherited is None:

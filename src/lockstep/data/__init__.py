@@ -1,4 +1,4 @@
-"""Data sets, the sampler (pure arithmetic), the loaders and the datamodule. Classes that configs name are free of torch."""
+"""Data sets, the sampler, the loaders and the datamodule. Classes that configs name do not import torch."""
 
 from lockstep.data.dataset import Arrays as Arrays
 from lockstep.data.dataset import Batch as Batch

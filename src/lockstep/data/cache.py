@@ -1,4 +1,4 @@
-"""Data decoded once per machine into a folder of arrays that all processes map, so n processes share one copy. Free of torch."""
+"""Data decoded once per machine into arrays that all processes map and so share. Does not import torch."""
 
 import contextlib
 import hashlib
@@ -19,28 +19,28 @@ from lockstep.data.dataset import add_arrays
 from lockstep.errors import DataChanged, UserError, explained
 from lockstep.machine.files import locked, open_plain, read_text, refuse_unwritable, remove, replacing
 
-FORMAT = 4  # version of the cache; raise it when the files change
-# Of a file that was cut off or changed.
+FORMAT = 4  # version of the cache; increment it when the format of the files changes
+# What reading a truncated or changed file raises.
 DAMAGE = (ValueError, TypeError, KeyError, EOFError, AttributeError, RecursionError)
 ROOM = "Free some space, or set data.cache_dir=<a folder with room that is yours>."
 
 Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...
 Decode = Callable[[], tuple[Parts, dict[str, Any]]]
 
-verified: dict[Path, dict[str, list[int]]] = {}  # files that were hashed: their sizes and times
+verified: dict[Path, dict[str, list[int]]] = {}  # files that this process has hashed, with their sizes and times
 
 
 @dataclass(frozen=True)
 class Cached:
-    """Decoded arrays in a folder of the cache."""
+    """Decoded arrays in a cache folder."""
 
     folder: Path
-    sha256: str  # of the decoded arrays, so equal for compressed and plain files
-    extra: dict[str, Any]  # plain values stored beside the arrays
+    sha256: str  # of the decoded arrays, so it is the same for compressed and plain files
+    extra: dict[str, Any]  # plain values stored with the arrays
 
     def unchanged(self) -> "Cached":
-        """Itself. Raises DataChanged if the files that this process has mapped are no longer what was decoded."""
-        with contextlib.suppress(OSError):  # it was removed, or cannot be read now: what is mapped stays
+        """Returns itself. Raises DataChanged if the mapped files have changed since they were decoded."""
+        with contextlib.suppress(OSError):  # removed or unreadable: the mapped arrays stay valid
             if checked(self.folder) != self:
                 raise DataChanged(
                     f"the decoded data in {self.folder} changed while this run used it. Rerun the command with resume=auto: it decodes "
@@ -49,44 +49,47 @@ class Cached:
         return self
 
     def arrays(self, part: str) -> Parts:
-        """The memory-mapped arrays of a part such as `train`; empty if there is no such part."""
+        """The memory-mapped arrays of a part such as `train`; empty if the part does not exist."""
         return {path.stem: mapped(path) for path in sorted((self.folder / part).glob("*.npy"))}
 
 
-def cache_folder(given: str | None) -> Path:
-    """The folder of data.cache_dir; by default lockstep/ in the user's cache folder."""
-    if given:
-        return Path(given).expanduser()
+def cache_folder(path: str | None) -> Path:
+    """The folder set by data.cache_dir; by default lockstep/ in the user's cache folder."""
+    if path:
+        return Path(path).expanduser()
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
         base.mkdir(parents=True, exist_ok=True)
         return base
-    except (OSError, RuntimeError):  # the home directory is not writable, or there is none, as in some containers
+    except (OSError, RuntimeError):  # no writable home directory, as in some containers
         return private_folder()
 
 
 def private_folder() -> Path:
-    """The first folder lockstep-<user>, lockstep-<user>-1, ... of the temporary ones that is this user's alone: others may make some."""
+    """The first of the temporary folders lockstep-<user>, lockstep-<user>-1, ... that only this user can access.
+
+    Other users may have created some of them.
+    """
     user = os.getuid() if hasattr(os, "getuid") else 0
     for number in range(10):
         path = Path(tempfile.gettempdir(), f"lockstep-{user}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
             path.mkdir(0o700, parents=True)
-        found = path.lstat()  # of a link, itself
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == user and (os.name == "nt" or not found.st_mode & 0o077):
+        info = path.lstat()  # does not follow a link
+        if stat.S_ISDIR(info.st_mode) and info.st_uid == user and (os.name == "nt" or not info.st_mode & 0o077):
             return path
     raise UserError(f"{tempfile.gettempdir()} holds no folder that is yours alone. Set data.cache_dir=<a folder>.")
 
 
-def key_of(name: str, files: list[Path], *more: object) -> str:
-    """Names a cache folder by its source files, so a changed file gets a new folder."""
+def key_of(name: str, files: list[Path], *settings: object) -> str:
+    """The name of the cache folder for these source files. A changed file gets a new folder."""
     stats = [(str(path.resolve()), *stamp(path)) for path in files]
-    return f"{name}-{hashlib.sha256(repr((FORMAT, stats, more)).encode()).hexdigest()[:16]}"
+    return f"{name}-{hashlib.sha256(repr((FORMAT, stats, settings)).encode()).hexdigest()[:16]}"
 
 
 @contextlib.contextmanager
 def one_download(cache: Path, name: str, root: Path) -> Iterator[None]:
-    """Runs on one machine fetch the data `name` one after the other, so all but the first find it in `root`."""
+    """Makes runs on a machine download the data `name` one at a time: all but the first then find it in `root`."""
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / f".{key_of(name, [], str(root.resolve()))}.lock"):
         yield
@@ -98,14 +101,14 @@ def hash_of(path: Path, algorithm: str) -> str:
 
 
 def mapped(path: Path) -> NDArray[Any]:
-    """The array of a file. Raises OSError: it is a link or not a regular file."""
-    open_plain(path).close()  # np.load maps by path only
+    """The memory-mapped array of a file. Raises OSError if it is a link or not a regular file."""
+    open_plain(path).close()  # check the file first: np.load can map a path only
     array: NDArray[Any] = np.load(path, mmap_mode="r")
     return array
 
 
 def decoded(folder: Path, decode: Decode) -> Cached:
-    """The arrays in `folder`. One process writes what `decode` returns; others wait for it. Damaged ones are decoded again.
+    """The arrays in `folder`. If missing or damaged, one process writes what `decode` returns; the others wait.
 
     Raises:
         UserError: the cache cannot be written, or its disk is full.
@@ -119,41 +122,41 @@ def decoded(folder: Path, decode: Decode) -> Cached:
             return cached
         if folder.exists():
             warn(f"the decoded data in {folder} is damaged and is decoded again.")
-            remove(folder)  # processes that have mapped its files keep them
+            remove(folder)  # processes that have mapped its files can still read them
         parts, extra = decode()
         with explained(f"data.cache_dir={folder.parent} cannot be written", ROOM):
             return write(parts, extra, folder)
 
 
 def intact(folder: Path) -> Cached | None:
-    """The arrays in `folder`, unless they are missing or damaged."""
+    """The arrays in `folder`; None if they are missing or damaged."""
     with contextlib.suppress(OSError):
         return checked(folder)
     return None
 
 
 def checked(folder: Path) -> Cached | None:
-    """The arrays in `folder`; None if they are not what was written. Raises OSError if they cannot be read.
+    """The arrays in `folder`; None if they differ from what was written. Raises OSError if they cannot be read.
 
-    Files are hashed (0.7 GB/s) only if their size or time is not what it was when they were written.
+    Hashes the files (0.7 GB/s) only if their size or modification time has changed since they were written.
     """
     try:
-        about = json.loads(read_text(folder / "about.json"))
-        if about.pop("check") != check_of(about):
+        metadata = json.loads(read_text(folder / "about.json"))
+        if metadata.pop("check") != check_of(metadata):
             return None
-        now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
-        if now not in (about["stamps"], verified.get(folder)):
-            arrays = {name: mapped(folder / f"{name}.npy") for name in about["stamps"]}
-            if digest_of(arrays, about["extra"]) != about["sha256"]:
+        stamps = {name: stamp(folder / f"{name}.npy") for name in metadata["stamps"]}
+        if stamps not in (metadata["stamps"], verified.get(folder)):
+            arrays = {name: mapped(folder / f"{name}.npy") for name in metadata["stamps"]}
+            if digest_of(arrays, metadata["extra"]) != metadata["sha256"]:
                 return None
-            verified[folder] = now
-        return Cached(folder, about["sha256"], about["extra"])
+            verified[folder] = stamps
+        return Cached(folder, metadata["sha256"], metadata["extra"])
     except DAMAGE:
         return None
 
 
-def check_of(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+def check_of(metadata: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
 def stamp(path: Path) -> list[int]:
@@ -168,17 +171,17 @@ def digest_of(parts: Parts, extra: dict[str, Any]) -> str:
 
 
 def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
-    """Writes arrays and plain values into `folder`, which appears whole or not at all. Raises OSError."""
+    """Writes arrays and plain values into `folder` atomically. Raises OSError."""
     arrays = {name: np.ascontiguousarray(values) for name, values in parts.items()}
-    with replacing(folder) as part:
+    with replacing(folder) as temporary:
         stamps = {}
         for name, array in arrays.items():
-            path = part / f"{name}.npy"
+            path = temporary / f"{name}.npy"
             path.parent.mkdir(parents=True, exist_ok=True)
             np.save(path, array)
             stamps[name] = stamp(path)
         sha256 = digest_of(arrays, extra)
-        about = {"sha256": sha256, "extra": extra, "stamps": stamps}
-        part.mkdir(exist_ok=True)  # without arrays
-        (part / "about.json").write_text(json.dumps(about | {"check": check_of(about)}))
+        metadata = {"sha256": sha256, "extra": extra, "stamps": stamps}
+        temporary.mkdir(exist_ok=True)  # not created yet if there are no arrays
+        (temporary / "about.json").write_text(json.dumps(metadata | {"check": check_of(metadata)}))
     return Cached(folder, sha256, extra)

@@ -1,4 +1,4 @@
-"""The base class of data sets, and the kinds of samples that they may have. Free of torch and Lightning, of processes, devices and checkpoints."""
+"""The base class of data sets and the kinds of samples they may have. Does not import torch or Lightning."""
 
 import contextlib
 import hashlib
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UserError
 
-# --- The kinds of samples that a data set may have ---
+# --- Kinds of samples ---
 
 Indices = NDArray[np.int64]
-CLASSES = ("target_N", "targets", "labels")  # where samples keep their classes
-HELD = ("data", "targets", "labels")  # where torchvision's Datasets keep their arrays
-READ = 32  # samples of a part that its fingerprint reads
+CLASSES = ("target_N", "targets", "labels")  # attributes in which samples keep their classes
+HELD = ("data", "targets", "labels")  # attributes in which torchvision's Datasets keep their arrays
+READ = 32  # how many samples of a part its fingerprint reads
 
 
 class Samples(Protocol):
@@ -28,15 +28,15 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
-        """The samples at `indices`, as named arrays or tensors whose first dimension is the sample."""
+        """The samples at `indices`, as named arrays or tensors. The first dimension is the sample."""
         ...
 
 
 class Arrays:
-    """Named arrays of N samples, in memory or mapped from a file that all processes share."""
+    """Named arrays of N samples, in memory or memory-mapped from a file that all processes share."""
 
     def __init__(self, **arrays: NDArray[Any]) -> None:
-        self.arrays = {name: np.asanyarray(array) for name, array in arrays.items()}  # lists and tensors as well
+        self.arrays = {name: np.asanyarray(array) for name, array in arrays.items()}  # also lists and tensors
         lengths = {name: len(array) for name, array in self.arrays.items()}
         if len(set(lengths.values())) != 1:
             raise UserError(f"Arrays have a row for each sample, but these have {lengths}. Give them one length.")
@@ -45,7 +45,7 @@ class Arrays:
         return len(next(iter(self.arrays.values())))
 
     def __getitem__(self, indices: Indices) -> dict[str, NDArray[Any]]:
-        # `wrap` lets a filler, -1, be some sample.
+        # `wrap`: a filler, -1, reads an arbitrary sample.
         return {name: array.take(indices, axis=0, mode="wrap") for name, array in self.arrays.items()}
 
     @property
@@ -53,7 +53,7 @@ class Arrays:
         return sum(array.nbytes for array in self.arrays.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
+        """For spawned workers: sends the path of a mapped file. Pickle would copy its bytes."""
         return {name: map_of(array) or array for name, array in self.arrays.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -61,16 +61,16 @@ class Arrays:
 
 
 def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
-    """The arguments of np.memmap for the same array, if it is a whole mapped file: a slice does not know its offset in the file."""
+    """The arguments of np.memmap for the same array if it is a whole mapped file. A slice does not store its offset."""
     if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
         return None
     return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 
 class Items:
-    """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target).
+    """Samples of a torch Dataset, which returns one at a time: a dict, or (input, target).
 
-    With `pixels`, arguments of `places.in_frame`, PIL images become bytes.
+    With `pixels`, which are arguments of `places.in_frame`, PIL images become bytes.
     """
 
     def __init__(self, dataset: Any, **pixels: Any) -> None:
@@ -86,25 +86,25 @@ class Items:
         return self.named(self.dataset[int(index)])
 
     def together(self, samples: list[dict[str, Any]]) -> Mapping[str, Any]:
-        """Samples as a batch; boxes, keypoints and whole images stay one value for each sample."""
+        """Collates samples into a batch. Boxes, keypoints and PIL images stay a list with one value per sample."""
         from torch.utils.data import default_collate
 
         title = type(self.dataset).__name__
-        apart = [name for name, value in samples[0].items() if is_pillow(value) or any(map(is_boxes, flat(value)))]
+        separate = [name for name, value in samples[0].items() if is_pillow(value) or any(map(is_boxes, flat(value)))]
         try:
-            batch = default_collate([{n: v for n, v in sample.items() if n not in apart} for sample in samples])
+            batch = default_collate([{n: v for n, v in sample.items() if n not in separate} for sample in samples])
         except (RuntimeError, TypeError) as e:
             raise UserError(
                 f"samples of {title} do not form a batch: {e}. Pad them to one shape; or write an object with __len__ and "
                 "__getitem__(indices), which may return a list with a tensor for each sample."
             ) from None
-        return {**batch, **{name: [sample[name] for sample in samples] for name in apart}}
+        return {**batch, **{name: [sample[name] for sample in samples] for name in separate}}
 
     def named(self, sample: Any) -> dict[str, Any]:
         pair = isinstance(sample, tuple | list) and len(sample) == 2
         if not pair and not isinstance(sample, Mapping):
-            title, given = type(self.dataset).__name__, type(sample).__name__
-            raise UserError(f"a sample of {title} is a {given}; expected a dict of named values, or (input, target).")
+            title, kind = type(self.dataset).__name__, type(sample).__name__
+            raise UserError(f"a sample of {title} is a {kind}; expected a dict of named values, or (input, target).")
         values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
         if self.decoding and is_pillow(values["input"]):
             from lockstep.data.places import in_frame
@@ -114,12 +114,12 @@ class Items:
 
 
 def is_pillow(value: Any) -> bool:
-    """Whether a value is one of Pillow's images."""
+    """Whether a value is a PIL image."""
     return type(value).__module__.startswith("PIL.")
 
 
 def is_boxes(value: Any) -> bool:
-    """Whether a value is torchvision's BoundingBoxes or KeyPoints, of which samples have different numbers."""
+    """Whether a value is torchvision's BoundingBoxes or KeyPoints. Their number differs between samples."""
     return type(value).__module__.startswith("torchvision.tv_tensors") and type(value).__name__ in (
         "BoundingBoxes",
         "KeyPoints",
@@ -127,8 +127,8 @@ def is_boxes(value: Any) -> bool:
 
 
 def samples_of(part: Any) -> Samples:
-    """A part of a data set, read several samples at a time."""
-    # A torch Dataset gives one at a time; this asks without importing torch.
+    """A part of a data set, as an object that reads several samples at a time."""
+    # A torch Dataset returns one at a time. Its class is detected without importing torch.
     is_torch = any(base.__module__.startswith("torch.utils.data") for base in type(part).__mro__)
     return Items(part) if is_torch else part
 
@@ -139,30 +139,29 @@ def holder_of(part: Any) -> Any:
 
 
 def targets_of(part: Any) -> NDArray[Any] | None:
-    """The targets of a part as numbers, if it holds them as one array: Arrays with `target`, a TensorDataset of two tensors, or an
-    attribute of CLASSES."""
+    """The targets of a part as numbers, from Arrays, a TensorDataset of two tensors or an attribute of CLASSES."""
     holder = holder_of(part)
     tensors: Any = getattr(holder, "tensors", ())
     if isinstance(part, Arrays):
-        held = part.arrays.get("target")
+        targets = part.arrays.get("target")
     elif len(tensors) == 2:
-        held = tensors[1]
+        targets = tensors[1]
     else:
-        held = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)
-    with contextlib.suppress(ValueError, TypeError):  # lists of several lengths, bfloat16
-        array: NDArray[Any] = np.asarray(held)  # that of None has no dimension
+        targets = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)
+    with contextlib.suppress(ValueError, TypeError):  # lists of different lengths, bfloat16
+        array: NDArray[Any] = np.asarray(targets)  # for None, an array without dimensions
         if array.ndim > 0 and array.dtype.kind in "biuf" and len(array) == len(part):
             return array
     return None
 
 
 def classes_of(part: Any) -> NDArray[np.int64] | None:
-    """class_N of a part's samples, if it holds them as one array."""
+    """class_N of a part's samples, if it stores them as one array."""
     array = targets_of(part)
     return array.astype(np.int64) if array is not None and array.ndim == 1 and array.dtype.kind in "iu" else None
 
 
-LISTED = 12  # names in a message
+LISTED = 12  # most names in a message
 
 
 def listed(names: Iterable[Any]) -> str:
@@ -176,12 +175,12 @@ def listed(names: Iterable[Any]) -> str:
 def add_arrays(digest: Any, arrays: Mapping[str, NDArray[Any]]) -> None:
     for name, array in arrays.items():
         digest.update(f"{name}{array.dtype}{array.shape}".encode())
-        # texts as objects are pointers
+        # the bytes of an object array are pointers
         digest.update(repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).data)
 
 
 def content_of(part: Any) -> bytes:
-    """Digest of the whole of Arrays; of other samples, of their `fingerprint`, or of the arrays they hold and some samples."""
+    """Digest of all of Arrays. Otherwise of a part's `fingerprint`, or of the arrays it holds and some samples."""
     digest, holder = hashlib.sha256(), holder_of(part)
     if isinstance(part, Arrays):
         add_arrays(digest, part.arrays)
@@ -193,7 +192,7 @@ def content_of(part: Any) -> bytes:
     for value in [*(getattr(holder, name, None) for name in HELD), *getattr(holder, "tensors", ())]:
         if not hasattr(value, "dtype") and not isinstance(value, list):
             continue
-        with contextlib.suppress(ValueError):  # lists of lists of several lengths are no array
+        with contextlib.suppress(ValueError):  # nested lists of different lengths do not form an array
             if (array := np.asarray(value)).dtype != object:
                 digest.update(array.tobytes())
     digest.update(bytes_of(samples_of(part)) or b"random")
@@ -201,8 +200,8 @@ def content_of(part: Any) -> bytes:
 
 
 def bytes_of(samples: Samples) -> bytes | None:
-    """Digest of some samples, read one by one, because shapes may differ. None if a second read gives other bytes, seeded alike."""
-    from lockstep.data.loaders import Reader  # with torch
+    """Digest of samples, read one by one as shapes may differ; None if a second read with the same seed differs."""
+    from lockstep.data.loaders import Reader  # imports torch
 
     digests, reader = [], Reader(samples, seed=0)
     for _ in range(2):
@@ -215,29 +214,29 @@ def bytes_of(samples: Samples) -> bytes | None:
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """What a nested value consists of: an array of dicts would be one of pointers."""
+    """The leaves of a nested value: an array of dicts would contain only pointers."""
     if isinstance(value, Mapping):
         value = list(value.items())
     if not isinstance(value, list | tuple):
         yield value
         return
-    for each in value:
-        yield from flat(each)
+    for item in value:
+        yield from flat(item)
 
 
 # --- The base class of data sets ---
 #
-# A batch is a dict of named tensors of B samples. The data set provides `input`, `target` and whatever else its task reads. The
-# engine adds `index` (int64, each sample's index in its part, -1 for a filler) and `count` (the number of real samples,
-# which come first).
+# A batch is a dict of named tensors of B samples. The data set provides `input`, `target` and anything else that its
+# task reads. The engine adds `index` (int64, each sample's index in its part, -1 for a filler) and `count`, the number
+# of real samples, which come first.
 
 Batch = dict[str, Any]
-SHOWN = 2**15  # samples of a sound that a page plays
+SHOWN = 2**15  # most samples of a sound that a page plays
 
 
 @dataclass(frozen=True)
 class Sound:
-    """What a page draws and plays: int16 wave_T with `rate` numbers per second, or a `file` that a browser can play."""
+    """A sound for a page to draw and play: int16 wave_T at `rate` samples per second, or a `file` for a browser."""
 
     wave_T: Any
     rate: int
@@ -245,7 +244,7 @@ class Sound:
 
 
 def picture(value: Any) -> NDArray[np.uint8] | None:
-    """uint8 image_CHW; None if it is no image of 1 or 3 channels. Numbers of another type span from black to white."""
+    """uint8 image_CHW; None if `value` is no image of 1 or 3 channels. Other dtypes are scaled from black to white."""
     image_CHW = np.asarray(value)
     if image_CHW.ndim != 3 or image_CHW.shape[0] not in (1, 3):
         return None
@@ -256,23 +255,23 @@ def picture(value: Any) -> NDArray[np.uint8] | None:
 
 
 class DataSet:
-    """The data of a run. A subclass sets `train` and `test` (and `val` if the data has a validation part), or overrides `open_part`.
-    `evaluation_sets`: further ones by the name under which they are logged, such as "val/night"; "test/..." are those of the test.
+    """The data of a run. A subclass sets `train` and `test` (and `val` if the data has a validation part), or overrides
+    `open_part`. `evaluation_sets`: further validation and test sets by logged name, such as "val/night", "test/night".
 
-    Each is Arrays, a torch Dataset (one sample at a time: a dict, or (input, target)), or your own object with the methods
-    of `Samples`. Without `val`, a fixed part of `train` is held out.
+    A part is Arrays, a torch Dataset (one sample at a time: a dict, or (input, target)), or your own object with the
+    methods of `Samples`. Without `val`, a fixed part of `train` is held out.
     """
 
     unit: ClassVar[str] = "samples"  # the word for samples in output: images, sentences, ...
-    source: str | None = None  # where the data came from: disk, download, ...
-    eval_batch_size: int | None = None  # where loader.eval_batch_size is null; None: as many as in training
+    source: str | None = None  # how the data was obtained: disk, download, ...
+    eval_batch_size: int | None = None  # used if loader.eval_batch_size is null; None: as in training
     notice: str | None = None  # a warning printed before training, e.g. that only a subset is used
-    # By part, names such as `classes` in the order of the part's own numbers, where that is not the order in `about`.
+    # By part: names such as `classes` in the order of the part's own numbers, if it differs from that in `about`.
     part_names: Mapping[str, Mapping[str, Any]] = {}
     evaluation_sets: Mapping[str, Any] = {}
 
     def open_part(self, part: str) -> Any:
-        """Called for a part that was not set, when it is first used. Returns None for `val` if the data has none."""
+        """Called on first use of a part that was not set. Returns None for `val` if the data has none."""
         if part == "val":
             return None
         raise UserError(f"{type(self).__name__} has no {part} part. Set self.{part} in its __init__.")
@@ -294,11 +293,11 @@ class DataSet:
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
-        """Mistakes in a `data` node, found before anything is read."""
+        """Errors in a `data` node, detected before any data is read."""
         return ()
 
     def prepare(self) -> None:
-        """Called once per machine before the processes start: download, decode, check. Cheap when called again."""
+        """Called once per machine before the processes start: download, decode, check. Cheap if called again."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -307,56 +306,57 @@ class DataSet:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """Plain values that a task needs, such as `classes`. Saved in every checkpoint. May be set in `__init__`."""
+        """Plain values that a task needs, such as `classes`. Saved in checkpoints. May be set in `__init__`."""
         return {}
 
     def paths(self, part: str) -> Any:
-        """The files of a part's samples, in their order, for tables of predictions; None if the samples are not files."""
+        """The file of each sample of a part, in order, for prediction tables; None if the samples are not files."""
         return None
 
-    # Set before `prepare`: whether training samples stay whole, for random crops; whether nothing trains.
+    # Set before `prepare`: whether training samples stay uncropped, for random crops; whether the run only evaluates.
     keeps_whole, evaluates = False, False
 
     def storage_plan(self) -> str | None:
-        """What `prepare` is about to decode and where to, and how fast training samples can be read, in a sentence; None: nothing new."""
+        """What `prepare` will decode and into which folder, and how fast samples are read, as text; None: nothing."""
         return None
 
     @property
     def evaluated(self) -> "DataSet":
-        """The same data as it is evaluated, such as images of a different size."""
+        """The same data as used in evaluation, such as with images of a different size."""
         return self
 
     def whole(self, part: str, least: int) -> Any:
-        """The samples of a part with images of their own shapes; None if it has none. Their shorter sides have `least` pixels; 0: full resolution."""
+        """Samples of a part with uncropped images of `least` pixels or more (0: all pixels); None if unsupported."""
         return None
 
-    endings: ClassVar[tuple[str, ...]] = ("",)  # of the files in a folder that `read` takes; all by default
+    endings: ClassVar[tuple[str, ...]] = ("",)  # of files that `read` accepts; by default all
 
     def read(self, path: Path) -> "Mapping[str, Any] | Arrays":
-        """What predict.py and exported folders call for a file. Returns one sample, as `train` holds them, or Arrays of several: of the
-        rows of a table, the lines of a text. A `target` may be left out. Any error means that the file cannot be read.
+        """Reads a file for predict.py and exported folders: returns one sample as in `train`, or Arrays of several.
 
-        No training data is needed: `about` comes from the checkpoint and `__init__` is not called. So `read`, `preprocess` and `show` use
-        no attribute but `about`.
+        Several samples are, for example, the rows of a table or the lines of a text.
+
+        `target` is optional. Any exception means that the file cannot be read. It needs no training data: `about`
+        comes from the checkpoint and `__init__` is not called, so `read`, `preprocess` and `show` can use only `about`.
         """
         raise NotImplementedError
 
     @classmethod
     def for_files(cls, about: Mapping[str, Any]) -> Self:
-        """The data set without its training data, to read files. `about` comes from a checkpoint. Raises UserError: that is not enough."""
-        made = cls.__new__(cls)
-        made.about = dict(about)
-        return made
+        """The data set without training data, to read files. Raises UserError if a checkpoint's `about` lacks keys."""
+        dataset = cls.__new__(cls)
+        dataset.about = dict(about)
+        return dataset
 
     def mask_size(self, path: Path) -> tuple[int, int] | None:
-        """Width and height that the predicted mask of a file is saved with; None: those of the network's output."""
+        """Width and height at which the predicted mask of a file is saved; None: those of the network's output."""
         return None
 
     def show(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """What a page shows of a sample, by name: an `image` (uint8, CHW), a Sound, texts, numbers.
+        """What a page shows for a sample, by name: an `image` (uint8, CHW), a Sound, texts, numbers.
 
-        By default images of 1 or 3 channels, texts, and what `about` explains: sounds by `sample_rate`, tokens by `vocabulary`, the columns
-        of a table by `inputs`.
+        The default handles images of 1 or 3 channels, texts, and data described in `about`: sounds (`sample_rate`),
+        tokens (`vocabulary`), table columns (`inputs`).
         """
         value, about = sample.get("input"), self.about
         if isinstance(value, str):
@@ -368,15 +368,15 @@ class DataSet:
         array = np.asarray(value)
         if "sample_rate" in about and array.ndim in (1, 2):
             wave_T = array.reshape(-1, array.shape[-1])[0, :SHOWN]
-            most = 32768.0 if wave_T.dtype == np.int16 else max(1.0, float(np.abs(wave_T).max(initial=0)))
-            return {"sound": Sound((wave_T / most * 32767).astype(np.int16), int(about["sample_rate"]))}
+            peak = 32768.0 if wave_T.dtype == np.int16 else max(1.0, float(np.abs(wave_T).max(initial=0)))
+            return {"sound": Sound((wave_T / peak * 32767).astype(np.int16), int(about["sample_rate"]))}
         if "vocabulary" in about and array.ndim == 1 and array.dtype.kind in "iu":
             return {"text": "".join(str(about["vocabulary"][token]) for token in array)}
         names = about.get("inputs", ())
         return dict(zip(names, array.tolist(), strict=True)) if array.shape == (len(names),) else {}
 
     def network_arguments(self) -> dict[str, Any]:
-        """Arguments offered to the network, such as `in_channels`. It gets those that its signature names."""
+        """Arguments for the network, such as `in_channels`. Only those in its signature are passed."""
         return {}
 
     @property
@@ -388,12 +388,12 @@ class DataSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the content. A run resumes only on the same data."""
+        """SHA-256 of the content. A run can resume only on the same data."""
         digest = hashlib.sha256()
         for part in (self.train, self.val, self.test, *(self.evaluation_sets or {}).values()):
             digest.update(content_of(part) if part is not None else b"none")
         return digest.hexdigest()
 
     def preprocess(self, batch: Batch) -> Batch:
-        """Converts every batch, on its device, to what the network and the loss take."""
+        """Converts every batch, on its device, to what the network and the loss expect."""
         return batch

@@ -1,4 +1,4 @@
-"""Your own image files: a folder per class, or a CSV of paths and targets. Free of torch."""
+"""Your own image files: a folder per class, or a CSV of paths and targets. Does not import torch."""
 
 import hashlib
 import math
@@ -39,31 +39,31 @@ from lockstep.errors import UserError, did_you_mean, explained, raise_problems
 
 # N sample · L label
 
-TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
-COPY = re.compile(r" (- copy|\(\d\))$", re.I)  # of a folder, as Windows calls it
+TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and their key in `about`
+COPY = re.compile(r" (- copy|\(\d\))$", re.I)  # how Windows names the copy of a folder
 
 
 def folded(name: str) -> str:
-    """The same for names that look the same: they differ in blanks, characters without width or the Unicode form."""
+    """A key that is equal for names that look the same: ignores spaces, zero-width characters and Unicode forms."""
     return unicodedata.normalize("NFC", " ".join(re.sub("[\u200b\ufeff]", "", name).split()))
 
 
 def similar(name: str) -> str:
-    """The same for names that may be meant as one. Letters as classes have both cases."""
+    """A key that is equal for names that may mean the same class. Case matters for single letters, such as a and A."""
     return COPY.sub("", name).lower() if len(name) > 1 else name
 
 
 def pairs(names: Sequence[str], key: Callable[[str], str]) -> list[tuple[str, str]]:
-    """Those of the names that have the same key; the first ones."""
-    known = {key(name): name for name in reversed(names)}
-    return [(known[key(name)], name) for name in names if known[key(name)] != name][:SHOWN]
+    """The first pairs of different names with the same key."""
+    first_name = {key(name): name for name in reversed(names)}
+    return [(first_name[key(name)], name) for name in names if first_name[key(name)] != name][:SHOWN]
 
 
 def cell_problems(names: Sequence[str], kind: str, listing: Listing, where: str) -> Iterator[str]:
-    """Which names of classes or labels in a CSV are several labels, or numbers."""
-    known = {*names}
+    """Names of classes or labels in a CSV that appear to be several labels, or numbers."""
+    known_names = {*names}
     for name in names:
-        if len(parts := re.split(r" *[|;,] *", name)) > 1 and known.issuperset(parts):
+        if len(parts := re.split(r" *[|;,] *", name)) > 1 and known_names.issuperset(parts):
             yield f"{where} has {name!r} beside {' and '.join(map(repr, parts))}. Several labels in a cell need data.target=labels and |, such as {'|'.join(parts)}."
     is_many = kind == "class" and 2 * len(names) > len(listing.targets) > 3 and {*listing.parts} == {"train"}
     if is_many and not any(target_problem(name, "number") for name in names):
@@ -71,24 +71,24 @@ def cell_problems(names: Sequence[str], kind: str, listing: Listing, where: str)
 
 
 def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
-    """The names of classes or labels, and for each text its class number, 0 or 1 per label, or its number.
+    """The names of classes or labels, and the target of each text: its class number, 0 or 1 per label, or its number.
 
-    A cell with several labels separates them: `red|round` or `red;round`. Raises UserError: there is only one name.
+    A cell may have several labels: `red|round` or `red;round`. Raises UserError if there is only one name.
     """
     if kind == "number":
         return [], np.array([[float(text)] for text in texts], np.float32)
     labels_of = {text: [*filter(None, SEPARATORS.split(text))] if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
     problem = "look the same. Give them one spelling, or names that differ in more."
-    raise_problems(f"{where} has {one!r} and {other!r}, which {problem}" for one, other in pairs(names, folded))
+    raise_problems(f"{where} has {first!r} and {second!r}, which {problem}" for first, second in pairs(names, folded))
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
-    place = {name: index for index, name in enumerate(names)}
+    index_of = {name: index for index, name in enumerate(names)}
     if kind == "class":
-        return names, np.array([place[text] for text in texts], np.int64)
+        return names, np.array([index_of[text] for text in texts], np.int64)
     target_NL = np.zeros((len(texts), len(names)), np.float32)
     for row, text in zip(target_NL, texts, strict=True):
-        row[[place[label] for label in labels_of[text]]] = 1
+        row[[index_of[label] for label in labels_of[text]]] = 1
     return names, target_NL
 
 
@@ -96,17 +96,17 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
 
 # N file
 
-DARK = 2**13  # below it are images with 12 bits and less, saved with 16
-CACHE_BYTES = 2 * 2**30  # decode=auto caches up to this size of decoded images
+DARK = 2**13  # above all pixels of images of 12 bits or fewer that are saved as 16 bits
+CACHE_BYTES = 2 * 2**30  # decode=auto caches decoded images up to this size
 
 
 class Folder(Images):
-    """Images of any size: decoded once into the cache, or by workers in every epoch.
+    """Images of any size, decoded once into the cache or by workers in every epoch.
 
-    `presize`: what workers decode is stored once, with this multiple of the size on its shorter side.
+    `presize`: images for workers are stored once as JPEGs, with a shorter side of this multiple of the image size.
 
     Raises:
-        UserError: the folder or the CSV has a mistake, or files are broken.
+        UserError: the folder or the CSV has errors, or files are broken.
     """
 
     source = "disk"
@@ -143,62 +143,62 @@ class Folder(Images):
     @cached_property
     def encoded(self) -> tuple[list[str], NDArray[Any]]:
         """The names of classes or labels, in the order of their numbers, and the targets."""
-        found = encoded(self.listing.targets, self.kind, self.where)
-        raise_problems(islice(cell_problems(found[0], self.kind, self.listing, self.where) if self.csv else (), SHOWN))
-        return found
+        result = encoded(self.listing.targets, self.kind, self.where)
+        raise_problems(islice(cell_problems(result[0], self.kind, self.listing, self.where) if self.csv else (), SHOWN))
+        return result
 
     @cached_property
     def parts(self) -> NDArray[np.str_]:
-        """The part of each file. Broken files are assigned too, so skipping them does not move other files.
+        """The part of each file. Broken files have one too, so skipping them does not change the parts of other files.
 
         Rows of a CSV with the same path are in the same part.
         """
         names, targets = self.encoded
-        place_of: dict[str, int] = {}
-        place_N = np.array([place_of.setdefault(path, len(place_of)) for path in self.listing.paths])
-        first_U = np.unique(place_N, return_index=True)[1]
+        index_of: dict[str, int] = {}
+        index_N = np.array([index_of.setdefault(path, len(index_of)) for path in self.listing.paths])
+        first_U = np.unique(index_N, return_index=True)[1]
         strata = targets if self.kind == "class" else np.zeros(len(targets), np.int64)
-        parts = divided(np.array(self.listing.parts)[first_U], strata[first_U], self.fractions)[place_N]
+        parts = divided(np.array(self.listing.parts)[first_U], strata[first_U], self.fractions)[index_N]
         for part in ("train", *self.fractions):
             if not (parts == part).any():
                 raise UserError(f"{self.where} has {len(parts)} images: too few for a {part} part. Add some.")
-        if self.kind == "class" and (lost := set(targets) - set(targets[parts == "train"])):
-            raise UserError(f"{self.where}: no training image of class {names[min(lost)]}. Add one.")
+        if self.kind == "class" and (untrained := set(targets) - set(targets[parts == "train"])):
+            raise UserError(f"{self.where}: no training image of class {names[min(untrained)]}. Add one.")
         return parts
 
     # --- content ---
 
     @cached_property
     def places(self) -> dict[str, NDArray[np.int64]]:
-        """The places in the listing of the files of each part."""
-        return {part: place_N for part in PARTS if len(place_N := np.flatnonzero(self.parts == part))}
+        """The indices in the listing of each part's files."""
+        return {part: index_N for part in PARTS if len(index_N := np.flatnonzero(self.parts == part))}
 
     @cached_property
     def stored(self) -> dict[str, Frame | int | None]:
-        """How each part is in the cache: as squares, as JPEGs with so many pixels on their shorter side, or not at all."""
+        """How the cache stores each part: as squares, as JPEGs with this shorter side in pixels, or not at all."""
         side = round(self.presize * max(self.frame.size, self.eval_frame.size)) if self.presize else None
         forms: dict[str, Frame | int | None] = dict.fromkeys(self.places, side)
-        room = 0 if self.asked == "workers" else CACHE_BYTES if self.asked == "auto" else math.inf
-        for part in reversed(self.places):  # train is last, so an evaluation decides alike without it
+        budget = 0 if self.asked == "workers" else CACHE_BYTES if self.asked == "auto" else math.inf
+        for part in reversed(self.places):  # train is last, so an evaluation without it makes the same choices
             frame = self.frame if part == "train" else self.eval_frame
-            room -= len(self.places[part]) * self.channels * frame.size**2
+            budget -= len(self.places[part]) * self.channels * frame.size**2
             if part == "train" and self.evaluates:
                 forms[part] = None
-            elif room >= 0 and not (part == "train" and self.keeps_whole and self.asked == "auto"):
+            elif budget >= 0 and not (part == "train" and self.keeps_whole and self.asked == "auto"):
                 forms[part] = frame
         return forms
 
     @cached_property
     def keys(self) -> dict[str, str]:
-        """Names a part in the cache by its files: their names, sizes and times."""
+        """The cache key of each part, from its files' names, sizes and times."""
         keys, listing = dict[str, str](), self.listing
-        for part, places in self.places.items():
+        for part, indices in self.places.items():
             digest = hashlib.sha256()
-            for path in (listing.paths[place] for place in places):
-                state: list[int] = []  # of a file that is not there
+            for path in (listing.paths[index] for index in indices):
+                file_stamp: list[int] = []  # stays empty for a missing file
                 with suppress(OSError):
-                    state = stamp(listing.base / path)
-                digest.update(repr((path, *state)).encode())
+                    file_stamp = stamp(listing.base / path)
+                digest.update(repr((path, *file_stamp)).encode())
             keys[part] = key_of(
                 "folder", [], str(listing.base.resolve()), BACKGROUND, self.channels, digest.hexdigest()
             )
@@ -210,30 +210,30 @@ class Folder(Images):
         )
 
     def known(self, part: str) -> Cached | None:
-        """The part in the cache. What is not stored was checked, perhaps when it was stored in some form."""
+        """The part in the cache, or None. If it need not be stored, any form will do: its files were checked then."""
         form = self.stored[part]
         folders = [self.cache_of(part, form)] if form else sorted(self.cache.glob(f"{self.keys[part]}-*"))
         return next((cached for folder in folders if (cached := intact(folder))), None)
 
     @cached_property
     def cached(self) -> dict[str, Cached]:
-        """The parts. Reads every file once per machine. Raises UserError that lists the broken ones."""
-        found = {}
+        """The parts in the cache. Reads every file once per machine. Raises UserError that lists the broken files."""
+        parts = {}
         for part, form in self.stored.items():
             read = partial(self.read_files, part, form)
-            found[part] = self.known(part) or decoded(self.cache_of(part, form), read)
-        broken = {path: why for cached in found.values() for path, why in cached.extra["broken"].items()}
+            parts[part] = self.known(part) or decoded(self.cache_of(part, form), read)
+        broken = {path: reason for cached in parts.values() for path, reason in cached.extra["broken"].items()}
         if broken and not self.skip_broken:
-            lines = [f"\n  {path}: {why}" for path, why in list(broken.items())[:SHOWN]]
-            more = f"\n  and {len(broken) - SHOWN:,} more" if len(broken) > SHOWN else ""
+            lines = [f"\n  {path}: {reason}" for path, reason in list(broken.items())[:SHOWN]]
+            rest = f"\n  and {len(broken) - SHOWN:,} more" if len(broken) > SHOWN else ""
             raise UserError(
-                f"{len(broken):,} of {len(self.listing.paths):,} image files cannot be read:{''.join(lines)}{more}\nRepair or remove them, or set data.skip_broken=true to train without them."
+                f"{len(broken):,} of {len(self.listing.paths):,} image files cannot be read:{''.join(lines)}{rest}\nRepair or remove them, or set data.skip_broken=true to train without them."
             )
-        return found
+        return parts
 
     def read_files(self, part: str, form: Frame | int | None) -> tuple[Parts, dict[str, Any]]:
-        """Reads all files of a part; returns their hashes, and images in the `form` in which they are stored."""
-        paths, keep = [self.listing.paths[place] for place in self.places[part]], only_check
+        """Reads all files of a part. Returns their hashes, and their images in the `form` to store."""
+        paths, keep = [self.listing.paths[index] for index in self.places[part]], only_check
         if isinstance(form, Frame):
             keep = partial(square, channels=self.channels, frame=form)
         elif form:
@@ -263,32 +263,32 @@ class Folder(Images):
         new = [part for part in self.places if not self.known(part)]
         if not new:
             return None
-        count = {part: len(places) for part, places in self.places.items()}
+        count = {part: len(indices) for part, indices in self.places.items()}
         squares = {
             part: form.size**2 * self.channels * count[part]
             for part, form in self.stored.items()
             if isinstance(form, Frame)
         }
-        others = [part for part in self.places if part not in squares and not (part == "train" and self.evaluates)]
+        by_workers = [part for part in self.places if part not in squares and not (part == "train" and self.evaluates)]
         side = self.stored["train"]
         keep = partial(smaller, side=side, channels=self.channels) if isinstance(side, int) else unchanged
-        files = (self.listing.base / self.listing.paths[place] for place in self.places["train"])
+        files = (self.listing.base / self.listing.paths[index] for index in self.places["train"])
         per_s, stored = tried(files, keep, **self.decoding)
-        told = [f"{', '.join(squares)}: decoded once, {size(sum(squares.values()))} in {self.cache}"] if squares else []
-        if others:
-            room = size(stored * sum(count[part] for part in others))
-            how = f"stored with {side} pixels, {room} in {self.cache}, and " if isinstance(side, int) else ""
-            told.append(f"{', '.join(others)}: {how}decoded by workers in every epoch")
-        return f"{sum(count.values()):,} images. {'; '.join(told)}. A core decodes {per_s:,.0f} images/s."
+        jobs = [f"{', '.join(squares)}: decoded once, {size(sum(squares.values()))} in {self.cache}"] if squares else []
+        if by_workers:
+            space = size(stored * sum(count[part] for part in by_workers))
+            storage = f"stored with {side} pixels, {space} in {self.cache}, and " if isinstance(side, int) else ""
+            jobs.append(f"{', '.join(by_workers)}: {storage}decoded by workers in every epoch")
+        return f"{sum(count.values()):,} images. {'; '.join(jobs)}. A core decodes {per_s:,.0f} images/s."
 
     def prepare(self) -> None:
         broken, brightest = self.facts["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
-        several, is_dark = f"are two {TARGETS[self.kind]}", 0 < brightest < DARK
-        alike = "; ".join(f"{one} and {other} {several}" for one, other in pairs(self.encoded[0], similar))
+        are_two, is_dark = f"are two {TARGETS[self.kind]}", 0 < brightest < DARK
+        variants = "; ".join(f"{first} and {second} {are_two}" for first, second in pairs(self.encoded[0], similar))
         all_squares = self.presize and all(isinstance(form, Frame) for form in self.stored.values())
         commas = next((name for name in self.encoded[0] if self.kind == "labels" and "," in name), None)
         notices = {
-            f"{alike} of {self.where}. Spell them alike if they are meant as one.": alike,
+            f"{variants} of {self.where}. Spell them alike if they are meant as one.": variants,
             f"{commas!r} of {self.where} is one label. Separate several with |.": commas,
             f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true).": broken,
             f"data.presize={self.presize} has no effect: all images are decoded once, as squares. Remove it, or set data.decode=workers.": all_squares,
@@ -305,10 +305,10 @@ class Folder(Images):
     def digest(self) -> str:
         """SHA-256 of the files and their targets, not of decoded pixels."""
         digest = hashlib.sha256(repr(self.encoded[0]).encode())
-        for part, places in self.places.items():
+        for part, indices in self.places.items():
             broken, sha256_N = self.cached[part].extra["broken"], self.cached[part].arrays("part")["sha256"]
-            for place, sha256 in zip(places, sha256_N, strict=True):
-                path, target = self.listing.paths[place], self.listing.targets[place]
+            for index, sha256 in zip(indices, sha256_N, strict=True):
+                path, target = self.listing.paths[index], self.listing.targets[index]
                 if path not in broken:
                     digest.update(repr((part, Path(path).as_posix(), target)).encode() + sha256.tobytes())
         return digest.hexdigest()
@@ -326,12 +326,12 @@ class Folder(Images):
     # --- parts ---
 
     def readable(self, part: str) -> list[int]:
-        """The places of a part's files in the listing, without broken ones."""
+        """The indices in the listing of a part's files, without broken files."""
         broken = self.cached[part].extra["broken"]
-        return [int(place) for place in self.places[part] if self.listing.paths[place] not in broken]
+        return [int(index) for index in self.places[part] if self.listing.paths[index] not in broken]
 
     def paths(self, part: str) -> list[str]:
-        return [self.listing.paths[place] for place in self.readable(part)]
+        return [self.listing.paths[index] for index in self.readable(part)]
 
     def open_part(self, part: str) -> Arrays | Files | None:
         if part not in self.places:
@@ -351,12 +351,12 @@ class Folder(Images):
         return Files(self.listing.base, self.paths(part), target_N, **decoding)
 
     def whole(self, part: str, least: int) -> Any:
-        """Crops of what decode=cache has in the cache come from there: they are faster, and not as sharp."""
+        """None with decode=cache: random crops then come from the cached squares, which is faster but less sharp."""
         return None if self.asked == "cache" else decoded_as(self.files(part), least=least)
 
     @property
     def evaluated(self) -> Images:
-        made = super().evaluated
-        if made is not self and "val" not in self.places:  # a part of the training samples is validated
-            made.train = decoded_as(self.files("train"), frame=self.eval_frame)
-        return made
+        dataset = super().evaluated
+        if dataset is not self and "val" not in self.places:  # validation uses a part of the training samples
+            dataset.train = decoded_as(self.files("train"), frame=self.eval_frame)
+        return dataset

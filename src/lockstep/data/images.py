@@ -1,4 +1,4 @@
-"""Image files to bytes, with Pillow, and data sets of images: bytes until they are on the device, then normalised in batches. Free of torch."""
+"""Decodes image files with Pillow; data sets of images, normalised in batches on the device. Does not import torch."""
 
 import contextlib
 import copy
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
 
 
 def decoded(file: Any, *, channels: int, frame: Frame, least: int | None = None) -> Any:
-    """image_CHW of a file, by its path or opened, in its frame; with `least`, the whole as a PIL image: see `pixels.upright`."""
+    """image_CHW in the frame, of a path or an open file. `least`: the uncropped PIL image, see `pixels.upright`."""
     from PIL import Image
 
     source = io.BytesIO(read_bytes(file, follows=True)) if isinstance(file, Path) else file
     with warnings.catch_warnings(), Image.open(source) as image:
-        warnings.simplefilter("ignore")  # about odd EXIF data and palettes
+        warnings.simplefilter("ignore")  # about invalid EXIF data and palettes
         if least is not None:
             return upright(image, channels=channels, least=least)
         return to_array(image, channels=channels, frame=frame)
 
 
 def decoded_all(files: Sequence[Any], **pixels: Any) -> Any:
-    """image_BCHW of files, by their paths or opened; with `least`, a list of images."""
+    """image_BCHW of paths or open files; with `least`, a list of PIL images."""
     images = [decoded(file, **pixels) for file in files]
     return images if "least" in pixels else np.stack(images)
 
 
 def decoded_as(samples: Any, **pixels: Any) -> Any:
-    """The samples with other arguments of `decoded`; themselves, if they are not decoded as they are read."""
+    """A copy of the samples with other arguments for `decoded`; the same object if they are not decoded on access."""
     if not getattr(samples, "decoding", None):
         return samples
     samples = copy.copy(samples)
@@ -71,10 +71,10 @@ def decoded_as(samples: Any, **pixels: Any) -> Any:
 
 
 class Files:
-    """Image files and their targets, decoded on access, by workers."""
+    """Image files and their targets, decoded by workers on access."""
 
     def __init__(self, base: Path, names: Iterable[str], target_N: NDArray[Any], **pixels: Any) -> None:
-        # One array of bytes, because reference counts make workers copy a list of strings page by page.
+        # One array of bytes: with a list of strings, reference counts would make workers copy its memory page by page.
         self.base, self.name_N = base, np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
         self.target_N, self.decoding = target_N, pixels
 
@@ -92,13 +92,13 @@ class Files:
 
 
 class Packed(Files):
-    """The same in one array of the bytes of all files. `end_N`: where each ends."""
+    """Files in one array with the bytes of all files. `end_N`: the offset at which each file ends."""
 
     def __init__(
         self, content: NDArray[np.uint8], end_N: NDArray[np.int64], target_N: NDArray[Any], **pixels: Any
     ) -> None:
         super().__init__(Path(), (), target_N, **pixels)
-        self.packed, self.end_N = Arrays(content=content), end_N  # which are not copied to workers
+        self.packed, self.end_N = Arrays(content=content), end_N  # not copied to workers
 
     def file(self, index: int) -> Any:
         start = self.end_N[index - 1] if index else 0
@@ -107,14 +107,14 @@ class Packed(Files):
 
 # --- All files of a part ---
 
-AHEAD = 4  # files that are read ahead, per thread
-QUALITY = 95  # of JPEGs that are stored
-Keep = Callable[["Image", bytes], bytes]  # of a file's image and content: what is stored
+AHEAD = 4  # files to read ahead, per thread
+QUALITY = 95  # of stored JPEGs
+Keep = Callable[["Image", bytes], bytes]  # maps a file's image and content to the bytes to store
 
 
 @dataclass(frozen=True)
 class FileRead:
-    """A file: why it cannot be read, if so; its largest pixel if it has 16 bits, otherwise 0; what is stored of it."""
+    """A file: why it cannot be read, if so; its largest pixel if it has 16 bits, else 0; and the bytes to store."""
 
     sha256: bytes
     problem: str | None
@@ -123,9 +123,9 @@ class FileRead:
 
 
 def only_check(image: "Image", _content: bytes) -> bytes:
-    """Nothing."""
+    """Checks that the image can be decoded. Stores nothing."""
     check_depth(image)
-    image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
+    image.draft("L", (1, 1))  # decodes a JPEG at 1/8 of its size, in 1/4 of the time
     image.load()
     return b""
 
@@ -135,12 +135,12 @@ def unchanged(_image: "Image", content: bytes) -> bytes:
 
 
 def square(image: "Image", _content: bytes, **pixels: Any) -> bytes:
-    """The pixels, CHW."""
+    """The pixels of the square, as CHW."""
     return to_array(image, **pixels).tobytes()
 
 
 def smaller(image: "Image", content: bytes, *, side: int, channels: int) -> bytes:
-    """A JPEG with `side` pixels on its shorter side, or the file itself if it has no more."""
+    """A JPEG whose shorter side has `side` pixels; the original file if it is not larger."""
     from PIL import Image
 
     if min(image.size) <= side:
@@ -154,33 +154,33 @@ def smaller(image: "Image", content: bytes, *, side: int, channels: int) -> byte
 
 
 def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = only_check) -> Iterator[FileRead]:
-    """Reads the files, in their order, and what is to `keep` of each.
+    """Reads the files in order. `keep` returns the bytes to store of each.
 
-    Uses threads, because Pillow decodes and resizes without the GIL. Shows a progress bar on standard error.
+    Uses threads, because Pillow releases the GIL to decode and resize. Shows a progress bar on standard error.
     """
     from PIL import Image
     from rich.console import Console
     from rich.progress import track
 
-    def read(place: int) -> FileRead:
+    def read(index: int) -> FileRead:
         digest = bytes(32)
         try:
-            content = read_bytes(base / paths[place], follows=True)
+            content = read_bytes(base / paths[index], follows=True)
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
                 stored = keep(image, content)
                 brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
-        except Exception as e:  # Pillow raises nearly anything for a broken file
+        except Exception as e:  # Pillow raises almost any exception for a broken file
             return FileRead(digest, reason(e))
         return FileRead(digest, None, brightest, stored)
 
     def in_order() -> Iterator[FileRead]:
-        waiting = deque[Future[FileRead]]()
-        for place in range(len(paths)):
-            waiting.append(pool.submit(read, place))
-            if len(waiting) > AHEAD * cores():
-                yield waiting.popleft().result()
-        yield from (each.result() for each in waiting)
+        futures = deque[Future[FileRead]]()
+        for index in range(len(paths)):
+            futures.append(pool.submit(read, index))
+            if len(futures) > AHEAD * cores():
+                yield futures.popleft().result()
+        yield from (future.result() for future in futures)
 
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:
         warnings.simplefilter("ignore")
@@ -192,39 +192,39 @@ TRIED_S = 0.5
 
 
 def tried(files: Iterable[Path], keep: Keep, **pixels: Any) -> tuple[float, float]:
-    """Of the first files, as they are kept: how many a core decodes per second, and their mean size in bytes."""
+    """Measures the first files, as `keep` returns them: images decoded per core per second, mean size in bytes."""
     from PIL import Image
 
-    began_s, taken_s, sizes = time.perf_counter(), 0.0, [0]
+    began_s, decode_s, sizes = time.perf_counter(), 0.0, [0]
     for file in files:
-        with contextlib.suppress(Exception):  # reading all tells of broken ones
+        with contextlib.suppress(Exception):  # broken files are reported when all files are read
             content = read_bytes(file, follows=True)
             with Image.open(io.BytesIO(content)) as image:
-                kept = keep(image, content)
-            before_s = time.perf_counter()
-            decoded(io.BytesIO(kept), **pixels)
-            taken_s += time.perf_counter() - before_s
-            sizes.append(len(kept))
+                stored = keep(image, content)
+            decode_began_s = time.perf_counter()
+            decoded(io.BytesIO(stored), **pixels)
+            decode_s += time.perf_counter() - decode_began_s
+            sizes.append(len(stored))
         if time.perf_counter() - began_s > TRIED_S:
             break
     count = max(1, len(sizes) - 1)
-    return count / max(taken_s, 1e-9), sum(sizes) / count
+    return count / max(decode_s, 1e-9), sum(sizes) / count
 
 
-# --- Data sets of images: bytes until they are on the device, then resized and normalised in batches ---
+# --- Data sets of images: bytes are copied to the device, then resized and normalised in batches ---
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three channels
-NEEDED = ("image_size", "channels", "mean", "std")  # in `about`, to read files without the training data
-FRAMING = ("resize", "crop_pct", "interpolation")  # as well, but of checkpoints of older versions
-USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # of pixels from 0 to 1: beyond, float32 ends in infinities and NaN
+GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # means over ImageNet's three channels
+NEEDED = ("image_size", "channels", "mean", "std")  # keys of `about` to read files without training data
+FRAMING = ("resize", "crop_pct", "interpolation")  # further keys; older checkpoints lack them
+USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # for pixels from 0 to 1; beyond, float32 yields infinities and NaN
 
 
 class Images(DataSet):
-    """Images as `input`: uint8, BCHW, of any size. `channels`, of classes that decode images: 3 for RGB, 1 for grey.
+    """Images as `input`: uint8, BCHW, of any size. `channels`, for classes that decode images: 3 for RGB, 1 for grey.
 
-    `mean` and `std` are one number per channel; other arguments are those of `pixels.Frame`. `build` replaces `model` by the values the
-    network was pretrained with, or by those of this class.
+    `mean` and `std` have one number per channel. `resize`, `crop_pct` and `interpolation` are those of `pixels.Frame`.
+    `build` replaces `model` by the values that the network was pretrained with, or else by those of this class.
     """
 
     unit = "images"
@@ -238,17 +238,17 @@ class Images(DataSet):
         std: str | Sequence[float] = "model", channels_last: bool = True, resize: str = "squash", crop_pct: str | float = 1.0,
         interpolation: str = "bilinear", eval_size: int | None = None
     ) -> None:  # fmt: skip
-        given = {"mean": mean, "std": std, "resize": resize, "crop_pct": crop_pct, "interpolation": interpolation}
-        own = self.defaults({"channels": channels})
-        values: dict[str, Any] = {key: own[key] if value == "model" else value for key, value in given.items()}
+        settings = {"mean": mean, "std": std, "resize": resize, "crop_pct": crop_pct, "interpolation": interpolation}
+        defaults = self.defaults({"channels": channels})
+        values: dict[str, Any] = {key: defaults[key] if value == "model" else value for key, value in settings.items()}
         self.pixel_mean, self.pixel_std = list(values.pop("mean")), list(values.pop("std"))
         self.frame, self.channels_last = Frame(image_size, **values), channels_last
         self.eval_frame = replace(self.frame, size=eval_size or image_size)
 
     @classmethod
     def defaults(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """What `model` stands for in a `data` node if the network was not pretrained."""
-        grey = data.get("channels") == 1 and cls.mean is IMAGENET_MEAN  # of a class that names no other mean
+        """The values that replace `model` in a `data` node if the network is not pretrained."""
+        grey = data.get("channels") == 1 and cls.mean is IMAGENET_MEAN  # the class does not set its own mean
         mean, std = (GREY_MEAN, GREY_STD) if grey else (cls.mean, cls.std)
         return {"mean": list(mean), "std": list(std), "resize": "crop", "crop_pct": 1.0, "interpolation": "bilinear"}
 
@@ -257,14 +257,14 @@ class Images(DataSet):
         channels = len(cls.defaults(data)["mean"])
         if data.get("channels") not in (None, channels):
             yield f"data.channels={data['channels']} has no effect: these images have {channels}. Remove it."
-        for key, (least, most) in USABLE.items():
+        for key, (low, high) in USABLE.items():
             value = data.get(key)
             if not isinstance(value, list):
                 continue
             if len(value) != channels:
                 yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Set one number per channel."
-            if not all(least <= number <= most for number in value):
-                yield f"data.{key}={value} must be from {least:g} to {most:g}: pixels are from 0 to 1."
+            if not all(low <= number <= high for number in value):
+                yield f"data.{key}={value} must be from {low:g} to {high:g}: pixels are from 0 to 1."
 
     @property
     def channels(self) -> int:
@@ -273,7 +273,7 @@ class Images(DataSet):
     @cached_property
     def about(self) -> dict[str, Any]:
         numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
-        frame = asdict(self.eval_frame)  # that of files
+        frame = asdict(self.eval_frame)  # the frame used to read files
         shape = {"channels": self.channels, "image_size": frame.pop("size")}
         return {**shape, **frame, "classes": list(self.classes), **numbers}
 
@@ -285,31 +285,31 @@ class Images(DataSet):
         return {"in_channels": self.channels, "image_size": self.image_size}
 
     def whole(self, part: str, least: int) -> Any:
-        """None for what is not decoded as it is read, and where masks or boxes belong to the squares."""
+        """None if the samples are not decoded on access, or if masks or boxes belong to the squares."""
         samples = getattr(self, part)
         if (whole := decoded_as(samples, least=least)) is samples:
             return None
-        first = whole[np.array([0])]
-        places, (image, *_) = spatial(first, nested=True).values(), first["input"]
+        batch = whole[np.array([0])]
+        spatial_values, (image, *_) = spatial(batch, nested=True).values(), batch["input"]
         shape = image.size[::-1] if is_pillow(image) else image.shape[-2:]
-        return whole if all(lies_on(value, shape) for value in places) else None
+        return whole if all(lies_on(value, shape) for value in spatial_values) else None
 
     @property
     def evaluated(self) -> "Images":
         if self.frame == self.eval_frame:
             return self
-        made = copy.copy(self)
-        made.frame = self.eval_frame
-        vars(made).pop("preprocessing", None)
-        vars(made).update({part: decoded_as(getattr(self, part), frame=made.frame) for part in PARTS})
-        made.evaluation_sets = {
-            n: decoded_as(each, frame=made.frame) for n, each in (self.evaluation_sets or {}).items()
+        dataset = copy.copy(self)
+        dataset.frame = self.eval_frame
+        vars(dataset).pop("preprocessing", None)
+        vars(dataset).update({part: decoded_as(getattr(self, part), frame=dataset.frame) for part in PARTS})
+        dataset.evaluation_sets = {
+            n: decoded_as(samples, frame=dataset.frame) for n, samples in (self.evaluation_sets or {}).items()
         }
-        return made
+        return dataset
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """How images are decoded: arguments of `decoded`."""
+        """Arguments for `decoded`."""
         return {"channels": self.channels, "frame": self.frame}
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -321,13 +321,13 @@ class Images(DataSet):
             raise UserError(
                 f"input: image files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
             )
-        made = super().for_files(about)
-        made.frame = made.eval_frame = Frame(
+        dataset = super().for_files(about)
+        dataset.frame = dataset.eval_frame = Frame(
             about["image_size"], **{key: about[key] for key in FRAMING if key in about}
         )
-        made.channels_last = True
-        made.pixel_mean, made.pixel_std = about["mean"], about["std"]
-        return made
+        dataset.channels_last = True
+        dataset.pixel_mean, dataset.pixel_std = about["mean"], about["std"]
+        return dataset
 
     def mask_size(self, path: Path) -> tuple[int, int]:
         from PIL import Image

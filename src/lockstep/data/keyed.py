@@ -1,4 +1,4 @@
-"""The random numbers of code that draws them itself, such as a transform: every generator is seeded anew for each sample."""
+"""Reproducible random numbers for code that draws them itself, such as a transform: seeds them for each sample."""
 
 import ctypes
 import pickle
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.sampler import GOLDEN, mix
 
-MEMBERS, SEARCHED = 64, 10_000  # of objects that are searched for generators: of one container, in all
+MEMBERS, SEARCHED = 64, 10_000  # most objects that are searched for generators: in one container, in total
 PLAIN = (str, bytes, int, float, type, ModuleType, np.ndarray, torch.Tensor)
 NUMPY: np.random.RandomState = np.random.rand.__self__  # type: ignore[attr-defined]
 DEFAULTS = (torch.default_generator, NUMPY, random.random.__self__)  # type: ignore[attr-defined]
@@ -24,22 +24,23 @@ KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ran
 
 
 class Generator(NamedTuple):
-    """A source of random numbers. One that `tells` nothing of its state is seeded for every sample."""
+    """A source of random numbers. If `tells` is false, its state cannot be read, so it is seeded for every sample."""
 
     seed: Callable[[int], Any]
     state: Callable[[], Any] = lambda: None
     restore: Callable[[Any], Any] = lambda _: None
     tells: bool = True
-    is_numpy: bool = False  # NumPy's default one
+    is_numpy: bool = False  # NumPy's default generator
 
-    def has_drawn(self, before: Any, memory: bytes) -> bool:
-        """Since its state was `before`, and `memory` that of NumPy's default one."""
-        if self.is_numpy and memory and not before["has_gauss"]:
+    def has_drawn(self, old: Any, memory: bytes) -> bool:
+        """Whether it has drawn since its state was `old`. `memory`: that of NumPy's default generator at that time."""
+        if self.is_numpy and memory and not old["has_gauss"]:
             return memory_of_numpy() != memory
-        now = self.state()
-        if isinstance(now, torch.Tensor):
-            return not torch.equal(now, before)
-        return pickle.dumps(now) != pickle.dumps(before) if isinstance(now, Mapping) else bool(now != before)  # arrays
+        state = self.state()
+        if isinstance(state, torch.Tensor):
+            return not torch.equal(state, old)
+        # a mapping holds arrays, whose comparison is not one bool
+        return pickle.dumps(state) != pickle.dumps(old) if isinstance(state, Mapping) else bool(state != old)
 
 
 def generator_of(value: Any) -> Generator | None:
@@ -53,19 +54,22 @@ def generator_of(value: Any) -> Generator | None:
         return Generator(lambda seed: value.seed(seed % 2**32), state, value.set_state, is_numpy=value is NUMPY)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return Generator(value.seed, value.getstate, value.setstate)
-    if not isinstance(value, PLAIN) and callable(own := getattr(value, "set_random_seed", None)):
-        return Generator(lambda seed: own(seed % 2**32), tells=False)  # albumentations
+    if not isinstance(value, PLAIN) and callable(set_seed := getattr(value, "set_random_seed", None)):
+        return Generator(lambda seed: set_seed(seed % 2**32), tells=False)  # albumentations
     return None
 
 
 def memory_of_numpy() -> bytes:
-    """What moves as NumPy's default generator draws, in 0.4 us: its state takes 33. Without a pending normal number, whatever it draws."""
+    """The memory that changes when NumPy's default generator draws. Reading it takes 0.4 us, reading its state 33 us.
+
+    Every draw changes it, unless a normal number is pending.
+    """
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     return ctypes.string_at(bits.ctypes.state_address, 624 * 4 + 4) if isinstance(bits, np.random.MT19937) else b""
 
 
 def inside(value: Any) -> Iterable[Any]:
-    """What an object holds: its items, attributes, arguments and closure; and the generators of its class and of its module."""
+    """An object's items, attributes, arguments and closure, and the generators of its class and module."""
     items = (
         value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set | deque) else ()
     )
@@ -77,29 +81,29 @@ def inside(value: Any) -> Iterable[Any]:
     yield from (cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != type(cell)())
     module = sys.modules.get(getattr(value if callable(value) else type(value), "__module__", None) or "")
     for names in (*map(vars, type(value).__mro__), getattr(value, "__globals__", {}), vars(module) if module else {}):
-        yield from [each for each in names.values() if isinstance(each, KINDS)]
+        yield from [member for member in names.values() if isinstance(member, KINDS)]
 
 
 def held(*values: Any) -> list[Generator]:
-    """The generators among objects and within what they hold."""
-    found, seen, left = [], dict[int, Any](), [*values]
-    while left and len(seen) < SEARCHED:
-        value = left.pop(0)
+    """All generators among these objects and, recursively, their contents."""
+    generators, seen, queue = [], dict[int, Any](), [*values]
+    while queue and len(seen) < SEARCHED:
+        value = queue.pop(0)
         if id(value) in seen or value is None or isinstance(value, PLAIN):
             continue
         seen[id(value)] = value
         if generator := generator_of(value):
-            found.append(generator)
+            generators.append(generator)
         if not isinstance(value, KINDS):
-            left += inside(value)
-    return found
+            queue += inside(value)
+    return generators
 
 
 class Generators:
-    """Torch's, NumPy's and Python's default generators, and those that `holder` holds.
+    """The default generators of torch, NumPy and Python, and the generators that `holder` contains.
 
-    A generator is seeded for each sample from the first time on that something is drawn from it: what was read before then is read
-    again. Seeding them all would take 12 us for each sample.
+    A generator is seeded for each sample once something has drawn from it; the batch in which this happens is reread.
+    Seeding all generators would take 12 us per sample.
     """
 
     def __init__(self, holder: Any) -> None:
@@ -107,46 +111,51 @@ class Generators:
 
     @cached_property
     def all(self) -> list[Generator]:
-        """Found in the process that reads."""
-        found = held(*DEFAULTS, self.holder)
-        self.used = {place for place, each in enumerate(found) if not each.tells}
-        return found
+        """Searched lazily, in the process that reads."""
+        generators = held(*DEFAULTS, self.holder)
+        self.used = {index for index, generator in enumerate(generators) if not generator.tells}
+        return generators
 
     def __getstate__(self) -> dict[str, Any]:
         return {"holder": self.holder, "used": set()}
 
     def each(self, count: int, states: Callable[[], NDArray[np.uint64]], make: Callable[[int], Any]) -> list[Any]:
-        """What `make` returns for each of `count` places, by random numbers that follow from `states`, one for each. The process's own are
-        as before."""
-        before, memory = [generator.state() for generator in self.all], memory_of_numpy()
+        """Calls `make` for each index below `count`, with random numbers derived from its entry of `states`.
+
+        Restores the generators of the process afterwards.
+        """
+        previous_states, memory = [generator.state() for generator in self.all], memory_of_numpy()
         try:
             while True:
-                result = self.seeded(states(), make) if self.used else [make(place) for place in range(count)]
-                rest = {*range(len(self.all))} - self.used
-                drawn = {place for place in rest if self.all[place].has_drawn(before[place], memory)}
+                result = self.seeded(states(), make) if self.used else [make(index) for index in range(count)]
+                unused = {*range(len(self.all))} - self.used
+                drawn = {index for index in unused if self.all[index].has_drawn(previous_states[index], memory)}
                 if not drawn:
                     return result
                 self.used |= drawn
         except BaseException:
-            self.used = {*range(len(self.all))}  # whichever moved
+            self.used = {*range(len(self.all))}  # any of them may have drawn
             raise
         finally:
-            for place in self.used:
-                self.all[place].restore(before[place])
+            for index in self.used:
+                self.all[index].restore(previous_states[index])
 
     def seeded(self, state_B: NDArray[np.uint64], make: Callable[[int], Any]) -> list[Any]:
         used, result = sorted(self.used), []
         seeds = mix(state_B[:, None] + np.array(used, np.uint64) * GOLDEN).tolist()
-        for place, of_sample in enumerate(seeds):
-            for number, seed in zip(used, of_sample, strict=True):
-                self.all[number].seed(seed)
-            result.append(make(place))
+        for index, sample_seeds in enumerate(seeds):
+            for generator_index, seed in zip(used, sample_seeds, strict=True):
+                self.all[generator_index].seed(seed)
+            result.append(make(index))
         return result
 
 
 class Apart:
-    """A random state of its own for code that draws from time to time, such as a sampler: of the default generators and of those that
-    `holder` holds. Entered, it continues where it was left; the process's own state is as before afterwards."""
+    """A separate random state for code that draws from time to time, such as a sampler.
+
+    It covers the default generators and those that `holder` contains. Entering the context continues from the state at
+    the last exit; leaving it restores the process's own state.
+    """
 
     def __init__(self, seed: int, holder: Any = None) -> None:
         self.all, self.inside = held(*DEFAULTS, holder), list[Any]()
@@ -154,8 +163,8 @@ class Apart:
 
     def __enter__(self) -> Self:
         self.outside = [generator.state() for generator in self.all]
-        for place, generator in enumerate(self.all):
-            generator.restore(self.inside[place]) if self.inside else generator.seed(self.seeds[place])
+        for index, generator in enumerate(self.all):
+            generator.restore(self.inside[index]) if self.inside else generator.seed(self.seeds[index])
         return self
 
     def __exit__(self, *_: object) -> None:

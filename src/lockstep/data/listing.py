@@ -1,4 +1,4 @@
-"""Lists image files: of folders, of class folders with parts, of globs and CSVs. Free of torch."""
+"""Lists image files from folders, class folders with parts, globs and CSVs. Does not import torch."""
 
 import csv
 import glob
@@ -19,27 +19,28 @@ from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, did_you_mean, explained, raise_problems
 from lockstep.machine.files import read_bytes
 
-# --- Lists image files: below a folder, of a glob, of a CSV ---
+# --- Lists image files of a folder, a glob or a CSV ---
 
-LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
-SHOWN = 10  # lines or files that a message lists
+LISTS = (".csv", ".tsv", ".txt")  # endings of files that list other files
+SHOWN = 10  # most lines or files in a message
 PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
-NONE, YEAR, ANY = "$^", r"[ _-]?\d{4}$", r"^\d+[ _-]|[ _-]?\d{4}$"  # around a part's name: 01_train, train2017
+NONE, YEAR, ANY = "$^", r"[ _-]?\d{4}$", r"^\d+[ _-]|[ _-]?\d{4}$"  # may surround a part's name: 01_train, train2017
 Row = dict[str, str]  # cells by column
 Check = Callable[[int, Row], str | None]
 
 
 @lru_cache(10_000)
 def part_of(name: str, around: str = ANY) -> str | None:
-    """The part that is meant by the name of a folder, a split or a cell, with such numbers `around` it."""
+    """The part that the name of a folder, split or cell means, without the numbers that match `around`."""
     core = re.sub(rf"^seg[ _-]|[ _-]?(set|data|images?)$|{around}", "", name.strip().lower())  # seg_test, test_set
     return PART_NAMES.get(core)
 
 
 def part_names(names: Iterable[str], where: str) -> dict[str, str]:
-    """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one.
+    """Maps parts to those of `names` that mean them. Raises UserError if two names mean the same part.
 
-    Years count beside no exact name (train, train2017), numbers only if all have them (01_train, 02_test; not the classes 0-train, 1-bus).
+    An exact name takes precedence over a name with a year (train, train2017). Other numbers are ignored only if every
+    name has one: 01_train and 02_test are parts, but 0-train and 1-bus are classes.
     """
     exact = {name: part_of(name, NONE) for name in names}
     around = ANY if all(map(part_of, exact)) else YEAR
@@ -53,29 +54,29 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
 
 
 def reading(root: Path) -> AbstractContextManager[None]:
-    """Raises UserError in place of OSError for what is below data.root."""
+    """Converts an OSError for a file or folder in data.root to a UserError."""
     return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
 
 
-def read_csv(path: Path, needed: Sequence[str], others: str, check: Check) -> list[Row]:
-    """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Blank lines are skipped.
+def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) -> list[Row]:
+    """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Skips blank lines.
 
-    `check` gets the line and the cells of a row, may change them, and returns what is wrong with it.
+    `check` receives the line number and the cells of a row. It may change them, and returns an error message or None.
 
     Raises:
-        UserError: it is no CSV, it lacks a column or rows, or rows are wrong.
+        UserError: the file is not a CSV, has no rows or lacks a column, or rows are invalid.
     """
     line, rows, problems = 0, list[Row](), list[str]()
     try:
         content = read_bytes(path, follows=True)
         text, separators = content.decode("utf-8-sig"), "\t" if path.suffix.lower() == ".tsv" else ",;\t"
-        separator = next((each for each in separators if each in text.partition("\n")[0]), ",")
+        separator = next((candidate for candidate in separators if candidate in text.partition("\n")[0]), ",")
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
         columns = reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
         line = reader.line_num
         if missing := [name for name in needed if columns.count(name) != 1]:
             raise UserError(
-                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns, each once: {','.join(needed)} or {others}."
+                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns, each once: {','.join(needed)} or {alternative}."
             )
         for row in reader:
             line = reader.line_num
@@ -92,8 +93,8 @@ def read_csv(path: Path, needed: Sequence[str], others: str, check: Check) -> li
 
 
 def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
-    """What is wrong with a row. Its path becomes that on this disk: with / for the \\ of Windows, without spaces around it, in either
-    Unicode form.
+    """What is wrong with a row. Corrects its path to an existing one: strips spaces, replaces the \\ of Windows by /,
+    and tries both Unicode forms.
     """
     if None in row or None in row.values():
         return f"it has {'more' if None in row else 'fewer'} cells than the first line. Put a text with a separator into quotes, and write 1.5 with a point."
@@ -101,31 +102,31 @@ def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
         return "a row needs a path. Add it, or remove the line."
     plain = row["path"].strip().replace("\\", "/")
     forms = [row["path"], plain, *(unicodedata.normalize(form, plain) for form in ("NFC", "NFD"))]
-    row["path"] = next((each for each in forms if os.path.lexists(base / each)), plain)
+    row["path"] = next((path for path in forms if os.path.lexists(base / path)), plain)
     return None
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Image files in the order of their rows. `paths` are relative to `base` or absolute."""
+    """Image files in row order. `paths` are absolute or relative to `base`."""
 
     base: Path
     paths: list[str]
-    targets: list[str] = field(default_factory=list)  # class names, or the cells of a CSV; empty without
-    parts: list[str] = field(default_factory=list)  # of a data set; one without parts of its own has `train` only
-    left_out: str = ""  # what else lies there
+    targets: list[str] = field(default_factory=list)  # class names, or the cells of a CSV; may be empty
+    parts: list[str] = field(default_factory=list)  # of a data set; only `train` if it defines no parts
+    left_out: str = ""  # the files and folders that are ignored
 
 
-def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check | None = None) -> Listing:  # fmt: skip
-    """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one file.
+def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check | None = None) -> Listing:  # fmt: skip
+    """The files of a folder (recursively), a glob, a CSV or TSV with a column `path`, or a single file.
 
-    `check` is that of `read_csv`.
+    `check` is passed to `read_csv`.
 
     Raises:
-        UserError: there is no such thing, it holds no files with these `endings`, or it cannot be read.
+        UserError: the input does not exist, cannot be read, or has no files with these `endings`.
     """
-    path, left_out = Path(given).expanduser(), ""
-    with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
+    path, left_out = Path(source).expanduser(), ""
+    with explained(f"input={source} cannot be read", "Make it readable, or pass another folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             rows = read_csv(path, ("path",), "path,target", check or (lambda *_: None))
             targets = [row["target"] for row in rows if "target" in row]
@@ -133,65 +134,65 @@ def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "ima
         if path.is_file():
             return Listing(Path(), [str(path)])
         if path.is_dir():
-            named = f"{unit} (files that end in {', '.join(endings)})" if all(endings) else "files"
-            found = Walk([str(path)], endings)
-            names, left_out, empty = list(found), str(found), f"holds no {named}"
-        elif any(letter in given for letter in "*?["):
-            matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob refuses absolute ones
+            file_kind = f"{unit} (files that end in {', '.join(endings)})" if all(endings) else "files"
+            walk = Walk([str(path)], endings)
+            names, left_out, empty = list(walk), str(walk), f"holds no {file_kind}"
+        elif any(letter in source for letter in "*?["):
+            matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob rejects absolute patterns
             names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
         else:
             raise UserError(
-                f"input={given} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, or a part of the run's own data: {', '.join(PARTS)}."
+                f"input={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, or a part of the run's own data: {', '.join(PARTS)}."
             )
     if not names:
-        raise UserError(f"input={given} {empty}{left_out and f'; it has {left_out}'}. Pass another folder or file.")
+        raise UserError(f"input={source} {empty}{left_out and f'; it has {left_out}'}. Pass another folder or file.")
     return Listing(Path(), names, left_out=left_out)
 
 
-# --- Lists image files with their targets and parts ---
+# --- Lists image files with targets and parts ---
 
 SEPARATORS = re.compile(r"\s*[|;]\s*")  # of labels in a cell
-# Folds, people and dates
+# Names of folds, people and dates
 GROUP = re.compile(r"(fold|batch|split|part|session|subject|patient|group|run)[ _-]?\d+|\d{4}[\d._-]*", re.I)
-MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # as tables write it
+MISSING = {"nan", "NaN", "NaT", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL", "None"}  # a missing value in tables
 
 
 def target_problem(text: str, kind: str) -> str | None:
-    """Why a cell is no target of this kind; None if it is one."""
+    """Why a cell is not a target of this kind; None if it is one."""
     if kind == "class" and not text:
         return "a row needs a target. Add it, or remove the line."
     if kind != "number" and not MISSING.isdisjoint(SEPARATORS.split(text) if kind == "labels" else (text,)):
         return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
     with suppress(ValueError):
-        if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # float32 has no more, and NaN is not
+        if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # the range of float32; false for NaN
             return None
     return f"target={text} is not a number, such as 1.5. Repair the line; for classes, set data.target=class."
 
 
 def folders(root: Path) -> list[str]:
-    """Names of the folders in `root`, without junk."""
+    """The names of the folders in `root`, without junk."""
     return sorted(path.name for path in root.iterdir() if path.is_dir() and not JUNK.match(path.name))
 
 
 def part_tops(root: Path) -> dict[str, Path]:
-    """The folder that holds the classes of each part, train first; `root` if it has no parts. Raises UserError: it has no train."""
+    """The folder with the classes of each part, train first; `root` if it has no parts. UserError without train."""
     by_part = part_names(folders(root), f"data.root={root}")
     if by_part and "train" not in by_part:
         raise UserError(
             f"data.root={root} has {'/, '.join(by_part.values())}/ but no train/. Move the other classes into {root / 'train'}."
         )
     tops = {"train": root} | {part: root / name for part, name in by_part.items()}
-    # archives may repeat the name: seg_train/seg_train/<class>
+    # archives may nest a folder of the same name: seg_train/seg_train/<class>
     inside = {part: top / folders(top)[0] for part, top in tops.items() if len(folders(top)) == 1}
     return tops | {part: top for part, top in inside.items() if part_of(top.name) == part}
 
 
 def class_folders(root: Path) -> Listing:
-    """Lists `root/<class>/...` or `root/train/<class>/...`, with or without `val` and `test` beside `train`.
+    """Lists `root/<class>/...` or `root/train/<class>/...`, optionally with `root/val` and `root/test`.
 
     Raises:
-        UserError: there are no classes, or only one; a class or a part has no images; a part has a class that `train` lacks; or it is not
-            clear which folders are the classes.
+        UserError: there are fewer than two classes; a class or a part has no images; a part has a class that is not in
+            `train`; or it is ambiguous which folders are the classes.
     """
     if not root.is_dir():
         raise UserError(
@@ -200,31 +201,31 @@ def class_folders(root: Path) -> Listing:
     root = root.absolute()
     tops = part_tops(root)
     classes = sorted({*map(spelled, folders(tops["train"]))})
-    found, listing, problems = Walk(map(str, tops.values())), Listing(root, []), list[str]()
-    taken = {top.relative_to(root).parts[0] for top in tops.values() if top != root}
-    found.left_out.update(f"{name}/" for name in folders(root) if taken and name not in taken)
+    walk, listing, problems = Walk(map(str, tops.values())), Listing(root, []), list[str]()
+    used = {top.relative_to(root).parts[0] for top in tops.values() if top != root}
+    walk.left_out.update(f"{name}/" for name in folders(root) if used and name not in used)
     for part, top in tops.items():
-        inside = {name: Counter[str]() for name in folders(top)}  # images by the first folder in each class
-        for place, files in found.files[str(top)].items():
-            name, _, below = place[len(str(top)) + 1 :].partition(os.sep)
+        inside = {name: Counter[str]() for name in folders(top)}  # images by first folder inside the class
+        for folder, files in walk.files[str(top)].items():
+            name, _, subpath = folder[len(str(top)) + 1 :].partition(os.sep)
             if not name:
-                found.left_out += Counter({"images outside of class folders": len(files)})
+                walk.left_out += Counter({"images outside of class folders": len(files)})
                 continue
-            inside[name][below.partition(os.sep)[0]] += len(files)
-            listing.paths.extend([f"{place[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
+            inside[name][subpath.partition(os.sep)[0]] += len(files)
+            listing.paths.extend([f"{folder[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
             listing.targets.extend([spelled(name)] * len(files))
             listing.parts.extend([part] * len(files))
         problems += part_problems(part, top, classes, inside)
         problems += nested_problems(top, inside) if top == root else ()
     raise_problems(problems)
-    return Listing(root, listing.paths, listing.targets, listing.parts, str(found))
+    return Listing(root, listing.paths, listing.targets, listing.parts, str(walk))
 
 
 def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str, Counter[str]]) -> Iterator[str]:
-    """What is wrong with the folders in `top`. Each has the number of images in itself (by "") and in each folder in it."""
+    """Errors of the folders in `top`. `inside`: the number of images directly in each (key "") and in subfolders."""
     if part == "train" and len(classes) < 2:
-        there = f"only the folder {classes[0]}/" if classes else "no folders"
-        yield f"{top} has {there}. It needs a folder of images per class, for two or more classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
+        contents = f"only the folder {classes[0]}/" if classes else "no folders"
+        yield f"{top} has {contents}. It needs a folder of images per class, for two or more classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
     if part != "train" and not any(images.total() for images in inside.values()):
         yield f"{top} has no images in class folders. Sort some into {top}/<class>/, or move the folder out of data.root."
     for name, images in inside.items():
@@ -235,40 +236,40 @@ def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str
 
 
 def nested_problems(top: Path, inside: Mapping[str, Counter[str]]) -> Iterator[str]:
-    """Whether the folders in the folders in `top` may be the classes: each of these holds them, or is called like a fold or a person."""
+    """An error if the classes may be one level deeper: all folders hold the same ones, or are named like folds."""
     count = Counter(name for images in inside.values() for name in +images if name)
     shared = sorted(name for name in count if count[name] > 1)
-    outer, inner = (all(map(GROUP.fullmatch, names)) for names in (inside, shared))
-    divided = (outer or all(map(str.isdigit, inside))) and all(2 * of[""] < of.total() for of in inside.values())
+    outer_group, inner_group = (all(map(GROUP.fullmatch, names)) for names in (inside, shared))
+    nested = (outer_group or all(map(str.isdigit, inside))) and all(2 * n[""] < n.total() for n in inside.values())
     are_alike = all({*+images} == {*shared} for images in inside.values())
-    if len(shared) > 1 and (outer or not inner) and (divided or are_alike):  # cat/batch1 is one of the class cat
+    if len(shared) > 1 and (outer_group or not inner_group) and (nested or are_alike):  # cat/batch1 belongs to cat
         yield f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
 
 
 def from_csv(path: Path, kind: str = "class") -> Listing:
-    """Lists the files of a CSV with the columns path, target and optionally split; paths are relative to the CSV.
+    """Lists the files of a CSV with the columns path, target and optionally split. Paths are relative to the CSV.
 
     Raises:
-        UserError: there is no such file, or lines are wrong: a path leads out of its folder or has different targets or splits, a target is
-            not of its `kind`, a split has an unknown name.
+        UserError: the CSV does not exist, or lines are invalid: a path leads out of its folder or has different targets
+            or splits, a target is not of its `kind`, or a split has an unknown name.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder>.")
-    base, first = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # by the real file
+    base, first_rows = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # first row of each real file
     parts = list[str]()
 
     def check(line: int, row: Row) -> str | None:
-        given, split = Path(row["path"]), row.get("split", "train").strip()
-        if not (base / given).is_relative_to(base) or ".." in given.parts:
-            return f"path={given} leads out of {path.parent}. Paths are relative to the CSV's folder."
+        file, split = Path(row["path"]), row.get("split", "train").strip()
+        if not (base / file).is_relative_to(base) or ".." in file.parts:
+            return f"path={file} leads out of {path.parent}. Paths are relative to the CSV's folder."
         if (part := part_of(split)) is None:
             return f"split={split} is unknown; use one of {', '.join(PARTS)}."
         target = spelled(row["target"].strip())
-        known = first.setdefault(os.path.realpath(base / given), (line, given.as_posix(), target, part))
-        row |= {"path": known[1], "target": target}
+        original = first_rows.setdefault(os.path.realpath(base / file), (line, file.as_posix(), target, part))
+        row |= {"path": original[1], "target": target}
         parts.append(part)
-        if known[2:] != (target, part):
-            return f"{given} is also in line {known[0]}, with a different target or split. Remove one of them."
+        if original[2:] != (target, part):
+            return f"{file} is also in line {original[0]}, with a different target or split. Remove one of them."
         return target_problem(row["target"], kind)
 
     rows = read_csv(path, ("path", "target"), "path,target,split", check)

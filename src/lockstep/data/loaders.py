@@ -1,4 +1,4 @@
-"""Loads batches in a sampler's order: from arrays in memory, or with the worker processes of torch's DataLoader."""
+"""Loads batches in a sampler's order, from arrays in memory or with the worker processes of torch's DataLoader."""
 
 import hashlib
 import io
@@ -26,20 +26,20 @@ from lockstep.errors import TrainingFailed, UserError, chain
 
 log = logging.getLogger("lockstep")
 
-# --- A batch of samples by their indices ---
+# --- Reads a batch of samples by index ---
 
 
 def as_tensor(value: Any, name: str = "value") -> Any:
-    """Numbers as a tensor; texts, and lists of a tensor or an image per sample, such as boxes, as they are."""
-    apart = isinstance(value, list) and any(isinstance(each, Tensor) or is_pillow(each) for each in value)
-    if apart or isinstance(value, Tensor):
+    """Converts numbers to a tensor. Leaves texts, and lists with a tensor or image per sample (boxes), unchanged."""
+    is_list_of_samples = isinstance(value, list) and any(isinstance(item, Tensor) or is_pillow(item) for item in value)
+    if is_list_of_samples or isinstance(value, Tensor):
         return value
     try:
         array = np.asarray(value)
     except ValueError:
-        if not all(isinstance(each, int | float | np.number | np.ndarray) for each in flat(value)):
+        if not all(isinstance(item, int | float | np.number | np.ndarray) for item in flat(value)):
             return value
-        sizes = [getattr(each, "shape", None) or (len(each) if hasattr(each, "__len__") else 1) for each in value[:4]]
+        sizes = [getattr(item, "shape", None) or (len(item) if hasattr(item, "__len__") else 1) for item in value[:4]]
         raise UserError(
             f"the data set returns `{name}` as numbers of several shapes: the first samples have {', '.join(map(str, sizes))}. Pad them to "
             "one shape, or return a list with a tensor for each sample, which stays a list."
@@ -52,73 +52,74 @@ def is_numeric(array: np.ndarray[Any, Any]) -> bool:
 
 
 class Reader:
-    """Reads batches of a part and changes them by `at_reading`, which draws random numbers.
+    """Reads batches of a part and transforms them with `at_reading`, which draws random numbers.
 
-    So may a torch Dataset: all numbers that it draws are a function of (seed, epoch, sample, copy). `repeats` indices in a row are copies.
+    A torch Dataset may draw them too: its random numbers are a function of (seed, epoch, sample, copy). `repeats`
+    consecutive indices are copies of one sample.
     """
 
     def __init__(
         self, part: Any, *, seed: int, repeats: int = 1, at_reading: Callable[..., Batch] | None = None, apart: bool = False
     ) -> None:  # fmt: skip
         self.samples, self.seed, self.repeats, self.at_reading = samples_of(part), seed, repeats, at_reading
-        self.apart = apart  # `at_reading` changes each sample before the next is read, and makes them equal in shape
+        self.apart = apart  # transforms each sample before reading the next; `at_reading` makes their shapes equal
         self.generators = Generators(getattr(self.samples, "dataset", None))
 
     def __call__(self, indices_B: Indices, epoch: int = 0) -> Batch:
-        """The first sample takes the place of each FILLER."""
+        """Reads a batch. The first sample of the part replaces each FILLER."""
         if not self.apart or len(indices_B) == self.repeats:
             return self.read(indices_B, epoch)
-        places = range(0, len(indices_B), self.repeats)
-        samples = [self.read(indices_B[place : place + self.repeats], epoch) for place in places]
+        starts = range(0, len(indices_B), self.repeats)
+        samples = [self.read(indices_B[start : start + self.repeats], epoch) for start in starts]
         return {name: together([sample[name] for sample in samples]) for name in samples[0]}
 
     def read(self, indices_B: Indices, epoch: int) -> Batch:
-        of_step = {"seed": self.seed, "epoch": epoch, "repeats": self.repeats}
-        named = {name: as_tensor(value, name) for name, value in self[np.maximum(indices_B, 0), epoch].items()}
-        batch = {**named, "index": torch.from_numpy(indices_B), "count": int((indices_B != FILLER).sum())}
-        return self.at_reading(batch, index_B=indices_B, **of_step) if self.at_reading else batch
+        rng_kwargs = {"seed": self.seed, "epoch": epoch, "repeats": self.repeats}
+        values = {name: as_tensor(value, name) for name, value in self[np.maximum(indices_B, 0), epoch].items()}
+        batch = {**values, "index": torch.from_numpy(indices_B), "count": int((indices_B != FILLER).sum())}
+        return self.at_reading(batch, index_B=indices_B, **rng_kwargs) if self.at_reading else batch
 
-    def __getitem__(self, place: tuple[Indices, int]) -> Mapping[str, Any]:
-        """Samples without `at_reading`. Copies of a sample are read once, unless its data set draws."""
-        (indices_B, epoch), repeats, items = place, self.repeats, self.samples
+    def __getitem__(self, key: tuple[Indices, int]) -> Mapping[str, Any]:
+        """Reads samples, without `at_reading`. Copies of a sample are read once, unless the data set draws numbers."""
+        (indices_B, epoch), repeats, items = key, self.repeats, self.samples
         if not isinstance(items, Items):
             return items[indices_B] if repeats == 1 else repeated(items[indices_B[::repeats]], repeats)  # type: ignore[no-any-return]
 
         def read(index_N: Indices, copies: int) -> list[Any]:
             states = partial(sample_states, "data", index_N, seed=self.seed, epoch=epoch, repeats=copies)
-            return self.generators.each(len(index_N), states, lambda place: items.one(index_N[place]))
+            return self.generators.each(len(index_N), states, lambda i: items.one(index_N[i]))
 
-        samples = read(indices_B[::repeats], 1)
+        rows = read(indices_B[::repeats], 1)
         draws = repeats > 1 and self.generators.used
-        return items.together(read(indices_B, repeats) if draws else [each for each in samples for _ in range(repeats)])
+        return items.together(read(indices_B, repeats) if draws else [row for row in rows for _ in range(repeats)])
 
 
 def together(values: list[Any]) -> Any:
-    """What parts of a batch hold, as what the batch holds."""
-    first = values[0]
-    if isinstance(first, Mapping):
-        return {name: together([value[name] for value in values]) for name in first}
-    if isinstance(first, Tensor):
+    """Concatenates the values of several parts of a batch."""
+    example = values[0]
+    if isinstance(example, Mapping):
+        return {name: together([value[name] for value in values]) for name in example}
+    if isinstance(example, Tensor):
         return torch.cat(values)
-    return np.concatenate(values) if isinstance(first, np.ndarray) else sum(values[1:], first)
+    return np.concatenate(values) if isinstance(example, np.ndarray) else sum(values[1:], example)
 
 
 def repeated(value: Any, times: int) -> Any:
-    """The values of each sample `times` times in a row."""
+    """Repeats the values of each sample `times` times in a row."""
     if isinstance(value, Mapping):
-        return {name: repeated(each, times) for name, each in value.items()}
+        return {name: repeated(item, times) for name, item in value.items()}
     if isinstance(value, list):
-        return [each for each in value for _ in range(times)]
+        return [item for item in value for _ in range(times)]
     return value.repeat_interleave(times, 0) if isinstance(value, Tensor) else np.repeat(value, times, 0)
 
 
 # --- Batches of arrays in memory ---
 
-AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9% of its time, against 2.0% with one batch
+AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9% of the time, compared to 2.0% with one batch
 
 
 class InMemory:
-    """Arrays on a device; with None they stay where they are, as a mapped file is shared by all processes."""
+    """Arrays on a device. If it is None, they stay where they are: all processes share a mapped file."""
 
     def __init__(self, arrays: Arrays, device: torch.device | None) -> None:
         self.arrays, self.device = arrays, device
@@ -130,48 +131,48 @@ class InMemory:
                 self.on_device = {n: torch.from_numpy(np.asarray(a)).to(device) for n, a in arrays.arrays.items()}
 
     def gather(self, indices_N: Indices) -> dict[str, Tensor]:
-        """The samples at `indices_N`; some sample takes the place of a filler."""
-        if self.device is None:  # NumPy takes 0.06 ms a batch between BasicNet's steps, torch 0.20
+        """The samples at `indices_N`; an arbitrary sample replaces a filler."""
+        if self.device is None:  # NumPy takes 0.06 ms per batch between BasicNet's steps, torch 0.20 ms
             return {name: torch.from_numpy(a) for name, a in self.arrays[indices_N].items()}
-        places_N = torch.from_numpy(indices_N).to(self.device, non_blocking=True).clamp(min=0)
-        return {name: a.index_select(0, places_N) for name, a in self.on_device.items()}
+        device_indices_N = torch.from_numpy(indices_N).to(self.device, non_blocking=True).clamp(min=0)
+        return {name: a.index_select(0, device_indices_N) for name, a in self.on_device.items()}
 
     def batches(self, sampler: Sampler, *, pin: bool = False) -> Iterator[Batch]:
-        """Takes several batches at a time: an operation's fixed cost exceeds that of copying. `pin`: to copy to a GPU while it computes."""
+        """Gathers several batches at once: fixed costs exceed copying. `pin`: for asynchronous copies to a GPU."""
         indices = iter(sampler)
         for first_B in indices:
-            several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.sample_bytes))]
-            values = self.gather(np.concatenate(several))
-            parts = zip(*(tensor.split([*map(len, several)]) for tensor in values.values()), strict=True)
-            for part, indices_B in zip(parts, several, strict=True):
-                # The indices stay on the host, where augmentation draws its numbers.
+            chunk = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.sample_bytes))]
+            values = self.gather(np.concatenate(chunk))
+            parts = zip(*(tensor.split([*map(len, chunk)]) for tensor in values.values()), strict=True)
+            for part, indices_B in zip(parts, chunk, strict=True):
+                # The indices stay on the host, where augmentation draws random numbers.
                 batch: Batch = {**dict(zip(values, part, strict=True)), "index": torch.from_numpy(indices_B)}
                 if pin:
                     batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
                 yield {**batch, "count": int((indices_B != FILLER).sum())}
 
 
-# --- Batches that worker processes load ---
+# --- Batches from worker processes ---
 
 SHM = Path("/dev/shm")
-SHARED = 2**22  # less room is left to semaphores, without which no worker starts
+SHARED = 2**22  # with less free space, batches are pickled: workers need semaphores there to start
 
 
 def lost(error: BaseException) -> str | None:
-    """What to do about a worker that ended, if that is what the error says. torch reports it from the main process."""
-    messages = [str(each) for each in chain(error) if isinstance(each, RuntimeError)]
-    if not (of_worker := [message for message in messages if message.startswith("DataLoader worker (pid")]):
+    """Advice if the error reports a worker that died; None otherwise. torch reports it from the main process."""
+    messages = [str(exception) for exception in chain(error) if isinstance(exception, RuntimeError)]
+    if not (reports := [message for message in messages if message.startswith("DataLoader worker (pid")]):
         return None
-    # the first error names the signal
-    memory = " Memory probably ran out." if "signal: Killed" in of_worker[-1] else ""
+    # the first error in the chain names the signal
+    memory = " Memory probably ran out." if "signal: Killed" in reports[-1] else ""
     return (
-        f"{of_worker[-1].rstrip('. ')}.{memory} Try fewer loader.num_workers, or loader.num_workers=0 to load data in the main process. A "
+        f"{reports[-1].rstrip('. ')}.{memory} Try fewer loader.num_workers, or loader.num_workers=0 to load data in the main process. A "
         "training run continues from its last checkpoint with resume=auto."
     )
 
 
 class Places:
-    """The batches of a sampler, each with its epoch, which workers are not told otherwise."""
+    """The batches of a sampler, each with its epoch: workers have no other way to get it."""
 
     def __init__(self, sampler: Iterable[Indices]) -> None:
         self.sampler = sampler
@@ -182,9 +183,9 @@ class Places:
 
 
 class Packs:
-    """Passes batches from a worker with their tensors in shared memory; or pickled, for which a pipe has room, if /dev/shm has none.
+    """Passes batches from a worker with tensors in shared memory, or pickled through a pipe if /dev/shm is full.
 
-    torch would share them in a thread of the worker, lose the batch when that fails, and wait for it for ever.
+    torch would share them in a thread of the worker. If that fails, it loses the batch and waits for it forever.
     """
 
     def __init__(self) -> None:
@@ -200,12 +201,12 @@ class Packs:
                         value.share_memory_()
                 return batch
             except RuntimeError:
-                self.shares = False  # each failure leaves a name in /dev/shm
+                self.shares = False  # do not retry: each failure leaves a name in /dev/shm
         return pickle.dumps(batch)
 
 
 class Indexed(Packs, Dataset[Any]):
-    """A torch Dataset of batches, by the arguments of what reads them."""
+    """A torch Dataset of batches, indexed by the arguments of `read`."""
 
     def __init__(self, read: Callable[..., Any]) -> None:
         super().__init__()
@@ -224,12 +225,12 @@ def as_it_is(batch: Any) -> Any:
 
 
 class FromWorkers:
-    """Batches that workers read or decode while the device computes; without workers, this process does."""
+    """Batches that workers read or decode while the device computes. Without workers, this process reads them."""
 
     warned = False
 
     def __init__(self, data: Dataset[Any], **options: Any) -> None:
-        self.loader = DataLoader(data, batch_size=None, collate_fn=as_it_is, **options)  # `data` gives whole batches
+        self.loader = DataLoader(data, batch_size=None, collate_fn=as_it_is, **options)  # `data` returns whole batches
 
     def batches(self) -> Iterator[Any]:
         try:
@@ -250,11 +251,11 @@ class FromWorkers:
             yield pickle.loads(batch) if isinstance(batch, bytes) else batch
 
 
-# --- What processes compare ---
+# --- Digests that processes compare ---
 
 
 class Content(pickle.Pickler):
-    """Without what differs between equal objects: which of their parts are one object, and where tensors are stored."""
+    """Pickles equal objects to equal bytes: ignores which parts are the same object, and where tensors are stored."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -265,35 +266,35 @@ class Content(pickle.Pickler):
         return NotImplemented
 
 
-def digest_of(value: Any, before: str = "") -> str:
-    """Of what was digested before, and a value: the same in processes that have the same ones. Raises what pickle raises."""
+def digest_of(value: Any, previous: str = "") -> str:
+    """Digest of a value and the digest before it. Equal in processes with equal values. Raises what pickle raises."""
     stored = io.BytesIO()
     pickler = Content(stored, protocol=5)
-    pickler.fast = True  # does not note which objects it has seen
+    pickler.fast = True  # no memo of the objects it has pickled
     pickler.dump(value)
-    return hashlib.blake2b(before.encode() + stored.getbuffer(), digest_size=16).hexdigest()
+    return hashlib.blake2b(previous.encode() + stored.getbuffer(), digest_size=16).hexdigest()
 
 
-# --- Micro-batches of any dataset, by any collate function: data/standard.py ---
+# --- Micro-batches of any dataset with any collate function, for data/standard.py ---
 
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of a micro-batch. No tuple: where batches are pinned, torch rebuilds tuples, with lists in place of ranges."""
+    """Metadata of a micro-batch. Not a tuple: torch rebuilds tuples when it pins a batch, with lists for ranges."""
 
-    weight: float  # of its loss, so the average over micro-batches and processes is that over the global batch
-    digest: str  # of what the process has read so far, to be compared with those of the others; empty if there are none
-    samples: float | None  # of all processes in this micro-batch, on average over the step's
-    places: range | None = None  # of its samples in the epoch
-    keys: list[Any] | None = None  # of an evaluation: what its dataset was asked for, or what a stream gave
+    weight: float  # of the loss, so that its mean over micro-batches and processes is the mean over the global batch
+    digest: str  # of what this process has read so far, to compare with the other processes; empty if there are none
+    samples: float | None  # in this micro-batch of all processes, averaged over the step
+    places: range | None = None  # positions of its samples in the epoch
+    keys: list[Any] | None = None  # in an evaluation: the keys passed to its dataset, or the samples of a stream
 
 
 class Share(NamedTuple):
-    """A micro-batch: what the dataset is asked for, and what its random numbers follow from."""
+    """A micro-batch: the keys passed to the dataset, and what its random numbers are derived from."""
 
     keys: list[Any]
-    place: int  # of its first sample in the epoch
-    number: int  # among the micro-batches of all processes in the epoch
+    place: int  # position of its first sample in the epoch
+    number: int  # index among the micro-batches of all processes in the epoch
     seed: int
     epoch: int
     told: Told
@@ -302,8 +303,8 @@ class Share(NamedTuple):
 class MicroBatches:
     """Collated samples of a user's dataset.
 
-    Random numbers of a sample are a function of (seed, epoch, place of the sample in the epoch), because a sampler may give a sample
-    twice. Those of a collate function follow from (seed, epoch, micro-batch).
+    A sample's random numbers are a function of (seed, epoch, position in the epoch), as a sampler may return it twice.
+    Those of a collate function are a function of (seed, epoch, micro-batch).
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -316,24 +317,24 @@ class MicroBatches:
     def collated(self, samples: list[Any], share: Share) -> Any:
         if self.collate is default_collate:
             return default_collate(samples)
-        kept = [samples]  # one that has changed its samples cannot have them again
+        fresh = [samples]  # read them again for a second call: the first may have modified them
         states = partial(sample_states, "collate", np.array([share.number]), seed=share.seed, epoch=share.epoch)
-        return self.of_collate.each(1, states, lambda _: self.collate(kept.pop() if kept else self.samples(share)))[0]
+        return self.of_collate.each(1, states, lambda _: self.collate(fresh.pop() if fresh else self.samples(share)))[0]
 
     def samples(self, share: Share) -> list[Any]:
-        """One by one if they draw random numbers."""
-        keys, data, of_epoch = share.keys, self.dataset, {"seed": share.seed, "epoch": share.epoch}
-        states = partial(sample_states, "data", share.place + np.arange(len(keys)), **of_epoch)
-        several = getattr(data, "__getitems__", None)
-        if several and not self.of_samples.used:
-            (found,) = self.of_samples.each(1, lambda: states()[:1], lambda _: several(keys))
+        """Reads samples, one by one if they draw random numbers."""
+        keys, data, rng_kwargs = share.keys, self.dataset, {"seed": share.seed, "epoch": share.epoch}
+        states = partial(sample_states, "data", share.place + np.arange(len(keys)), **rng_kwargs)
+        get_many = getattr(data, "__getitems__", None)
+        if get_many and not self.of_samples.used:
+            (batch,) = self.of_samples.each(1, lambda: states()[:1], lambda _: get_many(keys))
             if not self.of_samples.used:
-                return found  # type: ignore[no-any-return]
-        return self.of_samples.each(len(keys), states, lambda i: several([keys[i]])[0] if several else data[keys[i]])
+                return batch  # type: ignore[no-any-return]
+        return self.of_samples.each(len(keys), states, lambda i: get_many([keys[i]])[0] if get_many else data[keys[i]])
 
 
 class OfStream(MicroBatches):
-    """Collated samples that a stream gave, which cannot be read again: a collate function is seeded from the first time on."""
+    """Collated samples of a stream. They cannot be reread, so the collate function is seeded from the first call on."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         super().__init__(None, collate)
@@ -344,38 +345,38 @@ class OfStream(MicroBatches):
 
 
 def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Shows the user's own dataset to the user's own function."""
+    """Calls the user's worker_init_fn with the user's dataset in the worker info."""
     info = get_worker_info()
     assert info is not None
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # torch 2.11 forbids an assignment
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # torch 2.11 forbids `=`
     if init is not None:
         init(worker)
 
 
-# --- The loader that the Trainer gets ---
+# --- The loader that the Trainer receives ---
 
 
 def timed(batches: Iterator[Any], waited: Callable[[float], None]) -> Iterator[Any]:
-    """The batches; `waited` gets the seconds that each one takes."""
-    ended = object()
+    """Yields the batches; calls `waited` with the seconds that each one took."""
+    end = object()
     while True:
         began_s = time.perf_counter()
-        batch = next(batches, ended)
+        batch = next(batches, end)
         waited(time.perf_counter() - began_s)
-        if batch is ended:
+        if batch is end:
             return
         yield batch
 
 
 class ResumableLoader:
-    """Batches that are made when the first one is requested.
+    """Starts loading only when the first batch is requested.
 
-    Lightning creates the iterator before it restores a checkpoint and sets the epoch, when workers would fetch batches of
-    epoch 0. The position comes from the Trainer, which saves it in checkpoints, so the loader has no state. It is no
-    DataLoader, which Lightning would replace for predictions by one with a sampler of its own.
+    Lightning creates the iterator before it restores a checkpoint and sets the epoch; workers would then fetch batches
+    of epoch 0. The Trainer saves the position in checkpoints, so the loader has no state. It is not a DataLoader: for
+    predictions, Lightning would replace its sampler.
     """
 
-    batch_sampler = None  # Lightning 2.6 expects it of everything with a sampler
+    batch_sampler = None  # Lightning 2.6 expects it on any object with a sampler
 
     def __init__(self, batches: Callable[[], Iterator[Batch]], sampler: Sampler) -> None:
         self.batches, self.sampler = batches, sampler
@@ -390,4 +391,4 @@ class ResumableLoader:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load. Having both methods tells Lightning that resuming within an epoch is supported."""
+        """Nothing to load. Both methods must exist for Lightning to resume within an epoch."""

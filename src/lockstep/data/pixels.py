@@ -1,6 +1,6 @@
-"""Images to a network's input: the files in a folder, files to bytes of one size with Pillow, bytes to normalised floats on their device.
+"""From image files to a network's input: lists and decodes files, and normalises batches on the device.
 
-Imports nothing of Lockstep: an exported folder has a copy of this file. Free of torch until a batch comes.
+Imports nothing from Lockstep, because exported folders contain a copy of this file. Imports torch only for batches.
 """
 
 import heapq
@@ -25,63 +25,63 @@ if TYPE_CHECKING:
 
 # --- The files in a folder ---
 
-# Of photographs and drawings, in formats that Pillow reads by itself. Other files are counted as left out.
+# Formats of photographs and drawings that Pillow reads without plugins. Other files are counted in `left_out`.
 ENDINGS = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".tif", ".tiff",
     ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".tga", ".qoi",
 )  # fmt: skip
-# Hidden folders, and those of file servers, archives and systems.
+# Hidden folders, and folders of file servers, archives and operating systems.
 JUNK = re.compile(r"\.|(@eadir|__macosx|[#@]recycle|\$recycle\.bin|#snapshot|lost\+found|system volume information)$", re.I)  # fmt: skip
 MASK = re.compile(r"[ _-]mask([ _-]?\d+)?(?=\.\w+$)", re.I)  # at the end of a file's name
-MASKED = 0.8  # of the images have a mask, or files called so are none
-KINDS = 8  # of what was left out, in a message
+MASKED = 0.8  # files are treated as masks only if at least this fraction of the images has one
+KINDS = 8  # most kinds of ignored files in a message
 
 
 def spelled(name: str) -> str:
-    """A file's name as text: in one Unicode form, whatever system wrote it, and with bytes that are not UTF-8 escaped."""
+    """A file's name as text in one Unicode form, with bytes escaped that are not UTF-8."""
     return unicodedata.normalize("NFC", os.fsencode(name).decode(errors="backslashreplace"))
 
 
 def masks_of(names: list[str]) -> dict[str, str]:
-    """The images of a folder that masks lie beside, by the mask."""
-    there = {*names} if "mask" in "/".join(names).lower() else {}  # nearly no folder has such names
-    return {name: image for name in there if (image := MASK.sub("", name)) != name and image in there}
+    """Maps each mask in a folder to its image."""
+    candidates = {*names} if "mask" in "/".join(names).lower() else {}  # a fast check: few folders have such names
+    return {name: image for name in candidates if (image := MASK.sub("", name)) != name and image in candidates}
 
 
 class Walk:
-    """The files with some `endings` in each of `folders` and all below it, by name, those of a folder before those of the folders in it.
+    """The files with these `endings` in each of `folders`, recursively, sorted by name. Files precede subfolders.
 
-    Links multiply nothing: each real folder and each file is taken once, where it lies rather than where a link to it lies. A file that is
-    no link costs no system call. Raises OSError for a folder that cannot be read.
+    Links do not duplicate files: each real folder and file is listed once, at its real path if that is in `folders`.
+    Files that are not links need no system call. Raises OSError for an unreadable folder.
     """
 
     def __init__(self, folders: Iterable[str], endings: tuple[str, ...] = ENDINGS) -> None:
-        self.left_out = Counter[str]()  # by ending, name of a folder, or why
-        self.files: dict[str, dict[str, list[str]]] = {each: {} for each in folders}  # names by place, in each of them
+        self.left_out = Counter[str]()  # number of files by ending, folder name or reason
+        self.files: dict[str, dict[str, list[str]]] = {top: {} for top in folders}  # names by folder
         seen = set[str]()
-        left = sorted((int(os.path.islink(each)), each, each, os.path.realpath(each)) for each in self.files)  # noqa: PTH114
-        while left:
-            rank, place, folder, real = heapq.heappop(left)  # 0: folders, 1: links to folders, 2: links to files
+        heap = sorted((int(os.path.islink(top)), top, top, os.path.realpath(top)) for top in self.files)  # noqa: PTH114
+        while heap:
+            rank, path, top, real = heapq.heappop(heap)  # 0: folders, 1: links to folders, 2: links to files
             parent, name = os.path.split(real)
-            is_taken = rank == 2 and parent in seen and name.lower().endswith(endings) and os.path.lexists(real)
-            if real in seen or is_taken:
+            is_listed = rank == 2 and parent in seen and name.lower().endswith(endings) and os.path.lexists(real)
+            if real in seen or is_listed:
                 self.left_out["links to listed files"] += 1
             elif rank == 2:
-                self.files[folder][os.path.dirname(place)].append(os.path.basename(place))  # noqa: PTH119, PTH120
+                self.files[top][os.path.dirname(path)].append(os.path.basename(path))  # noqa: PTH119, PTH120
             else:
-                self.files[folder][place] = [*self.taken(place, folder, real, endings, left)]
+                self.files[top][path] = [*self.taken(path, top, real, endings, heap)]
             seen.add(real)
-        for folder, places in self.files.items():
-            order = sorted(places, key=lambda place: place.split(os.sep))  # noqa: PTH206
-            self.files[folder] = {place: sorted(places[place]) for place in order}
-        self.leave_out_masks([names for places in self.files.values() for names in places.values()])
+        for top, by_path in self.files.items():
+            order = sorted(by_path, key=lambda path: path.split(os.sep))  # noqa: PTH206
+            self.files[top] = {path: sorted(by_path[path]) for path in order}
+        self.leave_out_masks([names for by_path in self.files.values() for names in by_path.values()])
 
-    def taken(self, place: str, folder: str, real: str, endings: tuple[str, ...], left: list[Any]) -> Iterator[str]:
-        """The names of the files in one place. Its folders and links are added to what is `left` to walk."""
-        with os.scandir(place) as entries:
+    def taken(self, path: str, top: str, real: str, endings: tuple[str, ...], heap: list[Any]) -> Iterator[str]:
+        """The names of the files in the folder `path`. Adds its subfolders and links to the `heap`."""
+        with os.scandir(path) as entries:
             for entry in entries:
                 name, is_file = entry.name, entry.is_file(follow_symlinks=False)
-                is_folder = not is_file and os.path.isdir(entry.path)  # noqa: PTH112  # a link may lead to itself
+                is_folder = not is_file and os.path.isdir(entry.path)  # noqa: PTH112  # false for a link to itself
                 if JUNK.match(name) if is_folder else name[0] == "." or not name.lower().endswith(endings):
                     ending = os.path.splitext(name)[1].lower() or "without an ending"  # noqa: PTH122
                     self.left_out[f"{name}/" if is_folder else "hidden" if name[0] == "." else ending] += 1
@@ -89,11 +89,11 @@ class Walk:
                     yield name
                 else:
                     rank = int(entry.is_symlink()) if is_folder else 2
-                    inside = os.path.realpath(entry.path) if rank else f"{real}{os.sep}{name}"
-                    heapq.heappush(left, (rank, entry.path, folder, inside))
+                    real_path = os.path.realpath(entry.path) if rank else f"{real}{os.sep}{name}"
+                    heapq.heappush(heap, (rank, entry.path, top, real_path))
 
     def leave_out_masks(self, lists: list[list[str]]) -> None:
-        """Removes names such as `1_mask.png` beside `1.png` from the lists, one for each place, if nearly all images have a mask."""
+        """Removes masks, such as `1_mask.png` of `1.png`, from the lists (one per folder) if most images have one."""
         image_of = [masks_of(names) for names in lists]
         masks, masked = sum(map(len, image_of)), sum(len({*images.values()}) for images in image_of)
         if masks and masked >= MASKED * (sum(map(len, lists)) - masks):
@@ -102,33 +102,34 @@ class Walk:
             self.left_out["masks beside images"] = masks
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{at}{os.sep}{name}" for each in self.files.values() for at, names in each.items() for name in names)
+        return (f"{at}{os.sep}{name}" for tree in self.files.values() for at, names in tree.items() for name in names)
 
     def __str__(self) -> str:
-        """What was left out, in one line."""
-        kinds = [f"{count:,} {spelled(what)}" for what, count in self.left_out.most_common()]
-        kinds = [re.sub("^1 (link|image|mask)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # no folder's name
+        """The files that were left out, in one line."""
+        kinds = [f"{count:,} {spelled(label)}" for label, count in self.left_out.most_common()]
+        kinds = [re.sub("^1 (link|image|mask)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # but not folder names
         return ", ".join(kinds[:KINDS]) + (f", and {len(kinds) - KINDS:,} more kinds" if kinds[KINDS:] else "")
 
 
 # --- With Pillow ---
 
-BACKGROUND, WHITE_16 = "white", 0xFFFF  # behind what is transparent
-# PNG states a transparent colour in the bits of the file, by Pillow's name of its pixels; those that Pillow reads have 8.
+BACKGROUND, WHITE_16 = "white", 0xFFFF  # behind transparent pixels; white in 16 bits
+# Factors for a PNG's transparent colour, by Pillow's raw mode: it has the file's bit depth, Pillow's pixels 8 bits.
 TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 
 
 RESIZE = ("crop", "pad", "squash")
 INTERPOLATION = ("bilinear", "bicubic")
 Size = tuple[int, int]  # height and width
-STRIP = 64  # sides of an image have at most this ratio before they are resized
+STRIP = 64  # largest ratio of an image's sides before resizing
 
 
 @dataclass(frozen=True)
 class Frame:
-    """How an image of any shape becomes a square of `size` pixels, as by torchvision's Resize and CenterCrop, with antialiasing.
+    """How an image becomes a square of `size` pixels, as with torchvision's Resize (antialiased) and CenterCrop.
 
-    crop: the shorter side becomes size / crop_pct, and the middle is kept. pad: the longer side does, on black. squash: both do.
+    crop: resizes the shorter side to size / crop_pct and keeps the centre. pad: resizes the longer side and pads with
+    black. squash: resizes both sides.
     """
 
     size: int
@@ -142,7 +143,7 @@ class Frame:
                 raise ValueError(f"{key}={value} is unknown; use one of {', '.join(options)}")
 
     def fitted(self, height: int, width: int) -> tuple[Size, Size]:
-        """Height and width to which an image is resized, and top and left of the square in it, below 0 where the square is larger."""
+        """The size an image is resized to, and top and left of the square in it, negative if the square is larger."""
         height, width = (1, 1) if self.resize == "squash" else (height, width)
         side, full = (max if self.resize == "pad" else min)(height, width), math.floor(self.size / self.crop_pct)
         resized = max(1, full * height // side), max(1, full * width // side)
@@ -150,11 +151,11 @@ class Frame:
         return resized, (top, left)
 
     def image(self, image: "Image") -> "Image":
-        """The square of an image."""
+        """Resizes and crops or pads an image to the square."""
         from PIL import Image
 
         longest = STRIP * min(image.size)
-        if self.resize == "crop" and max(image.size) > longest:  # resized, all of it may not fit into memory
+        if self.resize == "crop" and max(image.size) > longest:  # the resized whole might not fit into memory
             x, y = (max(0, side - longest) // 2 for side in image.size)
             image = image.crop((x, y, image.width - x, image.height - y))
         (height, width), (top, left) = self.fitted(image.height, image.width)
@@ -164,18 +165,18 @@ class Frame:
         return image if square == (0, 0, *image.size) else image.crop(square)
 
     def tensor(self, value_HW: "Tensor", resized: Callable[["Tensor", Size], "Tensor"]) -> "Tensor":
-        """The squares of images or masks (..., H, W), `resized` and cropped or padded."""
+        """Resizes images or masks (..., H, W) with `resized`, and crops or pads them to the square."""
         from torch.nn import functional as F
 
         (height, width), (top, left) = self.fitted(value_HW.shape[-2], value_HW.shape[-1])
-        edges = [-left, self.size - width + left, -top, self.size - height + top]  # below 0, pixels are cut off
+        edges = [-left, self.size - width + left, -top, self.size - height + top]  # negative values crop
         value_HW = resized(value_HW, (height, width))
         return F.pad(value_HW, edges) if any(edges) else value_HW
 
     def mask(self, mask_HW: NDArray[np.integer], size: Size | None = None) -> "Image":
-        """Class numbers as an 8-bit image, or 16-bit from 255 on; in the width and height of an image that became the square, on request.
+        """Class numbers as an image of 8 bits, or 16 bits if they reach 255. `size`: maps it back to that image size.
 
-        What was cropped is 255, or 65535 with 16 bits.
+        Pixels outside of the crop become 255, or 65535 with 16 bits.
         """
         from PIL import Image
 
@@ -183,12 +184,12 @@ class Frame:
         if size is None:
             return image
         (height, width), (top, left) = self.fitted(size[1], size[0])
-        place, fill = (width / size[0], 0, -left, 0, height / size[1], -top), 255 if image.mode == "L" else 65535
-        return image.transform(size, Image.Transform.AFFINE, place, Image.Resampling.NEAREST, fillcolor=fill)
+        matrix, fill = (width / size[0], 0, -left, 0, height / size[1], -top), 255 if image.mode == "L" else 65535
+        return image.transform(size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST, fillcolor=fill)
 
 
 def upright(image: "Image", *, channels: int, least: int = 0) -> "Image":
-    """An image of 8 bits, RGB or grey, upright by its EXIF orientation. `least`: pixels of its shorter side that suffice; 0: all are needed."""
+    """An 8-bit RGB or grey image, upright by its EXIF orientation. `least`: a sufficient shorter side; 0: full size."""
     from PIL import Image, ImageOps
 
     check_depth(image)
@@ -196,7 +197,7 @@ def upright(image: "Image", *, channels: int, least: int = 0) -> "Image":
     if scale and (hidden := image.info.get("transparency")) is not None:
         numbers = np.multiply(hidden, scale).astype(int).tolist()
         image.info["transparency"] = numbers if isinstance(hidden, int) else tuple(numbers)
-    if least:  # a JPEG scales itself by 2, 4 or 8, which no resizing equals to one level
+    if least:  # decodes a JPEG at 1/2, 1/4 or 1/8 size; no resize matches it to within 1 level
         image.draft(None, (least, least))
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255
@@ -206,12 +207,12 @@ def upright(image: "Image", *, channels: int, least: int = 0) -> "Image":
         image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
     if image.mode != (mode := "L" if channels == 1 else "RGB"):
         return image.convert(mode)
-    image.load()  # while its file is open
+    image.load()  # while the file is open
     return image
 
 
 def chw(image: Any) -> NDArray[np.uint8]:
-    """image_CHW of a PIL image, or of an array (H, W, C) or (H, W): a copy, in memory as HWC."""
+    """image_CHW of a PIL image or an array (H, W, C) or (H, W). A copy, stored as HWC."""
     pixels = np.array(image)
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
@@ -222,11 +223,11 @@ def to_array(image: "Image", *, channels: int, frame: Frame) -> NDArray[np.uint8
 
 
 def original_size(image: "Image") -> tuple[int, int]:
-    """Width and height of an opened image that is not decoded yet, upright by its EXIF orientation."""
+    """Width and height of an image, rotated by its EXIF orientation, without decoding it."""
     from PIL import ExifTags
 
     width, height = image.size
-    # Pillow turns TIFFs itself
+    # Pillow rotates TIFFs itself
     upright = image.format == "TIFF" or image.getexif().get(ExifTags.Base.Orientation, 1) < 5
     return (width, height) if upright else (height, width)
 
@@ -235,13 +236,13 @@ def reason(error: Exception) -> str:
     """Why a file cannot be read, in one line."""
     from PIL import UnidentifiedImageError
 
-    if isinstance(error, UnidentifiedImageError):  # its message has the address of the file's object in memory
+    if isinstance(error, UnidentifiedImageError):  # its message contains the memory address of the file object
         return "cannot identify the image format"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def check_depth(image: "Image") -> None:
-    # `convert` would clip everything above 255. These formats have 16 bits where Pillow says I.
+    # `convert` would clip values above 255. In these formats, Pillow's mode I means 16 bits.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PPM", "PNG")):
         raise ValueError(f"its pixels have 32 bits (mode {image.mode}), not 8 or 16")
 
@@ -250,7 +251,7 @@ def check_depth(image: "Image") -> None:
 
 
 class Preprocess:
-    """Resizes and normalises. Only bytes are copied to the device: a quarter of the size of floats."""
+    """Resizes and normalises on the device. Copying bytes to it instead of floats takes a quarter of the bandwidth."""
 
     def __init__(
         self, frame: Frame, *, mean: Sequence[float], std: Sequence[float], channels_last: bool = False
@@ -264,7 +265,7 @@ class Preprocess:
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, image_BCHW: "Tensor") -> "Tensor":
-        """uint8 in 0..255 of any size to float32 in the frame, normalised."""
+        """Converts uint8 images of any size to normalised float32 in the frame."""
         import torch
         from torch.nn import functional as F
 
@@ -273,15 +274,15 @@ class Preprocess:
         x = image_BCHW
         if x.shape[-2:] != (self.frame.size, self.frame.size):
             x = self.frame.tensor(x.float(), partial(F.interpolate, mode=self.frame.interpolation, antialias=True))
-            x = x.clamp_(0, 255) if self.frame.interpolation == "bicubic" else x  # which it exceeds
-        # Copy into a tensor of that format: `contiguous` does not change images of one channel, which have both formats, and
-        # then the strides of the first weights would decide in which one a network computes.
+            x = x.clamp_(0, 255) if self.frame.interpolation == "bicubic" else x  # bicubic overshoots
+        # Copy into a tensor of that format. `contiguous` does nothing for images of one channel, which match both
+        # formats. The strides of the first weights would then determine the network's memory format.
         out = torch.empty_like(x, dtype=torch.float32, memory_format=self.memory_format)
         return torch.addcmul(self.shift, x, self.scale, out=out)
 
 
 def resize_nearest(masks: "Tensor", size: tuple[int, int]) -> "Tensor":
-    """...HW of any type to `size` without mixing values, which F.interpolate lacks for integers other than bytes."""
+    """Resizes ...HW of any dtype to `size` without mixing values. F.interpolate supports no integers except bytes."""
     import torch
 
     (h, w), (height, width) = masks.shape[-2:], size

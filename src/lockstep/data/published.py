@@ -1,4 +1,4 @@
-"""Published data sets: found on disk, downloaded, or taken from a package; decoded once per machine."""
+"""Published data sets, read from disk, downloaded or taken from a package, and decoded once per machine."""
 
 import gzip
 import hashlib
@@ -20,21 +20,21 @@ from lockstep.data.pixels import ENDINGS, JUNK, spelled
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes, replacing
 
-# --- Downloads files from mirrors and keeps them only with the right checksum ---
+# --- Downloads files from mirrors and verifies their checksums ---
 
 TIMEOUT_S = 10
-DEFAULT_ROOT = Path("data")  # of the configs: downloads go there unasked
+DEFAULT_ROOT = Path("data")  # the default of the configs, where files are downloaded without asking
 
 
 def download(urls: list[str], path: Path, checksum: str) -> bytes:
-    """The content with the MD5 `checksum` of the file `path`, downloaded to it from the first url that has it unless it is there already.
+    """The content of `path`, whose MD5 is `checksum`. Downloads it from the first url that works, unless it exists.
 
     Raises:
-        ConnectionError: no url could be read, or none had the right content. `path` then does not exist.
+        ConnectionError: no url could be read, or none has this checksum. `path` then does not exist.
     """
     if path.is_file() and hashlib.md5(content := read_bytes(path, follows=True)).hexdigest() == checksum:
         return content
-    import http.client  # here, because they take 0.05 s of the config check, which imports this module
+    import http.client  # here, because importing them would slow the config check, which imports this module, by 0.05 s
     import urllib.request
 
     reasons = []
@@ -54,16 +54,16 @@ def download(urls: list[str], path: Path, checksum: str) -> bytes:
     raise ConnectionError("; ".join(reasons))
 
 
-# --- The format of MNIST and its kin ---
+# --- The idx format of MNIST and similar data sets ---
 
-MOST_BYTES = 2**31  # of a file; MNIST's are 47 MB
+MOST_BYTES = 2**31  # largest file; MNIST's are up to 47 MB
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
+    """Reads an idx file (http://yann.lecun.com/exdb/mnist/) of unsigned bytes, `.gz` or plain.
 
     Raises:
-        UserError: the file is cut off, not an idx file, or cannot be read.
+        UserError: the file is truncated, not an idx file, or cannot be read.
     """
     try:
         with open_plain(path, follows=True) as plain, gzip.open(plain) if path.suffix == ".gz" else plain as file:
@@ -71,7 +71,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
             if len(header) < 4 or header[:3] != b"\0\0\x08" or not header[3]:
                 raise ValueError("no idx header")
             shape = np.frombuffer(file.read(4 * header[3]), ">u4", header[3]).tolist()
-            content = file.read(min(math.prod(shape), MOST_BYTES) + 1)  # no more than it says, which may be anything
+            content = file.read(min(math.prod(shape), MOST_BYTES) + 1)  # a damaged header may declare any size
         return np.frombuffer(content, np.uint8).reshape(shape)
     except (EOFError, OSError, ValueError, zlib.error) as e:
         raise UserError(
@@ -79,38 +79,38 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         ) from None
 
 
-# --- What is where the data should be ---
+# --- Describes the contents of data.root for messages ---
 
 
-def contents(root: Path, own: Collection[str] = ()) -> tuple[list[str], str]:
-    """What is in the folder `root`, without junk and `own`, and the same in words."""
+def contents(root: Path, ignored: Collection[str] = ()) -> tuple[list[str], str]:
+    """The names in the folder `root`, without hidden and `ignored` ones, and a description of them."""
     if root.is_file():
         return [root.name], "is a file"
-    there = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in own]
-    return there, f"has {', '.join(there[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
+    names = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in ignored]
+    return names, f"has {', '.join(names[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
 
 
 def has_photos(root: Path) -> bool:
-    """Whether images lie in all of its folders, or in itself if it has none: no published data set has them so high up."""
+    """Whether all folders in `root`, or `root` if it has none, contain images. Published data sets nest them deeper."""
     folders = [path for path in root.glob("[!.]*") if path.is_dir() and not JUNK.match(path.name)] or [root]
     return all(any(path.suffix.lower() in ENDINGS for path in folder.glob("*")) for folder in folders)
 
 
-# --- The base class: found on disk, downloaded, or taken from a package; decoded once per machine ---
+# --- The base class ---
 
 
 class Published(Images):
-    """A subclass names its files and defines how they are read and downloaded.
+    """A subclass names its files and defines how to read and download them.
 
     Raises:
-        UserError: the data is not there, or it is damaged.
+        UserError: the data is missing or damaged.
     """
 
     name: ClassVar[str]
-    folders: ClassVar[tuple[str, ...]]  # below `root`, where the files may be; downloads go to the first
-    md5: ClassVar[Mapping[str, str]]  # of each file, as torchvision has them; packed files may also be there unpacked
-    archive: ClassVar[str] = ""  # what is downloaded to `root` to be unpacked there, if it is that
-    embedded = False  # whether a package contains a subset: then `embedded_files` finds it
+    folders: ClassVar[tuple[str, ...]]  # folders below `root` that may contain the files; downloads go to the first
+    md5: ClassVar[Mapping[str, str]]  # of each file, as in torchvision; .gz files may also exist unpacked
+    archive: ClassVar[str] = ""  # the archive that is downloaded to `root` and unpacked, if any
+    embedded = False  # whether a package contains a subset, which `embedded_files` returns
 
     def __init__(self, *, root: str, source: str = "auto", cache_dir: str | None = None, **images: Any) -> None:
         super().__init__(**images)
@@ -118,11 +118,11 @@ class Published(Images):
 
     @classmethod
     def find(cls, root: Path) -> list[Path] | None:
-        """The files below `root`, all from one folder; None if one is missing."""
+        """The files below `root`, all in one folder; None if any is missing."""
         for folder in (root / name for name in cls.folders):
-            either = [(folder / name, folder / name.removesuffix(".gz")) for name in cls.md5]
-            files = [path for paths in either if (path := next((each for each in paths if each.is_file()), None))]
-            if len(files) == len(either):
+            choices = [(folder / name, folder / name.removesuffix(".gz")) for name in cls.md5]
+            files = [path for paths in choices if (path := next((p for p in paths if p.is_file()), None))]
+            if len(files) == len(choices):
                 return files
         return None
 
@@ -136,7 +136,7 @@ class Published(Images):
 
     @classmethod
     def embedded_files(cls) -> list[Path]:
-        """Raises UserError: the package is not installed."""
+        """Raises UserError if the package is not installed."""
         raise NotImplementedError
 
     @classmethod
@@ -156,17 +156,17 @@ class Published(Images):
         return decoded(self.cache / key_of(self.name, files, kind), lambda: (self.read_files(files), {}))
 
     def locate(self) -> tuple[str, list[Path]]:
-        """The source of the data, and its files."""
+        """The source of the data and its files."""
         root, needs = self.root, f"{self.folders[0]}/{', '.join(self.md5)}"
         if self.asked in ("auto", "disk"):
             with reading(root):
                 if files := self.find(root):
                     return "disk", files
-                # an unfinished download, perhaps of another process
-                own = (self.folders[0].partition("/")[0], self.archive)
-                there, state = contents(root, own)
-                typed = root != DEFAULT_ROOT or root.is_file() or has_photos(root)
-            if self.asked == "disk" or (there and typed):
+                # may be an unfinished download, perhaps of a different process
+                ignored = (self.folders[0].partition("/")[0], self.archive)
+                names, state = contents(root, ignored)
+                is_users_folder = root != DEFAULT_ROOT or root.is_file() or has_photos(root)
+            if self.asked == "disk" or (names and is_users_folder):
                 raise UserError(
                     f"data.root={root} {state}; it should contain {needs}. Set data.root=<folder>, or data.source=download; for images of your own, data=folder data.root={root}."
                 )
@@ -187,5 +187,5 @@ class Published(Images):
         return Arrays(input=arrays["input"], target=arrays["target"].astype("int64")) if arrays else None
 
     @property
-    def fingerprint(self) -> str:  # type: ignore[override]  # decoding has computed it
+    def fingerprint(self) -> str:  # type: ignore[override]  # computed when the data was decoded
         return self.cached.unchanged().sha256

@@ -1,4 +1,4 @@
-"""Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size."""
+"""Which rank gets which samples at which step, for any world size: pure arithmetic on (seed, epoch, step)."""
 
 import hashlib
 import re
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from lockstep.data.dataset import CLASSES, DataSet, Indices, classes_of
 from lockstep.errors import UserError, raise_problems
 
-# Nothing is drawn, stored or sent. A permutation of n samples is a bijection, computed only where it is needed: a process holds
-# the indices of a few thousand samples at a time, not of n, and resuming at a step is an addition.
+# Nothing is drawn, stored or communicated. A permutation of n samples is a bijection that is evaluated only as needed:
+# a process holds the indices of a few thousand samples at a time instead of n, and resuming at a step is an addition.
+# This module does not import torch.
 
-FILLER = -1  # the index where a rank has no sample left in an evaluation's last batch
-ROUNDS = 16  # of the Feistel network: with 8, orders of 5 samples are not equally frequent (chi2/df 5.8; with 16, 0.9)
-BLOCK = 8192  # indices computed at once: 0.14 us per sample, as in blocks of 65,536; 2.4 us in blocks of 64
-SPLIT_SEED = 0x5EED  # the seed of the validation split, so it does not depend on `seed`
+FILLER = -1  # the index used if a rank has no sample left in the last batch of an evaluation
+ROUNDS = 16  # of the Feistel network: 8 do not give uniform permutations of 5 samples (chi2/df 5.8; with 16, 0.9)
+BLOCK = 8192  # indices computed at once: 0.14 us per sample, as with 65,536; 2.4 us with 64
+SPLIT_SEED = 0x5EED  # of the validation split, which must not depend on `seed`
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -35,19 +36,20 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Round keys of the permutation that belongs to (seed, epoch)."""
+    """Round keys of the permutation for (seed, epoch)."""
     start = mix(np.array([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(epoch))
     return mix(start + np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step (Steele, Lea, Flood 2014)
-COPY = np.uint64(0xD1342543DE82EF95)  # another odd number, for the copies of a sample
+COPY = np.uint64(0xD1342543DE82EF95)  # a different odd number, for the copies of a sample
 
 
 def sample_states(name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1) -> NDArray[np.uint64]:
-    """What the random numbers of samples are computed from: a function of (seed, epoch, sample, copy, name).
+    """The states from which samples' random numbers are computed: a function of (seed, epoch, sample, copy, name).
 
-    `repeats` samples in a row are copies of one. By name, so an operation that is added or removed changes no other's numbers.
+    `repeats` consecutive samples are copies of one. `name` keeps operations independent: adding or removing one does
+    not change the random numbers of the others.
     """
     key = key_of(name, seed, epoch)
     copy_B = (np.arange(len(index_B)) % repeats).astype(np.uint64)
@@ -56,15 +58,15 @@ def sample_states(name: str, index_B: Indices, *, seed: int, epoch: int, repeats
 
 @lru_cache(64)
 def key_of(name: str, seed: int, epoch: int) -> NDArray[np.uint64]:
-    of_name = np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
-    return mix(of_name ^ keys(seed, epoch)[:1])
+    name_hash = np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
+    return mix(name_hash ^ keys(seed, epoch)[:1])
 
 
 def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
-    """The images of `positions` under a pseudo-random permutation of 0..n-1.
+    """Maps `positions` by a pseudo-random permutation of 0..n-1.
 
-    A Feistel network over a grid of a x b >= n cells, whose halves are added modulo a and b (Black and Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002); values outside of 0..n-1 are mapped again until they are inside.
+    A Feistel network on a grid of a x b >= n cells, whose halves are added modulo a and b (Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002). Values outside of 0..n-1 are mapped again until they are inside.
     """
     a = max(1, int(np.ceil(np.sqrt(n))))
     b = -(-n // a)
@@ -82,58 +84,59 @@ def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
 
 
 def place_in_step(rank: int, world: int, part: Any, parts: int, in_blocks: bool) -> Any:
-    """Which micro-batch of a global batch a process computes as the `part`-th of its `parts`: neighbours, or every world-th.
+    """Which micro-batch of a global batch a process computes as the `part`-th of its `parts`.
 
-    `part` is a number or an array of them, and so is the result."""
+    They are contiguous (`in_blocks`) or every world-th. `part` is a number or an array, and so is the result.
+    """
     return rank * parts + part if in_blocks else part * world + rank
 
 
 @dataclass(frozen=True)
 class Split:
-    """A fixed part of a data set: `count` samples from `first` on, in the split's own order or in file order.
+    """A fixed part of a data set: `count` samples starting at `first`, in the split's own order or in file order.
 
-    It wraps around at the end.
+    Wraps around at the end.
     """
 
     total: int
     first: int
     count: int
     shuffled: bool = True
-    order_N: Indices | None = field(default=None, compare=False)  # in place of the split's own
+    order_N: Indices | None = field(default=None, compare=False)  # replaces the split's own order
 
     def indices(self, positions: Indices) -> Indices:
-        """Data-set indices of the split's samples at `positions`."""
+        """The data-set indices of the split's samples at `positions`."""
         places = (positions + self.first) % self.total
         if self.order_N is not None:
             return self.order_N[places]
         return permute(places, self.total, SPLIT_SEED, 0) if self.shuffled else places
 
     def ordered(self, places: Indices, seed: int, epoch: int) -> Indices:
-        """Data-set indices of the samples at `places` of an epoch."""
+        """The data-set indices of the samples at `places` in an epoch."""
         return self.indices(permute(places, self.count, seed, epoch))
 
 
 def val_count(train: int, fraction: float) -> int:
-    """How many of `train` samples are held out for validation: at least one."""
+    """How many of `train` samples to hold out for validation: at least one."""
     return max(1, round(train * fraction))
 
 
 def length(dataset: DataSet, part: str) -> int:
-    """Of a part; 0 without `val`. Raises UserError: it is no part of a data set, such as a stream."""
-    held = dataset.samples(part)
-    if held is None and part == "val":
+    """The length of a part; 0 without `val`. Raises UserError if it is not a valid part, such as a stream."""
+    samples = dataset.samples(part)
+    if samples is None and part == "val":
         return 0
     with suppress(TypeError):  # a torch Dataset may lack a length
-        if not isinstance(held, list | tuple):
-            return len(held)
+        if not isinstance(samples, list | tuple):
+            return len(samples)
     raise UserError(
-        f"the {part} part of {type(dataset).__name__} is a {type(held).__name__}; expected Arrays, a torch Dataset with a length, or your own "
+        f"the {part} part of {type(dataset).__name__} is a {type(samples).__name__}; expected Arrays, a torch Dataset with a length, or your own "
         "object with __len__ and __getitem__(indices). For a stream, write a LightningDataModule."
     )
 
 
 def stratified(part: Any, folds: int) -> tuple[Indices, list[int]]:
-    """An order of the samples in which folds follow each other, and where each begins. Folds have equally many of each class, to one sample."""
+    """An order of the samples by fold, and the start of each fold. Class counts differ by at most one between folds."""
     class_N = classes_of(part)
     order_N = permute(np.arange(len(part)), len(part), SPLIT_SEED, 0)
     by_class_N = np.arange(len(part)) if class_N is None else np.argsort(class_N[order_N], kind="stable")
@@ -146,11 +149,13 @@ def splits(
     dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, val_gap: int | None = None, folds: int | None = None, fold: int = 0,
     limit_train: int | None = None,
 ) -> tuple[Split, Split, Split]:  # fmt: skip
-    """The training, validation and test splits. With `folds`, the validation split is that `fold` of the training part. With `val_gap`,
-    it has neighbouring samples, the last ones without folds, and so many before and after them are left out.
+    """The training, validation and test splits.
+
+    With `folds`, the validation split is this `fold` of the training part. With `val_gap`, it is contiguous (the last
+    samples if there are no folds), and `val_gap` samples before and after it are left out.
 
     Raises:
-        UserError: a part is empty, or a number is above the training split's.
+        UserError: a part is empty, or a setting exceeds the size of the training split.
     """
     (total, val_total, test_total), has_val = (length(dataset, part) for part in PARTS), dataset.val is not None
     unit = f"{dataset.unit} ({dataset.source})" if dataset.source else dataset.unit
@@ -163,9 +168,9 @@ def splits(
         bounds = [total - val_count(total, val_fraction), total] if in_blocks else [0, val_count(total, val_fraction)]
     begin, end = bounds[fold : fold + 2]
     val = 0 if has_val else end - begin
-    before, after = min(val_gap or 0, begin), min(val_gap or 0, total - end)
-    left = total - val - (0 if has_val else before + after)
-    count = min(left, limit_train or total)
+    gap_before, gap_after = min(val_gap or 0, begin), min(val_gap or 0, total - end)
+    available = total - val - (0 if has_val else gap_before + gap_after)
+    count = min(available, limit_train or total)
 
     def problems() -> Iterator[str]:
         if folds and has_val:
@@ -177,19 +182,19 @@ def splits(
                 yield f"the {part} part of the data has no {unit}. Add some, or choose other data."
         if in_blocks and has_val:
             yield "loader.val_gap has no effect: this data has its own validation part. Remove loader.val_gap, or that part."
-        if left < 1:
+        if available < 1:
             names = [f"loader.val_fraction={val_fraction}"] * (not folds)
             names += [f"loader.val_gap={val_gap}"] * bool(val_gap)
             yield f"{' with '.join(names)} leaves none of the {total} training {unit} to train with. Set a smaller number."
-        if limit_train is not None and limit_train > max(batch_size, left):
-            yield f"loader.limit_train={limit_train} is more than the {left} training {unit}. Set a smaller number, or null."
+        if limit_train is not None and limit_train > max(batch_size, available):
+            yield f"loader.limit_train={limit_train} is more than the {available} training {unit}. Set a smaller number, or null."
         if batch_size > count:
             yield f"loader.batch_size={batch_size} is more than the {count} training {unit}. Set loader.batch_size={count} or less."
 
-    raise_problems(islice(problems(), 1))  # the others would follow from it
+    raise_problems(islice(problems(), 1))  # the first problem may cause the others
     whole_val, test = (Split(n, 0, n, shuffled=False) for n in (val_total, test_total))
-    places = (begin + val + (0 if has_val else after), count), (begin, val)
-    train, held_out = (Split(total, first, n, not in_blocks, order_N) for first, n in places)
+    ranges = (begin + val + (0 if has_val else gap_after), count), (begin, val)
+    train, held_out = (Split(total, first, n, not in_blocks, order_N) for first, n in ranges)
     return train, whole_val if has_val else held_out, test
 
 
@@ -198,8 +203,8 @@ class TrainBatches:
     """The micro-batches of one rank. All ranks and accumulation steps together form the global batches.
 
     A sampler for torch's DataLoader: `DataLoader(data, sampler=TrainBatches(...), batch_size=None)` for data that is
-    indexed by an array, or `batch_sampler=` for a map-style data set. The last samples of an epoch that do not fill a global
-    batch are dropped; each epoch drops different ones.
+    indexed by arrays, or `batch_sampler=` for a map-style data set. Drops the last samples of an epoch that do not fill
+    a global batch; these differ between epochs.
     """
 
     split: Split
@@ -210,9 +215,9 @@ class TrainBatches:
     world: int = 1
     accumulate: int = 1
     in_blocks: bool = False
-    repeats: int = 1  # copies of each sample, in a row; `batch` does not count them
+    repeats: int = 1  # consecutive copies of each sample; `batch` does not count them
     epoch: int = 0
-    start: int = 0  # micro-batches that the next iteration skips, to resume
+    start: int = 0  # micro-batches to skip in the next iteration, to resume
 
     def __post_init__(self) -> None:
         if self.batch % (self.world * self.accumulate):
@@ -230,27 +235,27 @@ class TrainBatches:
     def __iter__(self) -> Iterator[Indices]:
         first, self.start = self.start, 0
         share = self.batch // (self.world * self.accumulate)
-        ahead = max(1, BLOCK // share)
-        for begin in range(first, len(self), ahead):
-            micro = np.arange(begin, min(begin + ahead, len(self)))
+        block = max(1, BLOCK // share)
+        for begin in range(first, len(self), block):
+            micro = np.arange(begin, min(begin + block, len(self)))
             step, part = np.divmod(micro, self.accumulate)
-            place = place_in_step(self.rank, self.world, part, self.accumulate, self.in_blocks)
-            starts = (step * self.world * self.accumulate + place) * share
+            slot = place_in_step(self.rank, self.world, part, self.accumulate, self.in_blocks)
+            starts = (step * self.world * self.accumulate + slot) * share
             order = (starts[:, None] + np.arange(share)).ravel()
             samples = self.split.ordered(order, self.seed, self.epoch)
             yield from samples.repeat(self.repeats).reshape(-1, share * self.repeats)
 
 
 class EvalSampler:
-    """Each sample of a split exactly once over all ranks, and the same number of batches in every rank. Global batches hold the same
-    samples on any number of ranks.
+    """Yields each sample of a split exactly once over all ranks, and the same number of batches on every rank. Global
+    batches contain the same samples for any number of ranks.
 
-    `padded`: all shares have one size, because strategies that communicate in forward (fsdp; ddp with buffers) would wait for a
-    rank that has run out of samples. Empty places hold FILLER, and the task never sees those samples. With `shards` a batch has
-    that many parts, of which each rank computes its share one after the other.
+    `padded`: all shares have the same size, because strategies that communicate in forward (fsdp; ddp with buffers)
+    would wait for a rank that has run out of samples. Empty positions hold FILLER; the task never sees these samples.
+    With `shards`, a batch has that many parts, and each rank computes its parts one after the other.
 
-    Otherwise, for modules that do not know about fillers: shares differ by at most one sample, and none is empty. A batch has a
-    sample for each rank at least, so a remainder of fewer joins the previous batch.
+    Otherwise, for modules that do not support fillers, shares differ by at most one sample and none is empty. A batch
+    has at least one sample per rank: a smaller remainder joins the previous batch.
     """
 
     def __init__(
@@ -259,22 +264,22 @@ class EvalSampler:
         if split.count < world and not padded:
             raise ValueError(f"{split.count} samples cannot be shared by {world} processes")
         self.split, self.rank, self.world = split, rank, world
-        self.parts = (shards or world) // world if padded else 1  # of a batch, in each rank
+        self.parts = (shards or world) // world if padded else 1  # of a batch, per rank
         self.bounds = [*range(0, split.count, batch if padded else max(batch, world)), split.count]
         if not padded and len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
             del self.bounds[-2]
-        ranks = self.parts * world
-        self.width = -(-min(batch, split.count) // ranks) * ranks if padded else None  # of a batch with its fillers
+        parts = self.parts * world
+        self.width = -(-min(batch, split.count) // parts) * parts if padded else None  # of a batch, including fillers
 
     def __len__(self) -> int:
         return (len(self.bounds) - 1) * self.parts
 
     def __iter__(self) -> Iterator[Indices]:
-        ranks = self.parts * self.world
+        parts = self.parts * self.world
         for first, end in pairwise(self.bounds):
             width = self.width or end - first
-            for place in range(self.rank, ranks, self.world):
-                begin, stop = (first + width * number // ranks for number in (place, place + 1))
+            for part in range(self.rank, parts, self.world):
+                begin, stop = (first + width * n // parts for n in (part, part + 1))
                 inside = np.arange(begin, min(stop, end))
                 yield np.append(self.split.indices(inside), np.full(stop - begin - len(inside), FILLER))
 
@@ -282,24 +287,24 @@ class EvalSampler:
 Sampler = TrainBatches | EvalSampler
 
 
-# --- Holds out a fixed part of every class; it does not depend on `seed`. Free of torch ---
+# --- Holds out a fixed part of every class, independent of `seed` ---
 
 PARTS = ("train", "val", "test")
 
 
 def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
-    """Of the further evaluation sets, whole. Raises UserError: the name of one says not when it is evaluated, or it is empty."""
+    """The splits of the further evaluation sets. Raises UserError if a set is empty or its name is invalid."""
     names = re.compile("(val|test)/(?!(?:raw|loss|count)$)[^/]+")
     sets = {n: length(dataset, n) if names.fullmatch(n) else 0 for n in dataset.evaluation_sets or ()}
-    words = "is no name of a set with samples. Name it val/<name> or test/<name>, and give it some."
-    raise_problems(f"evaluation_sets: {name!r} {words}" for name, count in sets.items() if not count)
+    problem = "is no name of a set with samples. Name it val/<name> or test/<name>, and give it some."
+    raise_problems(f"evaluation_sets: {name!r} {problem}" for name, count in sets.items() if not count)
     return {name: Split(total=count, first=0, count=count) for name, count in sets.items()}
 
 
 def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:
-    """The part of each sample. Parts in `fractions` that `part_N` lacks are taken from its train part.
+    """The part of each sample. Parts in `fractions` that are missing in `part_N` are split off from its train part.
 
-    They get their fraction of each stratum: at least one sample, never all.
+    They get their fraction of each stratum: at least one sample, but never all.
     """
     part_N = part_N.copy()
     for name, fraction in fractions.items():
@@ -315,42 +320,42 @@ def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Ma
     return part_N
 
 
-# --- Balanced sampling: every class equally often, as arithmetic over (seed, epoch, place) ---
+# --- Balanced sampling: every class equally often, as arithmetic on (seed, epoch, place) ---
 
-ROUND = 2**40  # apart: the orders of one class from those of another, and from those of epochs
+ROUND = 2**40  # separates the seeds of the orders of different classes, and of epochs
 
 
 @dataclass(frozen=True)
 class Balanced(Split):
-    """A split whose epochs take every class equally often, and the samples of a class in turn."""
+    """A split whose epochs draw every class equally often, and the samples of a class in turn."""
 
     members: tuple[Indices, ...] = ()  # positions in the split, by class
 
     def ordered(self, places: Indices, seed: int, epoch: int) -> Indices:
         place_N = permute(places, self.count, seed, epoch)
-        before = epoch * self.count  # the turns continue from epoch to epoch
-        turn_N, class_N = np.divmod(place_N + before, len(self.members))
+        offset = epoch * self.count  # the turns continue from epoch to epoch
+        turn_N, class_N = np.divmod(place_N + offset, len(self.members))
         position_N = np.empty_like(place_N)
         for number, members in enumerate(self.members):
-            own = np.flatnonzero(class_N == number)
-            round_N, within_N = np.divmod(turn_N[own], len(members))
-            for each in np.unique(round_N):
-                of_round = own[round_N == each]
-                order = permute(within_N[round_N == each], len(members), seed, (number + 1) * ROUND + int(each))
-                position_N[of_round] = members[order]
+            rows = np.flatnonzero(class_N == number)
+            round_N, within_N = np.divmod(turn_N[rows], len(members))
+            for index in np.unique(round_N):
+                round_rows = rows[round_N == index]
+                order = permute(within_N[round_N == index], len(members), seed, (number + 1) * ROUND + int(index))
+                position_N[round_rows] = members[order]
         return self.indices(position_N)
 
 
 def balanced(split: Split, part: Any, unit: str) -> Balanced:
-    """Raises UserError: the classes of the samples are not known, or there is only one."""
+    """The balanced split. Raises UserError if the classes of the samples are unknown, or there is only one."""
     class_N = classes_of(part)
     if class_N is None:
         raise UserError(
             f"loader.balance=true needs the classes of the training {unit} as one array: `target` of Arrays, or an attribute {' or '.join(CLASSES)} "
             "of your samples. This data has none. Remove the key."
         )
-    own = class_N[split.indices(np.arange(split.count))]
-    members = tuple(np.flatnonzero(own == number) for number in np.unique(own))
+    train_class_N = class_N[split.indices(np.arange(split.count))]
+    members = tuple(np.flatnonzero(train_class_N == number) for number in np.unique(train_class_N))
     if len(members) < 2:
         raise UserError(f"loader.balance=true has no effect: all training {unit} have one class. Remove it.")
     return Balanced(**vars(split), members=members)

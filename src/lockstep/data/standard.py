@@ -1,4 +1,4 @@
-"""DataLoaders as people bring them: dataset, collate function and workers are theirs; order, division, position and random numbers are Lockstep's."""
+"""Wraps users' DataLoaders. Lockstep controls their order, division among processes, position and random numbers."""
 
 import math
 from collections import deque
@@ -28,56 +28,56 @@ from lockstep.data.loaders import (
 from lockstep.data.sampler import key_of
 from lockstep.errors import UserError
 
-Gets = Literal["a share", "all", "its own"]  # of the batches of a loader: a process
+Gets = Literal["a share", "all", "its own"]  # what a process gets of a loader's batches
 OPTIONS = "num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division(Cut):
-    """And where this process is in the run."""
+    """A Cut, and the state of the run in this process."""
 
     seed: int
-    position: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the epoch, and how many micro-batches of it are done
-    number: Callable[[Any], int] = lambda _: 0  # of a loader among those that train together
-    waited: Callable[[float], None] = lambda _: None  # gets the seconds that training waits for each batch
-    agree: Callable[[str], bool] = lambda _: True  # whether all processes pass the same text; each must call it
+    position: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the epoch, and how many of its micro-batches are done
+    number: Callable[[Any], int] = lambda _: 0  # index of a loader among those that train together
+    waited: Callable[[float], None] = lambda _: None  # receives the seconds that training waited for a batch
+    agree: Callable[[str], bool] = lambda _: True  # whether all processes pass the same text; all must call it
 
     @property
     def cut(self) -> Cut:
-        """What a worker process can get."""
+        """The fields that can be sent to a worker process."""
         return Cut(**{name: getattr(self, name) for name in Cut.__dataclass_fields__})
 
     def seed_of(self, loader: Any, turn: int = 0) -> int:
-        """Loaders that train together have different orders, and a loader that begins again within an epoch has a new one."""
+        """Loaders that train together have different orders. A loader that restarts within an epoch has a new order."""
         number = self.number(loader) if self.trains else 0
         return int(key_of(f"loader {number}, turn {turn}", self.seed, 0)[0]) >> 1 if number or turn else self.seed
 
 
 class Turn(NamedTuple):
-    """Where a loader goes on."""
+    """Where a loader resumes."""
 
     epoch: int
-    number: int  # of the next micro-batch in the epoch
-    times: int  # that it has ended in this epoch
-    done: int  # micro-batches since then
+    number: int  # index of the next micro-batch in the epoch
+    times: int  # how often the loader has ended in this epoch
+    done: int  # micro-batches since it last ended
 
 
-# --- What the Trainer gets in place of a user's loader ---
+# --- What the Trainer gets instead of a user's loader ---
 
 
 class Brought(ResumableLoader):
-    """A user's loader in place of which the Trainer gets this one. It has the attributes of the user's."""
+    """Wraps a user's loader for the Trainer, and has the attributes of the user's loader."""
 
     gets: Gets = "a share"
 
-    def __init__(self, given: Any, division: Division) -> None:
-        self.given, self.division = given, division
-        self.name = type(given).__name__  # of what decides about the samples
-        self.size: int | None = None  # of a global batch, if it is known
-        self.notes: list[str] = []  # for the first lines of a run: what limits its promises
-        self.began: tuple[int, int] | None = None  # the Trainer's position when it was last asked to go on from there
-        self.ended: Turn | None = None  # where it begins again
-        self.told: dict[int, Told] = {}  # of the last micro-batches, by their number in the epoch
+    def __init__(self, loader: Any, division: Division) -> None:
+        self.given, self.division = loader, division
+        self.name = type(loader).__name__  # the class that determines the samples
+        self.size: int | None = None  # of a global batch, if known
+        self.notes: list[str] = []  # limits of the guarantees, for the first lines of a run
+        self.began: tuple[int, int] | None = None  # the Trainer's position when iteration last started there
+        self.ended: Turn | None = None  # where it restarts
+        self.told: dict[int, Told] = {}  # metadata of the last micro-batches, by index in the epoch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "given":
@@ -96,40 +96,38 @@ class Brought(ResumableLoader):
             return None
 
     def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
-        """The micro-batches of an epoch after those that are done."""
+        """The micro-batches of an epoch, after the first `done`."""
         raise NotImplementedError
 
     def counted(self, seed: int, epoch: int) -> int:
-        """How many micro-batches an epoch has, where nothing else tells."""
+        """The number of micro-batches in an epoch, for loaders without a length."""
         return sum(1 for _ in self.items(seed, epoch, 0))
 
     def __iter__(self) -> Iterator[Any]:
-        """From the Trainer's position on; or from its beginning, where loaders of several lengths take turns and this one has ended."""
+        """Starts at the Trainer's position; restarts if this loader ended before longer ones that train with it."""
         epoch, done = self.division.position()
         turn = self.ended
-        # at the Trainer's position; or one behind it, where Lightning fetches ahead
-        goes_on = self.division.trains and turn and turn.epoch == epoch and turn.number - 1 <= done <= turn.number
-        if turn is None or not goes_on:
+        # at the Trainer's position, or one behind it if Lightning prefetches
+        continues = self.division.trains and turn and turn.epoch == epoch and turn.number - 1 <= done <= turn.number
+        if turn is None or not continues:
             self.began, turn = (epoch, done), Turn(epoch, done, *divmod(done, self.length or done + 1))
             if turn.times:
                 self.ended = turn
                 return
         number = turn.number
         items = self.items(self.division.seed_of(self, turn.times), epoch, turn.done)
-        left = None if self.length is None else self.length - turn.done
-        for batch, told in timed(islice(items, left), self.division.waited):
-            self.told = {number: told} | {n: each for n, each in self.told.items() if n == number - 1}
+        remaining = None if self.length is None else self.length - turn.done
+        for batch, info in timed(islice(items, remaining), self.division.waited):
+            self.told = {number: info} | {n: old for n, old in self.told.items() if n == number - 1}
             yield batch
             number += 1
         self.ended = Turn(epoch, number, turn.times + 1, 0)
-        if (
-            number == done and done and self.length is None
-        ):  # a run that was resumed: nobody knows where it had begun again
+        if number == done and done and self.length is None:  # resumed run: where it last restarted is unknown
             length = self.counted(self.division.seed_of(self), epoch)
             self.ended = Turn(epoch, done, *divmod(done, length)) if length else None
 
     def require_agreement(self, digest: str) -> None:
-        """All processes call it with what they have read."""
+        """All processes call this with the digest of what they have read."""
         if self.division.world > 1 and not self.division.agree(digest):
             raise UserError(
                 f"{self.name} gives other samples in each process. Lockstep divides each batch among the processes: let it give the samples of all "
@@ -137,11 +135,11 @@ class Brought(ResumableLoader):
             )
 
     def close(self) -> None:
-        """Ends workers that stay."""
+        """Ends persistent workers."""
 
     @property
     def title(self) -> str:
-        """For the first lines of a run."""
+        """One line on the batches, for the first lines of a run."""
         division, size = self.division, self.size
         accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
         if self.gets == "all" and division.world == 1:
@@ -152,8 +150,8 @@ class Brought(ResumableLoader):
             return f"each process has its own batches{accumulated}"
         if size is None:
             return f"batches of {self.name}, divided by {division.world}{accumulated}"
-        least, most = size // division.parts, math.ceil(size / division.parts)
-        return f"batch {size} = {division.world} x {most if least == most else f'{least} or {most}'}{accumulated}"
+        low, high = size // division.parts, math.ceil(size / division.parts)
+        return f"batch {size} = {division.world} x {high if low == high else f'{low} or {high}'}{accumulated}"
 
     def limits(self) -> Iterator[str]:
         size, parts = self.size, self.division.parts
@@ -168,7 +166,7 @@ class Brought(ResumableLoader):
 
 
 class Due:
-    """The sampler of the DataLoader that reads: shares of one epoch after the other, so workers can stay."""
+    """The sampler of the DataLoader that reads: shares of each epoch in turn, so workers can persist."""
 
     def __init__(self) -> None:
         self.shares: Iterator[Share] = iter(())
@@ -177,51 +175,53 @@ class Due:
         return ((share,) for share in self.shares)
 
 
-def from_workers(given: DataLoader[Any], data: Any, **options: Any) -> FromWorkers:
-    """Micro-batches that the user's workers read."""
+def from_workers(loader: DataLoader[Any], data: Any, **options: Any) -> FromWorkers:
+    """Reads micro-batches with the user's worker settings."""
     return FromWorkers(
         data,
-        worker_init_fn=partial(begin_worker, given.worker_init_fn),
-        generator=torch.Generator(),  # of the seeds of workers, which would be drawn from the process's own
-        **{name: getattr(given, name) for name in OPTIONS} | options,
+        worker_init_fn=partial(begin_worker, loader.worker_init_fn),
+        generator=torch.Generator(),  # for worker seeds, which would otherwise be drawn from the process's generator
+        **{name: getattr(loader, name) for name in OPTIONS} | options,
     )
 
 
 class StandardLoader(Brought):
-    """A DataLoader whose batches are divided among processes and accumulation."""
+    """A DataLoader whose batches are divided among processes and accumulation steps."""
 
-    def __init__(self, given: DataLoader[Any], division: Division) -> None:
-        super().__init__(given, division)
-        self.order = Order(given.batch_sampler, division.world > 1)
-        self.name, self.size = f"{type(given.dataset).__name__} with {self.order.name}", self.order.size
+    def __init__(self, loader: DataLoader[Any], division: Division) -> None:
+        super().__init__(loader, division)
+        self.order = Order(loader.batch_sampler, division.world > 1)
+        self.name, self.size = f"{type(loader.dataset).__name__} with {self.order.name}", self.order.size
         self.notes = [*self.limits()]
-        self.data, self.due = MicroBatches(given.dataset, given.collate_fn), Due()
+        self.data, self.due = MicroBatches(loader.dataset, loader.collate_fn), Due()
         self.reader: FromWorkers | None = None
-        self.count: int | None = None  # of the batches of an evaluation, if it is known
+        self.count: int | None = None  # of the batches of an evaluation, if known
         if division.world > 1:
             self.require_same_data()
         if division.world > 1 and not division.trains:
             self.count = self.evaluated()
 
     def read_apart(self, *keys: list[Any]) -> Iterator[Any]:
-        """Micro-batches outside of an epoch. By a worker if the user has some: a process may not have opened what its workers open."""
-        told = Told(1.0, "", None)
-        shares = [(Share(each, 0, 0, self.division.seed, 0, told),) for each in keys]
+        """Micro-batches outside of an epoch. Uses a worker if the user does: only workers may have opened the data."""
+        info = Told(1.0, "", None)
+        shares = [(Share(share_keys, 0, 0, self.division.seed, 0, info),) for share_keys in keys]
         options = {"num_workers": min(1, self.given.num_workers), "persistent_workers": False}
         return (batch for batch, _ in from_workers(self.given, Indexed(self.data), sampler=shares, **options).batches())
 
     def require_same_data(self) -> None:
-        """Processes may have datasets of their own, of which each would use its share. Compares the first sample, unless it is another one
-        each time or cannot be read alone."""
-        found = ["", ""]
+        """Checks that processes have the same dataset, because each uses only its share of it.
+
+        Compares the first sample, unless it differs each time or cannot be read alone.
+        """
+        digests = ["", ""]
         with suppress(Exception):
-            found = [digest_of(batch) for batch in self.read_apart([0], [0])]
-        self.require_agreement(found[0] if found[0] == found[1] else "")
+            digests = [digest_of(batch) for batch in self.read_apart([0], [0])]
+        self.require_agreement(digests[0] if digests[0] == digests[1] else "")
 
     def evaluated(self) -> int | None:
-        """How many batches an evaluation has, if that is known. All processes call it.
+        """The number of batches in an evaluation, if known. All processes call this.
 
-        Raises UserError if they have other ones, or if one cannot make its last batch.
+        Raises UserError if their batches differ, or if a process cannot collate its last batch.
         """
         division = self.division
         if self.length is None:
@@ -263,7 +263,7 @@ class StandardLoader(Brought):
 
 
 def standard(loaders: Any) -> list[Brought]:
-    """Those among the loaders of a Trainer, in whatever collection."""
-    found: list[Any] = []
-    apply_to_collection(loaders, Brought, found.append)
-    return found
+    """The Brought loaders among the loaders of a Trainer, in any collection."""
+    wrapped: list[Any] = []
+    apply_to_collection(loaders, Brought, wrapped.append)
+    return wrapped

@@ -1,4 +1,4 @@
-"""Loaders without places to take samples from: streams, and what makes its batches itself."""
+"""Loaders that cannot be indexed: streams, and loaders that create their own batches."""
 
 import logging
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ AGAIN = "a resumed run reads again what it had read"
 
 
 class Shares(Packs, IterableDataset[Any]):
-    """One process's micro-batches of a stream, which it reads whole. Collated here, because this goes to a worker."""
+    """One process's micro-batches of a stream, which it reads entirely. Collates them too, as it runs in a worker."""
 
-    def __init__(self, given: DataLoader[Any], cut: Cut) -> None:
+    def __init__(self, loader: DataLoader[Any], cut: Cut) -> None:
         super().__init__()
-        self.dataset, self.collate, self.cut = given.dataset, OfStream(given.collate_fn), cut
-        self.size, self.drop_last = given.batch_size or 1, given.drop_last
-        # seed, epoch, micro-batches done: for a worker that stays
+        self.dataset, self.collate, self.cut = loader.dataset, OfStream(loader.collate_fn), cut
+        self.size, self.drop_last = loader.batch_size or 1, loader.drop_last
+        # seed, epoch, micro-batches done; shared with persistent workers
         self.place = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
@@ -37,28 +37,31 @@ class Shares(Packs, IterableDataset[Any]):
             yield self.packed(self.collate(share))
 
     def batches(self, seed: int, epoch: int) -> Iterator[Global]:
-        apart, place, digest = Apart(int(key_of("order", seed, epoch)[0]), self.dataset), 0, ""
+        random_state, position, digest = Apart(int(key_of("order", seed, epoch)[0]), self.dataset), 0, ""
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
-        with apart:
+        with random_state:
             samples = iter(self.dataset)
         while True:
-            with apart:
+            with random_state:
                 batch = [*islice(samples, self.size)]
             if not batch or (self.drop_last and len(batch) < self.size):
                 return
             if self.cut.world > 1:
                 digest = digested(batch, digest, type(self.dataset).__name__)
-            yield Global(place, batch, digest)
-            place += len(batch)
+            yield Global(position, batch, digest)
+            position += len(batch)
 
 
 class Compared(Brought):
-    """The first time that its batches are requested, all processes do so, and compare the first one. What each process gets decides:
-    processes with batches of their own end together, because the others would wait for one that has no more."""
+    """A loader whose first batch is compared between processes when batches are first requested.
 
-    def __init__(self, given: Any, division: Division) -> None:
-        super().__init__(given, division)
+    The result determines what each process gets. Processes with different batches end an epoch together, because they
+    would wait for a process that has no more.
+    """
+
+    def __init__(self, loader: Any, division: Division) -> None:
+        super().__init__(loader, division)
         self.undecided, self.equally_long = division.world > 1, True
 
     def __iter__(self) -> Iterator[Any]:
@@ -66,16 +69,16 @@ class Compared(Brought):
         if self.undecided:
             first = [*islice(batches, 1)]
             self.undecided = False
-            again = self.decide(self.division.agree(self.told[max(self.told)].digest if first else ""))
+            restart = self.decide(self.division.agree(self.told[max(self.told)].digest if first else ""))
             self.equally_long = self.gets != "its own" or self.division.agree(str(self.length))
-            if again:
+            if restart:
                 self.began = None
                 return iter(self)
             batches = chain(first, batches)
         return self.together(batches) if self.gets == "its own" and self.division.world > 1 else batches
 
     def decide(self, same: bool) -> bool:
-        """Whether the batches must begin again, because they are divided in another way."""
+        """Whether the batches must restart, because they are divided differently."""
         raise NotImplementedError
 
     def together(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -88,12 +91,15 @@ class Compared(Brought):
 
 
 class StreamLoader(Compared):
-    """Batches of an IterableDataset: each process reads the whole stream, and collates its share. Or its own, if the stream divides itself."""
+    """Batches of an IterableDataset.
 
-    def __init__(self, given: DataLoader[Any], division: Division) -> None:
-        super().__init__(given, division)
-        self.name, self.size = type(given.dataset).__name__, given.batch_size
-        reads = "one worker of each process reads" if given.num_workers else "each process reads"
+    Each process reads the whole stream and collates its share, unless the stream divides itself.
+    """
+
+    def __init__(self, loader: DataLoader[Any], division: Division) -> None:
+        super().__init__(loader, division)
+        self.name, self.size = type(loader.dataset).__name__, loader.batch_size
+        reads = "one worker of each process reads" if loader.num_workers else "each process reads"
         self.notes = [f"{self.name} is a stream: {reads} all of it, and {AGAIN}", *self.limits()]
         self.begin(division.cut)
 
@@ -111,7 +117,7 @@ class StreamLoader(Compared):
         return not same
 
     def __len__(self) -> int:
-        """Unknown as long as nobody knows whether the stream divides itself."""
+        """Undefined until it is known whether the stream divides itself."""
         if not self.equally_long or (self.undecided and self.division.accumulate > 1):
             raise TypeError("a stream has no length")
         return len(self.given) * (self.division.accumulate if self.gets == "a share" else 1)
@@ -125,16 +131,16 @@ class StreamLoader(Compared):
 
 
 class LeftAlone(Compared):
-    """Batches of a user's own loader as it makes them, in a random state of their own, which is the same in each process.
+    """Batches of a custom loader, as it creates them, in a separate random state that is equal in all processes.
 
-    A run resumes within an epoch by reading what it had read.
+    To resume within an epoch, a run rereads the earlier batches.
     """
 
     gets: Gets = "all"
 
-    def __init__(self, given: Any, division: Division, why: str) -> None:
-        super().__init__(given, division)
-        self.notes = [f"{why}: its batches are not divided, and {AGAIN}"]
+    def __init__(self, loader: Any, division: Division, reason: str) -> None:
+        super().__init__(loader, division)
+        self.notes = [f"{reason}: its batches are not divided, and {AGAIN}"]
 
     def __len__(self) -> int:
         if not self.equally_long:
@@ -150,26 +156,26 @@ class LeftAlone(Compared):
             yield batch, Told(1.0, digested(batch, "", self.name) if self.undecided else "", None)
 
     def apart(self, seed: int, epoch: int) -> Iterator[Any]:
-        apart, ended = Apart(int(key_of("order", seed, epoch)[0]), self.given), object()
-        with apart:
+        random_state, end = Apart(int(key_of("order", seed, epoch)[0]), self.given), object()
+        with random_state:
             batches = iter(self.given)
         while True:
-            with apart:
-                batch = next(batches, ended)
-            if batch is ended:
+            with random_state:
+                batch = next(batches, end)
+            if batch is end:
                 return
             yield batch
 
 
-def around(given: Any, division: Division) -> Brought:
-    """What the Trainer gets in place of a loader that somebody brought."""
-    name = type(given).__name__
-    if not isinstance(given, DataLoader):
-        return LeftAlone(given, division, f"{name} is no DataLoader")
-    if type(given).__iter__ is not DataLoader.__iter__:
-        return LeftAlone(given, division, f"{name} has an __iter__ of its own")
-    if given.batch_size is None and given.batch_sampler is None:
-        return LeftAlone(given, division, f"{name} has batch_size=None")
-    if isinstance(given.dataset, IterableDataset):
-        return StreamLoader(given, division)
-    return StandardLoader(given, division)
+def around(loader: Any, division: Division) -> Brought:
+    """Wraps a user's loader for the Trainer."""
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        return LeftAlone(loader, division, f"{name} is no DataLoader")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return LeftAlone(loader, division, f"{name} has an __iter__ of its own")
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return LeftAlone(loader, division, f"{name} has batch_size=None")
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamLoader(loader, division)
+    return StandardLoader(loader, division)

@@ -169,12 +169,10 @@ def begun(settings: Settings, *, again: bool) -> Settings:
     if is_first() and not again and settings.folder.has_config():
         reason = f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists"
         raise UserError(f"{reason}. Pass resume=auto to continue it, or another name.")
-    return settings.but({"init_from": weights_of(cfg.init_from, cfg.runs_dir)}) if cfg.init_from else settings
-
-
-def weights_of(init_from: str, runs_dir: str) -> str:
-    """The path of the checkpoint that `init_from` names."""
-    return str(outline(finding.tested_checkpoint(init_from, "init_from", runs_dir)).path)
+    if cfg.init_from is None:
+        return settings
+    checkpoint = outline(finding.tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir)).path
+    return settings.but({"init_from": str(checkpoint)})
 
 
 def resumed(draft: Draft, overrides: list[str]) -> Draft:

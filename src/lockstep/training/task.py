@@ -243,7 +243,8 @@ class Task(Module):
         return self.outputs(self.parts.call_net or self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.mean_loss(self(batch), batch)
+        output = self(batch)
+        return self.mean_loss(output, batch)
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
         """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
@@ -311,7 +312,8 @@ class Task(Module):
             self.parts.test_panels.begin(self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.measure(self(batch), batch, batch_idx, dataloader_idx)
+        output = self(batch)
+        self.measure(output, batch, batch_idx, dataloader_idx)
 
     def measure(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Updates the mean loss and the metrics with real samples. Fillers are removed first."""
