@@ -82,7 +82,7 @@ def test_the_lock_of_another_user_is_respected(tmp_path, monkeypatch):
 def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "sweep" / "0")
     with folder.locked():
-        assert folder.is_empty()
+        assert [file.name for file in folder.path.iterdir()] == [folder.lock_file.name]
     assert list(tmp_path.iterdir()) == []
 
 

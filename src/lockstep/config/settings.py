@@ -191,7 +191,7 @@ class Settings:
     def as_built(self) -> "Settings":
         """A copy without those of the config's network, optimizer and schedule that train.py built itself."""
         by_hand = [group for group in OPTIONAL if getattr(self.cfg, group) and group not in self.asked]
-        return self.but(dict.fromkeys(by_hand, {})) if by_hand else self
+        return self.but({group: {} for group in by_hand}) if by_hand else self
 
     def evaluation_file(self, job: str = "eval") -> Path:
         """Where eval.py and predict.py write: the run's <job>.json, or a file next to a checkpoint outside of a run."""
