@@ -42,7 +42,7 @@ PAGES = [
     Page("regression", ("model.width=8",)),
     Page("segmentation", ("data.count=70", "data.image_size=16", "model.width=4")),
     Page("language-model", ("model.width=16", "model.dropout=0", "data.sequence_length=16")),
-    Page("task", ("model.width=8", *MNIST), generated=True),
+    Page("task", MNIST, generated=True),
     Page("contrastive", ("model.width=8", "loader.eval_batch_size=50", *MNIST), generated=True),
     Page("detection", ("model.width=8", "data.count=70", "data.image_size=32", "trainer.check_val_every_n_epoch=1"), generated=True),
 ]  # fmt: skip
