@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
@@ -304,13 +305,18 @@ def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> Abstr
 
 
 def explained(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
-    """The error of a training in words that help: memory ran out, or torch or Lightning rejects an argument before the first batch."""
+    """An error of `trainer.fit` in words that help: memory ran out, or torch or Lightning rejects an argument before the first batch."""
+    if trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
+        return error
+    trace = error.__traceback__
+    below = trace.tb_next if trace and trace.tb_next else trace  # train.py itself, which calls fit, is the user's code
+    is_users = of_users_code(error.with_traceback(below))
     try:
         with oom_advice(settings, trainer, workload_of(trainer)):
-            raise error
+            raise error.with_traceback(trace)
     except BaseException as e:
         began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if began or not isinstance(e, REFUSALS) or isinstance(e, UserError) or of_users_code(e):
+        if began or is_users or not isinstance(e, REFUSALS) or isinstance(e, UserError):
             return e
         return UserError(" ".join(str(e).split()))
 

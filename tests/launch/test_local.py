@@ -74,7 +74,7 @@ from lockstep import launch
 class Witness:
     def __del__(self):
         print("taken down", flush=True)
-def job(settings):
+def job(settings, data):
     import torch
     import torch.distributed as dist
     sys.modules["witness"] = Witness()
@@ -88,7 +88,7 @@ def job(settings):
     (here / f"done{settings.world.rank}").touch()
     while not (here / f"done{1 - settings.world.rank}").exists():  # whose sums this one's end could break off
         time.sleep(0.01)
-launch.main(job, "train")
+launch.main(launch.Job("train", job, lambda settings: None))
 """
 
 

@@ -258,20 +258,22 @@ def source(path: str) -> Source | None:
     spec = find_spec(package) if package else None
     if spec is None or spec.origin is None:
         return None
-    base = Path(spec.origin).parent.joinpath(*rest)
-    if not rest and spec.submodule_search_locations is None:  # a top-level module, not a package
-        base = Path(spec.origin).with_suffix("")
-    file, parent = (
-        (base / "__init__.py", module) if base.is_dir() else (base.with_suffix(".py"), module.rpartition(".")[0])
-    )
-    tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
+    is_module = not rest and spec.submodule_search_locations is None  # at the top level
+    base = Path(spec.origin).with_suffix("") if is_module else Path(spec.origin).parent.joinpath(*rest)
+    file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    parent = module if base.is_dir() else module.rpartition(".")[0]
+    try:
+        tree = ast.parse(file.read_bytes()) if file.is_file() else ast.Module([], [])
+    except (SyntaxError, ValueError):  # the import shows it as the user's
+        return None
+    match: Source | str | None = None  # the last definition, or where it is imported from
     for node in statements(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return Source(node, module, tree)
-        if isinstance(node, ast.ImportFrom):
-            for alias in (alias for alias in node.names if name == (alias.asname or alias.name)):
-                return source(f"{resolve_name('.' * node.level + (node.module or ''), parent)}.{alias.name}")
-    return None
+            match = Source(node, module, tree)
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            if name == (alias.asname or alias.name):
+                match = f"{resolve_name('.' * node.level + (node.module or ''), parent)}.{alias.name}"  # type: ignore[attr-defined]
+    return match if not isinstance(match, str) else source(match) if match != path else None
 
 
 def meaning(name: str, origin: Source) -> str:
@@ -296,8 +298,8 @@ def lineage(path: str) -> list[str] | None:
     homes = [f"{cls.module}.{cls.node.name}"]
     if homes[0] in BASES:
         return homes
-    for base in cls.node.bases:
-        inherited = lineage(meaning(ast.unparse(base), cls))
+    for base in (meaning(ast.unparse(base), cls) for base in cls.node.bases):
+        inherited = lineage(base) if base != homes[0] else None
         if inherited is None:
             return None
         homes += inherited
@@ -322,7 +324,11 @@ def written_arguments(path: str) -> list[str] | None:
         for node in body:
             if isinstance(node, ast.FunctionDef) and (node is target.node or node.name == "__init__"):
                 names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                return None if node.args.kwarg else names[node is not target.node :]
+                return None if node.args.kwarg or node.decorator_list else names[node is not target.node :]
+        if (
+            target.node.decorator_list or len(getattr(target.node, "bases", ())) > 1
+        ):  # a dataclass; one of several constructors
+            return None
     return None
 
 

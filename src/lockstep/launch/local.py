@@ -53,7 +53,7 @@ class Job:
         return self.name not in ("eval", "predict")
 
     def __call__(self, settings: Settings, data: Any = None) -> Any:
-        """Runs the job in this process, with its data if the process has already read it."""
+        """Does this process's part, with the data that it has already read, or reads it."""
         from lockstep import build  # imports torch and Lightning (7 s)
         from lockstep.config.checks import signature_problems
 
@@ -61,20 +61,21 @@ class Job:
         if self.trains:  # the config of an evaluation has already trained
             raise_problems(signature_problems(settings, shipped=False))
         numbered = settings.with_numbers()
-        return self.run(numbered, data if data is not None and numbered is settings else self.read_data(numbered))
+        is_read = data is not None and numbered is settings
+        return self.run(numbered, data if is_read else self.read_data(numbered, prepare=True))
 
-    def read_data(self, settings: Settings) -> Any:
+    def read_data(self, settings: Settings, *, prepare: bool = False) -> Any:
         """The data set, ready to be read; None for data with its own dataloaders, or if the job needs no data set."""
-        asked = settings.request
-        if settings.loader is None or (
-            asked is not None and asked.part is None
-        ):  # data with its own dataloaders; or a prediction of files
+        if settings.loader is None or (settings.request and settings.request.part is None):  # files are predicted
             return None
         from lockstep.augment.operation import Augmentation
 
-        data = self.data(settings)
-        data.keeps_whole = Augmentation(settings.operations).crops_from is not None
-        data.evaluates = settings.evaluates
+        with process.seeded(settings.seed):
+            if (data := self.data(settings)) is not None:
+                data.keeps_whole = Augmentation(settings.operations).crops_from is not None
+                data.evaluates = settings.evaluates
+                if prepare:
+                    data.prepare()
         return data
 
 
@@ -110,13 +111,18 @@ def load(path: Path) -> Job:
     spec = util.spec_from_file_location(f"lockstep_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:  # eval.py imports train.py
-        sys.path.append(str(path.parent))
-    spec.loader.exec_module(module)
-    found: Job | None = getattr(module, "JOB", None)
-    if not isinstance(found, Job):
+    earlier = sys.modules.pop("train", None)  # perhaps of a different project; eval.py imports the one in its folder
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+        sys.modules.pop("train", None)
+        sys.modules |= {"train": earlier} if earlier else {}
+    job: Job | None = getattr(module, "JOB", None)
+    if not isinstance(job, Job):
         raise UserError(f'{path} has no JOB. Add JOB = launch.Job("{path.stem}", <function>, data) to it.')
-    return replace(found, script=path)
+    return replace(job, script=path)
 
 
 def job(name: str) -> Job:

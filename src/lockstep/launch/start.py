@@ -54,7 +54,8 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
         return settings.decided(None), None, None
     if rank_of() == 0 and (plan := data.storage_plan()):
         print(plan, file=sys.stderr)
-    data.prepare()
+    with process.seeded(settings.seed):
+        data.prepare()
     train, *_ = splits(data, **{key: getattr(settings.loader, key) for key in SPLITTING})
     if job.trains:
         raise_problems(step_problems(settings, train.count))

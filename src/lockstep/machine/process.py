@@ -336,6 +336,23 @@ def restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds Python, and NumPy and torch if they are imported, and restores their states afterwards: a data set that draws is the same in
+    every process and start, and does not change the network's first weights."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        random.seed(seed)
+        if numpy:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+            numpy.random.seed(seed % 2**32)
+        if torch:
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
 def libraries_restored() -> Iterator[None]:
     """Restores loggers, warning filters, torch's settings and random states afterwards. Imports torch."""
     import numpy as np

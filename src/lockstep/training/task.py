@@ -200,7 +200,8 @@ class Task(Module):
             )
         if not self.automatic_optimization:
             raise UserError(
-                f"{title} sets automatic_optimization=False, but a task has no step of its own. Write a LightningModule."
+                f"{title} sets automatic_optimization=False, but a task has one optimizer, that of optim. For several, subclass LightningModule "
+                "and set task=lightning_module; for a different learning rate of the last layer, optim.head_lr."
             )
         if replaced := without_super(type(self), Task):
             raise UserError(
