@@ -20,7 +20,7 @@ from your_own import forget
 import lockstep
 from lockstep import ROOT
 from lockstep.config.checks import check
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, variants
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, variants, without_replaced_defaults
 from lockstep.config.draft import Draft
 from lockstep.errors import UserError
 from lockstep.launch.cli import refused_options
@@ -39,7 +39,7 @@ def config_problems(config: str, args: tuple[str, ...], overrides: tuple[str, ..
         try:
             draft = Draft(compose_config(config, chosen))
             if config == "train":
-                check(draft)
+                check(without_replaced_defaults(draft, chosen))
         except CONFIG_ERRORS as e:
             found += explain(e, config, chosen)
         except UserError as e:
