@@ -56,6 +56,14 @@ uv run train.py --help                                   # all keys
 uv run lockstep runs                                     # a table of runs; `uv run lockstep` lists the other commands
 ```
 
+| to change | edit |
+| --- | --- |
+| the network | `src/{package}/model.py`; its arguments are keys in `configs/model/` |
+| the loss, a metric, a training step | `src/{package}/module.py`; its arguments are keys in `configs/task/classifier.yaml` |
+| the data | `src/{package}/data.py`: a class, which a file in `configs/data/` names |
+| the optimizer, its schedule | `optim=adamw|adam|sgd`, `optim.lr`, `schedule=cosine`; several optimizers: a LightningModule, `task=lightning_module` |
+| anything between the data and the report | `train.py` |
+
     train.py                 what happens from the data to the report, in this order; eval.py and predict.py share its parts
     src/{package}/           model.py: the network · module.py: the loss, the metrics and the steps · data.py: the data sets
     configs/                 project.yaml: the defaults · a folder per group, whose files name the classes in src/

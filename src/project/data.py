@@ -2,6 +2,19 @@
 
 A data set defines where its files are and how to read them. Lockstep divides it into batches. This file does not import
 torch, so errors in the data config are reported within a second.
+
+Arrays in memory need only a class such as this one, and a file configs/data/flowers.yaml with `defaults: [own_images]`,
+`_target_: project.data.Flowers`, `root: data` and `image_size: 64`. Images are uint8 (N, C, H, W); without `self.val`, a fixed
+part of `self.train` is for validation:
+
+    class Flowers(Images):  # from lockstep.data import Arrays, Images
+        mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+        classes = ("rose", "tulip")
+
+        def __init__(self, *, root: str, **images: Any) -> None:
+            super().__init__(**images)
+            parts = [np.load(f"{root}/{part}.npz") for part in ("train", "test")]
+            self.train, self.test = (Arrays(input=part["input"], target=part["target"]) for part in parts)
 """
 
 import gzip
