@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import forked as forked_processes
@@ -93,9 +94,11 @@ launch.main(launch.Job("train", job, lambda settings: None))
 
 
 @pytest.fixture(autouse=True)
-def no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run clears them when it starts; these tests start only its processes."""
+def no_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A run clears them when it starts; these tests start only its processes, and leave handlers behind."""
     monkeypatch.setattr(process, "received", [])
+    with process.restored():
+        yield
 
 
 @pytest.fixture
