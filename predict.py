@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def predict(config: launch.Settings, data: "DataSet | None") -> None:
-    """The part of one process. `config.request` holds what is asked for; the rest is the run's config, as for eval.py."""
+    """The part of one process. `config.request` holds the options of predict.py; the rest is the run's config, as for eval.py."""
     from lockstep import build
     from lockstep.extras import prediction
 

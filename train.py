@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lockstep import launch
 from lockstep.extras import write_page
 
-if TYPE_CHECKING:  # importing torch and Lightning takes 7 s, and the config is checked before
+if TYPE_CHECKING:  # importing torch and Lightning takes 7 s; the config is checked first
     import lightning.pytorch as pl
 
     from lockstep.data import DataSet
@@ -44,7 +44,7 @@ def train(config: launch.Settings, data: "DataSet") -> None:
         trained = module(config, datamodule)
         # configs/trainer, configs/strategy, configs/callbacks and configs/logger
         trainer = build.trainer(config, trained, datamodule, LivePage(config))
-        build.dry_run(config, trainer)  # rejects what does not fit together before a file is written
+        build.dry_run(config, trainer)  # rejects parts that do not fit together, before any file is written
         run.begin(trainer)
         trainer.fit(trained, datamodule=datamodule, ckpt_path=config.resume)
         best = run.trained()

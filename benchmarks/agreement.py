@@ -56,7 +56,7 @@ def difference(reference: Report, other: Report) -> tuple[float, float, float]:
     losses = [run.curves["train/loss"].values for run in (reference, other)]
     weights: list[dict[str, Any]] = [read(r.folder / "checkpoints" / "last.ckpt").weights for r in (reference, other)]
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
-        raise RuntimeError(f"{other.folder} did not do the steps of {reference.folder}")
+        raise RuntimeError(f"{other.folder} did not run the same steps as {reference.folder}")
     floating = [key for key, value in weights[0].items() if value.is_floating_point()]
     vectors = [torch.cat([state[key].double().flatten() for key in floating]) for state in weights]
     loss = max(comparison.relative(a, b) for a, b in zip(*losses, strict=True))
@@ -83,7 +83,7 @@ RECIPES: dict[str, tuple[list[str], int, float]] = {  # overrides, steps, limit 
 SEVERAL = [(strategy, *size) for strategy in ("ddp", "fsdp") for size in ((2, 1), (4, 1), (2, 2))]
 SETUPS = [("single", 1, 2), ("single", 1, 4), ("dp", 1, 1), *SEVERAL]  # strategy, processes, accumulation
 RESUMED = ("ddp, resumed from one process", 2, 1)
-HEAD = ["recipe", "steps", "strategy", "processes", "accumulation", "greatest loss", "weights", "greatest tensor"]
+HEAD = ["recipe", "steps", "strategy", "processes", "accumulation", "loss", "weights", "worst tensor"]
 
 
 def setups(recipe: str) -> list[tuple[str, int, int]]:

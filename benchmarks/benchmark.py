@@ -44,7 +44,7 @@ from lockstep.launch.exits import exit_code
 from lockstep.machine.world import cores, gpu_count, visible_gpus
 
 REST = 0  # steps: all that remain
-ANSWER_S = 1800  # limit of a turn, enough for a slow machine; a contender that hangs ends the benchmark
+ANSWER_S = 1800  # limit of a turn, enough for a slow machine; a hanging contender ends the benchmark
 UPPER_BOUNDS = {"lockstep": "upper bound", "lockstep equal precision": "upper bound equal precision"}
 PLAIN, FP32 = "plain", "32-true"
 TOLERANCE = 0.01  # between accuracies: one percentage point
@@ -101,7 +101,7 @@ def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
     expected = contenders[PLAIN].accuracy if PLAIN in contenders else None
     for name, figures in contenders.items():
         if expected is not None and figures.accuracy is not None and abs(figures.accuracy - expected) > TOLERANCE:
-            yield f"{name} reached {figures.accuracy:.2%}, the plain loop {expected:.2%}: more than {TOLERANCE:.0%} apart"
+            yield f"{name} reached {figures.accuracy:.2%}, the plain loop {expected:.2%}; the difference is above {TOLERANCE:.0%}"
         if limits and name.startswith("lockstep") and (figures.waiting or 0.0) > MOST_WAITING:
             yield f"{name} waits for data for {figures.waiting:.1%} of its time; at most {MOST_WAITING:.0%} is expected"
     for (name, other), limit in limits.items():
@@ -202,8 +202,8 @@ class Contender:
             reply: dict[str, Any] = json.loads(line)
             return reply
         end = "\n".join(self.log.read_text().splitlines()[-30:])
-        reason = "ended before its time" if ready else f"did not answer within {ANSWER_S} s"
-        raise TrainingFailed(f"the contender {self.name} {reason}; the end of its log:\n{end}")
+        reason = "exited early" if ready else f"did not answer within {ANSWER_S} s"
+        raise TrainingFailed(f"the contender {self.name} {reason}. The end of its log:\n{end}")
 
     def train(self, steps: int) -> dict[str, Any]:
         print(steps, file=self.process.stdin)
@@ -294,7 +294,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.device = args.device or ("cuda" if gpu_count() else "cpu")
     if args.device == "cuda" and gpu_count() < args.world:
-        raise UserError(f"--device cuda --world {args.world}: there are {gpu_count()} GPUs. Pass --device cpu.")
+        raise UserError(f"--device cuda --world {args.world}: this machine has {gpu_count()} GPUs. Pass --device cpu.")
     batch, segment, rounds = AMOUNTS[args.recipe, args.device]
     segment, rounds = (15, 7) if args.quick else (segment, rounds)
     args.batch_size, args.segment, args.rounds = batch, args.segment or segment, args.rounds or rounds

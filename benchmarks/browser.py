@@ -39,7 +39,9 @@ def main() -> None:
             name, _, page = pair.partition("=")
             name, _, section = name.partition("#")
             if not Path(page).is_file():
-                raise UserError(f"{pair}: there is no page {page!r}; expected <name>=<page>, such as runs=runs.html")
+                raise UserError(
+                    f"{pair}: the page {page!r} does not exist; expected <name>=<page>, such as runs=runs.html"
+                )
             width, height = (390, 800) if name == "phone" else (1280, 1180)
             show(driver, Path(page), width=width, height=height, dark=name.endswith("dark"))
             if section:
@@ -58,8 +60,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 def missing() -> str | None:
     """Why no browser is available; None if one is."""
     if not any(map(shutil.which, NAMES)) or not shutil.which("chromedriver"):
-        return "no chromium with chromedriver (scripts/install_test_systems.sh installs them)"
-    return None if find_spec("selenium") else "no selenium (uv sync installs it)"
+        return "chromium or chromedriver is missing (scripts/install_test_systems.sh installs them)"
+    return None if find_spec("selenium") else "selenium is missing (uv sync installs it)"
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from lockstep.extras.comparison import tensor_difference
 from lockstep.machine.world import gpu_count
 
 COMMAND_S = 120.0  # limit of a command
-LEAST_S = 25.0  # with less time left, no stage starts
+LEAST_S = 25.0  # no stage starts with less time left
 SIZES = {  # for the runs that measure speed and memory: network, pixels, batch, steps
     "cuda": (["model=resnet50d"], 336, 128, 60),
     "cpu": (["model=timm", "model.name=test_resnet"], 32, 16, 8),
@@ -102,7 +102,7 @@ class Checks:
         except (UserError, OSError) as e:
             return f"not compared: {e}"
         weights = [torch.cat([state[key].double().flatten() for key in sorted(state)]) for state in tensors]
-        return f"weights {tensor_difference(*weights):.1e} apart; {lines[0]}"
+        return f"weights differ by {tensor_difference(*weights):.1e}; {lines[0]}"
 
     def rate_of(self, name: str) -> str:
         rates = re.findall(r"^RATE (\S+)", self.output(name), re.MULTILINE)
@@ -176,7 +176,7 @@ def waits(checks: Checks) -> Iterator[str]:
         checks.train(name, *options, script=["-W", "always", "-c", WARNING])
         places.append([match[2] for match in PLACE.finditer(checks.output(name))])
     few, many = map(Counter, places)
-    yield f"{few.total()} in 100 steps, {many.total()} in 200; more in steps without a row: {dict(many - few) or 'none'}"
+    yield f"{few.total()} in 100 steps, {many.total()} in 200; in steps without a log row: {dict(many - few) or 'none'}"
     yield f"by place: {dict(many.most_common())}"
     yield "in order: " + ", ".join(f"{place} x{len(list(same))}" for place, same in itertools.groupby(places[1]))
 
@@ -236,7 +236,7 @@ def basic_net(checks: Checks) -> Iterator[str]:
 def memory(checks: Checks) -> Iterator[str]:
     options = [*checks.net, *checks.of_photos(checks.pixels, 2048), "trainer.max_steps=2"]
     report = checks.train("auto", *options, "trainer.accumulate_grad_batches=auto")
-    yield f"batch 2,048 in {report.get('accumulate_grad_batches')} micro-batches, by auto: {rate(report)}"
+    yield f"batch 2,048 in {report.get('accumulate_grad_batches')} micro-batches, chosen by auto: {rate(report)}"
     report = checks.train("oom", *options)
     yield f"without auto: exit code {report['exit']}: {' '.join(checks.output('oom').split())[-220:]}"
 
@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu-checks"), help="an empty or new folder")
     args = parser.parse_args()
     if args.device == "cuda" and not gpu_count():
-        parser.error("there is no GPU; pass --device cpu")
+        parser.error("this machine has no GPU; pass --device cpu")
     args.out.mkdir(parents=True, exist_ok=True)
     if any(args.out.iterdir()):
         parser.error(f"{args.out} is not empty; remove it, or pass a different --out")
@@ -331,7 +331,7 @@ def main() -> None:
         write_photos(Path(folder) / "photos")
         for name in args.only:
             try:
-                for line in STAGES[name](checks) if checks.limit_s() > LEAST_S else ["not run, for lack of time"]:
+                for line in STAGES[name](checks) if checks.limit_s() > LEAST_S else ["skipped: out of time"]:
                     checks.say(f"{name}: {line}")
             except Exception as e:
                 checks.say(f"{name}: {type(e).__name__}: {e}")

@@ -133,7 +133,7 @@ def overhead(args: argparse.Namespace) -> str:
 def overhead_table(taken_ms: dict[str, list[float]]) -> str:
     bare_ms = statistics.median(taken_ms["bare loop"])
     rows = [[name, spread(ms, ".2f"), f"{statistics.median(ms) - bare_ms:.2f}"] for name, ms in taken_ms.items()]
-    return table(["what", "ms a step, median (least to most)", "above the bare loop"], rows)
+    return table(["what", "ms per step, median (min to max)", "above the bare loop"], rows)
 
 
 # --- saving: an MLP with AdamW; its checkpoint has three numbers per parameter ---
@@ -274,7 +274,7 @@ def startup(args: argparse.Namespace) -> str:
             ways[what] = partial(first_step, [source, "data.cache_dir=cache"], folder, env)
         taken_s = in_turns(ways, args.rounds, warm_up=1)
     rows = [[f"`{name}`", spread(seconds, ".2f")] for name, seconds in taken_s.items()]
-    return table(["from the command to the end of", "s, median (least to most)"], rows)
+    return table(["from the command to the end of", "s, median (min to max)"], rows)
 
 
 # --- advice, exact: images per second of runs with options, compared with a run without ---
@@ -333,7 +333,7 @@ def speeds(rows: Rows, args: argparse.Namespace) -> str:
         times = measuring.ratio(rates, [rate for rate, _, _ in results[base]])
         medians = f"{statistics.median(accuracies):.1%}", f"{statistics.median(memories):.2f}"
         lines.append([name, spread(rates), f"{times:.2f}", *medians])
-    return table(["what", "images/s, median (least to most)", "ratio", "test accuracy", "peak memory, GiB"], lines)
+    return table(["what", "images/s, median (min to max)", "ratio", "test accuracy", "peak memory, GiB"], lines)
 
 
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], str], int | None]] = {  # and the default number of rounds

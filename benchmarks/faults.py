@@ -142,10 +142,10 @@ class Run:
             self.stopped = []
         if not wait_until(self.ended, END_S, 0.002):
             self.kill()
-            raise Badly(f"it had not ended {END_S:.0f} s after the fault")
+            raise Badly(f"it was still running {END_S:.0f} s after the fault")
         if not wait_until(lambda: not self.processes(), GONE_S, 0.1):
             self.kill()
-            raise Badly(f"processes were left {GONE_S:.0f} s after the command")
+            raise Badly(f"processes were still running {GONE_S:.0f} s after the command ended")
         return [command.wait() for command in self.commands]
 
     def kill(self, groups: list[int] | None = None) -> None:
@@ -294,7 +294,7 @@ def check_message(run: Run, codes: list[int], killed: bool) -> None:
     if "Traceback (most recent call last)" in message:
         raise Badly(f"a traceback (exit codes {codes})")
     if max(codes) > 0 and not NAMES.search(message):
-        raise Badly(f"exit codes {codes}, and no rank, address, file, signal or key is named")
+        raise Badly(f"exit codes {codes}, and the message names no rank, address, file, signal or key")
     if min(codes) < 0 and not killed:
         raise Badly(f"ended by {signal.Signals(-min(codes)).name}")
 
@@ -327,7 +327,7 @@ def verdict(run: Run, fault: Fault, whole: Reference) -> str | None:
     check_message(run, codes, killed=True)
     saved = max([saved, *(int(steps) for steps in PROMISED.findall(said(run.outputs)))])
     if not fault.refusal and run.saved() < saved:
-        raise Badly(f"{saved} steps were saved, and {run.saved()} are left")
+        raise Badly(f"{saved} steps were saved, but only {run.saved()} are left")
     run.repair()
     for _ in range(2):
         if any(codes):
@@ -403,7 +403,7 @@ def main() -> int:
     args = parser.parse_args()
     todo = list(enumerate(cases(args.rounds, random.Random(args.seed))))
     if reason := hosts.missing():
-        print(f"without two hosts and without a full disk: {reason}")
+        print(f"skipping faults on two hosts and a full disk: {reason}")
         todo = [case for case in todo if "nodes" not in case[1][1] and FAULTS[case[1][0]].inject is not fill]
     todo = [case for case in todo if not args.only or case[0] in args.only][: args.runs]
     tally: Counter[tuple[str, str]] = Counter()

@@ -170,7 +170,7 @@ def world(args: argparse.Namespace) -> str:
         speedup = ratio(rates_of_one, rates[f"{kind} {args.worlds[0]}"])
         rows.append([kind, str(n), str(batch), spread(rates_of_one), f"{speedup:.2f}"])
     rows.append([alone, "1", "256", spread(rates[alone]), ""])
-    head = ["what", "processes", "batch", "images/s, median (least to most)", "times one process"]
+    head = ["what", "processes", "batch", "images/s, median (min to max)", "speed-up"]
     return f"BasicNet under ddp, one thread per process, {args.steps} steps.\n\n{table(head, rows)}"
 
 
@@ -299,7 +299,7 @@ def sampler(_: argparse.Namespace) -> str:
         seconds, n_bytes = (value * max(1.0, samples / MEASURED) for value in measured)
         add("DistributedSampler (above 1e7 in theory)", samples, seconds, seconds, n_bytes)
     head = ["sampler", "samples", "first batch of an epoch, ms", "resumed in the middle, ms", "process grew by, MB"]
-    text = f"One process plays rank n/2, of 4,096 for DistributedSampler; medians of {REPEAT}. Blocks have {BLOCK:,} indices."
+    text = f"One process acts as rank n/2 (of 4,096 for DistributedSampler). Medians of {REPEAT}. Blocks have {BLOCK:,} indices."
     return f"{text}\n\n{table(head, rows)}"
 
 

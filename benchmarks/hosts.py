@@ -17,7 +17,7 @@ def missing() -> str | None:
     if not shutil.which("ip"):
         return "iproute2 is not installed (bash scripts/install_test_systems.sh)"
     if os.geteuid() != 0:
-        return "network namespaces are made by root"
+        return "network namespaces need root"
     trial = subprocess.run(["ip", "netns", "add", f"lockstep{os.getpid()}"], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", f"lockstep{os.getpid()}"], capture_output=True)
     return trial.stderr.strip() or None

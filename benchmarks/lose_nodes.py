@@ -46,7 +46,7 @@ WAYS = {"killed": hosts.Host.kill, "cut off": hosts.Host.cut_off}
 
 def until(true: Callable[[], bool], what: str) -> None:
     if not wait_until(true, ROUND_S):
-        raise TimeoutError(f"{what}: not within {ROUND_S:.0f} s")
+        raise TimeoutError(f"timed out after {ROUND_S:.0f} s, waiting for {what}")
 
 
 class Job:
@@ -92,7 +92,7 @@ class Job:
 def elastic_run(folder: Path, run: str, nodes: list[hosts.Host], losses: int, draw: random.Random) -> list[str]:
     """Trains while nodes are lost and come back; returns a description of each loss."""
     job, lost, away, count = Job(folder, run, nodes), [], None, len(nodes)
-    until(lambda: job.trains_with(count, 0), "the first round of all")
+    until(lambda: job.trains_with(count, 0), "the first round with all nodes")
     for number in range(losses):
         low, high = STEPS * number // losses + 5, STEPS * (number + 1) // losses - 25
         step = draw.randint(max(low, last_step(job.metrics) + 2), max(high, last_step(job.metrics) + 4))
@@ -103,12 +103,12 @@ def elastic_run(folder: Path, run: str, nodes: list[hosts.Host], losses: int, dr
         away = node
         print(f"{run}: {node.address} {how} after step {step}", flush=True)
         lost.append(f"{how} after step {step}")
-        until(lambda since=since: job.trains_with(count - 1, since), "a round without it")  # type: ignore[misc]
+        until(lambda since=since: job.trains_with(count - 1, since), "a round without the lost node")  # type: ignore[misc]
         if number + 1 < losses or draw.random() < 0.5:
             since = time.time()
             job.come_back(node)
             away = None
-            until(lambda since=since: job.trains_with(count, since) or job.ended(), "a round of all")  # type: ignore[misc]
+            until(lambda since=since: job.trains_with(count, since) or job.ended(), "a round with all nodes")  # type: ignore[misc]
             print(f"{run}: {node.address} is back at step {last_step(job.metrics)}", flush=True)
     job.wait(away)
     for node in nodes:
@@ -206,7 +206,7 @@ def main() -> int:
             rounds = {note.round: str(note.world) for note in noted}.values()
             same = "no" if lines else "yes"
             rows.append([f"{number}", "; ".join(lost), ", ".join(rounds), f"{len(images)}", f"{changed}", same])
-    head = ["run", "lost", "processes of each round", "steps", "of them with other images", f"same to within {LIMIT:g}"]
+    head = ["run", "lost", "processes of each round", "steps", "with different images", f"same to within {LIMIT:g}"]
     show(table(head, rows))
     return int(any(row[-1] == "no" for row in rows))
 

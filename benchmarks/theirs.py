@@ -102,18 +102,18 @@ CASES = [
     Case("autoencoder", f"{BASICS}.autoencoder.LitAutoEncoder", f"{BASICS}.autoencoder.MyDataModule", SMALL[:1], needs=EXAMPLES),
     Case("backbone_image_classifier", f"{BASICS}.backbone_image_classifier.LitClassifier", f"{BASICS}.backbone_image_classifier.MyDataModule", SMALL[:1], needs=EXAMPLES),
     Case("generative_adversarial_net", f"{DOMAINS}.generative_adversarial_net.GAN", MNIST, (*SMALL, "logger=tensorboard"), UNUSED, EXAMPLES, "random input"),
-    Case("reinforce_learn_ppo", f"{DOMAINS}.reinforce_learn_ppo.PPOLightning", "none", ("+task.env=CartPole-v0", "+task.batch_size=32", "+task.steps_per_epoch=320"), UNUSED, EXAMPLES, "it plays with its own weights"),
+    Case("reinforce_learn_ppo", f"{DOMAINS}.reinforce_learn_ppo.PPOLightning", "none", ("+task.env=CartPole-v0", "+task.batch_size=32", "+task.steps_per_epoch=320"), UNUSED, EXAMPLES, "it generates its data with its own weights"),
     Case("semantic_segmentation", f"{DOMAINS}.semantic_segmentation.SegModel", args=("+task.data_path=data/kitti",), needs=EXAMPLES),
     Case(
         "imagenet", f"{DOMAINS}.imagenet.ImageNetLightningModel", "none",
         ("+task.data_path=data/imagenet", "+task.batch_size=8", "+task.workers=0", "+task.lr=1e-3"), (*SYNCED, "+task.batch_size=16"), EXAMPLES,
-        "batch norm, which accumulation does not synchronise; it divides its batch_size by the processes",
+        "batch norm, which accumulation does not synchronise; it divides its batch_size by the number of processes",
     ),
     Case(
         "lightning-hydra-template", "src.models.mnist_module.MNISTLitModule", "src.data.mnist_datamodule.MNISTDataModule",
         (*nested("net", "src.models.components.simple_dense_net.SimpleDenseNet"), "+task.scheduler=null", "+task.compile=false", *SGD,
          "+data.data_dir=data", *SMALL, "+data.train_val_test_split=[59000,1000,1000]"),
-        (*SYNCED, "+data.batch_size=64"), TEMPLATE, "batch norm, which accumulation does not synchronise; it divides its batch_size by the processes",
+        (*SYNCED, "+data.batch_size=64"), TEMPLATE, "batch norm, which accumulation does not synchronise; it divides its batch_size by the number of processes",
     ),
     Case(
         "torch-uncertainty", "torch_uncertainty.routines.ClassificationRoutine", "torch_uncertainty.datamodules.MNISTDataModule",
@@ -214,7 +214,7 @@ class Runs:
             code = process.wait(LIMIT_S)
         except forked.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return f"no end within {LIMIT_S} s"
+            return f"still running after {LIMIT_S} s"
         return reason(log.read_text(errors="replace")) or f"exit code {code}" if code else ""
 
     def train(self, run: str, *more: str, **env: str) -> str:

@@ -3,10 +3,10 @@
 python scripts/compare_runs.py <run> <run> [--exact] [--tolerance 1e-6] [--runs-dir runs]
 
 Without --exact, numbers agree if their relative difference is at most the tolerance. For a tensor, this is the norm of the difference
-over the norm. With --exact, every bit counts, including the optimizer's state. Speed and time are ignored.
-Differences that grow step by step from 1e-6 to at most 1e-2 are reported as grown rounding: AdamW at its default learning rate amplifies
+divided by the norm. With --exact, every bit counts, including the optimizer's state. Speed and time are ignored.
+Differences that grow step by step from 1e-6 to at most 1e-2 are reported as accumulated rounding: AdamW at its default learning rate amplifies
 rounding that much within 40 steps. This check needs trainer.precision=32-true and trainer.log_every_n_steps=1.
-Exit code: 0 if the results agree or differ by grown rounding, 1 if they differ, 2 if there is nothing to compare. Config differences are shown but do
+Exit code: 0 if the results agree or differ by accumulated rounding, 1 if they differ, 2 if there is nothing to compare. Config differences are shown but do
 not count.
 """
 
@@ -22,7 +22,7 @@ from lockstep.extras.comparison import ENDS, agree, compare, find, grown_roundin
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs=2, metavar="run", help="a run's name or directory")
-    parser.add_argument("--exact", action="store_true", help="compare the whole state, bit by bit")
+    parser.add_argument("--exact", action="store_true", help="compare the whole state bit by bit")
     parser.add_argument("--tolerance", type=float, default=1e-6, help="relative difference that counts as equal")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     args = parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> int:
         print(f"{section}: {'no difference' if not lines else ''}")
         for line in lines:
             print(f"  {inline(line)}")
-    verdict = "identical, bit by bit" if args.exact else f"the same to {args.tolerance:g}"
+    verdict = "bit-identical" if args.exact else f"the same to within {args.tolerance:g}"
     if agree(differences):
         print(f"the results are {verdict}")
         return 0
@@ -45,7 +45,7 @@ def main() -> int:
         return 1
     grown, reason = grown_rounding(a, b)
     grown = grown and agree(compare(a, b, exact=False, tolerance=ENDS))
-    print(f"the results differ by rounding that grew: {reason}" if grown else f"the results differ ({reason})")
+    print(f"the results differ only by accumulated rounding: {reason}" if grown else f"the results differ ({reason})")
     return 0 if grown else 1
 
 

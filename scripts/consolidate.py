@@ -16,11 +16,11 @@ from lockstep.machine.files import replacing
 
 
 def consolidate(folder: Path, file: Path) -> Path:
-    """Raises UserError if `folder` is not a complete checkpoint of shards, or `file` exists."""
+    """Raises UserError if `folder` is not a complete sharded checkpoint, or `file` exists."""
     if not folder.is_dir() or not is_checkpoint(folder):
-        raise UserError(f"{folder} is not a complete checkpoint of shards, as written with checkpoint.sharded=true.")
+        raise UserError(f"{folder} is not a complete sharded checkpoint, as written with checkpoint.sharded=true.")
     if file.exists():
-        raise UserError(f"{file} exists. Use a different name.")
+        raise UserError(f"{file} exists. Pass a different file.")
     with replacing(file) as part:
         weights.write(weights.load(folder), part)
     return file

@@ -3,7 +3,7 @@
 python scripts/export.py <run or checkpoint> [<folder>] [--network <name>] [--onnx] [--pt2] [--files <folder>]
 
 The folder contains model.safetensors, load.py (loads the network and predicts files) and README.md (the model card). --onnx adds
-model.onnx, --pt2 the graph of torch.export. Both graphs take uint8 images of any size, or the input of the network if it takes no images.
+model.onnx, --pt2 the graph of torch.export. Both graphs take uint8 images of any size, or the network's inputs if these are not images.
 Before the folder is kept, all its models are compared with the trained network on 100 test samples of the run's data, or on --files.
 """
 

@@ -5,6 +5,6 @@ cd "$(dirname "$0")/.."
 uv lock --quiet
 uv export --quiet --frozen --no-emit-project --no-header --no-annotate >requirements.txt
 if grep -n '://' requirements.txt; then
-  echo "requirements.txt names an address; it must not" >&2
+  echo "requirements.txt contains a URL. Remove it" >&2
   exit 1
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what some tests need, from Debian packages, as root: SLURM, network namespaces, PostgreSQL, a browser, zsh. Without
+# Installs Debian packages that some tests need, as root: SLURM, network namespaces, PostgreSQL, a browser, zsh. Without
 # them, pytest skips these tests with a reason.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive

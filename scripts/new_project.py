@@ -1,13 +1,13 @@
-"""Creates your own project: a copy of what is yours in this template, which depends on the library Lockstep.
+"""Creates your own project: a copy of this template's project files, which depends on the library Lockstep.
 
 python scripts/new_project.py <folder> --package <name>
 python scripts/new_project.py <folder> --upgrade
 
 It copies train.py, eval.py, predict.py, configs/, src/project/ (as src/<name>/) and tests/project/ (as tests/), adds pyproject.toml, CI and
-a README, and makes a first commit. To own the library as well, clone Lockstep instead.
+a README, and makes a first commit. To change the library as well, clone Lockstep instead.
   --upgrade       an existing project gets this checkout's Lockstep and the versions that it was tested with
   --lockstep      the requirement of the project, such as 'lockstep @ git+https://...'. Default: the remote and commit of this
-                  checkout if they can be reached by others, else a wheel of it in the project's wheels/
+                  checkout if others can reach them, else a wheel of it in the project's wheels/
 """
 
 import argparse
@@ -47,7 +47,7 @@ and a bit-identical one after a crash.
 
 ```bash
 pip install uv
-uv run train.py                                          # MNIST; another data set: data=folder data.root=<folder>
+uv run train.py                                          # MNIST; a different data set: data=folder data.root=<folder>
 uv run train.py strategy=ddp trainer.devices=2           # two processes
 uv run pytest                                            # tests these promises on this project's network, loss and data
 uv run eval.py run=<name>
@@ -64,10 +64,10 @@ uv run lockstep runs                                     # a table of runs; `uv 
 | the optimizer, its schedule | `optim=adamw|adam|sgd`, `optim.lr`, `schedule=cosine`; several optimizers: a LightningModule, `task=lightning_module` |
 | anything between the data and the report | `train.py` |
 
-    train.py                 what happens from the data to the report, in this order; eval.py and predict.py share its parts
+    train.py                 the steps from the data to the report, in order; eval.py and predict.py share its parts
     src/{package}/           model.py: the network · module.py: the loss, the metrics and the steps · data.py: the data sets
     configs/                 project.yaml: the defaults · a folder per group, whose files name the classes in src/
-    tests/                   the same weights on one process and two, a kill, an evaluation
+    tests/                   same weights on one process and two, and after a kill; same metrics in an evaluation
 
 To upgrade Lockstep, run `python scripts/new_project.py <this folder> --upgrade` in a newer checkout of it, then `uv run pytest`.
 """
@@ -105,7 +105,7 @@ constraint-dependencies = []
 line-length = 120
 
 [tool.ruff.lint]
-ignore = ["E501"] # messages for people may be longer than a line
+ignore = ["E501"] # error messages may be longer than a line
 
 [tool.ruff.lint.isort]
 known-first-party = ["lockstep", "{package}"]
@@ -206,7 +206,9 @@ def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
     for pattern, new in parts.items():
         match = re.search(pattern, text, re.MULTILINE)
         if not match:
-            raise UserError(f"{file} has no line {pattern}, which a project of new_project.py has. Change it by hand.")
+            raise UserError(
+                f"{file} has no line that matches {pattern}, as written by new_project.py. Edit it by hand."
+            )
         text = text[: match.start()] + new + text[match.end() :]
     if wheel:
         table = "[tool.uv.sources]\n"
@@ -283,7 +285,7 @@ def build_wheel() -> Wheel:
                 return wheels[0].name, wheels[0].read_bytes()
             errors += (done.stderr or done.stdout).strip().splitlines()[-1:]
     raise UserError(
-        f"no wheel of Lockstep could be built: {'; '.join(errors)}. Install one of hatchling and uv, or name an address with --lockstep."
+        f"no wheel of Lockstep could be built: {'; '.join(errors)}. Install hatchling or uv, or pass a requirement with --lockstep."
     )
 
 
@@ -305,7 +307,9 @@ def main() -> None:
     requirement = args.lockstep or git_requirement()
     if args.upgrade:
         if args.package or not (args.folder / "pyproject.toml").is_file():
-            raise UserError("--upgrade takes the folder of an existing project, and no option but --lockstep.")
+            raise UserError(
+                "--upgrade needs the folder of an existing project, and accepts only --lockstep as a further option."
+            )
         depend(args.folder, requirement, None if requirement else build_wheel())
         dependency = requirement or "the wheel in wheels/"
         print(f"{args.folder} now depends on {dependency}: cd {args.folder} && uv run pytest")
@@ -314,7 +318,7 @@ def main() -> None:
         raise UserError("--package is missing. Pass the name of the package, for example --package flowers.")
     check(args.folder, args.package)
     create(args.folder, args.package, requirement, None if requirement else build_wheel())
-    commit(args.folder, f"{args.package}, begun from Lockstep's template")
+    commit(args.folder, f"{args.package}, created from Lockstep's template")
     print(f"{args.folder} is ready: cd {args.folder} && uv run pytest && uv run train.py")
 
 

@@ -84,10 +84,10 @@ def began_s(run: Report) -> float:
 def find_runs(runs_dir: Path) -> list[Report]:
     """All runs below a folder, the newest last. Raises UserError if the folder does not exist."""
     if not runs_dir.is_dir():
-        raise UserError(f"{runs_dir}/ does not exist. Train a run, or type --runs-dir <the folder of the runs>.")
+        raise UserError(f"{runs_dir}/ does not exist. Train a run, or pass --runs-dir <folder of the runs>.")
     for link in (path for pattern in ("*", "*/*") for path in sorted(runs_dir.glob(pattern)) if path.is_symlink()):
         if (link / "config.yaml").is_file() or (link / "report.json").is_file():
-            warn(f"{inline(link)} is a link, not read. Its runs: --runs-dir <the folder where it leads>")
+            warn(f"{inline(link)} is a symbolic link and was skipped. To list its runs, pass --runs-dir <its target>.")
     runs = (Report.listed(folder, runs_dir) for folder in run_folders(runs_dir))
     return sorted(runs, key=lambda run: (began_s(run), run["run"]))
 
@@ -98,8 +98,8 @@ def named(runs: list[Report], target: str, runs_dir: Path) -> list[Report]:
     matches = [run for run in runs if f"{run['run']}/".startswith(f"{name}/")]
     if not matches:
         names = list(dict.fromkeys(n for run in runs for n in (run["run"].rpartition("/")[0], run["run"]) if n))
-        listing = f"Runs there: {', '.join(names[-3:])}." if names else "There are no runs."
-        raise UserError(f"{name}: there is no such run in {runs_dir}/{did_you_mean(name, names)}. {listing}")
+        listing = f"The latest: {', '.join(names[-3:])}." if names else "There are no runs."
+        raise UserError(f"{name}: no such run in {runs_dir}/{did_you_mean(name, names)}. {listing}")
     return matches
 
 
@@ -197,7 +197,7 @@ def again(run: Report, runs_dir: Path) -> str:
     name, has_config, recorded = run["run"], run.run_folder.has_config(), overrides_of(run)
     saved = has_config and next(checkpoints(run.folder), None)
     if (has_config and not run.settings) or (not saved and recorded is None):
-        return f"# {inline(name)}: its files do not say how to run it again"
+        return f"# {inline(name)}: its files lack the information to rerun it"
     if saved:
         words = ["resume=auto"]
     else:
@@ -210,7 +210,7 @@ def again(run: Report, runs_dir: Path) -> str:
         words = [*start, *(o for o in words if key_of(o) not in dropped)]
     location = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
     line = shell_line(*shlex.split(command("train")), f"run={typed(name)}", *location, *words)
-    return line or f"# {inline(name)}: its name or its settings have characters that a command cannot have"
+    return line or f"# {inline(name)}: its name or settings contain characters that a command cannot contain"
 
 
 def main() -> None:
@@ -245,7 +245,7 @@ def main() -> None:
     if args.command == "html":
         chosen_runs, _ = arranged(runs, args.where, args.sort)
         if not chosen_runs:
-            raise UserError("no run meets the conditions. Leave out a --where.")
+            raise UserError("no run meets the conditions. Remove a --where.")
         write_text(args.out, runs_page(chosen_runs, args.runs_dir, args.out.resolve()))
         print(f"{len(chosen_runs)} runs: {args.out}")
     elif args.command is None:

@@ -36,7 +36,7 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     job = launch.job("train")
     settings, prepared, _ = prepare_data(job, checked(overrides))
     if settings.loader is None:
-        raise UserError(f"{settings.cfg.data.target} makes its own batches, so Lockstep does not know them.")
+        raise UserError(f"{settings.cfg.data.target} creates its own batches, which this script cannot draw.")
     from lockstep import build
     from lockstep.data.datamodule import DataModule
 
@@ -51,7 +51,7 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
 
 
 def picture(before: "Batch", after: "Batch", about: Mapping[str, Any], count: int) -> Image.Image:
-    """The first `count` samples of two batches as the network gets them. Raises UserError if they are not images."""
+    """The first `count` samples of two batches as the network receives them. Raises UserError if they are not images."""
     images = [bytes_of(batch, about)[:count] for batch in (before, after)]
     scale = max(1, math.ceil(SMALLEST / images[1].shape[2]))
     width, height = images[1].shape[2] * scale, images[1].shape[1] * scale

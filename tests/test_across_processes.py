@@ -29,10 +29,10 @@ class Announced(Contrastive):
 RESNET, VIT = (
     f"model=timm model.name={name} data.image_size=32" for name in ("test_resnet", "test_vit +model.img_size=32")
 )
-DIFFERS, DRAWS = "differs with the number of processes, because", "each process draws its own random numbers in"
+DIFFERS, DRAWS = "depends on the number of processes, because", "each process draws its own random numbers in"
 QUICK = {  # the default config is in tests/test_strategies_agree.py, more networks are in tests/training/test_invariance.py
     "exact.logical_ranks=2": SAME_BITS,
-    "task=mine": f"{DIFFERS} what Contrastive (src/mine/__init__.py:7) computes",
+    "task=mine": f"{DIFFERS} the result of Contrastive (src/mine/__init__.py:7) for a sample",
     "task=mine task._target_=mine.Announced": ROUNDING,
 }
 SLOW = {
@@ -65,4 +65,4 @@ def test_the_line_of_a_run(typed, line, project, mnist, cache, tmp_path, monkeyp
 @pytest.mark.slow  # compiles
 def test_a_compiled_network_is_not_covered(forked_command):
     done = forked_command("train.py", "run=a", *SHORT, "compile=true")
-    assert "because a compiled network draws random numbers" in done.out, done
+    assert "because a compiled network draws separate random numbers" in done.out, done

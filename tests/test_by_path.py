@@ -93,9 +93,9 @@ def test_what_a_config_names_is_used_by_the_run_and_by_its_checkpoint(own, capsy
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("schedule=plateau", "ReduceLROnPlateau waits for a validation"),
+        ("schedule=plateau", "ReduceLROnPlateau steps after a validation"),
         ("optim=muon", r"optim: Muon only supports 2D parameters"),  # torch's, which refuses biases
-        ("task=temperature", r"task=temperature has weights of its own \(temperature\)"),
+        ("task=temperature", r"task=temperature has its own weights \(temperature\)"),
         ("data=odd", r"about/source \(builtins.slice\) cannot be saved"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_run_works_in_a_poor_environment(poor, tmp_path, mnist):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/a/report.html").is_file()
-    said = [line for line in done.stderr.splitlines() if "/dev/shm has no room" in line]
+    said = [line for line in done.stderr.splitlines() if "/dev/shm has too little free space" in line]
     assert bool(said) == (poor == "small shared memory")
     assert "Traceback" not in done.stderr
 

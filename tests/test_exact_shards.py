@@ -123,8 +123,8 @@ def other_numbers(seed: int, *place: object) -> int:
 
 
 @pytest.mark.parametrize(("place", "fault", "told", "rounding"), [
-    ((TreeReduction, "add"), one_by_one, "the runs part at step 1, in the gradient net.", True),
-    pytest.param((step_seed, "step_seed"), other_numbers, "the runs part at step 5, in the loss of logical rank 2", False, marks=pytest.mark.slow),
+    ((TreeReduction, "add"), one_by_one, "the runs diverge at step 1, in the gradient net.", True),
+    pytest.param((step_seed, "step_seed"), other_numbers, "the runs diverge at step 5, in the loss of logical rank 2", False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_first_step_and_what_differs_in_it_are_named(place, fault, told, rounding, base, runs, single, monkeypatch):
     ours = find(single("full"), runs)

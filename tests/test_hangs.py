@@ -50,8 +50,8 @@ def torchrun(port: int, rank: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("rank", "body", "words", "elsewhere"),
     [
-        (1, STOPPED, r"error: rank 1 of 2 hung \(no answer, as from a stopped process\)", None),
-        (0, STOPPED, r"error: \[rank 1\] rank 0 of 2, or the launcher that keeps its store, hung \(no answer", None),
+        (1, STOPPED, r"error: rank 1 of 2 hung \(no response; the process may be stopped\)", None),
+        (0, STOPPED, r"error: \[rank 1\] rank 0 of 2, or the launcher that hosts its store, hung \(no response", None),
         (1, "time.sleep(600)", r"error: rank 1 of 2 hung \(in .*hook.py:\d+ \(hook\)\)", None),
         # A request to the store of a stopped process waits for ever, so they are monitored between `fit` and `test` too.
         (0, STOPPED, "", "lockstep.build.evaluate"),
@@ -93,9 +93,9 @@ def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, 
     done = first.done(60)
     assert time.monotonic() - began_s < 10
     assert done.code == 1, done
-    assert "error: ended, because rank 1 failed" in done.err
+    assert "error: ended because rank 1 failed" in done.err
     found = forked_command.report("a")
-    assert (found["status"], found["error"]) == ("failed", "TrainingFailed: ended, because rank 1 failed")
+    assert (found["status"], found["error"]) == ("failed", "TrainingFailed: ended because rank 1 failed")
 
 
 TRAINS, TESTS = (
@@ -204,5 +204,5 @@ def test_a_worker_that_waits_for_others_ends_with_its_agent(command, port):
     began_s = time.monotonic()
     _, err = agent.communicate(timeout=60)  # until the worker, which has the same pipe, ends
     assert time.monotonic() - began_s < 10
-    assert err.count(f"error: torchrun's agent (process {agent.pid}) was ended, so its processes end too.") == 1, err
+    assert err.count(f"error: torchrun's agent (process {agent.pid}) has ended, so its processes end too.") == 1, err
     assert working_in(command.folder) == []

@@ -78,7 +78,7 @@ def test_predictions_near_1500_have_their_digits_in_bf16(more, forked, monkeypat
 @pytest.mark.parametrize(("network", "warns"), [("Dense", False), ("HeadFirst", True)])
 def test_a_head_that_is_not_the_last_layer_is_told(network, warns):
     lockstep.train([*REGRESSION, "run=a", f"model._target_=houses.{network}", "trainer.precision=bf16-mixed"])
-    told = "the last layer of HeadFirst, Linear, does not make its outputs"
+    told = "the last layer of HeadFirst, Linear, does not compute its outputs"
     assert (told in Path("runs/a/train.log").read_text()) is warns
 
 
@@ -109,7 +109,7 @@ def test_a_loss_that_is_no_number_names_the_value_that_is_none(odd, more, told):
 def test_a_column_of_locksteps_own_is_refused_before_training(more):
     with pytest.raises(
         UserError,
-        match=r"task=.*: the predictions have a column error, .* Reserved are index, path, row, error and target/",
+        match=r"task=.*: the predictions have a column error, .* Reserved names: index, path, row, error and target/",
     ):
         lockstep.train([*REGRESSION, "run=a", *more])
     assert not Path("runs/a").exists()
@@ -120,7 +120,7 @@ def test_a_modules_column_of_that_name_is_refused_at_the_first_batch(more, forke
     module("+task.column=error")
     with pytest.raises((UserError, RunFailed)) as refused:
         lockstep.predict(["run=a", "input=test", "output=p.csv", "trainer.accelerator=cpu", *more])
-    told = "the predictions have a column error, which Lockstep's tables of predictions have"
+    told = "the predictions have a column error, a name that Lockstep uses in tables of predictions"
     assert told in str(refused.value) + capfd.readouterr().err
     assert [path.name for path in Path().glob("p.csv*")] == []
 
@@ -175,5 +175,5 @@ def test_a_state_that_cannot_be_loaded_ends_the_run_in_all_processes_alike(hook,
     with pytest.raises((NotSaved, RunFailed)) as failed:
         module(f"+task.hook={hook}", *more)
     told = str(failed.value) + capfd.readouterr().err
-    assert "would not load: it has /mine (torch.nn.modules.loss.MSELoss)" in told
+    assert "could not be loaded: it has /mine (torch.nn.modules.loss.MSELoss)" in told
     assert "Traceback" not in told and "gloo" not in told.lower()

@@ -120,9 +120,9 @@ def test_a_refused_command_leaves_the_run_as_it_was(train, run_a, make_mnist):
     with pytest.raises(UserError) as error:
         train("resume=a", *fixed, "trainer.max_epochs=2")
     assert {problem.split(" cannot")[0] for problem in error.value.problems} == {*fixed}
-    with pytest.raises(UserError, match="is another run"):
+    with pytest.raises(UserError, match="is a different run"):
         train("resume=a", "run=b", "trainer.max_epochs=2")
-    with pytest.raises(UserError, match=r"runs/a exists. Pass resume=auto"):
+    with pytest.raises(UserError, match=r"runs/a already exists. Pass resume=auto"):
         train("run=a", "debug=one_batch")
     with pytest.raises(UserError, match=r"does not fit the network: .*classifier"):
         train("run=c", "init_from=a", "data.image_size=16")
@@ -144,7 +144,7 @@ def test_a_run_that_is_going_on_is_not_continued_by_a_second_command(train, run_
     monkeypatch.setattr(FiniteLoss, "on_train_batch_end", second)
     assert train("run=a", "resume=auto", "trainer.max_epochs=2")["status"] == "done"
     assert len(told) == 2
-    assert all(problem.startswith("runs/a is in use: another process trains there now") for problem in told)
+    assert all(problem.startswith("runs/a is in use: another process is training there") for problem in told)
     assert not RunFolder("runs/a").is_locked()
 
 
@@ -231,13 +231,13 @@ def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys)
         removed.append(name)
         assert train("run=a", "trainer.log_every_n_steps=2")["status"] == "done"
         told = capsys.readouterr().err
-        assert name == "checkpoints" or f"runs/a/{name} was removed while the run was going on" in told
+        assert name == "checkpoints" or f"runs/a/{name} was removed" in told
         if name == "metrics.csv":
             assert [row["step"] for row in RunFolder("runs/a").metrics()][:2] == [6, 8]
         shutil.rmtree("runs")
     removed.append(".")
     for noticed_by in ("trainer.log_every_n_steps=2", "checkpoint.every_n_steps=7"):
-        with pytest.raises(TrainingFailed, match="runs/a was removed while the run was going on"):
+        with pytest.raises(TrainingFailed, match="runs/a was removed during the run"):
             train("run=a", noticed_by)
         assert not Path("runs/a").exists()
 
@@ -254,7 +254,7 @@ def test_what_was_trained_while_a_command_waited_is_not_removed(train, monkeypat
             yield
 
     monkeypatch.setattr(RunFolder, "locked", after_another)
-    with pytest.raises(UserError, match=r"has been trained meanwhile\. Run the command again"):
+    with pytest.raises(UserError, match=r"was trained by a different command in the meantime\. Rerun the command"):
         train("run=a", "resume=auto")
     assert RunFolder("runs/a").config_file.read_text() == "of the run that was in the folder"
 
@@ -282,7 +282,7 @@ TWO = "trainer.accumulate_grad_batches=2"
     [
         ("run=a +optim.foo=1", "foo"),
         ("run=a optim=sgd optim.momentum=0", "momentum"),
-        ("run=a trainer.limit_train_batches=0.001", "leaves nothing of an epoch to train"),
+        ("run=a trainer.limit_train_batches=0.001", "leaves no batches to train in an epoch"),
         ("run=a trainer.val_check_interval=13", "trainer.val_check_interval=13 is more than the 12 batches"),
         ("run=a trainer.min_steps=50", "trainer.min_steps=50 is more than the run's 12 steps"),
         (f"run=a {TWO} trainer.val_check_interval=0.3", "after 7 micro-batches, within a step of 2"),

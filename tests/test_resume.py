@@ -284,7 +284,7 @@ def test_a_restart_with_the_name_of_another_run_does_not_touch_that_run(train, r
     shutil.copytree("runs/a", "runs/other")
     before = {path: path.read_bytes() for path in Path("runs/other").rglob("*") if path.is_file()}
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun restarts what was refused as well
-    with pytest.raises(UserError, match="runs/other is another run"):
+    with pytest.raises(UserError, match="runs/other is a different run"):
         lockstep.train(["resume=a", "run=other", "trainer.max_epochs=3"])
     assert {path: path.read_bytes() for path in Path("runs/other").rglob("*") if path.is_file()} == before
 

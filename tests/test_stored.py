@@ -96,7 +96,7 @@ def test_a_command_of_an_earlier_version_trains_as_that_of_today(tmp_path, monke
     of_then = [override.replace("loader.", "data.") for override in OPTIONS]
     assert of_then != OPTIONS
     lockstep.train(["run=then", *of_then])
-    told = "data.batch_size is loader.batch_size now, data.limit_train is loader.limit_train now."
+    told = "data.batch_size was renamed to loader.batch_size, data.limit_train was renamed to loader.limit_train."
     assert f"WARNING: {told}\n" in capsys.readouterr().err
     lockstep.train(["run=now", *OPTIONS])
     assert "WARNING: data." not in capsys.readouterr().err

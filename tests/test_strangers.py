@@ -111,9 +111,7 @@ def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
     built = {"model": [*uses], "task": [*uses][:5], "data": [*uses][:5]}  # the others are made by a training alone
     refused = built.get(key, ["resume"])
     for name, use in uses.items():
-        with (
-            pytest.raises(UserError, match=r"may not be named|cannot be changed") if name in refused else nullcontext()
-        ):
+        with pytest.raises(UserError, match=r"is not allowed|cannot be changed") if name in refused else nullcontext():
             use()
     assert not Path("harmed").exists()
 
@@ -134,7 +132,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(run_a):
     before = {path: path.read_bytes() for path in Path("runs/a").iterdir() if path.is_file()}
     for path in Path("runs/a/checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"no checkpoint .* damaged, or something else: best-step-12\.ckpt, last\.ckpt"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint .* damaged or not a checkpoint: best-step-12\.ckpt, last\.ckpt"
+    ):
         lockstep.train(["run=a", "resume=auto", *SMALL[1:]])
     assert {path: path.read_bytes() for path in before} == before
 
@@ -163,9 +163,9 @@ def test_what_changed_since_the_checkpoint_is_told(run_a, capsys):
     lines = capsys.readouterr().out.splitlines()
     told = [line.partition(": ")[2] for line in lines if line.startswith("changed since")]
     assert told == [
-        "model.dropout_fc was 0.5 and is 0.25",
-        "data.mean was [0.1307] and is [0.2]",
-        "the network's argument image_size was 14 and is 12",
+        "model.dropout_fc was 0.5 and is now 0.25",
+        "data.mean was [0.1307] and is now [0.2]",
+        "network argument image_size was 14 and is now 12",
         f"torch was 1.0 and is {torch.__version__.partition('+')[0]}",
     ]
 
@@ -664,7 +664,7 @@ def test_a_checkpoint_without_lightnings_version_says_so(run_a, train):
 def test_code_in_the_newest_checkpoint_is_told_and_no_older_one_is_taken(run_a, train):
     save(optimizer_states=[Evil()])
     for use in (lambda: train("run=a", "resume=auto", "trainer.max_epochs=2"), lambda: lockstep.evaluate(["checkpoint=runs/a/checkpoints/last.ckpt"])):  # fmt: skip
-        with pytest.raises(UserError, match=r"last\.ckpt is not a checkpoint of Lockstep: it holds objects that could run code \(posix\.mkdir\)"):  # fmt: skip
+        with pytest.raises(UserError, match=r"last\.ckpt is not a checkpoint of Lockstep: it contains objects that could run code \(posix\.mkdir\)"):  # fmt: skip
             use()
     assert not Path("harmed").exists()
 
@@ -699,7 +699,7 @@ def test_memory_that_runs_out_is_no_damage(reader, run_a, monkeypatch):
     }
     owner, name, use = uses[reader]
     monkeypatch.setattr(owner, name, full)
-    with pytest.raises(OutOfMemory, match="memory ran out while"):
+    with pytest.raises(OutOfMemory, match="memory ran out while reading"):
         use()
 
 

@@ -137,7 +137,7 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command, tmp_path):
     wrong = command("train.py", "-m", "--config-dir", str(folder), "experiment=best,worst", "run=both")
     assert wrong.code == 2, wrong
     assert "experiment=best:" not in wrong.err  # it is found there
-    assert "experiment=worst: experiment has no worst" in wrong.err
+    assert "experiment=worst: experiment has no option worst" in wrong.err
     best = command("train.py", "--config-dir", str(folder), "experiment=best", "run=best", *SMALL,
                    f"data.root={command.data}", env={"OMP_NUM_THREADS": "1"})  # fmt: skip  # as many as each of two jobs had
     assert best.code == 0, best
@@ -172,7 +172,7 @@ def test_two_objectives_leave_a_front(command):
     assert (other.code, "optimises ['val/loss', 'parameters']" in other.err) == (2, True), other
     (command.folder / "runs/front/study.db").unlink()
     other = command("train.py", *again)
-    assert (other.code, "has runs of another study (0, 1)" in other.err.replace("(1, 0)", "(0, 1)")) == (2, True), other
+    assert (other.code, "runs of a different study (0, 1)" in other.err.replace("(1, 0)", "(0, 1)")) == (2, True), other
 
 
 def test_what_cannot_be_searched_for_is_told(command):

@@ -13,31 +13,31 @@ import lockstep
 from lockstep.errors import RunFailed
 from lockstep.training.invariance import DIFFERS, ROUNDING, SAME_BITS
 
-SAME = re.escape(ROUNDING) + r"; tried with \d+ training samples"
+SAME = re.escape(ROUNDING) + r"; tested with \d+ training samples"
 WHY = DIFFERS.format("")
 CASES = {
     "plain": ("Net Fit", SAME),
     "dropout on padded batches": ("DroppedNet Fit", SAME),
-    "pooling over padding": ("PooledNet Fit", rf"{WHY}what Fit .* depends on the other samples .*logical_ranks=8"),
-    "masked mean": ("Net OfKnown", rf"{WHY}what OfKnown .* depends on the other samples"),
+    "pooling over padding": ("PooledNet Fit", rf"{WHY}the result of Fit .* depends on the other samples .*logical_ranks=8"),
+    "masked mean": ("Net OfKnown", rf"{WHY}the result of OfKnown .* depends on the other samples"),
     "masked mean by weights": ("Net Weighted", SAME),
     "masked autoencoder": ("MaskedNet Fit", rf"{WHY}each process draws its own random numbers in MaskedNet"),
-    "contrastive": ("Net Compared", rf"{WHY}what Compared .* depends on the other samples"),
+    "contrastive": ("Net Compared", rf"{WHY}the result of Compared .* depends on the other samples"),
     "a loss between samples": ("Net Announced data.samples=Fixed", SAME),
     "batch norm": ("NormedNet Fit", rf"{WHY}batch normalisation"),
     "F.dropout": ("FunctionalNet Fit", rf"{WHY}each process draws its own random numbers in FunctionalNet"),
     "attention dropout": ("AttentiveNet Fit", rf"{WHY}each process draws its own random numbers in MultiheadAttention"),
-    "a buffer that is written": ("CenteredNet Fit", rf"{WHY}the buffer center is written"),
+    "a buffer that is written": ("CenteredNet Fit", rf"{WHY}the buffer center is updated"),
     "graphs": ("GraphNet OfGraphs data.samples=Graphs", SAME),
 }  # fmt: skip
 OTHERS = "depends on the other samples"
 FIXED = "data.samples=Fixed"
 MORE = {
-    "the hardest samples": ("Net Hardest", rf"{WHY}what Hardest .*{OTHERS}"),
-    "losses clipped at a quantile": ("Net Clipped", rf"{WHY}what Clipped .*{OTHERS}"),
-    "weights of a batch's classes": ("Net ByFrequency", rf"{WHY}what ByFrequency .*{OTHERS}"),
-    "a loss scaled by the size of the batch": ("Net BySize", rf"{WHY}what BySize .*{OTHERS}"),
-    "balanced experts": ("GatedNet Balanced", rf"{WHY}what Balanced .*{OTHERS}"),
+    "the hardest samples": ("Net Hardest", rf"{WHY}the result of Hardest .*{OTHERS}"),
+    "losses clipped at a quantile": ("Net Clipped", rf"{WHY}the result of Clipped .*{OTHERS}"),
+    "weights of a batch's classes": ("Net ByFrequency", rf"{WHY}the result of ByFrequency .*{OTHERS}"),
+    "a loss scaled by the size of the batch": ("Net BySize", rf"{WHY}the result of BySize .*{OTHERS}"),
+    "balanced experts": ("GatedNet Balanced", rf"{WHY}the result of Balanced .*{OTHERS}"),
     "gradients reversed by a batch's statistic": ("ReversedNet Fit", rf"{WHY}.*{OTHERS}"),
     "the same below a head of zeros": ("ZeroHeadNet Fit", rf"{WHY}.*{OTHERS}"),
     "a branch of zeros": ("ZeroBranchNet Fit", rf"{WHY}.*{OTHERS}"),
@@ -45,8 +45,8 @@ MORE = {
     "weakly": ("WeakNet Fit", rf"{WHY}.*{OTHERS}"),
     "a hook of a tensor": ("TensorHookNet Fit", rf"{WHY}.*{OTHERS}"),
     "hooks of parameters": ("ParameterHookNet Fit", rf"{WHY}.*{OTHERS}"),
-    "a queue of features": ("QueueNet Fit", rf"{WHY}.*a state kept"),
-    "from the second step on": ("LateNet Fit", rf"{WHY}.*a state kept"),
+    "a queue of features": ("QueueNet Fit", rf"{WHY}.*state kept between"),
+    "from the second step on": ("LateNet Fit", rf"{WHY}.*state kept between"),
     "instance norm with running statistics": (f"RunningInstanceNet Fit {FIXED}", rf"{WHY}the buffer norm.running_mean"),
     "experts with a capacity": (f"CapacityNet Fit {FIXED}", rf"{WHY}.*{OTHERS}"),
     "attention between samples": (f"TransposedNet Fit {FIXED}", rf"{WHY}.*{OTHERS}"),
@@ -122,7 +122,8 @@ def test_an_evaluation_repeats_its_random_numbers(project):
     try:
         report, _ = trained("SampledNet Fit", "drawn")
         assert re.search(
-            "Metrics of an evaluation differ with it, because SampledNet .* draws", report["across_processes"]
+            "Evaluation metrics depend on the number of processes, because SampledNet .* draws",
+            report["across_processes"],
         )
         assert lockstep.evaluate(["run=drawn", "trainer.accelerator=cpu"])["test/loss"] == report["test/loss"]
         exact = "MaskedNet Fit exact.logical_ranks=2"
@@ -130,7 +131,7 @@ def test_an_evaluation_repeats_its_random_numbers(project):
             name: trained(exact, name, *more)[0]
             for name, more in {"one": [], "two": ["strategy=ddp", "trainer.devices=2"]}.items()
         }
-        assert losses["one"]["across_processes"].startswith(f"{SAME_BITS}; tried with ")
+        assert losses["one"]["across_processes"].startswith(f"{SAME_BITS}; tested with ")
         assert losses["one"]["test/loss"] == losses["two"]["test/loss"]
         assert losses["one"]["val/loss"] == losses["two"]["val/loss"]
     finally:

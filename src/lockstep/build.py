@@ -1,5 +1,5 @@
-"""From config nodes to objects, one function per object of train.py. Only this file, build_trainer.py and extras/prediction.py join the
-packages."""
+"""Creates the objects of train.py from config nodes, one function per object. Only this file, build_trainer.py and extras/prediction.py
+import from all packages."""
 
 from lockstep.compat import others  # noqa: F401  # before Lightning
 
@@ -49,10 +49,10 @@ from lockstep.training.workload import TaskWorkload, Workload
 __all__ = [
     "attach", "datamodule", "dry_run", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
 ]  # fmt: skip
-# Threads and OMP_NUM_THREADS before a job with exact.logical_ranks: the next job in this process has them again.
+# Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
 before_exact: list[tuple[int, str | None]] = []
 IN_DRY_RUN = (
-    "This is the dry run, a step of two samples on copies. Enter c to continue, or set debug_rank=0 to skip it."
+    "This is the dry run: one step of two samples, on copies. Enter c to continue, or set debug_rank=0 to skip it."
 )
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
@@ -72,15 +72,15 @@ def process(settings: Settings) -> None:
             before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
             set_threads(cfg.exact.threads, str(cfg.exact.threads))
     if not gpu_count():
-        # Optimizers ask at each step whether there are GPUs. Lightning makes torch ask the driver, which fails slowly if there is none:
-        # without this line the default recipe had 4,352 images/s, with it 4,601 (medians of 4 turns, two threads).
+        # Optimizers check for GPUs at each step. Lightning makes torch query the driver, which is slow to fail if there is none:
+        # the default recipe ran at 4,352 images/s without this line and at 4,601 with it (medians of 4 runs, two threads).
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
     seed(settings)
 
 
 def set_threads(number: int, variable: str | None) -> None:
-    """`variable`: OMP_NUM_THREADS. Where it is not set, Lightning's launcher sets another number of threads later."""
+    """`variable`: OMP_NUM_THREADS. If it is unset, Lightning's launcher later sets a different number of threads."""
     torch.set_num_threads(number)
     os.environ.pop("OMP_NUM_THREADS", None)
     os.environ.update({"OMP_NUM_THREADS": variable} if variable else {})
@@ -92,12 +92,12 @@ def seed(settings: Settings) -> None:
 
 
 def recorder(settings: Settings, page: Page | None = None) -> Recorder:
-    """Keeps report.json up to date, from `begin` to the end of its block, where `page` draws it."""
+    """Keeps report.json up to date from `begin` to the end of its block. Then `page` renders it."""
     return Recorder(settings, page, partial(explained, settings))
 
 
 def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
-    """A LightningDataModule that divides each global batch of the data among the processes: `loader` and `augment`. Without a data set, the
+    """A LightningDataModule that divides each global batch among the processes, from `loader` and `augment`. Without a data set, the
     LightningDataModule that `data` names; None if the module has the dataloaders (data=none)."""
     cfg = settings.cfg
     if data is None:
@@ -113,7 +113,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
 
 
 def optimizer(settings: Settings) -> dict[str, Any]:
-    """Two functions: from parameters to their optimizer, and from a network to the parameters, in groups if a key asks for it."""
+    """Two functions: one creates the optimizer of given parameters; one returns a network's parameters, in groups if a key requests it."""
     node = settings.optimizer_node
     made: dict[str, Any] = {"optimizer": create(Component.of(node), "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
@@ -132,8 +132,8 @@ def optimizer(settings: Settings) -> dict[str, Any]:
 
 
 def module(settings: Settings, data: Any) -> pl.LightningModule:
-    """The LightningModule of `task`: the loss, the metrics and the steps. It knows the data's classes, and has no network yet, unless it
-    makes its own.
+    """The LightningModule of `task`: the loss, the metrics and the steps. It has the data's classes, but no network yet, unless it creates
+    its own.
 
     Raises:
         UserError: it does not fit the data.
@@ -145,14 +145,12 @@ def module(settings: Settings, data: Any) -> pl.LightningModule:
         settings.asked.update(("model", "optim", "schedule"))  # it has its own
         try:
             match_names(settings, data, weights, NAMES)
-        except UserError as e:  # it may read no names, or have a new head for them
+        except UserError as e:  # it may not use names, or may have a new head for them
             console.say(f"WARNING: {e}")
         return made
     goal, title = made, f"task={cfg.task.title}"
     if not hasattr(data, "dataset"):
-        raise UserError(
-            f"{title} needs a data set that describes itself. Write a lockstep.data.DataSet, or a LightningModule."
-        )
+        raise UserError(f"{title} needs a lockstep.data.DataSet. Write one, or use a LightningModule as the task.")
     match_names(settings, data, weights, [key for key in NAMES if key in goal.needs or key not in MATCHED])
     if goal.expects and named(data.about, goal.names):
         data.judge_targets(goal.names, goal.expects.wrong, goal.expects.whole)
@@ -161,27 +159,27 @@ def module(settings: Settings, data: Any) -> pl.LightningModule:
         raise_problems(whole_batch_problems(settings))
     if own := ", ".join(goal.state_dict()):
         raise UserError(
-            f"{title} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
-            "network; register a buffer that never changes with persistent=False."
+            f"{title} has its own weights ({own}), but checkpoints contain only the network. Move them into the "
+            "network; register a constant buffer with persistent=False."
         )
     return goal
 
 
 def network(settings: Settings, data: Any, module: pl.LightningModule) -> nn.Module | None:
-    """The network of `model`, for the shapes of the data and the module; it gets those arguments of `shapes` that its signature names.
-    None for a LightningModule that makes its own."""
+    """The network of `model`, for the shapes of the data and the module. It gets the values of `shapes` that its signature names.
+    None for a LightningModule that creates its own."""
     settings.asked.add("model")
     model = settings.cfg.model
     return network_of(model, shapes(data, module), with_weights=settings.weights is None) if model else None
 
 
 def shapes(data: Any, module: Any) -> dict[str, Any]:
-    """What data and module know of a network: in_channels, image_size, num_classes, ..."""
+    """The arguments that data and module provide for a network: in_channels, image_size, num_classes, ..."""
     return plain({**data.dataset.network_arguments(), **module.network_arguments()}, "network_arguments()")
 
 
 def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Module | None) -> pl.LightningModule:
-    """The module with its network, `optim` and `schedule`, and the weights of the checkpoint that the settings begin with.
+    """The module with its network, `optim` and `schedule`, and the weights of the checkpoint that the settings start from.
 
     Raises:
         UserError: network, module and data do not fit together.
@@ -189,7 +187,7 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
     cfg, weights = settings.cfg, settings.weights
     if net is None:
         if weights:
-            module.configure_model()  # may make its layers
+            module.configure_model()  # may create its layers
             load_module_weights(module, Path(weights))
         change = partial(strategies.parallelize_module, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
         strategies.change_in_place(module, change, configured=weights is not None)
@@ -200,7 +198,7 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
         load_into(net.state_dict(), read(Path(weights)).weights, weights)
     measured = metrics(task, cfg.task.parts("metrics"))
     raise_problems(
-        f"evaluation_sets: {part!r} is the name of a metric as well. Use another name."
+        f"evaluation_sets: {part!r} is also the name of a metric. Use a different name."
         for part in data.sets
         if part.partition("/")[2] in measured
     )
@@ -211,7 +209,7 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
         parallelize=partial(
             strategies.parallelize,
             sync_batchnorm=cfg.trainer.sync_batchnorm,
-            # strategy=fsdp cannot have it, and the other format rounds differently
+            # strategy=fsdp does not support it, and the other format rounds differently
             channels_last=cfg.channels_last and not cfg.exact.logical_ranks,
             compile=cfg.compile,
             float32_head=task.float32_head,
@@ -234,20 +232,20 @@ def load_module(component: Component, path: Path | None) -> pl.LightningModule:
     """A user's LightningModule, with the weights of a checkpoint. Raises UserError if they do not fit."""
     made = create_custom_module(component)
     if path:
-        made.configure_model()  # may make its layers
+        made.configure_model()  # may create its layers
         load_module_weights(made, path)
     return made
 
 
 def metrics(goal: Task, more: Mapping[str, Component]) -> dict[str, Metric]:
-    """The metrics of the task and those of task.metrics. Raises UserError: the task's are none."""
+    """The metrics of the task and those of task.metrics. Raises UserError if the task returns anything else."""
     found: Any = goal.metrics()
     where = f"task={type(goal).__name__}: `metrics` returns"
     named: Any = (Mapping, MetricCollection)
     if not isinstance(found, named) or not all(isinstance(each, Metric | MetricCollection) for each in found.values()):
         raise UserError(f"{where} {found}; expected a dict of torchmetrics metrics, such as {{'mean': MeanMetric()}}.")
     if taken := ", ".join(sorted({"loss", "count"} & {*found.keys()})):
-        raise UserError(f"{where} {taken}, which every task already logs. Use another name.")
+        raise UserError(f"{where} {taken}, which every task already logs. Use a different name.")
     found = dict(found.items())
     for name, each in more.items():
         given = {k: v for k, v in accepted(each.target, goal.metric_arguments()).items() if k not in each}
@@ -256,7 +254,7 @@ def metrics(goal: Task, more: Mapping[str, Component]) -> dict[str, Metric]:
 
 
 def dry_run(settings: Settings, trainer: pl.Trainer) -> None:
-    """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
+    """Checks a step of a task without computing it. Raises UserError if the parts do not fit together."""
     raise_problems(unused(settings))
     logged = workload_of(trainer).dry_run(partial(tried, settings, trainer))
     if logged is not None:
@@ -264,7 +262,7 @@ def dry_run(settings: Settings, trainer: pl.Trainer) -> None:
 
 
 def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str]:
-    """What an evaluation logs besides loss and count: that of the dry run, or else what the names of the metrics tell."""
+    """The metrics of an evaluation besides loss and count: those that the dry run logged, or else names and patterns of metrics."""
     named = [each for name in work.module.parts.metrics for each in (name, f"{name}/*")]
     sets = [part.removeprefix("val/") for part in work.module.parts.of_stage("val")[1:]]
 
@@ -274,7 +272,7 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
     if this_process.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
         return of_sets(named)
     cfg, samples = settings.cfg, settings.batches["micro_batch"]
-    samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
+    samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # statistics cover all processes
     components = (cfg.model, cfg.data, cfg.task, cfg.optim, cfg.schedule)
     trial = DryRun(
         work=work,
@@ -298,7 +296,7 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
 
 
 def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
-    """Explains errors of memory that ran out."""
+    """Explains out-of-memory errors."""
     synchronised = settings.cfg.trainer.sync_batchnorm and settings.world.size > 1
     return oom.oom_advice(
         trainer,
@@ -309,7 +307,7 @@ def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> Abstr
 
 
 def explained(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
-    """An error of `trainer.fit` in words that help: memory ran out, or torch or Lightning rejects an argument before the first batch."""
+    """Explains an error of `trainer.fit`: out of memory, or torch or Lightning rejected an argument before the first batch."""
     if trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
         return error
     trace = error.__traceback__
@@ -336,10 +334,10 @@ def evaluate(
     stage: str = "test",
     run: Recorder | None = None,
 ) -> dict[str, float]:
-    """The test (or `val`) metrics of a checkpoint, whose module `make` makes, or of a module as it is. `run` gets the panels of a test.
+    """The test (or `val`) metrics of a module, or of a checkpoint, for which `make` creates the module. `run` gets the panels of a test.
 
-    Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves; of a
-    LightningModule's `test_acc`, `raw/test_acc`.
+    For a checkpoint with averaged weights, `test/acc` is the metric of the average and `test/raw/acc` that of the raw weights.
+    For a LightningModule's `test_acc`, the latter is `raw/test_acc`.
     """
     step, verb = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
     if settings.cfg.get(f"trainer.limit_{stage}_batches") == 0:
@@ -366,7 +364,7 @@ def evaluate(
 
     metrics = metrics_of(work)
     raw = read(Path(saved)).raw_state_dict if saved else None
-    if saved and raw is not None:  # the run averaged its weights: training goes on with these
+    if saved and raw is not None:  # the run averaged its weights: training continues from these
         work = workload(settings, make(settings.but({"init_from": saved, "resume": None}), data), data)
         load_into(work.module.state_dict(), raw, saved)
         of_raw = metrics_of(work)
@@ -376,6 +374,6 @@ def evaluate(
 
 
 def evaluation_info(settings: Settings) -> dict[str, Any]:
-    """What eval.json and predict.json say of the evaluation itself."""
+    """The entries of eval.json and predict.json about the evaluation itself."""
     cfg, size = settings.cfg, settings.world.size
     return {"run": cfg.run, "checkpoint": cfg.init_from, "strategy": cfg.strategy.name, "world_size": size}

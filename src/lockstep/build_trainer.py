@@ -40,14 +40,15 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 # Lightning's callbacks that do not work here, each with the reason and what to do instead.
 REJECTED: dict[type[pl.Callback], str] = {
-    GradientAccumulationScheduler: "changes how many micro-batches a global batch has. Set trainer.accumulate_grad_batches=<number>.",
-    LearningRateFinder: "sets a rate that schedules overwrite at the next step. Compare rates in a sweep, such as -m optim.lr=1e-4,1e-3,1e-2.",
-    BatchSizeFinder: "changes the global batch, and so the result. Keep the batch size, and set trainer.accumulate_grad_batches=auto.",
+    GradientAccumulationScheduler: "changes the number of micro-batches per global batch. Set trainer.accumulate_grad_batches=<number>.",
+    LearningRateFinder: "sets a learning rate that the schedule overwrites at the next step. Compare rates in a sweep, such as -m optim.lr=1e-4,1e-3,1e-2.",
+    BatchSizeFinder: "changes the global batch, and so the result. Keep the batch size and set trainer.accumulate_grad_batches=auto.",
 }
 
 
 def loggers(settings: Settings) -> list[Logger]:
-    """All loggers, metrics.csv last: `self.logger` is the first that is chosen. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
+    """All loggers, metrics.csv last, so `self.logger` is the first chosen one. A logger gets `run_dir`, `run`, `runs_dir` and `resumed` if its
+    signature names them."""
     cfg, folder = settings.cfg, settings.folder.path
     offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
     made: list[Logger] = []
@@ -59,7 +60,7 @@ def loggers(settings: Settings) -> list[Logger]:
 
 
 def labels(settings: Settings, logger: Component) -> dict[str, Any]:
-    """For a logger with these keys: its `group`, a sweep's name; its `tags`, where `auto` stands for the model, the data and the strategy."""
+    """The `group` (the name of the sweep) and `tags` of a logger with these keys; the tag `auto` stands for model, data and strategy."""
     values: dict[str, Any] = {}
     if "group" in logger and logger.get("group") is None:
         values["group"] = str(settings.cfg.run).rpartition("/")[0] or None
@@ -71,7 +72,7 @@ def labels(settings: Settings, logger: Component) -> dict[str, Any]:
 
 
 def module_hooks(settings: Settings, work: Workload, loggers: Sequence[Logger]) -> ModuleHooks:
-    """First in the list, to report first what is wrong. `loggers`: what `self.logger` is in an evaluation."""
+    """First in the list, so it reports errors first. `loggers`: provide `self.logger` in an evaluation."""
     return ModuleHooks(
         work=work,
         loggers=list(loggers) or [DummyLogger()],
@@ -91,7 +92,7 @@ def arithmetic(settings: Settings) -> StepArithmetic:
 
 
 def workload(settings: Settings, module: pl.LightningModule, data: Any) -> Workload:
-    """The module and its data, as the engine sees them. Raises UserError: they define what would be ignored, or cannot be done."""
+    """The module and its data for the engine. Raises UserError if they define something that would be ignored or is not supported."""
     has_parts = "parts" in vars(module)  # of Task.attach
     work = TaskWorkload(module, data) if has_parts else Workload(module, data, arithmetic(settings))  # type: ignore[arg-type]
     raise_problems(work.problems(settings))
@@ -99,16 +100,15 @@ def workload(settings: Settings, module: pl.LightningModule, data: Any) -> Workl
 
 
 def workload_of(trainer: pl.Trainer) -> Workload:
-    """That of a Trainer that `trainer` made."""
+    """The workload of a Trainer that `trainer` created."""
     return next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
 
 
 def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl.Callback) -> pl.Trainer:
-    """The Lightning Trainer of a training run: `trainer`, `strategy`, `callbacks`, `logger`, `more` callbacks, and what keeps
-    Lockstep's promises.
+    """The Lightning Trainer of a training run: `trainer`, `strategy`, `callbacks`, `logger`, `more` callbacks, and Lockstep's own.
 
     Raises:
-        UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
+        UserError: Lightning rejects a combination of arguments, or the checkpoint to resume has no position.
     """
     settings, work = settings.as_built(), workload(settings, module, data)
     cfg, folder = settings.cfg, settings.folder
@@ -157,7 +157,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
 def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: Sequence[Logger] = ()) -> pl.Trainer:
     """A Trainer that tests or predicts only, with the strategy and precision of the config. It logs nothing itself."""
     shown = [summary.Progress()] if settings.cfg.trainer.enable_progress_bar else []
-    # Preemption comes last: it may raise another error when all clean up after one.
+    # Preemption comes last: it may raise a different error while callbacks clean up after an error.
     own = [random_numbers(settings, work), *shown, *more, stopping.Preemption(None)]
     every = [module_hooks(settings, work, loggers), *own]
     made = lightning_trainer(settings, work, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
@@ -167,7 +167,7 @@ def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: S
 
 def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Trainer:
     cfg, world, folder = settings.cfg, settings.world, settings.folder.path
-    given = accepted("lightning.pytorch.Trainer", vars(cfg.trainer))  # a key of your own is for your callback
+    given = accepted("lightning.pytorch.Trainer", vars(cfg.trainer))  # a custom key is for a custom callback
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
@@ -179,7 +179,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     chosen = cfg.strategy
     if "timeout_s" in chosen and process.debug_rank is not None:
         chosen = chosen.but(timeout_s=process.DEBUG_TIMEOUT_S)
-    elif timeout_s := chosen.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
+    elif timeout_s := chosen.get("timeout_s"):  # first, so a process that hangs in a different callback falls behind
         given["callbacks"] = [HangDetector(timeout_s), *given["callbacks"]]
     if settings.spec.is_sharded:  # torch 2.11 to 2.13 cannot gather the shards of one process in inference mode
         given["inference_mode"] = False
@@ -187,8 +187,8 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     given["profiler"] = profiler(dirpath=folder, filename="profile") if profiler else None
     # strategies/base.py, callbacks/summary.py, callbacks/stopping.py
     given |= {"sync_batchnorm": False, "enable_progress_bar": False, "max_time": None}
-    # For processes that Lockstep started, LOCAL_RANK and its like count, not the rest of the environment.
-    # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which lies elsewhere.
+    # For processes that Lockstep started, only LOCAL_RANK and the like matter, not the rest of the environment.
+    # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which is in a different folder.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
     offered = {
@@ -204,7 +204,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     strategy.seed, strategy.arithmetic, strategy.means = settings.seed, work.arithmetic, Means()
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
-        plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
+        plugins.append(environment)  # for single and dp; otherwise Lightning would requeue a SLURM job of one task
     for kind, reason in REJECTED.items():
         if any(isinstance(callback, kind) for callback in given["callbacks"]):
             raise UserError(f"callbacks: {kind.__name__} {reason}")

@@ -22,9 +22,9 @@ class ForeignObjects(UserError):
     """A checkpoint contains objects that could run code. No crash can cause this, so it is never skipped silently."""
 
     def __init__(self, name: str, path: Path | None = None) -> None:
-        what = f"holds objects that could run code ({name}); a checkpoint has only tensors and plain values"
+        what = f"contains objects that could run code ({name}); a checkpoint has only tensors and plain values"
         super().__init__(
-            f"{path} is not a checkpoint of Lockstep: it {what}. Nothing was loaded; remove it to use another."
+            f"{path} is not a checkpoint of Lockstep: it {what}. Nothing was loaded. Remove the file to use a different checkpoint."
             if path
             else name
         )
@@ -71,7 +71,7 @@ class FolderRemoved(TrainingFailed):
     """The folder of a run was removed during the run."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(f"{folder} was removed while the run was going on. Start it again.")
+        super().__init__(f"{folder} was removed during the run. Start the run again.")
 
 
 class DataChanged(TrainingFailed):
@@ -124,7 +124,7 @@ class Outcome:
     status: str  # done, failed, refused, preempted, interrupted or pruned
     exit_code: int
     error: str | None = None
-    is_explained: bool = True  # the message says everything: no traceback
+    is_explained: bool = True  # the message explains the error, so no traceback is printed
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
@@ -166,7 +166,7 @@ def naming_memory(path: Path) -> Iterator[None]:
         yield
     except MemoryError:
         raise OutOfMemory(
-            f"memory ran out while {path} was read. Free some, or raise the limit of this shell."
+            f"memory ran out while reading {path}. Free some memory, or raise the memory limit of this shell."
         ) from None
 
 

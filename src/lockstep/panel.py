@@ -71,7 +71,7 @@ class Lines:
                 series[name] = [(float(x), float(y)) for x, y in points]
             except (TypeError, ValueError) as e:
                 raise UserError(
-                    f"Lines {self.title!r}: the series {name!r} has no points (x, y): {e}. Type list(enumerate(values))."
+                    f"Lines {self.title!r}: the series {name!r} is not a list of points (x, y): {e}. Pass list(enumerate(values))."
                 ) from None
         object.__setattr__(self, "series", series)
 
@@ -122,15 +122,15 @@ class Picture:
         image_CHW = np.asarray(image)
         if image_CHW.ndim != 3 or len(image_CHW) not in (1, 3) or not image_CHW.size:
             raise UserError(
-                f"Picture: the image has the shape {image_CHW.shape}, and needs (channels, height, width) with 1 or 3 channels. "
-                "Type image[None] if it has no channels, image.permute(2, 0, 1) if they come last."
+                f"Picture: the image has the shape {image_CHW.shape}; expected (channels, height, width) with 1 or 3 channels. "
+                "Pass image[None] if it has no channels, image.permute(2, 0, 1) if they come last."
             )
         if image_CHW.dtype != np.uint8:
             low, high = float(image_CHW.min()), float(image_CHW.max())
             if image_CHW.dtype.kind != "f" or not 0 <= low <= high <= 1:
                 raise UserError(
-                    f"Picture: the image is {image_CHW.dtype} from {low:.4g} to {high:.4g}, and needs floats from 0 to 1, or uint8. "
-                    "Type image.float().clamp(0, 1), or image.byte() if it has 0 to 255."
+                    f"Picture: the image is {image_CHW.dtype} from {low:.4g} to {high:.4g}; expected floats from 0 to 1, or uint8. "
+                    "Pass image.float().clamp(0, 1), or image.byte() if it has values from 0 to 255."
                 )
             image_CHW = (255 * image_CHW).round().astype(np.uint8)
         object.__setattr__(self, "image_CHW", image_CHW)
@@ -266,13 +266,13 @@ class Confusion(Panel):
     def matrix(self) -> Iterator[Content]:
         values = self.confusion_KK.tolist()
         if len(values) <= FEW:
-            yield Matrix("Confusion matrix", self.names, values, "Rows are targets, columns predictions.")
+            yield Matrix("Confusion matrix", self.names, values, "Rows are targets, columns are predictions.")
             return
         wrong = self.confusion_KK.clone().fill_diagonal_(0).flatten()
         indices = [index for index in wrong.topk(PAIRS).indices.sort().values.tolist() if wrong[index]]
         pairs = sorted(((int(wrong[index]), *divmod(index, len(values))) for index in indices), reverse=True)
         rows = [(self.names[a], self.names[b], n, Share(n, sum(values[a]))) for n, a, b in pairs]
-        yield Table("Most frequent confusions", ("target", "taken for", "count", "of the target"), rows)
+        yield Table("Most frequent confusions", ("target", "predicted as", "count", "fraction of the target"), rows)
 
     def of_class(self, right: int, target: int, guess: int) -> tuple[Any, ...]:
         return precision_and_recall(right, target, guess)
@@ -305,7 +305,7 @@ class ByPixel(Confusion):
 
 
 class Calibration(Panel):
-    """Whether a probability of 0.8 is right 8 times out of 10. Same bins as torchmetrics' CalibrationError."""
+    """Whether predictions with probability 0.8 are correct 8 times out of 10. Bins: torchmetrics' CalibrationError."""
 
     bins_3B: Tensor
 
@@ -330,9 +330,9 @@ class Calibration(Panel):
         line = [(p / n, r / n) for n, p, r in filled]
         series = {"perfect": [(0.0, 0.0), (1.0, 1.0)], "measured": line}
         x, note = "probability of the prediction", f"Expected calibration error {error:.4f}."
-        edges, bars_note = [index / BINS for index in range(BINS + 1)], "Samples in each bin of the calibration."
+        edges, bars_note = [index / BINS for index in range(BINS + 1)], "Samples per calibration bin."
         bins = Bars("Predictions by probability", x, "samples", edges, count_B, bars_note)
-        return [Lines("Calibration", x, "fraction that is right", series, note), bins]
+        return [Lines("Calibration", x, "fraction that is correct", series, note), bins]
 
 
 LEVELS, LEVEL = 56, 0.5  # thresholds: bins of the probability's logit, from -14 to 14

@@ -47,8 +47,8 @@ def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
 MOST_VALUES, DEEPEST = 1_000_000, 50  # limits of a config
 BUSY_S = 0.2  # an evaluation may write to the folder of a run that trains
 CONFIG_BYTES, LOG_BYTES, MOST_STEPS = 2**23, 2**26, 2**53
-CONFIG_ADVICE = "Put the file back, or set run=<another name> to start over."
-ROWS_ADVICE = "Repair it, or move it away: the run continues without its earlier rows."
+CONFIG_ADVICE = "Restore the file, or set run=<a different name> to start over."
+ROWS_ADVICE = "Repair the file, or move it away to continue the run without its earlier rows."
 
 
 def foreign(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
@@ -62,9 +62,9 @@ def foreign(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> 
         children = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
         count += len(children)
         if count > most or depth > DEEPEST:
-            return f"it has more than {most:,} values, or they are nested more than {DEEPEST} deep"
+            return f"it has more than {most:,} values, or they are nested more than {DEEPEST} levels deep"
         if not references and isinstance(node, str) and ("${" in node or node == "???"):
-            return f"it has {node[:80]}, and the config of a run has values in place of references"
+            return f"it contains {node[:80]}, but the config of a run contains only values"
         stack += [(child, depth + 1) for child in children]
     return None
 
@@ -90,14 +90,14 @@ class CsvLog:
                 if missing := [name for name in self.needed if row.get(name) is None]:
                     raise ValueError(f"a row has no {missing[0]}")
                 if not (step := float(row["step"] or step)).is_integer() or abs(step) > MOST_STEPS:
-                    raise ValueError(f"{row['step'][:80]} is no step")
+                    raise ValueError(f"{row['step'][:80]} is not a step number")
                 row["step"] = str(int(step))
         return rows
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         stat = self.path.stat() if self.path.exists() else None
         if self.columns and not stat:
-            log.warning("%s was removed while the run was going on: its earlier rows are lost", self.path)
+            log.warning("%s was removed during the run: its earlier rows are lost", self.path)
         names = dict.fromkeys(name for row in rows for name in row)
         try:
             if not names.keys() <= set(self.columns) or not stat or not stat.st_size or stat.st_nlink > 1:
@@ -140,7 +140,7 @@ class RunFolder:
         with told_if_damaged(self.config_file, CONFIG_ADVICE):
             values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
             if (reason := foreign(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
-                raise ValueError(reason or "it is no config")
+                raise ValueError(reason or "it is not a config")
         return values, text
 
     def report(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         if (size := len(text.encode("utf-8", "backslashreplace"))) > CONFIG_BYTES:
             raise UserError(
-                f"the config has {size:,} bytes, more than {CONFIG_BYTES:,}. Put long lists into a file that your class reads."
+                f"the config has {size:,} bytes, more than {CONFIG_BYTES:,}. Move long lists to a file that your class reads."
             )
         files.write_text(self.config_file, text)
 
@@ -243,7 +243,10 @@ class RunFolder:
         self.refuse_links()
         new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        in_use = f"{self.path} is in use: another process trains there now. Wait until it ends, or stop it; then run the command again with resume=auto. Or set another run=<name>."
+        in_use = (
+            f"{self.path} is in use: another process is training there. Wait until it ends or stop it, then rerun the command "
+            "with resume=auto. Or set a different run=<name>."
+        )
         try:
             with files.locked(self.lock_file, in_use, patience_s):
                 files.remove_parts(self.checkpoints, age_s=0)  # left by a run that was killed while saving
@@ -273,7 +276,7 @@ def find_run(run: str | Path, runs_dir: str | Path, *, needs: str = "config.yaml
     """The run with this name that has the file `needs`. Without a config `key`, `run` may also be the path of a run.
 
     Raises:
-        UserError: there is no such run; the message names similar runs, or else the last ones.
+        UserError: there is no such run; the message lists similar runs, or else the last ones.
     """
     by_name, by_path = Path(runs_dir, run) / needs, Path(run) / needs
     for file in (by_name,) if key else (by_name, by_path):
@@ -331,7 +334,7 @@ def judged(report: Any) -> dict[str, Any]:
         if value is not None and (not isinstance(value, kind) or (isinstance(value, int) and abs(value) > MOST_STEPS)):
             raise ValueError(f"{key} is {str(value)[:80]}")
         if isinstance(value, str) and "\0" in value:
-            raise ValueError(f"{key} has a null character")
+            raise ValueError(f"{key} contains a null character")
     shlex.split(report.get("overrides") or "")  # raises ValueError for an unclosed quote
     return report
 

@@ -1,1 +1,1 @@
-"""What you own: the network, the loss and the steps, and the data."""
+"""Your code: the network, the loss and the steps, and the data."""

@@ -5,7 +5,7 @@ torch, so errors in the data config are reported within a second.
 
 Arrays in memory need only a class such as this one, and a file configs/data/flowers.yaml with `defaults: [own_images]`,
 `_target_: project.data.Flowers`, `root: data` and `image_size: 64`. Images are uint8 (N, C, H, W); without `self.val`, a fixed
-part of `self.train` is for validation:
+part of `self.train` is held out:
 
     class Flowers(Images):  # from lockstep.data import Arrays, Images
         mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -69,7 +69,7 @@ class Mnist(Published):
             fits = images.ndim == 3 and 0 not in images.shape and labels.shape == images.shape[:1] and labels.max() <= 9
             if not fits or (parts and parts["train/input"].shape[2:] != images.shape[1:]):
                 raise UserError(
-                    f"{images_path} does not hold MNIST with {labels_path.name}: images {images.shape}, labels {labels.shape} up to {labels.max(initial=0)}. It needs images of one size, and a label of 0 to 9 for each. Set data.root=<another folder>."
+                    f"{images_path} and {labels_path.name} are not MNIST: images {images.shape}, labels {labels.shape} up to {labels.max(initial=0)}; expected images of one size, and a label from 0 to 9 for each. Set data.root=<a different folder>."
                 )
             parts |= {f"{part}/input": images[:, None], f"{part}/target": labels}
         return parts
@@ -137,7 +137,7 @@ class Cifar10(Published):
             raw = [read_bytes(path, follows=True) for path in files]
             if names := cls.changed(files, raw):
                 raise UserError(
-                    f"{files[0].parent}: {', '.join(names)} cut off, damaged or changed (MD5 differs from the published one). Replace the folder, or set data.source=download."
+                    f"{files[0].parent}: {', '.join(names)} truncated, damaged or modified (MD5 differs from the published one). Replace the folder, or set data.source=download."
                 )
             batches = [pickle.loads(content, encoding="bytes") for content in raw]
         images = [np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32) for batch in batches]

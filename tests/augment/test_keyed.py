@@ -307,16 +307,16 @@ BOXES = tv_tensors.BoundingBoxes(torch.ones(1, 4), format="XYXY", canvas_size=(2
 
 
 @pytest.mark.parametrize(("make", "more", "told"), [
-    (lambda: torchvision.transforms.RandomCrop(9), {"target": torch.zeros(4, 20, 18)}, r"it gets the image alone, and `target` would stay"),
+    (lambda: torchvision.transforms.RandomCrop(9), {"target": torch.zeros(4, 20, 18)}, r"it moves only the image, not `target`"),
     (v2.RandomHorizontalFlip, {"target": torch.zeros(4, 5, 4)}, r"it cannot move float32 of shape \(5, 4\)"),
     (v2.RandomHorizontalFlip, {"target": [{"boxes": torch.zeros(1, 4)}] * 4}, r"it cannot move float32 of shape \(1, 4\)"),
-    (v2.RandomHorizontalFlip, {"input": torch.rand(4, 3, 20, 18)}, r"it changes images of bytes \(uint8, CHW\), and `input` is float32"),
-    (lambda: v2.ToDtype(torch.float32, scale=True), {}, r"it returns float32 of shape \(3, 20, 18\). Images stay bytes"),
+    (v2.RandomHorizontalFlip, {"input": torch.rand(4, 3, 20, 18)}, r"it needs uint8 images \(CHW\), but `input` is float32"),
+    (lambda: v2.ToDtype(torch.float32, scale=True), {}, r"it returns float32 of shape \(3, 20, 18\). Images stay uint8"),
     (lambda: v2.RandomCrop(90), {}, r"augment.x, sample 0: ValueError: Required crop size"),
     (lambda: Rotate(degrees=9), {"target": torch.zeros(4, 20, 18)}, r"it uncovers pixels, .* mask_fill=<value>. Or remove it: ~augment.x"),
     (TrivialAugment, {"target": torch.zeros(4, 20, 18)}, r"augment.x, sample 0: TypeError: .*Mask"),
-    (albumentations_flip, {"target": [BOXES] * 4}, r"albumentations moves masks alone here, and `target` would stay"),
-    (albumentations_flip, {"target": torch.zeros(4, 2, 20, 18)}, r"`target` is float32 of shape \(2, 20, 18\), and albumentations takes masks \(H, W\)"),
+    (albumentations_flip, {"target": [BOXES] * 4}, r"albumentations moves only images and masks here, not `target`"),
+    (albumentations_flip, {"target": torch.zeros(4, 2, 20, 18)}, r"`target` is float32 of shape \(2, 20, 18\), but albumentations needs masks \(H, W\)"),
 ])  # fmt: skip
 def test_what_a_transform_cannot_keep_true_is_refused(make, more, told):
     with pytest.raises(UserError, match=told):
@@ -381,7 +381,7 @@ def test_uncovered_pixels_are_filled():
 
 def test_what_is_known_without_torch_is_the_class():
     assert isinstance(Augmentation({"x": v2.RandomHorizontalFlip()}).operations["x"], SampleTransform)
-    with pytest.raises(ValueError, match="the lower number comes first"):
+    with pytest.raises(ValueError, match="the lower number must come first"):
         RandomResizedCrop(image_size=9, scale=(1.0, 0.5))
 
 
@@ -390,7 +390,7 @@ def test_what_cannot_be_seeded_is_named():
         return {**sample, "input": sample["input"] + os.urandom(1)[0]}
 
     change = Augmentation({"a": v2.RandomHorizontalFlip(), "b": unseeded})
-    with pytest.raises(UserError, match=r"augment.b changes a sample in another way .* ~augment.b"):
+    with pytest.raises(UserError, match=r"augment.b returns different results for the same seed.* ~augment.b"):
         DataModule(InMemory(), batch_size=12, eval_batch_size=8, augment=change)
 
 
@@ -401,5 +401,5 @@ def test_a_run_whose_transforms_drew_other_numbers_is_not_resumed():
     )
     for module in (keyed, plain):
         module.load_state_dict(module.state_dict())
-    with pytest.raises(UserError, match=r"of an earlier version, whose crop, .* drew other random numbers"):
+    with pytest.raises(UserError, match=r"by an earlier version, in which crop, .* drew different random numbers"):
         keyed.load_state_dict(plain.state_dict())

@@ -153,17 +153,17 @@ def test_masks_stay_upon_their_images(operation, size):
 
 @pytest.mark.parametrize(("operations", "more", "told"), [
     ({"flip": Flip()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.flip cannot move `boxes` of shape \(64, 2, 4\) .* ~augment.flip"),
-    ({"flip": Flip()}, {"target": [{"boxes": torch.zeros(2, 4), "labels": torch.zeros(2)}] * 64}, r"augment.flip cannot move what `target` holds .* ~augment.flip"),
-    ({"flip": Flip()}, {"target": {"boxes": torch.zeros(64, 2, 4), "labels": torch.zeros(64, 2)}}, r"augment.flip cannot move what `target` holds"),
-    ({"flip": Flip()}, {"target": {"boxes": [torch.zeros(2, 4)] * 64}}, r"augment.flip cannot move what `target` holds"),
+    ({"flip": Flip()}, {"target": [{"boxes": torch.zeros(2, 4), "labels": torch.zeros(2)}] * 64}, r"augment.flip cannot move the value of `target` .* ~augment.flip"),
+    ({"flip": Flip()}, {"target": {"boxes": torch.zeros(64, 2, 4), "labels": torch.zeros(64, 2)}}, r"augment.flip cannot move the value of `target`"),
+    ({"flip": Flip()}, {"target": {"boxes": [torch.zeros(2, 4)] * 64}}, r"augment.flip cannot move the value of `target`"),
     ({"cut": Cutmix()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "boxes": [torch.zeros(2, 4)] * 64}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "depth": torch.zeros(64, 8, 10)}, r"augment.cut cannot paste a part of `depth`"),
     ({"mixup": Mixup(), "cut": Cutmix()}, {}, r"augment.cut pastes masks, .* Use augment="),
     ({"both": MixupOrCutmix()}, {}, r"augment.both pastes masks, .* Use augment="),
-    ({"mixup": Mixup()}, {"input": torch.ones(64, 7, dtype=torch.int64)}, r"mixup changes images of bytes .*; `input` is int64 of shape \(64, 7\)"),
-    ({"mixup": Mixup()}, {"index": torch.arange(3)}, r"augment.mixup mixes pairs, and a batch has 3 samples"),
-    ({"flip": Flip()}, {"input": torch.zeros(64, 5)}, r"augment.flip changes images of bytes \(uint8, BCHW\); `input` is float32 of shape \(64, 5\)"),
+    ({"mixup": Mixup()}, {"input": torch.ones(64, 7, dtype=torch.int64)}, r"mixup needs uint8 images .*; `input` is int64 of shape \(64, 7\)"),
+    ({"mixup": Mixup()}, {"index": torch.arange(3)}, r"augment.mixup mixes pairs, but a batch has 3 samples"),
+    ({"flip": Flip()}, {"input": torch.zeros(64, 5)}, r"augment.flip needs uint8 images \(BCHW\); `input` is float32 of shape \(64, 5\)"),
 ])  # fmt: skip
 def test_what_cannot_be_mixed_or_follow_the_images_is_refused(operations, more, told):
     with pytest.raises(UserError, match=told):

@@ -88,9 +88,9 @@ MODULE = "task=lightning_module task._target_=mywork.loaders.Module"
     ("+augment.x._target_=timm.data.auto_augment.rand_augment_transform +augment.x.config_str=rand-m9 +augment.x.hparams={}", ""),
     ("+augment.x={_target_:torchvision.transforms.v2.RandomApply,transforms:[{_target_:torchvision.transforms.v2.GaussianBlur,kernel_size:3}]}", ""),
     ("+augment.x={_target_:albumentations.Compose,transforms:[{_target_:albumentations.HorizontalFlip}]}", ""),
-    ("+augment.x={_target_:albumentations.load,filepath_or_buffer:x}", "may not be named here"),
-    ("augment=flip data=bare", "augment.flip has no effect: mywork.loaders.Loaders makes its own batches. Set augment=none."),
-    (f"augment=strong {MODULE}", "augment.mixup_cutmix mixes the losses of two targets, which a task computes"),
+    ("+augment.x={_target_:albumentations.load,filepath_or_buffer:x}", "is not allowed here"),
+    ("augment=flip data=bare", "augment.flip has no effect: mywork.loaders.Loaders creates its own batches. Set augment=none."),
+    (f"augment=strong {MODULE}", "augment.mixup_cutmix mixes the losses of two targets, which only a Task computes"),
     (f"augment=standard {MODULE}", ""),
 ])  # fmt: skip
 def test_its_keys_are_checked_and_what_has_no_effect_is_told(project, typed, told):

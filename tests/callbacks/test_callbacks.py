@@ -117,7 +117,9 @@ def test_processes_that_would_compute_differently_end_and_say_so():
     trainer = Mock(global_rank=1)
     trainer.strategy.broadcast.return_value = "bf16-mixed"
     RankAgreement({"computes in precision": "bf16-mixed"}).setup(trainer, None, "fit")
-    with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed"):
+    with pytest.raises(
+        TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 computes in precision bf16-mixed"
+    ):
         RankAgreement({"computes in precision": "32-true"}).setup(trainer, None, "fit")
 
 

@@ -46,7 +46,7 @@ def test_frozen_parts_keep_their_values_and_statistics_until_their_epoch_also_af
 
 
 @pytest.mark.parametrize(("patterns", "told"), [
-    ("[nosuch.*]", r"no parameter is called nosuch\.\*; they are classifier"),
+    ("[nosuch.*]", r"no parameter matches nosuch\.\*; available: classifier"),
     ("['*']", "freezes the whole network"),
     ("5", r"callbacks\.freeze\.parameters=5 is invalid"),
 ])  # fmt: skip

@@ -43,7 +43,7 @@ def test_where_a_thread_is_and_that_it_waits_in_backward_and_in_collectives():
         assert any(part in path for part in hang_detector.WAITING)
     innermost, of_ours = where(sys._getframe())
     assert innermost == of_ours and innermost.startswith(__file__)
-    assert where(None) == ("an unknown place", "an unknown place")
+    assert where(None) == ("an unknown location", "an unknown location")
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_one_that_does_not_answer_is_named_when_its_last_beat_is_old(monitor, en
     monitor.look_for_hanging(seen, 106.1)
     ((message, reports),) = ended[-1:]
     assert reports
-    assert message.startswith("rank 1 of 2 hung (no answer, as from a stopped process) and the others waited for it")
+    assert message.startswith("rank 1 of 2 hung (no response; the process may be stopped) while the other ranks waited")
     assert "strategy.timeout_s=60" in message and str(monitor.stacks.parent) in message
 
 

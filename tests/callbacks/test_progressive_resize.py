@@ -34,7 +34,7 @@ def test_images_are_interpolated_and_masks_keep_their_values():
 
 def test_boxes_would_stay_behind_and_are_refused():
     images, boxes = torch.rand(2, 3, 16, 16), [{"boxes": torch.zeros(3, 4)}, {"boxes": torch.zeros(1, 4)}]
-    with pytest.raises(UserError, match="images and masks only"):
+    with pytest.raises(UserError, match="only images and masks"):
         ProgressiveResize(0.5).dry_run({"input": images, "target": boxes}, 100)
 
 

@@ -150,7 +150,7 @@ def test_a_file_that_could_run_code_is_refused_without_torchs_advice_to_run_it(t
     if kind == "script":
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr("hostile/constants.pkl", b"")  # by which torch tells TorchScript
-    with pytest.raises(UserError, match=r"it holds objects that could run code") as error:
+    with pytest.raises(UserError, match=r"it contains objects that could run code") as error:
         open_file(path)
     assert "weights_only" not in str(error.value)
 

@@ -76,7 +76,7 @@ def test_an_unknown_option_leads_to_the_one_that_takes_such_names(typed, instead
 
 
 def test_what_a_list_lacks_is_named_alone():
-    assert "callbacks has no emma; use one of" in told("callbacks=[default,emma]")
+    assert "callbacks has no option emma; use one of" in told("callbacks=[default,emma]")
 
 
 @pytest.mark.parametrize(("argv", "typed"), [
@@ -84,7 +84,7 @@ def test_what_a_list_lacks_is_named_alone():
     (["--nosuch"], "nosuch=<value>"),
 ])  # fmt: skip
 def test_an_option_with_dashes_leads_to_the_key(argv, typed):
-    assert [*refused_options(argv)] == [f"{argv[0].partition('=')[0]}: keys have no dashes. Pass {typed}."]
+    assert [*refused_options(argv)] == [f"{argv[0].partition('=')[0]}: keys are written without dashes. Pass {typed}."]
 
 
 def test_hydras_options_stay():

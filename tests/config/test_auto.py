@@ -94,9 +94,9 @@ def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expecte
 
 
 UNUSABLE = [
-    ({"built": ""}, "a build without CUDA"),
-    ({"driver": 12040}, r"needs a driver for CUDA 13.0, and this one is for 12.4"),
-    ({"of": world.HIP, "built": ""}, "a build without ROCm"),
+    ({"built": ""}, "was built without CUDA"),
+    ({"driver": 12040}, r"needs a driver for CUDA 13.0, but this one is for 12.4"),
+    ({"of": world.HIP, "built": ""}, "was built without ROCm"),
 ]
 USABLE = [
     {"of": world.HIP, "built": "6.4.43483-a187df25c"},
@@ -123,7 +123,7 @@ def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypat
     monkeypatch.setattr(start.local, "in_run", lambda *_: 1 / 0)  # far enough
     with pytest.raises(ZeroDivisionError):
         train("trainer.accelerator=auto")
-    warning = "WARNING: running on the CPU: the installed torch is a build without CUDA"
+    warning = "WARNING: running on the CPU: the installed torch was built without CUDA"
     assert warning in capfd.readouterr().err
 
 

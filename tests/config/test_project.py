@@ -55,8 +55,8 @@ def test_the_template_where_there_is_no_project(tmp_path, monkeypatch):
 def test_a_mistake_in_the_table_is_said(tmp_path):
     for text, said in (
         ("[tool.lockstep]\npackage = []", "tool.lockstep has no key package; its only key is packages"),
-        ("[tool.lockstep]\npackages = 'monai'", "takes a list of package names"),
-        ("[tool.lockstep]\npackages = ['src/monai']", "takes a list of package names"),
+        ("[tool.lockstep]\npackages = 'monai'", "must be a list of package names"),
+        ("[tool.lockstep]\npackages = ['src/monai']", "must be a list of package names"),
         ("[tool.lockstep\n", "pyproject.toml: "),
     ):
         (tmp_path / "pyproject.toml").write_text(text)
@@ -177,7 +177,7 @@ def test_a_lightning_module_replaces_the_projects_defaults_and_nothing_that_was_
 
 def test_mistakes_name_the_projects_options_too(bouquet):
     problems, good = compose.tried_alone("train", ["model=tulp", "data=mnist", "experiment=gardn"])
-    assert "model has no tulp; use one of airbench, basic_net, " in problems[0]
+    assert "model has no option tulp; use one of airbench, basic_net, " in problems[0]
     assert "(did you mean tulip?)" in problems[0]
     assert "did you mean garden?" in problems[1]
     assert good == ["data=mnist"]

@@ -132,14 +132,14 @@ def test_its_own_parts_are_taken_and_without_a_test_part_its_val_is_the_test(tmp
             picture(COLOURS["red"], number).save(tmp_path / "imagenette2" / path / f"{number}.JPEG")
     data = named("Imagenette", tmp_path)
     assert [len(data.train), data.val, len(data.test)] == [8, None, 4]
-    assert "Imagenette has no test part: its validation part is the test set" in data.notice
+    assert "Imagenette has no test split: its validation split is the test set" in data.notice
     assert data.about["classes"][0] == "tench"
 
 
 @pytest.mark.parametrize(("dataset", "changes", "message"), [
     ("FashionMNIST", {"source": "disk"}, r"has no files, not torchvision's FashionMNIST \(.*\). Set data.root=<folder>, or data.source=download"),
-    ("Country211", {}, r"Country211 is not in data.root=.* and could not be fetched \(.*no route.*\). Set data.root=<folder>"),
-    ("EuroSAT", {}, r"torchvision.datasets.EuroSAT has no test part. Set data=folder"),
+    ("Country211", {}, r"Country211 is not in data.root=.* and could not be downloaded \(.*no route.*\). Set data.root=<folder"),
+    ("EuroSAT", {}, r"torchvision.datasets.EuroSAT has no test split. Use data=folder"),
 ])  # fmt: skip
 def test_an_error_about_missing_data_says_what_to_set(tmp_path, monkeypatch, dataset, changes, message):
     def unreachable(*_, **__):
@@ -193,14 +193,14 @@ def test_texts_are_classes_a_part_of_each_is_held_out_and_splits_are_taken(tmp_p
 
 
 @pytest.mark.parametrize(("keys", "parts", "message"), [
-    ({"input": "y", "target": "kind"}, {}, r"data.input=y: there is no such column; .* has x, kind, price"),
+    ({"input": "y", "target": "kind"}, {}, r"data.input=y: no such column; .* has x, kind, price"),
     ({"input": "x", "target": "prize"}, {}, r"no such column \(did you mean price\?\)"),
     ({"root": "."}, {}, "is not a folder written by `save_to_disk`"),
     ({"root": "nowhere"}, {}, "is not a folder written"),
     ({"input": "x", "target": "kind"}, {"test": {"x": [[0.0] * 3], "kind": ["cow"], "price": [0.0]}},
      r"kind=cow in row 0 of the test part is not one of the 2 classes of train"),
     ({"input": "x", "target": "even"}, {"test": {"x": [[0.0] * 3], "even": [-1]}}, r"even=-1 in row 0 of the test part is not one of the 2 classes"),
-    ({"input": "x", "target": "kind"}, {"val": COLUMNS, "validation": COLUMNS}, "has val and validation, which are both the val part"),
+    ({"input": "x", "target": "kind"}, {"val": COLUMNS, "validation": COLUMNS}, "has val and validation, which both mean the val part"),
 ])  # fmt: skip
 def test_folders_columns_and_parts_that_do_not_fit_are_rejected(tmp_path, keys, parts, message):
     columns = {name: [0, 1] * 10 if name == "even" else COLUMNS[name] for name in parts.get("test", COLUMNS)}

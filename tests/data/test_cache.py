@@ -122,7 +122,7 @@ def test_a_damaged_cache_is_decoded_again_with_a_warning(root, cache, damage, ca
     second = prepared(root, cache).cached
     assert second == first
     assert same(arrays(second), decoded(root))
-    assert f"the decoded data in {first.folder} is damaged and is decoded again" in capsys.readouterr().err
+    assert f"the decoded data in {first.folder} is damaged and will be decoded again" in capsys.readouterr().err
 
 
 def test_data_that_is_changed_under_a_run_is_noticed_once_and_cheaply(root, cache, monkeypatch):

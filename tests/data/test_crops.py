@@ -124,7 +124,7 @@ def test_a_run_whose_crops_were_of_squares_is_not_resumed(root, tmp_path):
     data.prepare()
     state = module(data).state_dict()
     module(data).load_state_dict(state)
-    with pytest.raises(UserError, match="took crops from resized squares"):
+    with pytest.raises(UserError, match="crops were taken from resized squares"):
         module(data).load_state_dict(state | {"transforms": "keyed, own boxes"})
     turned = {"turn": Rotate(degrees=1.0)}
     module(data, turned).load_state_dict(state | {"transforms": "keyed"})

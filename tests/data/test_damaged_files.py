@@ -31,7 +31,7 @@ CELLS = (
 @given(content=IDX)
 def test_an_idx_file_of_any_bytes_is_read_as_they_say_or_refused(tmp_path, content):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(content)[:-3])
-    with pytest.raises(UserError, match=r"cut\.gz is cut off or damaged, or cannot be read"):
+    with pytest.raises(UserError, match=r"cut\.gz is truncated, damaged or unreadable"):
         published.read_idx(tmp_path / "cut.gz")
     for path, written in ((tmp_path / "images", content), (tmp_path / "images.gz", gzip.compress(content))):
         path.write_bytes(written)

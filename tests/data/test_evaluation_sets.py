@@ -159,9 +159,9 @@ def test_one_of_them_is_monitored():
     evaluated = lockstep.evaluate(["run=monitored"])
     assert evaluated["test/fog/loss"] == pytest.approx(report["test/fog/loss"])
     for typo in ("val/nigt/acc", "val/night/ac"):
-        with pytest.raises(UserError, match=rf"{typo}: the validation logs .*val/night/acc"):
+        with pytest.raises(UserError, match=rf"{typo} is not logged; the validation logs .*val/night/acc"):
             lockstep.train([*OPTIONS, "run=typo", f"task.monitor={typo}"])
-    with pytest.raises(UserError, match="evaluation_sets: 'val/night' is the name of a metric as well"):
+    with pytest.raises(UserError, match="evaluation_sets: 'val/night' is also the name of a metric"):
         metric = "+task.metrics.night._target_=torchmetrics.MeanMetric"
         lockstep.train([*OPTIONS, "run=typo", metric])
     assert not Path("runs/typo").exists()
@@ -212,5 +212,5 @@ def test_what_is_no_name_of_a_set_with_samples_is_refused(name, count):
     data = DataSet()
     data.train = data.test = Arrays(input=np.zeros((8, 1), np.float32))
     data.evaluation_sets = {name: arrays}
-    with pytest.raises(UserError, match=rf"evaluation_sets: '{name}' is no name of a set with samples"):
+    with pytest.raises(UserError, match=rf"evaluation_sets: '{name}' is not a valid name, or the set is empty"):
         DataModule(data, batch_size=2, eval_batch_size=2)

@@ -77,15 +77,15 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     "a suffix": (lambda r: [classes(r / part, "cat", "dog") for part in ("train_set", "test-images", "validation data")], [20, 20, 20], None),
     "years in the names of parts": (lambda r: [classes(r / "train2017", "cat", "dog", "cow"), classes(r / "val2017", "cat", "dog")], [27, 20, 3], None),
     "numbered parts": (lambda r: [classes(r / "01_train", "cat", "dog"), classes(r / "02-test", "cat", "dog")], [18, 2, 20], None),
-    "a part twice": (lambda r: [classes(r / part, "cat", "dog") for part in ("train", "training")], "train and training, which are both the train part", None),
+    "a part twice": (lambda r: [classes(r / part, "cat", "dog") for part in ("train", "training")], "train and training, which both mean the train part", None),
     "classes with numbers": (lambda r: classes(r, "0-train", "1-bus", "2-car"), [24, 3, 3], None),
     "a test and one of a year": (built(DIVIDED, lambda r: classes(r / "test_2020", "cat", "dog")), [18, 2, 20], "1 test_2020/"),
-    "two years": (lambda r: [classes(r / part, "cat", "dog") for part in ("train2014", "train2017")], "train2014 and train2017, which are both", None),
-    "unknown names of parts": (lambda r: [classes(r / part, "cat", "dog") for part in ("fold1", "fold2")], "hold the same folders, cat, dog: which are the classes", None),
-    "folds, one without a class": (lambda r: [classes(r / "fold1", "cat", "dog"), classes(r / "fold2", "cat", "dog"), classes(r / "fold3", "cat")], "hold the same folders, cat, dog: which are the classes", None),
-    "folds with a stray image": (lambda r: [classes(r / "fold1", "cat", "dog"), classes(r / "fold2", "cat", "dog"), tiny(r / "fold1/x.png")], "hold the same folders, cat, dog: which are the classes", None),
-    "sessions, not all the same": (lambda r: [classes(r / "session_1", "cat", "dog", "cow"), classes(r / "Session 2", "cat", "dog")], "hold the same folders, cat, dog: which", None),
-    "folds of people": (lambda r: [classes(r / name, "subject1", "subject2") for name in ("fold1", "fold2")], "hold the same folders, subject1, subject2: which", None),
+    "two years": (lambda r: [classes(r / part, "cat", "dog") for part in ("train2014", "train2017")], "train2014 and train2017, which both mean the train part", None),
+    "unknown names of parts": (lambda r: [classes(r / part, "cat", "dog") for part in ("fold1", "fold2")], "contain the same folders, cat, dog: it is unclear which are the classes", None),
+    "folds, one without a class": (lambda r: [classes(r / "fold1", "cat", "dog"), classes(r / "fold2", "cat", "dog"), classes(r / "fold3", "cat")], "contain the same folders, cat, dog: it is unclear which are the classes", None),
+    "folds with a stray image": (lambda r: [classes(r / "fold1", "cat", "dog"), classes(r / "fold2", "cat", "dog"), tiny(r / "fold1/x.png")], "contain the same folders, cat, dog: it is unclear which are the classes", None),
+    "sessions, not all the same": (lambda r: [classes(r / "session_1", "cat", "dog", "cow"), classes(r / "Session 2", "cat", "dog")], "contain the same folders, cat, dog: it is unclear which", None),
+    "folds of people": (lambda r: [classes(r / name, "subject1", "subject2") for name in ("fold1", "fold2")], "contain the same folders, subject1, subject2: it is unclear which", None),
     "sessions in classes": (lambda r: [classes(r / "cat", "batch1", "batch2", "batch3", count=4), classes(r / "dog", "batch1", "batch2", count=4)], WHOLE, None),
     "the same sessions in classes": (lambda r: [classes(r / name, "batch1", "batch2", count=5) for name in ("cat", "dog")], WHOLE, None),
     "sessions in numbered classes": (lambda r: [classes(r / "0", "batch1", "batch2", "batch3", count=4), classes(r / "1", "batch1", "batch2", count=4)], WHOLE, None),
@@ -94,37 +94,37 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     "sets of images in classes": (lambda r: [classes(r / "a", "cat", "dog", count=5), classes(r / "b", "cat", "cow", count=5)], WHOLE, None),
     "the same folders in classes of train": (lambda r: [classes(r / part / name, "day", "night", count=5) for part in ("train", "test") for name in ("cat", "dog")], [18, 2, 20], None),
     "folds in train": (lambda r: [classes(r / "train" / name, "0", "1", count=5) for name in ("1", "2")], WHOLE, None),
-    "patients with a folder for each answer": (lambda r: [classes(r / "10253", "0", "1"), classes(r / "10254", "0"), classes(r / "10255", "1")], "hold the same folders, 0, 1: which are the classes", None),
-    "images and masks": (lambda r: [classes(r / name, "images", "masks") for name in ("cat", "dog")], "hold the same folders, images, masks: which", None),
+    "patients with a folder for each answer": (lambda r: [classes(r / "10253", "0", "1"), classes(r / "10254", "0"), classes(r / "10255", "1")], "contain the same folders, 0, 1: it is unclear which are the classes", None),
+    "images and masks": (lambda r: [classes(r / name, "images", "masks") for name in ("cat", "dog")], "contain the same folders, images, masks: it is unclear which", None),
     "dates below classes": (lambda r: [classes(r / "cat", "2023", "2024-01", count=5), classes(r / "dog", "2023", count=10)], WHOLE, None),
     "the same dates below classes": (lambda r: [classes(r / name, "2023", "2024-01", count=5) for name in ("cat", "dog")], WHOLE, None),
     "an inner name twice of many": (lambda r: [classes(r / "pets", "cat", "dog", "other", count=4), classes(r / "cars", "vw", "kia", "other", count=4)], [20, 2, 2], None),
-    "parts below classes": (lambda r: [classes(r / name, "train", "test") for name in ("cat", "dog")], "hold the same folders, test, train", None),
+    "parts below classes": (lambda r: [classes(r / name, "train", "test") for name in ("cat", "dog")], "contain the same folders, test, train", None),
     "one folder in each class": (lambda r: [classes(r / name, "images") for name in ("n01", "n02")], WHOLE, None),
     "years beside images": (built(TWO, lambda r: [classes(r / name, "2023", "2024", count=1) for name in ("cat", "dog")]), [20, 2, 2], None),
     "test without class folders": (built(DIVIDED, lambda r: (shutil.rmtree(r / "test"), classes(r, "test"))), "photos/test has no images in class folders", None),
     "an empty test": (built(DIVIDED, lambda r: (shutil.rmtree(r / "test"), (r / "test/cat").mkdir(parents=True))), "photos/test has no images in class folders", None),
-    "a class called train": (lambda r: classes(r, "train", "car"), "photos/train has no folders. It needs a folder of images per class", None),
+    "a class called train": (lambda r: classes(r, "train", "car"), "photos/train has no folders. It needs one folder of images per class", None),
     "a stranger beside train": (built(DIVIDED, lambda r: classes(r, "more")), [18, 2, 20], "1 more/"),
     "images beside the classes": (built(TWO, lambda r: tiny(r / "a.png", r / "b.png")), WHOLE, "2 images outside of class folders"),
     "an image beside the classes": (built(TWO, lambda r: tiny(r / "a.png")), WHOLE, "1 image outside of class folders"),
     # links
     "a link to the folder above": (built(TWO, lambda r: linked(r / "cat/all", "..")), WHOLE, "1 link to listed files"),
-    "a link to itself": (built(TWO, lambda r: linked(r / "cat/loop", "loop")), WHOLE, "1 without an ending"),
+    "a link to itself": (built(TWO, lambda r: linked(r / "cat/loop", "loop")), WHOLE, "1 without an extension"),
     "links to files": (built(TWO, lambda r: [linked(r / f"cat/again/{n}.png", f"../{n}.png", False) for n in range(10)]), WHOLE, "10 links to listed files"),
     "links to files outside, twice": (
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / f"{name}/new.png", r.parent / "pool/x/0.png", False) for name in ("cat", "dog")]),
         [17, 2, 2], "1 link to listed files"),
     "classes elsewhere": (lambda r: [classes(r.parent / "pool", "x", "y"), linked(r / "cat", r.parent / "pool/x"), linked(r / "dog", r.parent / "pool/y")], WHOLE, None),
-    "masks beside images": (built(TWO, lambda r: tiny(*(r / f"{name}/{n}_mask.png" for n in range(9) for name in ("cat", "dog")), r / "cat/1_mask_1.png", r / "dog/mask.png")), [17, 2, 2], "19 masks beside images"),
-    "masks in all parts": (built(DIVIDED, lambda r: tiny(*(r / f"{part}/{name}/{n}_MASK.png" for part in ("train", "test") for n in range(10) for name in ("cat", "dog")))), [18, 2, 20], "40 masks beside images"),
+    "masks beside images": (built(TWO, lambda r: tiny(*(r / f"{name}/{n}_mask.png" for n in range(9) for name in ("cat", "dog")), r / "cat/1_mask_1.png", r / "dog/mask.png")), [17, 2, 2], "19 masks of images"),
+    "masks in all parts": (built(DIVIDED, lambda r: tiny(*(r / f"{part}/{name}/{n}_MASK.png" for part in ("train", "test") for n in range(10) for name in ("cat", "dog")))), [18, 2, 20], "40 masks of images"),
     "few images called masks": (built(TWO, lambda r: tiny(*(r / f"cat/{n}_mask.png" for n in range(10)))), [24, 3, 3], None),
     "people with masks": (lambda r: tiny(*(r / f"{name}/{n}_{name}.png" for n in range(10) for name in ("mask", "no mask"))), WHOLE, None),
     "the folder is a link": (lambda r: [classes(r.parent / "real", "cat", "dog"), linked(r, "real")], WHOLE, None),
     "a link to a part of what is linked": (
         built(lambda r: classes(r.parent / "pool", "x"), TWO, lambda r: [linked(r / "cat/a", r.parent / "pool/x"), linked(r / "cat/b", r.parent / "pool")]),
         [24, 3, 3], "1 link to listed files"),
-    "a class is a link to another": (built(TWO, lambda r: linked(r / "kitten", "cat")), "photos/kitten holds no images .* of its own. Remove it", None),
+    "a class is a link to another": (built(TWO, lambda r: linked(r / "kitten", "cat")), "photos/kitten contains no images .* not counting links to listed files. Remove it", None),
     "val is a link to test": (built(DIVIDED, lambda r: linked(r / "val", "test")), "photos/val has no images in class folders", None),
     "a link to nothing": (built(TWO, lambda r: linked(r / "cat/lost.png", "gone.png", False)), "1 of 21 image files cannot be read:\n  cat/lost.png: .*No such file", None),
     # what file servers and systems leave
@@ -136,7 +136,7 @@ FOLDERS: dict[str, tuple[Build, list[int] | str, str | None]] = {
     # endings
     "jfif and JPE": (lambda r: [tiny(*(r / name / f"{n}.{e}" for n in range(5)), kind="JPEG") for name in ("cat", "dog") for e in ("jfif", "JPE")], WHOLE, None),
     "heic": (built(TWO, lambda r: [(r / "cat" / f"{n}.HEIC").touch() for n in range(60)]), WHOLE, "60 .heic"),
-    "no images at all": (lambda r: [(r / name).mkdir(parents=True) for name in ("cat", "dog")], "photos/cat holds no images", None),
+    "no images at all": (lambda r: [(r / name).mkdir(parents=True) for name in ("cat", "dog")], "photos/cat contains no images", None),
     # names
     "a class in two Unicode forms": (lambda r: [classes(r / "train", CAFE["NFC"], "tea"), classes(r / "test", CAFE["NFD"], "tea")], [18, 2, 20], None),
     "two letter cases": (lambda r: classes(r, "Cat", "cat", "dog"), [24, 3, 3], None),
@@ -199,13 +199,13 @@ def cells(*values: str) -> str:
 # The content, the kind of target; and the sizes of the parts, or the message.
 LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str]] = {
     # cells
-    "a decimal comma": (LINES(["path,target", *NUMBERS, "im/1.png,1,5"]), "number", "line 22: .*write 1.5 with a point"),
+    "a decimal comma": (LINES(["path,target", *NUMBERS, "im/1.png,1,5"]), "number", "line 22: .*write decimals with a point"),
     "too few cells": (LINES(["path,target,split", "im/1.png,cat,train", "im/2.png,dog"]), "class", "line 3: it has .* cells"),
     "an empty target": (LINES(["path,target", *ROWS, "im/a.png, "]), "class", "line 22: a row needs a target"),
     "no label": (LINES(["path,target", *(f"im/{n}.png,{('', 'red|round', 'red')[n % 3]}" for n in range(20))]), "labels", [16, 2, 2]),
-    "nan as a class": (LINES(["path,target", *ROWS, "im/a.png,nan"]), "class", "line 22: target=nan is how tables write a missing value"),
-    "NA as a class": (cells("cat", "NA", "dog"), "class", "line 3: target=NA is how tables"),
-    "None as a label": (cells("red|round", "red", "red|None"), "labels", r"line 4: target=red\|None is how tables"),
+    "nan as a class": (LINES(["path,target", *ROWS, "im/a.png,nan"]), "class", "line 22: target=nan looks like a missing value"),
+    "NA as a class": (cells("cat", "NA", "dog"), "class", "line 3: target=NA looks like a missing"),
+    "None as a label": (cells("red|round", "red", "red|None"), "labels", r"line 4: target=red\|None looks like a missing"),
     "none as a class": (cells("none", "mild"), "class", [16, 2, 2]),
     "nan as a number": (cells("1.5", "nan"), "number", "line 3: target=nan is not a number"),
     "two letter cases": (cells("Cat", "cat", "dog"), "class", [14, 3, 3]),
@@ -213,13 +213,13 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "an invisible letter": (cells("cat", "\ufeffcat", "dog"), "class", r"has 'cat' and '\\ufeffcat', which look"),
     "a hard blank": (cells("big cat", "big\xa0cat", "dog"), "class", r"has 'big cat' and 'big\\xa0cat', which look"),
     "1 and 1.0": (cells("1", "1.0", "2"), "class", [14, 3, 3]),
-    "several classes in a cell": (cells("red|round", "red", "round"), "class", r"has 'red\|round' beside 'red' and 'round'. Several labels in a cell need data.target=labels"),
-    "labels between commas": (cells('"red, round"', "red", "round"), "labels", r"has 'red, round' beside .* such as red\|round"),
-    "names between commas": (cells('"scab, rust"', "scab", "rust"), "class", r"has 'scab, rust' beside .* such as scab\|rust"),
+    "several classes in a cell": (cells("red|round", "red", "round"), "class", r"has 'red\|round' as well as 'red' and 'round'. For several labels in a cell, set data.target=labels"),
+    "labels between commas": (cells('"red, round"', "red", "round"), "labels", r"has 'red, round' as well as .* such as red\|round"),
+    "names between commas": (cells('"scab, rust"', "scab", "rust"), "class", r"has 'scab, rust' as well as .* such as scab\|rust"),
     "labels with commas and others": (cells('"Washington, DC|city"', "city", "DC", '"a, long, name"'), "labels", [16, 2, 2]),
     "labels between commas, none alone": (cells('"red,round"', '"red,big"'), "labels", [16, 2, 2]),
     "a list of Python": (cells("\"['red', 'round']\"", "\"['red']\""), "labels", [16, 2, 2]),
-    "numbers as classes": (LINES(["path,target", *NUMBERS]), "class", "has 20 classes for 20 images: 0.0, 0.25, .* For numbers, set data.target=number"),
+    "numbers as classes": (LINES(["path,target", *NUMBERS]), "class", "has 20 classes for 20 images: 0.0, 0.25, .* If these are numbers, set data.target=number"),
     "numbers as classes of a divided list": (LINES(["path,target,split", *(f"im/{n}.png,{n % 12},{('train', 'val', 'test')[max(n - 8, 0) // 4]}" for n in range(20))]), "class", [12, 4, 4]),
     "many names": (LINES(["path,target", *(f"im/{n}.png,bird {n % 11}" for n in range(20))]), "class", "too few for a val part"),
     "symbols": (cells("\\Rightarrow", "\\rightarrow", "R", "R'"), "class", [12, 4, 4]),
@@ -231,19 +231,19 @@ LISTS: dict[str, tuple[str | bytes | Callable[[Path], str], str, list[int] | str
     "NaN": (LINES(["path,target", "im/a.png,NaN", *NUMBERS]), "number", "line 2: target=NaN is not a number"),
     "more than float32 holds": (LINES(["path,target", "im/a.png,1e39", *NUMBERS]), "number", "line 2: target=1e39 is not a number"),
     "blank lines": (LINES(["path,target", "", *NUMBERS, "", "im/a.png,x"]), "number", "line 24: target=x is not a number"),
-    "many wrong lines": (LINES(["path,target", *(f"im/{n}.png,x" for n in range(12))]), "number", r"line 11: (.|\n)*2 more lines are wrong"),
+    "many wrong lines": (LINES(["path,target", *(f"im/{n}.png,x" for n in range(12))]), "number", r"line 11: (.|\n)*2 more lines have errors"),
     # what spreadsheets and Windows write
     "backslashes": (LINES(["path,target", *ROWS]).replace("/", "\\"), "class", [16, 2, 2]),
     "a drive": (LINES(["path,target", *ROWS, r"C:\im\1.png,cat"]), "class", "C:/im/1.png: .*No such file"),
     "a BOM and CRLF": (b"\xef\xbb\xbf" + "\r\n".join(["path,target", *ROWS, ""]).encode(), "class", [16, 2, 2]),
-    "UTF-16": (LINES(["path,target", *ROWS]).encode("utf-16"), "class", "line 1: not a CSV in UTF-8"),
-    "Latin-1": (LINES(["path,target", *ROWS, "im/a.png,café"]).encode("latin-1"), "class", "line 22: not a CSV in UTF-8"),
+    "UTF-16": (LINES(["path,target", *ROWS]).encode("utf-16"), "class", "line 1: not a valid UTF-8 CSV"),
+    "Latin-1": (LINES(["path,target", *ROWS, "im/a.png,café"]).encode("latin-1"), "class", "line 22: not a valid UTF-8 CSV"),
     "semicolons": (LINES(["path;target", *ROWS]).replace(",", ";"), "class", [16, 2, 2]),
     "semicolons and a decimal comma": ("path;target\nim/1.png;1,5\n", "number", "line 2: target=1,5 is not a number, such as 1.5"),
     "capitals and spaces": (LINES(["Path, Target", *ROWS]).replace(",", ", "), "class", [16, 2, 2]),
     "spaces around a path": (LINES(["path,target", *(f" {row}" for row in ROWS)]), "class", [16, 2, 2]),
-    "an open quote": (LINES(["path,target", '"im/0.png,cat', *ROWS[1:]]), "class", "line 2: not a CSV in UTF-8 .unexpected end"),
-    "parts in a column of another name": (LINES(["path,target,set", *(f"{row},{'test' if n < 3 else 'train'}" for n, row in enumerate(ROWS))]), "class", "column set has names of parts. Call it split"),
+    "an open quote": (LINES(["path,target", '"im/0.png,cat', *ROWS[1:]]), "class", "line 2: not a valid UTF-8 CSV .unexpected end"),
+    "parts in a column of another name": (LINES(["path,target,set", *(f"{row},{'test' if n < 3 else 'train'}" for n, row in enumerate(ROWS))]), "class", "column set has part names. Rename it to split"),
     "parts in two columns": (LINES(["path,official_split,target,origin,split", *(f"im/{n}.png,{('val', 'test')[n < 9]},{('cat', 'dog')[n % 2]},{('train2017', 'val2017')[n % 3 > 1]},{('train', 'test')[n < 4]}" for n in range(20))]), "class", [14, 2, 4]),
     "a column with some names of parts": (LINES(["path,target,set", *(f"{row},{('test', 'train', 'other')[n % 3]}" for n, row in enumerate(ROWS))]), "class", [16, 2, 2]),
     "a column twice": (LINES(["path,target,target", *(f"{row},x" for row in ROWS)]), "class", "each once: path,target"),
@@ -318,16 +318,16 @@ def test_masks_beside_images_are_not_predicted(tmp_path, masked, left_out):
     found = find_inputs(str(tmp_path))
     assert (len(found.paths), found.left_out) == (
         10 + masked - left_out,
-        f"{left_out} masks beside images" if left_out else "",
+        f"{left_out} masks of images" if left_out else "",
     )
 
 
 # What one should look at before training, though it may be meant.
 @pytest.mark.parametrize(("target", "content", "told"), [
-    ("class", cells("Cat", "cat", "dog"), "Cat and cat are two classes of data.csv=labels.csv. Spell them alike if"),
-    ("class", cells("cat", "Cat - Copy", "cat (2)"), "Cat - Copy and cat are two classes; Cat - Copy and cat (2) are two classes of"),
-    ("labels", cells("red|round", "Red"), "Red and red are two labels of data.csv=labels.csv"),
-    ("labels", cells('"red,round"', '"red,big"'), "'red,big' of data.csv=labels.csv is one label. Separate several with |."),
+    ("class", cells("Cat", "cat", "dog"), "Cat and cat are two separate classes of data.csv=labels.csv. If they mean the same, use"),
+    ("class", cells("cat", "Cat - Copy", "cat (2)"), "Cat - Copy and cat are two separate classes; Cat - Copy and cat (2) are two separate classes of"),
+    ("labels", cells("red|round", "Red"), "Red and red are two separate labels of data.csv=labels.csv"),
+    ("labels", cells('"red,round"', '"red,big"'), "'red,big' of data.csv=labels.csv is a single label. Separate several labels with |."),
     ("class", cells("Alien", "Alien (1979)", "007", "7", "R"), None),
     ("class", cells("A", "a", "pose (11)", "pose (12)"), None),
     ("class", cells('"Washington, DC"', "Boston"), None),
@@ -491,8 +491,8 @@ def test_16_bit_images_that_use_12_of_them_are_named(tmp_path, largest, told, de
         shades = np.full((4, 4), largest, np.uint16)
         Image.fromarray(shades).save(tmp_path / f"photos/cat/{number}.png")
     notice = opened(tmp_path / "photos", decode=decode).notice or ""
-    assert ("nearly black: 65,535 is white, and none has more than" in notice) == told
-    assert (f"{largest:,}. Multiply their pixels" in notice) == told
+    assert ("nearly black: 65,535 is white, but their largest value is" in notice) == told
+    assert (f"{largest:,}. Scale their pixels" in notice) == told
 
 
 @pytest.mark.parametrize("largest", [65535, 4095])
@@ -531,7 +531,7 @@ def test_a_root_that_other_data_shares_gets_torchvisions(tmp_path, monkeypatch):
     (tmp_path / "MNIST/raw").mkdir(parents=True)
     monkeypatch.setattr("torchvision.datasets.MNIST.download", lambda _: (_ for _ in ()).throw(OSError("no network")))
     data = Torchvision(dataset="MNIST", root=str(tmp_path), image_size=28, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"could not be fetched .no network"):
+    with pytest.raises(UserError, match=r"could not be downloaded .no network"):
         data.prepare()
 
 
@@ -549,7 +549,8 @@ def test_a_folder_of_images_does_not_become_a_published_data_set(tmp_path, monke
     classes(Path(root), "cat", "dog")
     data = kind(root=root, image_size=28, cache_dir="cache")
     with pytest.raises(
-        UserError, match=rf"data.root={root} has cat, dog; it should contain .*data=folder data.root={root}"
+        UserError,
+        match=rf"data.root={root} has cat, dog; it should contain .*for your own images, set data=folder data.root={root}",
     ):
         data.prepare()
 
@@ -618,6 +619,6 @@ def test_a_root_whose_path_is_not_utf_8_is_rejected_before_training(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     classes(tmp_path / "photos", "cat", "dog")
     moved(tmp_path / "photos", b"phot\xf3s")
-    with pytest.raises(UserError, match=r"data\.root=phot.s is invalid; expected a text in UTF-8"):
+    with pytest.raises(UserError, match=r"data\.root=phot.s is invalid; expected UTF-8 text"):
         lockstep.train(["data=folder", 'data.root="phot\udcf3s"'])
     assert [path.name for path in Path().iterdir()] == ["phot\udcf3s"]  # no run

@@ -92,14 +92,14 @@ def test_parts_are_taken_as_they_are_and_a_missing_one_from_train(tmp_path, name
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda root: (root / "empty").mkdir(), r"photos/empty holds no images .*Remove it"),
+    (lambda root: (root / "empty").mkdir(), r"photos/empty contains no images .*Remove it"),
     (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"has only the folder green/"),
     (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Set data.root="),
-    (lambda root: (root / "test").mkdir(), r"has test/ but no train/. Move the other classes into .*photos/train"),
+    (lambda root: (root / "test").mkdir(), r"has test/ but no train/. Move the training classes into .*photos/train"),
     (lambda root: [write_classes(root / "train", 3), write_pictures(root / "test" / "rde", "red", 3)],
      r"photos/test/rde: train/ has no class rde \(did you mean red\?\)"),
     (lambda root: [write_classes(root / name, 2) for name in ("train", "val", "validation")],
-     r"photos has val and validation, which are both the val part. Merge them."),
+     r"photos has val and validation, which both mean the val part. Merge them."),
 ])  # fmt: skip
 def test_a_folder_that_is_not_as_it_should_be_is_rejected(root, change, message):
     change(root)
@@ -136,8 +136,8 @@ def test_a_csv_gives_several_labels_or_a_number_and_says_the_part(root):
 
 @pytest.mark.parametrize(("rows", "header", "target", "message"), [
     (["red/0.png,red"], "image,label", "class", r"has no column path and no column target; it has image, label"),
-    (["red/0.png,red", "../x.png,red"], "path,target", "class", r"line 3: path=../x.png leads out of"),
-    (["/etc/passwd,red"], "path,target", "class", r"line 2: path=/etc/passwd leads out of"),
+    (["red/0.png,red", "../x.png,red"], "path,target", "class", r"line 3: path=../x.png is outside"),
+    (["/etc/passwd,red"], "path,target", "class", r"line 2: path=/etc/passwd is outside"),
     (["red/0.png,red,tset"], "path,target,split", "class", r"line 2: split=tset is unknown; use one of train, val"),
     (["red/0.png,red,test"], "path,target,split", "class", r"no row with split=train"),
     (["red/0.png,1", "red/1.jpg,nan"], "path,target", "number", r"line 3: target=nan is not a number"),

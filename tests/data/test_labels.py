@@ -163,17 +163,17 @@ INTS = datasets.Value("int64")
     (lambda _: arrays(target=NUMBERS / 1, at={4: np.nan}), one, r"sample 4 of the train part is nan; expected one class number from 0 to 2"),
     (lambda _: arrays(target=MASKS / 1, at={4: 0.5}), pixels, "sample 4 of the train part is 0.5; expected a class number for each pixel"),
     (lambda _: arrays(target=NUMBERS[:, None]), one, r"is int64 of shape \(1,\); expected one class number from 0 to 2"),
-    (lambda _: arrays(target=HOT), one, r"is int64 of shape \(3,\); expected .* argmax gives that of a one-hot row"),
+    (lambda _: arrays(target=HOT), one, r"is int64 of shape \(3,\); expected .* for one-hot rows, use argmax"),
     (lambda _: arrays(target=MASKS, at={4: 9}), pixels, "sample 4 of the train part is 9; expected a class number for each pixel from 0 to 2, or 255"),
     (lambda _: arrays(LABELS, target=HOT[:, :2], at={3: -1}), multi, "sample 3 of the train part is -1; expected 0 or 1 for each label"),
-    (lambda _: arrays(TOKENS, target=np.ones((24, 4), int), at={6: 3}), text, "sample 6 .* is 3; expected a token number for each place from 0 to 2, or -100"),
+    (lambda _: arrays(TOKENS, target=np.ones((24, 4), int), at={6: 3}), text, "sample 6 .* is 3; expected a token number for each position from 0 to 2, or -100"),
     (lambda _: arrays(PRICE, target=NUMBERS / 2, at={9: np.nan}), number, "sample 9 of the train part is nan; expected finite numbers"),
     (lambda _: arrays(PRICE, target=NUMBERS / 2, at={9: -np.inf}), number, "sample 9 of the train part is -inf; expected finite"),
     (lambda _: items(TensorDataset(torch.zeros(9, 2), torch.arange(9) - 1)), one, "sample 0 of the train part is -1; expected"),
     (lambda _: items(Items([0, 1, 2] * 4), Items([0, 1, 5], [0, 1, 5]), classes=["a", "b", "c"]), one, "sample 2 of the test part is 5"),
     # what cannot be matched
-    (lambda at: folders(at, ("cat", "dog"), ("cat", "wolf")), one, r"the test part of this data has the classes cat, wolf, and the train part has cat, dog: wolf cannot be"),
-    (lambda at: table(at, [0, 1] * 9, named("cat", "dog"), labels=[0, 1], of=named("dog", "cow")), one, "has the classes dog, cow, and the train part has cat, dog: cow"),
+    (lambda at: folders(at, ("cat", "dog"), ("cat", "wolf")), one, r"the test part of this data has the classes cat, wolf, but the train part has cat, dog: wolf cannot be"),
+    (lambda at: table(at, [0, 1] * 9, named("cat", "dog"), labels=[0, 1], of=named("dog", "cow")), one, "has the classes dog, cow, but the train part has cat, dog: cow"),
     # tables with nulls and with keys instead of classes
     (lambda at: table(at, [0, 1, None] * 9, INTS), one, "label=None in row 2 of the train part is not one of the 2 classes"),
     (lambda at: table(at, ["b", None, "a"] * 9), one, "label=None in row 1 of the train part is not one of the 2 classes"),
@@ -187,7 +187,7 @@ INTS = datasets.Value("int64")
     (lambda _: items(Items([5, 70] * 5, [5, 70] * 5)), one, "needs classes in .* The classes of a torch Dataset are data.classes"),
     (lambda _: items(Items([0, 1] * 5, classes=7)), one, "The classes of a torch Dataset are data.classes"),
     (lambda _: items(Items([0, 1] * 5, classes={"a": 1, "b": 2})), one, "The classes of a torch Dataset are data.classes"),
-    (lambda _: items(joined("ab", "ba")), one, "ConcatDataset joins Datasets with the classes a, b and b, a: numbers would"),
+    (lambda _: items(joined("ab", "ba")), one, "ConcatDataset joins Datasets with the classes a, b and b, a: class numbers would"),
     (lambda _: items(Items([0, 1] * 2, classes=["a", "b"]), Items([0, 1], classes=["c", "b"])), one, "c cannot be matched. .* data.classes renames"),
 ])  # fmt: skip
 def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, make, task, told):
@@ -237,9 +237,9 @@ def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, m
     (lambda _: arrays(LABELS, target=HOT[:, :2]), multi, {"labels": ["round", "big", "red"]}, [[0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 0, 1]]),
     (lambda _: arrays({"targets": ["x", "y"]}, target=HOT[:, :2] / 2), number, {"targets": ["y", "x"]}, [[0, 0.5], [0.5, 0], [0, 0], [0, 0.5]]),
     # and refusals with both lists
-    (lambda _: arrays(), one, {"classes": ["cat", "dog", "cow"]}, "has the classes cat, dog, wolf, and runs/a has cat, dog, cow: wolf cannot be matched"),
-    (lambda _: arrays(), one, {"classes": ["cat", "dog"]}, "cat, dog, wolf, and runs/a has cat, dog: wolf"),
-    (lambda _: arrays({"classes": ["a", "a", "b"]}), one, {"classes": ["b", "a", "a"]}, "a, a, b, and runs/a has b, a, a: they must be the same, in this order"),
+    (lambda _: arrays(), one, {"classes": ["cat", "dog", "cow"]}, "has the classes cat, dog, wolf, but runs/a has cat, dog, cow: wolf cannot be matched"),
+    (lambda _: arrays(), one, {"classes": ["cat", "dog"]}, "cat, dog, wolf, but runs/a has cat, dog: wolf"),
+    (lambda _: arrays({"classes": ["a", "a", "b"]}), one, {"classes": ["b", "a", "a"]}, "a, a, b, but runs/a has b, a, a: they must be the same, in the same order"),
     (lambda _: arrays(TOKENS, target=np.ones((24, 4), int)), text, {"vocabulary": list("bca")}, "vocabulary a, b, c, and runs/a has b, c, a: they must"),
     (lambda _: arrays({**PRICE, "inputs": ["w", "h"]}, target=NUMBERS / 2), number, {**PRICE, "inputs": ["h", "w"]}, "inputs w, h, and runs/a has h, w"),
     (lambda _: arrays(PRICE, target=NUMBERS / 2), number, {"targets": ["price", "size"]}, "targets price, and runs/a has price, size: they must"),
@@ -362,7 +362,7 @@ def test_every_command_asks_a_checkpoint_for_the_names_of_its_numbers(tmp_path, 
         ("three", ("cat", "dog", "wolf")), ("two", ("dog", "wolf")), ("other", ("bird", "cat", "dog")),
     )) if COLOUR.setdefault("bird", "green") else ()  # fmt: skip
     lockstep.train([*RUN, cache, three, "run=a"])
-    both = "has the classes bird, cat, dog, and runs/a/checkpoints/.* has cat, dog, wolf: bird cannot be matched"
+    both = "has the classes bird, cat, dog, but runs/a/checkpoints/.* has cat, dog, wolf: bird cannot be matched"
     for command in (
         lambda: lockstep.evaluate(["run=a", other, "trainer.accelerator=cpu"]),
         lambda: lockstep.predict(["run=a", other, "input=test", "trainer.accelerator=cpu"]),

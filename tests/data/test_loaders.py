@@ -92,7 +92,9 @@ def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, valu
         def __getitem__(self, indices: np.ndarray) -> dict:
             return {"input": np.ones((len(indices), 3)), "tags": [["a"], ["b", "c"]], "tokens": value}
 
-    with pytest.raises(UserError, match=f"`tokens` as numbers of several shapes: the first samples have {sizes}. Pad"):
+    with pytest.raises(
+        UserError, match=f"the shape of `tokens` differs between samples: the first ones have {sizes}. Pad"
+    ):
         Reader(Ragged(), seed=0)(np.arange(2))
     for lengths in ((1, 2), (2, 2)):  # a list of tensors stays one
         value[:] = [torch.ones(length) for length in lengths]
@@ -104,8 +106,8 @@ def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, valu
 @pytest.mark.parametrize(("samples", "told"), [
     ([(1, 2, 3)] * 4, "a sample of list is a tuple; expected a dict of named values, or"),
     ([torch.ones(2)] * 4, "a sample of list is a Tensor; expected"),
-    ([(torch.ones(1 + i), i) for i in range(4)], r"samples of list do not form a batch: .*equal size.* Pad them to one shape"),
-    ([{"input": 1, "more": None}] * 4, r"samples of list do not form a batch: .*found <class 'NoneType'>"),
+    ([(torch.ones(1 + i), i) for i in range(4)], r"samples of list cannot be collated: .*equal size.* Pad them to one shape"),
+    ([{"input": 1, "more": None}] * 4, r"samples of list cannot be collated: .*found <class 'NoneType'>"),
 ])  # fmt: skip
 def test_samples_of_a_torch_dataset_that_form_no_batch_are_rejected(samples, told):
     with pytest.raises(UserError, match=told):
@@ -136,7 +138,7 @@ def test_arrays_may_be_lists_tensors_and_texts():
     batch = next(iter(made.train_dataloader()))
     assert batch["input"].tolist() == batch["target"].tolist() == batch["index"].tolist()
     assert batch["name"] == [chr(ord("a") + index) for index in batch["index"].tolist()]
-    with pytest.raises(UserError, match=r"these have {'input': 3, 'target': 2}"):
+    with pytest.raises(UserError, match=r"have the lengths {'input': 3, 'target': 2}"):
         Arrays(input=[1, 2, 3], target=[1, 2])
 
 
@@ -178,7 +180,7 @@ def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch):
 
     monkeypatch.setattr(Indexed, "__getitem__", die)
     # torch may see that it ended before it sees how
-    message = r"DataLoader worker \(pid\D+\d+\) (is killed by signal: Killed|exited unexpectedly).* Try fewer loader.num_workers"
+    message = r"DataLoader worker \(pid\D+\d+\) (is killed by signal: Killed|exited unexpectedly).* Try a smaller loader.num_workers"
     with pytest.raises(LostProcess, match=message):
         train("run=a", "loader.num_workers=2")
     assert report("a")["status"] == "failed"
@@ -219,7 +221,7 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
     with caplog.at_level(logging.WARNING):
         found = batches(2)
     assert len(caplog.records) == 1
-    assert "/dev/shm has no room" in caplog.text
+    assert "/dev/shm has too little free space" in caplog.text
     for one, other in zip(wanted, found, strict=True):
         assert (one["name"], one["count"]) == (other["name"], other["count"])
         assert all(torch.equal(one[name], other[name]) for name in ("input", "index"))
@@ -246,7 +248,5 @@ def test_workers_that_cannot_be_started_say_why(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
-    with pytest.raises(
-        TrainingFailed, match=r"2 processes that load data .* Too many open files.* loader.num_workers=0"
-    ):
+    with pytest.raises(TrainingFailed, match=r"2 loader workers .* Too many open files.* loader.num_workers=0"):
         list(FromWorkers(Indexed(Reader({}, seed=0)), num_workers=2).batches())

@@ -100,7 +100,7 @@ def test_mnist_is_found_wherever_and_however_it_lies(root, plain):
 ])  # fmt: skip
 def test_labels_and_images_that_do_not_match_are_rejected(root, kind, wrong):
     write_idx(raw(root, f"{kind}-ubyte.gz"), wrong)
-    with pytest.raises(UserError, match=rf"/{kind[:4]}\w*-images-idx3-ubyte\.gz does not hold MNIST"):
+    with pytest.raises(UserError, match=rf"/{kind[:4]}\w*-images-idx3-ubyte\.gz and \S+ are not MNIST"):
         Mnist.read_files(Mnist.find(root))
 
 
@@ -122,7 +122,9 @@ def test_without_files_and_network_or_by_choice_mnist_comes_from_its_package(
     chosen, fallen_back = prepared(root, cache, source="embedded"), prepared(tmp_path / "missing", cache)
     assert chosen.cached == fallen_back.cached
     assert (chosen.source, chosen.notice, fallen_back.source) == ("embedded", None, "embedded")
-    assert "EMBEDDED SUBSET of 5,000 images (4,000 to train and validate, 1,000 to test)" in fallen_back.notice
+    assert (
+        "EMBEDDED SUBSET of 5,000 images (4,000 for training and validation, 1,000 for testing)" in fallen_back.notice
+    )
     seen = []
     for part, count in ((chosen.train, 400), (chosen.test, 100)):
         images = part.arrays["input"]

@@ -155,7 +155,7 @@ def shares(split: Split, batch: int, world: int) -> list[list[np.ndarray]]:
 def test_without_fillers_every_sample_comes_once_and_ranks_have_as_many_batches(count, batch, world, shuffled):
     split = Split(2 * count, 1, count, shuffled)
     if count < world:
-        with pytest.raises(ValueError, match="cannot be shared"):
+        with pytest.raises(ValueError, match="cannot be divided"):
             shares(split, batch, world)
         return
     steps = [[part.tolist() for part in step] for step in zip(*shares(split, batch, world), strict=True)]
@@ -349,13 +349,13 @@ def test_weights_of_classes_are_scikit_learns():
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
-    [({"target": np.zeros(8, np.int64)}, "all training samples have one class"), ({"target": np.zeros(8)}, "classes of the training")],
+    [({"target": np.zeros(8, np.int64)}, "all training samples have the same class"), ({"target": np.zeros(8)}, "classes of the training")],
 )  # fmt: skip
 def test_data_without_several_classes_is_rejected(arrays, message):
     with pytest.raises(UserError, match=message):
         DataModule(data_of(**arrays), batch_size=4, eval_batch_size=4, balance=True)
     task = Classification(class_weights="balanced")
-    with pytest.raises(UserError, match=r"class_weights=balanced.*(one array|no training sample is of class)"):
+    with pytest.raises(UserError, match=r"class_weights=balanced.*(one array|no training samples of class)"):
         task.bind(DataModule(data_of(**arrays), batch_size=4, eval_batch_size=4).about)
 
 

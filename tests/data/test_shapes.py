@@ -144,7 +144,7 @@ def test_masks_are_cropped_with_their_images(resize):
 ])  # fmt: skip
 def test_what_would_stay_in_its_place_is_refused(resize, more, name):
     given = {key: value for key, value in batch(48, 24, **more).items() if value is not None}
-    told = rf"images of 48 x 24 pixels are cropped or padded \(data.resize={resize}, data.crop_pct=1\), and `{name}` would not move with"
+    told = rf"images of 48 x 24 pixels are cropped or padded \(data.resize={resize}, data.crop_pct=1\), but `{name}` would not move with"
     with pytest.raises(UserError, match=told):
         data(resize).preprocess(given)
     assert data("squash").preprocess(given)["input"].shape == (2, 1, SIDE, SIDE)
@@ -226,7 +226,7 @@ def scenes(target, shape=(48, 24), **options) -> TorchDataset:
 
 @pytest.mark.parametrize("target", [torch.zeros(SIDE, SIDE).long(), torch.ones(2, 4)])
 def test_masks_and_boxes_of_pil_images_are_refused_where_they_would_not_move(target):
-    with pytest.raises(UserError, match=r"images of 48 x 24 pixels are cropped .* and `mask` would not move with them"):
+    with pytest.raises(UserError, match=r"images of 48 x 24 pixels are cropped .* but `mask` would not move with them"):
         scenes(target, resize="crop").train[np.arange(2)]
     with pytest.raises(UserError, match=r"48 x 48 pixels .*crop_pct=0\.8\), and `mask`"):
         scenes(target, (48, 48), resize="crop", crop_pct=0.8).train[np.arange(2)]

@@ -148,18 +148,18 @@ TORCH, FILES = {"train": IMAGE_FOLDER, "test": IMAGE_FOLDER}, {"target": "class"
 @pytest.mark.parametrize(("kind", "node", "message"), [
     (Folder, FILES, None),
     (Folder, {**FILES, "channels": 1, "mean": [0.5], "std": [0.2]}, None),
-    (Folder, {**FILES, "channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers; these images have 1 channels"),
+    (Folder, {**FILES, "channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers; these images have 1 channel"),
     (Folder, {**FILES, "target": "label"}, "data.target=label is unknown; use one of class, labels, number (did you mean labels?)"),
     (Folder, {**FILES, "target": "number"}, "data.target=number needs a list of files and targets. Set data.csv=<file>"),
     (TorchDataset, {**TORCH, "val": None}, None),
-    (TorchDataset, {**TORCH, "train": "???"}, "data.train is missing; it names a Dataset"),
+    (TorchDataset, {**TORCH, "train": "???"}, "data.train is missing. Set it to a Dataset"),
     (TorchDataset, {**TORCH, "test": {**IMAGE_FOLDER, "rot": "x"}},
      "data.test.rot is not an argument of torchvision.datasets.ImageFolder (did you mean root?)"),
-    (TorchDataset, {**TORCH, "val": {"_target_": "os.system"}}, "data.val._target_=os.system may not be named"),
+    (TorchDataset, {**TORCH, "val": {"_target_": "os.system"}}, "data.val._target_=os.system is not allowed in a config"),
     (Torchvision, {"dataset": "CIFAR100"}, None),
     (Torchvision, {"dataset": "FashonMNIST"}, "data.dataset=FashonMNIST is not in torchvision.datasets (did you mean FashionMNIST?)"),
     (Torchvision, {"dataset": "wrap_dataset_for_transforms_v2"}, "is not in torchvision.datasets"),  # an exported function
-    (Torchvision, {"dataset": "???"}, "data.dataset is missing; set data.dataset=<name>"),
+    (Torchvision, {"dataset": "???"}, "data.dataset is missing. Set data.dataset=<name>"),
     (Torchvision, {"dataset": "CIFAR100", "source": "embedded"}, "no package contains"),
 ])  # fmt: skip
 def test_mistakes_in_a_node_are_named_before_anything_is_read(kind, node, message):

@@ -242,7 +242,7 @@ def test_samples_of_an_evaluation_that_cannot_be_one_batch_are_found_before_it()
     sizes = lambda count: DataLoader([torch.zeros(size + 1) for size in range(count)])  # noqa: E731
     ranks = [Process(sizes(4), rank, 2, 1, trains=False).loader for rank in (0, 1)]
     assert [[batch.shape[1] for batch in rank] for rank in ranks] == [[1, 3], [2, 4]]
-    with pytest.raises(UserError, match=r"the last 3 samples of an evaluation must be one batch, .*Let it pad"):
+    with pytest.raises(UserError, match=r"the last 3 samples of an evaluation must be one batch for .*Make it pad"):
         Process(sizes(5), 0, 2, 1, trains=False)
     padding = DataLoader(
         [torch.zeros(size + 1) for size in range(5)], collate_fn=partial(pad_sequence, batch_first=True)
@@ -314,7 +314,7 @@ def test_the_first_lines_say_how_a_batch_is_divided():
     (told,) = Process(LOADERS["no batch size"](), 0, 2, 2).loader.notes
     assert (
         told
-        == "batch_size=1 is the global batch, and a step has 4 micro-batches, of which 3 stay empty. Set it to 4 or more"
+        == "batch_size=1 is the global batch, but a step has 4 micro-batches, so 3 of them are empty. Set it to 4 or more"
     )
 
 
@@ -331,7 +331,7 @@ def test_a_sampler_that_depends_on_the_process_has_another_digest_from_the_first
 
 
 def test_an_evaluation_whose_sampler_depends_on_the_process_is_refused_before_it():
-    with pytest.raises(UserError, match="list gives other samples in each process"):
+    with pytest.raises(UserError, match="list returns different samples in each process"):
         Process(DataLoader(Plain(), sampler=[1, 2, 3]), 1, 2, 1, trains=False, agree=lambda _: False)
 
 
@@ -372,7 +372,7 @@ def test_datasets_that_differ_by_process_are_refused():
     told: list[str] = []
     shard = lambda rank: DataLoader(Subset(Plain(), range(rank, 22, 2)), batch_size=4, shuffle=True)  # noqa: E731
     Process(shard(0), 0, 2, 1, agree=lambda text: told.append(text) or True)
-    with pytest.raises(UserError, match="Subset with RandomSampler gives other samples in each process"):
+    with pytest.raises(UserError, match="Subset with RandomSampler returns different samples in each process"):
         Process(shard(1), 1, 2, 1, agree=lambda text: text in told)
     entropy = DataLoader(Entropic(), batch_size=4)  # nobody can compare them
     assert Process(entropy, 1, 2, 1, agree=lambda text: text == "").epoch_from()
@@ -381,8 +381,8 @@ def test_datasets_that_differ_by_process_are_refused():
 def test_the_first_lines_say_what_a_batch_size_and_a_generator_do():
     given = DataLoader(Plain(), batch_size=7, shuffle=True, generator=torch.Generator())
     gathered, generator = Process(given, 0, 2, 1).loader.notes
-    assert gathered.startswith("batch_size=7 does not divide by 2, so tensors of several processes have several sizes")
-    assert generator.startswith("the generator of a DataLoader is not used")
+    assert gathered.startswith("batch_size=7 is not divisible by 2, so tensor sizes differ between processes")
+    assert generator.startswith("the generator of the DataLoader is ignored")
 
 
 class Holder:
@@ -411,7 +411,7 @@ def test_a_digest_follows_from_content(form):
 
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(
-        UserError, match=r"Stream gives objects that cannot be compared between processes .*strategy=single"
+        UserError, match=r"Stream returns objects that cannot be compared between processes .*strategy=single"
     ):
         digested([lambda: 1], "", "Stream")
 

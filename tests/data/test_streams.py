@@ -38,16 +38,16 @@ class Iterates(DataLoader):
 
 
 @pytest.mark.parametrize(("given", "why"), [
-    (lambda: Iterates(Plain(), batch_size=2), "Iterates has an __iter__ of its own"),
+    (lambda: Iterates(Plain(), batch_size=2), "Iterates overrides __iter__"),
     (lambda: DataLoader(Draws(), batch_size=None, shuffle=True), "DataLoader has batch_size=None"),
-    (lambda: ["a", 4, 5], "list is no DataLoader"),
+    (lambda: ["a", 4, 5], "list is not a DataLoader"),
 ])  # fmt: skip
 def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each_process(given, why):
     def some(rank: int, done: int, epoch: int = EPOCH) -> list[Any]:
         division = Division(seed=SEED, rank=rank, world=2, position=lambda: (epoch, done))
         loader = around(given(), division)
         assert isinstance(loader, LeftAlone)
-        assert loader.notes == [f"{why}: its batches are not divided, and a resumed run reads again what it had read"]
+        assert loader.notes == [f"{why}: its batches are not divided, and a resumed run rereads the earlier data"]
         random.seed(rank), torch.manual_seed(rank)
         found = []
         for _, batch in zip(range(3 - done), loader):  # noqa: B905
@@ -173,7 +173,7 @@ def test_a_stream_that_divides_itself_is_not_divided_again(workers):
     assert [(weight, len(share)) for weight, share in other.found] == [(1, 6), (1, 6), (1, 6), (1, 5)]
     assert other.loader.gets == "its own" and other.loader.title == "each process has its own batches x 2 accumulated"
     assert other.loader.notes == [
-        "Stream is a stream of other samples in each process: its batches are not divided, and a resumed run reads again what it had read"
+        "Stream is a stream with different samples in each process: its batches are not divided, and a resumed run rereads the earlier data"
     ]
     assert [len(share) for _, share in some(1, Stream(differs_from=0), 3).found] == [5]
     same = some(1, Stream())

@@ -212,7 +212,7 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, js
     until(value, 9)
     until("return document.body.dataset.unit", "per")  # what was chosen outlives the reload
     write(9, ago_s=1000)
-    until("return document.getElementById('news')?.textContent.startsWith('no news for 17 min')", True)
+    until("return document.getElementById('news')?.textContent.startsWith('last updated 17 min ago')", True)
     folder.page_file.write_text(last)
     until(value, "done")
     js("document.body.dataset.mine = 'there'")

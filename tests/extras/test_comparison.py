@@ -39,9 +39,9 @@ def test_metrics_of_a_module_are_compared_and_one_of_one_run_alone_is_a_differen
     ("apart", "precision", "told"),
     [
         ([1e-7 * 1.12**i for i in range(40)], "32-true", "differs by 1e-07 at step 0, by at most 8.3e-06 later"),
-        ([1e-7] * 20 + [2e-3] * 20, "32-true", "leaps apart at step 20, from 1e-06 to 0.002"),  # another batch
-        ([1e-4] * 40, "32-true", "by 0.0001 at step 0 already"),  # another formula
-        ([1e-4] * 40, "bf16-mixed", "in trainer.precision=32-true"),
+        ([1e-7] * 20 + [2e-3] * 20, "32-true", "jumps at step 20, from 1e-06 to 0.002"),  # another batch
+        ([1e-4] * 40, "32-true", "by 0.0001 already at step 0"),  # another formula
+        ([1e-4] * 40, "bf16-mixed", "with trainer.precision=32-true"),
         ([1e-7, 1e-4], "32-true", "with trainer.log_every_n_steps=1"),
     ],
 )

@@ -245,7 +245,7 @@ def test_the_folder_has_the_files_that_a_network_needs_and_a_card(run, folder, p
     for said in (
         f"sha256: `{report['data/sha256']}`", "classes: blue, green, red", f"| test/acc | {report['test/acc']:.4f} | 3 |",
         "- `data.image_size=12`", "- `+model.width=8`", f"with {report['parameters']:,} parameters", "torch 2.", "(MIT)",
-        "`source` has the licence of the project", "is not known here", "python load.py <folder or files>",
+        "`source` has the licence of the project", "is unknown: ask", "python load.py <folder or files>",
         "returns probabilities of the 3 classes.", "It needs torch, safetensors, Pillow.",
     ):  # fmt: skip
         assert said in card, said
@@ -300,7 +300,7 @@ def test_a_network_within_the_network_is_exported_alone_and_takes_the_same_image
     card = (made / "README.md").read_text()
     for said in (
         "# pair: encoder, trained on folder", f"The network `encoder` of pair, with {sum(p.numel() for p in encoder.parameters())} parameters,",
-        "returns what the network itself returns", "Of the whole model, of which this network is a part.",
+        "returns what the network itself returns", "These are the metrics of the whole model, which contains this network.",
         "model.outputs(image_BCHW)",
     ):  # fmt: skip
         assert said in card, said
@@ -342,7 +342,7 @@ def test_onnx_of_a_network_within_the_network(run, tmp_path, network):
     ("encodr", r"--network=encodr does not exist \(did you mean encoder\?\). Pass the name of a network that is called: encoder, activation, head, "),
     ("decay", r"--network=decay is not called when Pair runs on a batch\. .*: encoder, "),
     ("decoder", r"--network=decoder is not called .* encoder.0, encoder.1, decoder.layers, "),
-    ("head", r"the network head cannot be exported: Pair uses NoneType besides tensors for a batch. Call it with tensors"),
+    ("head", r"the network head cannot be exported: Pair uses NoneType besides tensors. Call it with tensors"),
 ])  # fmt: skip
 def test_a_network_that_cannot_be_exported_is_named_with_those_that_can(run, tmp_path, network, said):
     with pytest.raises(UserError, match=said):

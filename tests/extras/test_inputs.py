@@ -253,7 +253,13 @@ def test_files_without_samples_or_with_other_shapes_are_rows_with_the_reason(pla
     (tmp_path / "in").mkdir()
     for name, text in files.items():
         (tmp_path / f"in/{name}.csv").write_text(text)
-    reasons = ["it holds no samples", "", "", "its input has the shape (1,), and that", "could not convert string 'x'"]
+    reasons = [
+        "it contains no samples",
+        "",
+        "",
+        "its input has shape (1,), but in other",
+        "could not convert string 'x'",
+    ]
     rows = predicted("run=tables", f"input={tmp_path}/in", output=tmp_path / "table.jsonl")
     for found in (rows, predicted_by_folder(exports["tables"], tmp_path / "in")):
         assert [Path(row["path"]).name[0] for row in found] == list("abbcd")
@@ -263,11 +269,11 @@ def test_files_without_samples_or_with_other_shapes_are_rows_with_the_reason(pla
 
 def test_mistakes_are_named(place, tmp_path):
     asked = ["run=sounds", f"output={tmp_path}/a.csv", *CPU]
-    with pytest.raises(UserError, match=r"input=lines holds no clips \(files that end in .wav\)"):
+    with pytest.raises(UserError, match=r"input=lines contains no clips \(files that end in .wav\)"):
         lockstep.predict([*asked, "input=lines"])
     with pytest.raises(AttributeError, match="no attribute 'length'") as caught:
         lockstep.predict([*asked, "input=sounds", "data._target_=mywork.data.Forgetful"])
-    assert caught.value.__notes__ == ["Forgetful.read has self.about only: __init__ was not called."]
+    assert caught.value.__notes__ == ["Forgetful.read can use only self.about, because __init__ was not called."]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -347,7 +353,7 @@ def test_onnx_takes_what_the_network_takes(place, tmp_path, kind):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (["task._target_=mywork.task.Changed", "model._target_=mywork.nets.Constant"], "Changed uses int besides tensors for a batch"),
+        (["task._target_=mywork.task.Changed", "model._target_=mywork.nets.Constant"], "Changed uses int besides tensors. Call it once"),
         (["model._target_=mywork.nets.Branching"], r"--pt2: torch cannot export this network"),
     ],
 )  # fmt: skip

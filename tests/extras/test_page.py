@@ -152,7 +152,7 @@ def test_a_panel_of_the_users_is_shown_and_one_that_fails_costs_no_figure(tmp_pa
     options = [f"data.root={mnist}", f"data.cache_dir={cache}", "loader.batch_size=48", "trainer.accelerator=cpu"]
     report = lockstep.train(["run=b", *Page("panel").typed[0], *options, "trainer.max_steps=2"])
     assert (report["status"], report["test/count"]) == ("done", 103)
-    assert "the report lacks the panel own, which failed: LookupError: no such thing" in page_of("b")
+    assert "the report omits the panel own, which failed: LookupError: no such thing" in page_of("b")
     shown = section(page_of("b"), "test")
     assert "Wrong predictions" in shown and "<rect" in shown and "Confusion matrix" in shown
 

@@ -220,7 +220,7 @@ def test_the_default_is_a_file_beside_the_checkpoint_and_it_is_not_overwritten(p
     done = lockstep.predict(asked)
     assert done["output"] == "runs/digits/predictions.csv"
     assert json.loads(Path("runs/digits/predict.json").read_text()) == done
-    with pytest.raises(UserError, match=r"predictions.csv exists. Set a different file, or overwrite=true"):
+    with pytest.raises(UserError, match=r"predictions.csv already exists. Set a different file, or overwrite=true"):
         lockstep.predict(asked)
     assert lockstep.predict([*asked, "overwrite=true"])["count"] == 103
     moved = shutil.copy(place / "runs/photos/checkpoints/last.ckpt", tmp_path / "moved.ckpt")  # without its data
@@ -257,8 +257,8 @@ def test_the_gallery_begins_with_the_largest_losses_and_marks_what_is_wrong(pred
     [
         ([], r"input is missing; set input=<input>"),
         (["input=photos", "top_k=0", "gallery=2"], r"top_k=0 is invalid(.|\n)*gallery=2 is invalid"),
-        (["input=fotos", "output=a.xls"], r"its ending must be one of .csv, .json, .jsonl, .parquet(.|\n)*input=fotos does not exist. Pass a folder of images, a glob in quotes"),
-        (["input=empty"], r"input=empty holds no images"),
+        (["input=fotos", "output=a.xls"], r"the file extension must be one of .csv, .json, .jsonl, .parquet(.|\n)*input=fotos does not exist. Pass a folder of images, a glob in quotes"),
+        (["input=empty"], r"input=empty contains no images"),
         (["input=photos/*.tif"], r"input=photos/\*.tif matches no file"),
         (["input=bad.csv"], r"bad.csv has no column path; it has file"),
         (["input=photos", "output=photos.csv"], r"output=photos.csv is a folder"),
@@ -284,7 +284,7 @@ def test_parquet_without_pyarrow_is_refused(monkeypatch):
 def test_a_mistake_is_told_by_the_command(forked_command):
     for args, said in {
         ("input=x",): "predict.py run=<name> input=<folder>",
-        ("run=a", "input=x", "-m"): "takes one run at a time",
+        ("run=a", "input=x", "-m"): "handles one run at a time",
     }.items():
         done = forked_command("predict.py", *args)
         assert (done.code, said in done.err) == (2, True), done

@@ -58,7 +58,7 @@ def test_runs_that_differ_by_their_seed_are_put_together(tmp_path, monkeypatch):
         status = "failed" if acc == 0.1 else "done"
         write_run(tmp_path / f"runs/{number}", acc=acc, status=status, config={"seed": number, "optim": {"lr": lr}})
     page = page_of(tmp_path, monkeypatch=monkeypatch)
-    rows = page.split("By settings, over seeds")[1].split("<tbody>")[1].split("</tbody>")[0].strip().split("\n")
+    rows = page.split("averaged over seeds")[1].split("<tbody>")[1].split("</tbody>")[0].strip().split("\n")
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
     assert cells == [["0.001", "2", "91.00% ± 1.41%", "90.00% ± 1.41%"], ["0.01", "1", "80.00%", "79.00%"]]
 

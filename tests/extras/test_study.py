@@ -155,7 +155,7 @@ def test_the_best_config_of_a_search_within_a_recipe_is_that_recipe_s(tmp_path):
 
 @pytest.mark.parametrize("given", ["test/acc", ["val/acc", "test_loss"], "speed", [], None], ids=str)
 def test_only_metrics_that_may_be_chosen_by_are_objectives(given):
-    with pytest.raises(UserError, match=r"it takes val/acc \(checkpoint.monitor\), val/loss, .*worthless"):
+    with pytest.raises(UserError, match=r"is invalid; expected val/acc \(checkpoint.monitor\), val/loss, .*invalidate"):
         study.directions(given, "val/acc", "max")
 
 
@@ -197,7 +197,7 @@ def test_a_storage_of_any_bytes_is_opened_or_named(tmp_path, monkeypatch):
             study.open_study(f"sqlite:///{path}", "s", directions=["maximize"])
         except UserError as e:
             refused += 1
-            assert "study.db: this storage of sweeps cannot be used (" in str(e)
+            assert "study.db: this sweep storage cannot be used (" in str(e)
     assert refused > 10
     for url in ("nosuch://me:secret@host/x", "postgresql+psycopg://me:secret@127.0.0.1:1/x?password=secret"):
         with pytest.raises(UserError, match=r"\*\*\*@.* cannot be used") as caught:

@@ -70,11 +70,11 @@ def test_a_network_by_hand_is_trained_and_named_and_its_group_has_no_keys(change
     found = report("hand")
     assert (found["model"], found["parameters"], found["status"]) == ("Sequential", 1450, "done")
     with pytest.raises(
-        UserError, match=r"model.dropout_fc=0.1 has no effect: train.py makes this object itself. Remove it."
+        UserError, match=r"model.dropout_fc=0.1 has no effect: train.py creates this object itself. Remove it."
     ):
         train("run=other", "trainer.max_steps=2", "model.dropout_fc=0.1")
     assert not Path("runs/other").exists()
-    with pytest.raises(UserError, match=r"the network of this run is made in its train\.py"):
+    with pytest.raises(UserError, match=r"the network of this run is created in its train\.py"):
         lockstep.load_model("hand")
 
 

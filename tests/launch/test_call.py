@@ -118,7 +118,7 @@ def test_mistakes_are_refused_before_a_sweep_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for wrong, told in (
         ("optim.lrr=1,2", "did you mean optim.lr"),
-        ("-m", "-m: sweep takes key=value alone"),
+        ("-m", "-m: sweep accepts only key=value"),
         ("hydra.mode=RUN", "hydra.mode cannot be set"),
         ("hydra.sweep.dir=/tmp/there", r"hydra.sweep.dir cannot be set(.|\n)*run=<name> and runs_dir=<folder>"),
     ):

@@ -85,7 +85,7 @@ def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal
 def test_a_rank_of_several_has_the_terminal_and_goes_on(strategy, terminal):
     command = terminal(f"strategy={strategy}", "trainer.devices=2", "debug_rank=1", "strategy.timeout_s=2", stop=1)
     printed = command.until(PROMPT)
-    assert "rank 1 has the terminal" in printed
+    assert "rank 1 controls the terminal" in printed
     assert "dry run" not in printed
     time.sleep(3)  # longer than the timeout
     command.enter('p sorted(batch["index"].tolist()) != [], os.environ["RANK"]\n')

@@ -53,15 +53,15 @@ GRIDS = [
     (["seed=range(2)", "loader.fold=range(2)"], None),
     (
         ["seed=0,1", "loader.fold=0,2"],
-        "1 of this sweep was run with seed=0 loader.fold=1, and would get seed=0 loader.fold=2",
+        "1 of this sweep ran with seed=0 loader.fold=1, but would now run with seed=0 loader.fold=2",
     ),
     (
         ["seed=0,1", "loader.fold=0,1,2"],
-        "2 of this sweep was run with seed=1 loader.fold=0, and would get seed=0 loader.fold=2",
+        "2 of this sweep ran with seed=1 loader.fold=0, but would now run with seed=0 loader.fold=2",
     ),
     (
         ["seed=0,1", "loader.fold=0,1", "optim.lr=1,2"],
-        "0 of this sweep was run with seed=0 loader.fold=0, and would get",
+        "0 of this sweep ran with seed=0 loader.fold=0, but would now run with",
     ),
     (["hydra/sweeper=optuna", "seed=3,4"], None),
 ]
@@ -88,7 +88,7 @@ def test_a_sweep_of_an_earlier_version_is_continued_under_the_key_of_today(key, 
         sweeps.record(RunFolder(tmp_path / str(place)), [f"data.batch_size={value}"], failed=True)
     assert not list(sweeps.numbering_problems(tmp_path, [f"{key}=8,16"]))
     (problem,) = sweeps.numbering_problems(tmp_path, [f"{key}=8,32"])
-    assert f"would get {key}=32" in problem
+    assert f"would now run with {key}=32" in problem
 
 
 def test_a_job_of_an_earlier_sweep_than_the_last_is_not_continued_with_other_values(tmp_path):
@@ -99,7 +99,7 @@ def test_a_job_of_an_earlier_sweep_than_the_last_is_not_continued_with_other_val
         sweeps.record(RunFolder(tmp_path / str(place)), [f"model.dropout_fc={value}"], failed=True)
     assert not list(sweeps.numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.5,0.9"]))
     (problem,) = sweeps.numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.9"])
-    assert "job 1 of this sweep was run with model.dropout_fc=0.5, and would get model.dropout_fc=0.9" in problem
+    assert "job 1 of this sweep ran with model.dropout_fc=0.5, but would now run with model.dropout_fc=0.9" in problem
 
 
 def test_a_study_that_a_project_chooses_is_no_grid(tmp_path):

@@ -125,7 +125,7 @@ def test_a_log_with_hard_links_begins_anew_without_a_copy(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     first, second, *_ = path.read_text().splitlines()
-    assert first == "The earlier lines of train.log stay in its copies, which were hard links to it."
+    assert first == "The earlier lines of train.log remain in its copies, which were hard links to it."
     assert second.endswith("INFO continued")
     assert backup.stat().st_size == 10 * 2**30
     with backup.open("rb") as file:

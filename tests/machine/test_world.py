@@ -61,7 +61,7 @@ def test_a_complete_set_is_followed(env, launcher, rank):
 
 
 @pytest.mark.parametrize(("env", "parts"), [
-    ({"RANK": "1"}, ["RANK=1", "neither torchrun", "run unset RANK, then the command again"]),
+    ({"RANK": "1"}, ["RANK=1", "neither torchrun", "run unset RANK, then rerun the command"]),
     ({"RANK": "abc"}, ["RANK=abc", "not a whole number"]),
     ({"RANK": ""}, ["RANK=", "not a whole number"]),
     ({"SLURM_RESTART_COUNT": "x"}, ["SLURM_RESTART_COUNT=x", "unset SLURM_RESTART_COUNT"]),
@@ -168,7 +168,7 @@ def test_what_each_process_would_draw_for_itself_is_refused(monkeypatch):
     ddp = ["strategy=ddp", "trainer.accelerator=cpu", "seed=null"]
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="seed=null would be drawn separately by each process that slurm started"):
+    with pytest.raises(UserError, match="seed=null would give each process that slurm started a different seed"):
         resolve(ddp)
     for name in SLURM:
         monkeypatch.delenv(name)

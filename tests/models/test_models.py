@@ -85,8 +85,8 @@ def test_further_arguments_go_to_the_networks_class():
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ("resnt50d", r"resnt50d is unknown to timm.*\bresnet50d\b"),
-    ("qqqq", r"qqqq is unknown to timm. Similar: none. timm\.list_models\(\) lists all"),
+    ("resnt50d", r"resnt50d is not a timm model.*\bresnet50d\b"),
+    ("qqqq", r"qqqq is not a timm model. Similar: none. timm\.list_models\(\) lists all"),
     (f"{SMALL}.nonsense", rf"{SMALL}\.nonsense is unknown"),  # a tag behind a known name
 ])  # fmt: skip
 def test_an_unknown_name_is_answered_with_near_ones(given, told):
@@ -163,7 +163,7 @@ def test_a_file_of_weights_that_cannot_be_loaded_is_named(trained, tmp_path, suf
 def test_a_file_of_weights_cannot_run_code(trained, tmp_path):
     marker = tmp_path / "marker"
     path = saved({**trained, "more": Touch(marker)}, tmp_path / "weights.pth")
-    with pytest.raises(UserError, match=r"could not be loaded \(it holds objects that could run code") as error:
+    with pytest.raises(UserError, match=r"could not be loaded \(it contains objects that could run code") as error:
         small(checkpoint_path=str(path))
     assert "weights_only" not in str(error.value)  # torch's advice to run it
     assert not marker.exists()

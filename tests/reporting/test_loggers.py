@@ -232,7 +232,7 @@ def test_a_run_goes_on_without_the_server_of_its_logger(train, server, kept, mon
     assert len([row for row in rows("a") if row["train/loss"]]) == 12
     (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("logger.tensorboard")]
     # a connection that waited as the server closed is reset; a later one is refused, a URLError
-    what = "does not answer" if server.how == "hangs" else "fails with (URLError|ConnectionResetError)"
+    what = "does not respond" if server.how == "hangs" else "failed with (URLError|ConnectionResetError)"
     assert re.search(what, said) and "metrics.csv has all metrics" in said
 
 
@@ -264,7 +264,7 @@ def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
     worker = Background(logger, "mine")
     for step in range(20):
         logger.log_metrics({}, step)
-    assert [record.getMessage().split(".")[1] for record in caplog.records] == ["mine does not keep up"]
+    assert [record.getMessage().split(".")[1] for record in caplog.records] == ["mine cannot keep up"]
     gate.set()
     worker.finish(10)
     assert seen[0] == 0 and len(seen) < 5

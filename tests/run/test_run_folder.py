@@ -35,7 +35,7 @@ def test_a_lock_lives_as_long_as_its_process_and_not_as_its_forks(tmp_path):
         folder.write_report({"status": "running", "host": socket.gethostname()})
         assert folder.report()["status"] == "running"
         os.link(folder.lock_file, tmp_path / "backup")  # as cp -al does
-        with pytest.raises(UserError, match="another process trains there now"), folder.locked(0):
+        with pytest.raises(UserError, match="another process is training there"), folder.locked(0):
             pass
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait(60)
@@ -75,7 +75,7 @@ def test_the_lock_of_another_user_is_respected(tmp_path, monkeypatch):
         monkeypatch.setattr(
             filelock.FileLock, "_acquire", Mock(side_effect=OSError(13, "Permission denied"))
         )  # root is never refused
-        with pytest.raises(UserError, match="another process trains there now"), folder.locked(0):
+        with pytest.raises(UserError, match="another process is training there"), folder.locked(0):
             pass
 
 
@@ -102,10 +102,10 @@ def test_a_log_that_was_removed_begins_with_its_header_again(tmp_path, caplog):
     log.path.unlink()
     log.append({"step": 2, "loss": 0.25})
     assert log.path.read_text().split() == ["step,loss", "2,0.25"]
-    assert "was removed while the run was going on" in caplog.text
+    assert "was removed during the run" in caplog.text
     log.path.unlink()
     log.path.parent.rmdir()
-    with pytest.raises(FolderRemoved, match="run was removed while"):
+    with pytest.raises(FolderRemoved, match="run was removed during the run"):
         log.append({"step": 3, "loss": 0.125})
 
 

@@ -197,7 +197,7 @@ def test_a_step_is_a_whole_number_and_one_that_is_blank_that_of_the_row_before(s
     folder = RunFolder(run)
     if kept is None:
         for use in (folder.metrics, lambda: folder.cut(1), folder.metrics_log.rows):
-            with pytest.raises(UserError, match=r"metrics\.csv is damaged: .*(is no step|to float)"):
+            with pytest.raises(UserError, match=r"metrics\.csv is damaged: .*(is not a step number|to float)"):
                 use()
     else:
         folder.cut(1)

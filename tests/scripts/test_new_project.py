@@ -95,7 +95,7 @@ def test_a_project_is_upgraded_by_one_command(tmp_path, monkeypatch, capsys, loc
     assert begin(monkeypatch, folder, "--upgrade") == 0
     assert (folder / "pyproject.toml").read_text() == own
     assert begin(monkeypatch, tmp_path / "b", "--upgrade") == 2
-    assert "--upgrade takes the folder of an existing project" in capsys.readouterr().err
+    assert "--upgrade needs the folder of an existing project" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

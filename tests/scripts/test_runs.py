@@ -99,7 +99,7 @@ def test_a_link_to_a_run_is_told_and_not_read(runs, call):
     for args in ([], ["--format", "json"], ["show", "old"], ["html"]):
         code, out, err = call("--runs-dir", str(runs), *args)
         assert code == 0 and "of another" not in out + (Path("runs.html").read_text() if args == ["html"] else "")
-        assert [line.partition(" is a link, not read")[0].rpartition("/")[2] for line in err.splitlines()] == ["b", "7"]
+        assert [line.partition(" is a symbolic link")[0].rpartition("/")[2] for line in err.splitlines()] == ["b", "7"]
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_show_tells_the_report_the_config_and_the_files(runs, call):
 
 def test_what_is_unknown_is_told_with_what_is_near(runs, call):
     for args, told in (
-        (["show", "sevral"], "error: sevral: there is no such run in runs/ (did you mean several?). Runs there: "),
+        (["show", "sevral"], "error: sevral: no such run in runs/ (did you mean several?). The latest: "),
         (["--where", "tets/acc>1"], "error: tets/acc is not a key of any run (did you mean test/acc?).\n"),
         (["--sort", "-staretd"], "error: staretd is not a key of any run (did you mean started?).\n"),
         (["--where", "test/acc"], "error: --where test/acc has no comparison. Quote it"),
@@ -301,7 +301,7 @@ def test_what_failed_and_what_wrote_nothing_for_long_is_run_again(runs, call):
     for name, minutes in {**dict.fromkeys((*states, "here"), 31), "half": 29}.items():
         written(runs / name, minutes * 60)
     assert sorted(commands(call)) == ["here", "preempted", "running", "stopped", "sweep/0", "sweep/1"]
-    half = "# half: its files do not say how to run it again"  # its report is cut off
+    half = "# half: its files lack the information to rerun it"  # its report is cut off
     assert half in call("failed", "--stale-min", "28")[1].splitlines()
     os.utime(runs / "here" / "metrics.csv")
     assert "here" not in commands(call)
@@ -311,7 +311,7 @@ def test_a_job_of_a_sweep_gets_its_overrides_and_a_run_that_says_too_little_is_a
     write(runs / "lost", {"status": "failed"}, config=False)
     (write(runs / "broken", report("failed", 0)) / "config.yaml").write_text("optim: {")
     comments = [line for line in call("failed")[1].splitlines() if line.startswith("#")]
-    assert comments == [f"# {name}: its files do not say how to run it again" for name in ("broken", "lost")]
+    assert comments == [f"# {name}: its files lack the information to rerun it" for name in ("broken", "lost")]
     for name in ("broken", "lost"):
         shutil.rmtree(runs / name)
     typed = ["model=timm", "model.name='a b'", "data.mean=[0.1, 0.2]", "+model.x={a: 1}", "~callbacks.throughput"]
@@ -369,7 +369,7 @@ def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
     draft = started(found["on-again"])
     assert (draft.resume, draft.get("optim.lr"), draft.get("trainer.max_epochs")) == (other, 0.01, 9)
     assert found["own"] == ["run=own", "resume=auto"]
-    with pytest.raises(UserError, match="is another run"):
+    with pytest.raises(UserError, match="is a different run"):
         started(["run=on", *found["on-again"][1:]])
 
 

@@ -78,8 +78,8 @@ def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
     (tmp_path / "there").mkdir()
     for module, args, told in (
         (export_script, ("nothing",), "export=nothing: neither a checkpoint nor a run"),
-        (export_script, ("a", tmp_path / "there"), "exists. Pass another folder"),
-        (consolidate, ("runs/a/checkpoints/last.ckpt",), "is not a complete checkpoint of shards"),
+        (export_script, ("a", tmp_path / "there"), "exists. Pass a different folder"),
+        (consolidate, ("runs/a/checkpoints/last.ckpt",), "is not a complete sharded checkpoint"),
         (compare_runs, ("a", "nothing"), "nothing is not a run"),
     ):
         code, _, err = run_main(monkeypatch, capsys, module, *args)
@@ -89,7 +89,7 @@ def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
 def test_where_two_runs_differ_is_told(runs, monkeypatch, capsys):
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", runs / "again", "--exact")
     assert code == 0, out
-    assert out.splitlines()[-1] == "the results are identical, bit by bit"
+    assert out.splitlines()[-1] == "the results are bit-identical"
     assert out.count("no difference") == 5
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", runs / "b")
     assert code == 1
@@ -111,7 +111,7 @@ def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, c
 
     assert compared()[0] == 0
     code, out = compared("--exact")
-    assert code == 1 and "1 of 8 tensors differ, the most net.classifier.1.weight" in out
+    assert code == 1 and "1 of 8 tensors differ; the largest difference is in net.classifier.1.weight" in out
     lines = (tmp_path / "bit" / "metrics.csv").read_text().splitlines(keepends=True)
     (tmp_path / "bit" / "metrics.csv").write_text("".join(lines[:3] + lines[4:]))
     code, out = compared()

@@ -52,8 +52,8 @@ def test_masks_are_laid_over_their_images():
 
 def test_what_is_wrong_is_told(mnist, cache, tmp_path):
     for more, step, told in (
-        (["augment=strng"], 0, "augment has no strng"), (["augment=crop", "augment.crop.scale=[2,3]"], 0, "augment.crop.scale="),
-        ([], 12, "an epoch has 12 steps; step 12 is beyond it"),
+        (["augment=strng"], 0, "augment has no option strng"), (["augment=crop", "augment.crop.scale=[2,3]"], 0, "augment.crop.scale="),
+        ([], 12, "an epoch has 12 steps, so step 12 does not exist"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=told):
             show_batch.show([*options(mnist, cache), *more], count=2, step=step, epoch=0, out=tmp_path / "a.png")

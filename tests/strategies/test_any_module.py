@@ -88,7 +88,7 @@ def test_with_options(name, more, forked, request):
 @pytest.mark.parametrize(("name", "told"), [
     ("OutOfBlock", "without calling the block"),
     ("Penalty", "gradients of gradients through the block Block"),
-    ("MadeBefore", "an optimizer of MadeBefore has parameters from before they were sharded"),
+    ("MadeBefore", "an optimizer of MadeBefore has parameters from before sharding"),
     ("OfEarlier", "or from within a step"),
     ("Replaces", "replaces the parameter bias of Linear"),
     ("RawGAN", "Call self.manual_backward(loss) instead."),
@@ -135,9 +135,9 @@ def test_logical_ranks_give_the_same_bits(forked):
 
 
 @pytest.mark.parametrize(("typed", "told"), [
-    ("UsesMethods compile=true", "compile=true has no effect: a step of UsesMethods calls none of its networks"),
-    ("Normed exact.logical_ranks=4 +task.manual=true", "exact.logical_ranks computes each step several times, but Normed has manual optimization"),
-    ("Normed exact.logical_ranks=2 strategy=fsdp", "exact.logical_ranks=2 needs an optimizer of the group optim with strategy=fsdp"),
+    ("UsesMethods compile=true", "compile=true has no effect: a step of UsesMethods calls methods of its networks"),
+    ("Normed exact.logical_ranks=4 +task.manual=true", "exact.logical_ranks computes each step several times, but Normed uses manual optimization"),
+    ("Normed exact.logical_ranks=2 strategy=fsdp", "exact.logical_ranks=2 needs an optimizer from the group optim with strategy=fsdp"),
 ])  # fmt: skip
 def test_what_has_no_effect_is_refused(typed, told):
     name, *more = typed.split()

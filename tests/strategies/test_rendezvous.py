@@ -40,7 +40,7 @@ def test_each_attempt_in_one_store_has_a_name_of_its_own():
 
 def test_who_did_not_come_is_named_once():
     for error in names(HashStore(), [0, 2], 4, timedelta(seconds=1)):
-        assert "ranks 1, 3 of 4 did not come to host:1 within strategy.timeout_s=1." in str(error)
+        assert "ranks 1, 3 of 4 did not join at host:1 within strategy.timeout_s=1." in str(error)
         assert error.alike
 
 
@@ -91,6 +91,6 @@ def test_an_error_of_gloo_names_the_rank_that_lost_the_others(monkeypatch):
     monkeypatch.setattr(rendezvous, "attempt", lambda *_: "a")
     lost = Mock(side_effect=rendezvous.dist.DistStoreError("wait timeout\nmore"))
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lost)
-    told = r"rank 1 of 2 met the others at host:7 .* lost them while they connected: wait timeout$"
+    told = r"rank 1 of 2 reached the other ranks at host:7 .* lost them while connecting: wait timeout$"
     with pytest.raises(NoRendezvous, match=told):
         rendezvous.meet(strategy_of(1, 7, "host"), LONG)

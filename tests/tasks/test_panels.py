@@ -173,7 +173,7 @@ def test_a_fixed_sample_of_targets_is_drawn(shape):
     pairs = set(zip(target.view(len(target), -1)[:, 0].tolist(), output[:, 0].tolist(), strict=True))
     assert set(scatter.points) <= pairs
     assert len(scatter.points) == min(1000, len(target)) == sum(residuals.counts)
-    assert ("random sample of 1,000 of 3,000" in scatter.note) == (len(target) > 1000)
+    assert ("random sample of 1,000 out of 3,000" in scatter.note) == (len(target) > 1000)
     errors = np.array([guess - wanted for wanted, guess in scatter.points])
     assert residuals.counts == np.histogram(errors, residuals.edges)[0].tolist()
 

@@ -73,25 +73,25 @@ def train(project, mnist, cache):
     ("Small strategy=dp +task.metrics.a._target_=torchmetrics.MeanMetric",
      ["strategy=dp changes how a task's network is called", "Set strategy=ddp.", "task.metrics has no effect"]),
     ("Small data=odd loader.num_workers=2 trainer.accumulate_grad_batches=auto +data.val_fraction=0.2",
-     ["loader.num_workers=2 has no effect: odd.Data makes its own batches. Remove it; a class that has this argument gets it with data.num_workers=2.", "data=data makes its own",
+     ["loader.num_workers=2 has no effect: odd.Data creates its own batches. Remove it; if the class has this argument, pass data.num_workers=2.", "data=data creates its own",
       "data.val_fraction is not an argument of odd.Data"]),
     ("Small data=odd data.num_workers=auto", ["data.num_workers=auto is invalid"]),
-    ("TakesIterator", ["TakesIterator.training_step takes dataloader_iter, so nobody else knows its batches"]),
+    ("TakesIterator", ["TakesIterator.training_step takes dataloader_iter, so Lockstep cannot track its batches"]),
     ("Small +callbacks.steps._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler +callbacks.steps.scheduling={0:1}",
-     ["GradientAccumulationScheduler changes how many micro-batches a global batch has. Set trainer.accumulate_grad_batches="]),
+     ["GradientAccumulationScheduler changes the number of micro-batches per global batch. Set trainer.accumulate_grad_batches="]),
     ("Small +callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateFinder",
-     ["LearningRateFinder sets a rate that schedules overwrite at the next step. Compare rates in a sweep, such as -m optim.lr="]),
+     ["LearningRateFinder sets a learning rate that the schedule overwrites at the next step. Compare rates in a sweep, such as -m optim.lr="]),
     ("Small +callbacks.size._target_=lightning.pytorch.callbacks.BatchSizeFinder",
-     ["BatchSizeFinder changes the global batch, and so the result. Keep the batch size, and set trainer.accumulate_grad_batches=auto."]),
-    ("Small data=none", ["data=none has no batches, and Small has no train_dataloader. Add it to the module, or name the data"]),
-    ("Small data=mnist data._target_=odd.Data", ["data._target_=odd.Data takes no image_size, eval_size, ", "Pass data=own data._target_=odd.Data"]),
+     ["BatchSizeFinder changes the global batch, and so the result. Keep the batch size and set trainer.accumulate_grad_batches=auto."]),
+    ("Small data=none", ["data=none has no batches, and Small has no train_dataloader. Add it to the module, or set the data"]),
+    ("Small data=mnist data._target_=odd.Data", ["data._target_=odd.Data does not accept image_size, eval_size, ", "Pass data=own data._target_=odd.Data"]),
     ("Small +task.widht=3", ["task.widht is not an argument of odd.Small (did you mean width?)"]),
     ("Small task.monitor=valid_loss", ["checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Set task.monitor=null."]),
     ("Small trainer.sync_batchnorm=true", ["trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"]),
-    ("Manual data=none trainer.accumulate_grad_batches=2", ["trainer.accumulate_grad_batches=2 has no effect: Manual has manual optimization"]),
-    ("Data", ["task._target_=odd.Data may not be named here: task takes a subclass of lockstep's Task or lightning's LightningModule"]),
-    ("Elsewhere", ["task._target_=odd.Elsewhere is a class of the package pytorch_lightning. Lockstep runs those of the package lightning"]),
-    ("Small task._target_=???", ["task._target_ is missing; it names the class"]),
+    ("Manual data=none trainer.accumulate_grad_batches=2", ["trainer.accumulate_grad_batches=2 has no effect: Manual uses manual optimization"]),
+    ("Data", ["task._target_=odd.Data is not allowed here: task accepts a subclass of lockstep's Task or lightning's LightningModule"]),
+    ("Elsewhere", ["task._target_=odd.Elsewhere is a class of the package pytorch_lightning. Lockstep supports the package lightning"]),
+    ("Small task._target_=???", ["task._target_ is missing. Set it to a class"]),
 ])  # fmt: skip
 def test_what_would_be_ignored_is_refused_and_nothing_is_left(train, typed, told):
     name, *more = typed.split()
@@ -103,7 +103,7 @@ def test_what_would_be_ignored_is_refused_and_nothing_is_left(train, typed, told
 
 
 @pytest.mark.parametrize(("override", "told"), [
-    ("data=odd", "task=classification needs a data set that describes itself; data=data is a LightningDataModule"),
+    ("data=odd", "task=classification needs a lockstep.data.DataSet, but data=data is a LightningDataModule"),
     ("model=none", "model=none is for a LightningModule with its own model; task=classification is a Task, which needs one"),
 ])  # fmt: skip
 def test_a_task_of_locksteps_refuses_what_is_for_a_module(override, told):
@@ -182,10 +182,10 @@ def test_a_network_of_a_module_with_forward_takes_what_that_gives_to_it(kept, tm
 
 
 @pytest.mark.parametrize(("change", "network", "said"), [
-    ("Kept", "", "Kept is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network that its config makes"),
+    ("Kept", "", "Kept is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network that its config creates"),
     ("Kept", "nets", r"as self.net = net \(did you mean net\?\): net. lockstep.load_model"),
     ("Kept", "net.nothing", "--network=net.nothing does not exist.* Pass the name of a network that is called: net, net."),
-    ("Backwards", "net", r"--network=net: Backwards.forward does not run on the input of this data \(.*\), so what the network gets is not known"),
+    ("Backwards", "net", r"--network=net: Backwards.forward does not run on the input of this data \(.*\), so the network's input is unknown"),
 ])  # fmt: skip
 def test_a_network_of_a_module_that_cannot_be_exported_is_named(kept, tmp_path, change, network, said):
     with pytest.raises(UserError, match=said):
@@ -270,10 +270,10 @@ def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_r
 def test_figures_of_several_test_dataloaders_are_all_reported(train):
     report = train("Reads", "run=several", "data=odd", "data._target_=odd.TwoTests")
     assert {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1"} <= set(report)
-    assert (report["data/source"], report["data/sha256"], report["batch_size"]) == ("own dataloaders", None, 12)
+    assert (report["data/source"], report["data/sha256"], report["batch_size"]) == ("custom dataloaders", None, 12)
     assert report["train/samples_per_s"] > 0
     assert 0 < report["train/data_wait_share"] < 1
-    assert "own dataloaders" in Path("runs/several/report.html").read_text()
+    assert "custom dataloaders" in Path("runs/several/report.html").read_text()
     with pytest.raises(UserError, match=r"Reads has no predict_step"):
         lockstep.predict(["run=several", "input=test", CPU])
 
@@ -349,13 +349,13 @@ def test_a_sampler_that_divides_the_samples_itself_is_refused(train, forked, cap
     with pytest.raises(RunFailed, match="exit code 2"):
         train("Small", f"run={data}", "data=odd", f"data._target_=odd.{data}", *TWO)
     told = capfd.readouterr().err
-    assert "gives other samples in each process. Lockstep divides each batch" in told and "Traceback" not in told
+    assert "returns different samples in each process. Lockstep divides each batch" in told and "Traceback" not in told
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "title", "note", "steps"), [
-    ("StreamByRank", "each process has its own batches", "Sharded is a stream of other samples in each process", 2),
-    ("Alike", "each process computes the same batches", "Finished is no DataLoader: its batches are not divided", 4),
+    ("StreamByRank", "each process has its own batches", "Sharded is a stream with different samples in each process", 2),
+    ("Alike", "each process computes the same batches", "Finished is not a DataLoader: its batches are not divided", 4),
     ("RandomStream", "batch 12 = 2 x 6", "Random is a stream: each process reads all of it", 4),
 ])  # fmt: skip
 def test_the_first_lines_say_what_processes_get(train, forked, data, title, note, steps):
@@ -381,7 +381,7 @@ def test_values_of_steps_are_of_all_processes_and_others_are_marked(train, forke
     }
     assert headline({**report, "monitor": "valid_loss"})[0] == "test_all"
     told = "".join(capfd.readouterr())
-    assert told.count("of rank 0 alone: valid_main, valid_loss;") == told.count("of rank 0 alone: test_loss;") == 1
+    assert told.count("from rank 0 only: valid_main, valid_loss;") == told.count("from rank 0 only: test_loss;") == 1
     assert not re.search("It is recommended to use `self.log.'(valid_all|test_all)'", told)
     stops = ["callbacks=[early_stopping]", "callbacks.early_stopping.monitor=valid_loss"]
     for name, monitor, more in (
@@ -478,7 +478,7 @@ def test_batches_that_are_not_divided_are_not_resumed_with_another_accumulation(
         train("Small", *options)
     crash_at(-1)
     with pytest.raises(
-        UserError, match=r"trainer.accumulate_grad_batches was 1 and is 2, and Lockstep does not divide"
+        UserError, match=r"trainer.accumulate_grad_batches was 1 and is now 2, but Lockstep does not divide"
     ):
         train("Small", *options, "resume=auto", "trainer.accumulate_grad_batches=2")
     train("Small", *options, "resume=auto")
@@ -492,7 +492,7 @@ def test_a_run_of_a_version_that_did_not_divide_batches_is_not_resumed(train):
     saved = torch.load(path)
     del saved["divided"]
     torch.save(saved, path)
-    with pytest.raises(UserError, match=r"does not say where training stopped: it has no divided\. Pass init_from="):
+    with pytest.raises(UserError, match=r"does not record where training stopped: it has no divided\. Pass init_from="):
         train("Small", "run=old", f"resume={path}", "data=odd", "trainer.max_epochs=2")
 
 
@@ -500,7 +500,7 @@ def test_a_run_of_a_version_that_did_not_divide_batches_is_not_resumed(train):
 
 
 def test_what_would_not_load_again_is_not_saved(train):
-    with pytest.raises(NotSaved, match=r"would not load: it has /mine/path/0 \(.*AttributeDict\)"):
+    with pytest.raises(NotSaved, match=r"could not be loaded: it has /mine/path/0 \(.*AttributeDict\)"):
         train("Unplain", "run=unplain")
 
 
@@ -521,7 +521,7 @@ def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly(train, crash_at, name,
         train(name, f"run=parts-{data}", *options)
     crash_at(-1)
     train(name, f"run=parts-{data}", "resume=auto", *options)
-    assert "7 of them done" in Path(f"runs/parts-{data}/train.log").read_text()
+    assert "7 already done" in Path(f"runs/parts-{data}/train.log").read_text()
     whole, parts = (state(f"{run}-{data}/checkpoints/last.ckpt") for run in ("whole", "parts"))
     assert parts["global_step"] == 12
     assert same(parts["state_dict"], whole["state_dict"])

@@ -89,7 +89,7 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
 @pytest.mark.parametrize(("typed", "told"), [
     ("data.image_size=5", r"data.image_size=5: BasicNet needs images of at least 6 pixels"),
     ("model=timm model.name=test_vit data.image_size=3", r"data.image_size=3 and task=classifier do not fit .*patch size"),
-    (f"model._target_=torch.nn.Identity {PLAIN}", r"model=identity, data=mnist .* do not fit together: the network gives .*\(2, 1, 12, 12\)"),
+    (f"model._target_=torch.nn.Identity {PLAIN}", r"model=identity, data=mnist .* do not fit together: the network returns shape .*\(2, 1, 12, 12\)"),
     (f"model._target_=torchvision.models.squeezenet1_0 {PLAIN}", r"model=squeezenet1_0, .* to have 3 channels, but got 1 channels"),
     ("+model.num_classes=5", r"model.num_classes=5 has no effect: the data and the task need 10"),
     ("model=timm model.name=test_resnet loader.batch_size=1", r"Expected more than 1 value .* Change one of them: loader.batch_size, because a micro-batch has 1 sample; model"),
@@ -106,7 +106,7 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
     ("task=mine task._target_=mine.Unnamed", r"`metrics` returns \[.*\]; expected a dict of torchmetrics metrics"),
     ("task=mine task._target_=mine.Several", r"the network returns output\['mean'\] of shape \(7,\) for a batch of 2"),
     ("task=mine task._target_=mine.Short", r"`describe` has 1 entries for 2 samples"),
-    ("task=mine +task.metrics.curve={_target_:mine.Curve}", r"task.metrics.curve .*: the metric curve computes a tuple, which cannot be logged"),
+    ("task=mine +task.metrics.curve={_target_:mine.Curve}", r"task.metrics.curve .*: the metric curve returns a tuple, which cannot be logged"),
     # any Task accepts any key and passes it on
     ("task=mine +task.metric.mean._target_=torchmetrics.MeanMetric", r"^task.metric is not an argument of .* \(did you mean metrics\?\)"),
     ("task=bare +task.metric.mean._target_=torchmetrics.MeanMetric", r"^task.metric is not an argument of .* \(did you mean metrics\?\)"),

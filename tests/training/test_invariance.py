@@ -150,7 +150,7 @@ DRAWS = "each process draws its own random numbers in "
 @pytest.mark.parametrize(("net", "expected"), [
     (Functional(), rf"{DRAWS}Functional \(.*test_invariance.py:.*nn.Dropout"),
     (OfNumpy(), rf"{DRAWS}OfNumpy \("),
-    (OwnGenerator(), r"OwnGenerator \(.*depends on a generator of its own(?!.*exact.logical_ranks)"),  # nobody seeds it for a logical rank either
+    (OwnGenerator(), r"OwnGenerator \(.*depends on its own random generator(?!.*exact.logical_ranks)"),  # nobody seeds it for a logical rank either
     (Attention(0.5), rf"{DRAWS}MultiheadAttention \(torch.nn.modules.activation:.*exact.logical_ranks=8"),
     (SequenceFirst(), r"Dropout \(.*depends on dropout masks that do not follow the samples.*first dimension"),
     (Coupled(), r"Coupled \(.*depends on the other samples"),
@@ -163,7 +163,7 @@ def test_what_depends_on_the_processes_is_named(net, expected):
 def test_what_logical_ranks_repeat_is_covered_there(net):
     """They are seeded, and start from the same buffers; a generator of the network's own is not."""
     assert why_not(net, Noisy(), exact=True) == ""
-    assert "depends on a generator of its own" in why_not(OwnGenerator(), Mean(), exact=True)
+    assert "depends on its own random generator" in why_not(OwnGenerator(), Mean(), exact=True)
 
 
 def test_random_numbers_of_the_loss_are_found():

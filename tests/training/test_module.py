@@ -383,9 +383,9 @@ class ByHand(Regression):
 
 
 @pytest.mark.parametrize(("kind", "told"), [
-    (Silent, r"task=Silent: `on_validation_epoch_end` replaces what Lockstep does there\. Call super\(\)\.on_validation_epoch_end in it"),
+    (Silent, r"task=Silent: `on_validation_epoch_end` replaces Lockstep's method\. Call super\(\)\.on_validation_epoch_end in it"),
     (Loud, r"task=Loud: `on_validation_epoch_end` replaces"),
-    (Taken, "task=Taken has `net`, a name that Lockstep's tasks have themselves"),
+    (Taken, "task=Taken has `net`, a name that Lockstep's tasks use"),
     (Staged, "task=Staged has `stage`"),
     (Scaled, "task=Scaled has `mean`"),
     (ByHand, "task=ByHand sets automatic_optimization=False"),

@@ -66,7 +66,7 @@ def division(run: Path) -> tuple[int, int]:
 def test_one_message_names_a_micro_batch_that_fits_and_auto_ends_as_the_run_with_it(accelerator, little):
     here = f"trainer.accelerator={accelerator}"
     (message,) = little("run=a", here, code=1)
-    assert message.startswith("error: a micro-batch of 192 does not fit in memory. One of ")
+    assert message.startswith("error: a micro-batch of 192 does not fit in memory. A size of ")
     assert message.endswith("; the global batch stays 192.")
     failed = report(little.folder / "a")
     assert (failed["status"], failed["error"]) == ("failed", message.replace("error:", "OutOfMemory:"))
@@ -166,15 +166,15 @@ def fits(monkeypatch):
 
 
 @pytest.mark.parametrize(("phase", "most", "options", "accumulate", "parts"), [
-    ("training", 20, ["loader.batch_size=60"], 3, ["of 60 does not", "One of 20 does", "grad_batches=3;"]),
-    pytest.param("training", 20, ["loader.batch_size=60", "trainer.precision=bf16-true"], 3, ["One of 20 does"], marks=pytest.mark.slow),
-    pytest.param("training", 7, ["loader.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "One of 6 does"], marks=pytest.mark.slow),
-    ("training", 0, ["loader.batch_size=4"], None, ["of 4 does not fit", "No smaller one does.", "bf16-mixed"]),
+    ("training", 20, ["loader.batch_size=60"], 3, ["of 60 does not", "A size of 20 fits", "grad_batches=3;"]),
+    pytest.param("training", 20, ["loader.batch_size=60", "trainer.precision=bf16-true"], 3, ["A size of 20 fits"], marks=pytest.mark.slow),
+    pytest.param("training", 7, ["loader.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "A size of 6 fits"], marks=pytest.mark.slow),
+    ("training", 0, ["loader.batch_size=4"], None, ["of 4 does not fit", "No smaller one fits.", "bf16-mixed"]),
     pytest.param("training", 0, ["loader.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"], marks=pytest.mark.slow),
-    ("training", 20, ["loader.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "One of 12 does", "set exact.logical_ranks=8 in a new run;"]),
-    ("evaluation", 16, ["trainer.val_check_interval=1"], None, ["an evaluation's batch of 64", "loader.eval_batch_size=32;"]),
-    pytest.param("evaluation", 5, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation's batch of 8 does", "loader.eval_batch_size=32;"], marks=pytest.mark.slow),
-    pytest.param("evaluation", 70, ["trainer.max_epochs=1"], None, ["an evaluation's batch of 103", "loader.eval_batch_size=51;"], marks=pytest.mark.slow),
+    ("training", 20, ["loader.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "A size of 12 fits", "set exact.logical_ranks=8 in a new run;"]),
+    ("evaluation", 16, ["trainer.val_check_interval=1"], None, ["an evaluation batch of 64", "loader.eval_batch_size=32;"]),
+    pytest.param("evaluation", 5, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation batch of 8 does", "loader.eval_batch_size=32;"], marks=pytest.mark.slow),
+    pytest.param("evaluation", 70, ["trainer.max_epochs=1"], None, ["an evaluation batch of 103", "loader.eval_batch_size=51;"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_message_names_what_fits(phase, most, options, accumulate, parts, train, fits):
     fits(phase, most)
@@ -211,7 +211,7 @@ def test_auto_goes_on_with_a_micro_batch_that_fits_and_a_resumed_run_begins_with
     told = ["a micro-batch of 60 does not fit in memory; continuing with 20 x 3 accumulated"]  # once
     assert [line for line in capsys.readouterr().err.splitlines() if "does not fit" in line] == told
     fits("training", 0)
-    with pytest.raises(OutOfMemory, match="No smaller one does"):
+    with pytest.raises(OutOfMemory, match="No smaller one fits"):
         train("run=b", AUTO, "loader.batch_size=4")
 
 

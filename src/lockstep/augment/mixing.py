@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Share = NDArray[np.float32]
 Alpha = Annotated[float, Field(gt=0, le=100)]
-MASKS = "{} pastes masks, and mixup would mix losses of masks that are pasted already. Use augment=[mixup] or augment=[cutmix]."
+MASKS = "{} pastes masks, but mixup cannot mix the losses of pasted masks. Use augment=[mixup] or augment=[cutmix]."
 CELLS = 4096  # of the table of a Beta distribution, whose error is below 1e-6
 
 
@@ -59,7 +59,7 @@ class Mix(Operation):
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         count = len(batch["index"])
         if count % (2 * draws.repeats):
-            raise UserError(f"{draws.name} mixes pairs, and a batch has {count} samples. Use an even number.")
+            raise UserError(f"{draws.name} mixes pairs, but a batch has {count} samples. Use an even number.")
         partner_B = draws.partner_B
         batch, target_share_B = self.mixed(batch, draws, partner_B)
         if target_share_B is None:

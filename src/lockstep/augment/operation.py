@@ -94,7 +94,7 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 def rising(pair: Sequence[float]) -> Sequence[float]:
     if pair[0] > pair[1]:
-        raise ValueError("the lower number comes first")
+        raise ValueError("the lower number must come first")
     return pair
 
 
@@ -176,15 +176,15 @@ class GeometricOperation(Operation):
         image, masks, name = images_of(batch, draws.name), spatial(batch, nested=True), draws.name
         for key, mask in masks.items():
             if getattr(mask, "shape", ())[-2:] != image.shape[-2:]:
-                value = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"what `{key}` holds"
+                value = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"the value of `{key}`"
                 raise UserError(
                     f"{name} cannot move {value} with images of {tuple(image.shape[-2:])}. "
-                    f"Remove it: ~{name}; or write your own operation that can (docs/augment.md)."
+                    f"Remove it: ~{name}, or write your own operation that can (docs/augment.md)."
                 )
         if masks and self.uncovers and self.mask_fill is None:
             raise UserError(
-                f"{name} uncovers pixels, and `{next(iter(masks))}` needs a value for them. Set {name}.mask_fill=<value>, "
-                f"for example the task's ignore_index; or remove it: ~{name}."
+                f"{name} uncovers pixels, which need a value in `{next(iter(masks))}`. Set {name}.mask_fill=<value>, "
+                f"for example the task's ignore_index, or remove it: ~{name}."
             )
         height, width = image.shape[-2:]
         plan = self.plan(height, width, draws)
@@ -200,13 +200,13 @@ def images_of(batch: Batch, name: str) -> "Tensor":
     image: Tensor | None = batch.get("input")
     if isinstance(image, list):
         raise UserError(
-            f"{name} changes images of one size, and `input` has several. Crop or resize them first, such as by augment=crop; or remove it: ~{name}."
+            f"{name} needs images of one size, but `input` has several. Crop or resize them first, for example with augment=crop; or remove it: ~{name}."
         )
     if image is None:
-        raise UserError(f"{name} changes `input`, and a batch holds {', '.join(batch)}. Remove it: ~{name}.")
+        raise UserError(f"{name} needs `input`, but a batch contains only {', '.join(batch)}. Remove it: ~{name}.")
     if image.dim() != 4 or image.element_size() != 1 or image.is_floating_point():
         raise UserError(
-            f"{name} changes images of bytes (uint8, BCHW); `input` is {str(image.dtype).removeprefix('torch.')} of shape "
+            f"{name} needs uint8 images (BCHW); `input` is {str(image.dtype).removeprefix('torch.')} of shape "
             f"{tuple(image.shape)}. Remove it: ~{name}."
         )
     return image
@@ -215,7 +215,7 @@ def images_of(batch: Batch, name: str) -> "Tensor":
 # --- All operations of a run ---
 
 UNSEEDED = (
-    "augment.{0} changes a sample in another way when it is seeded alike once more: it draws from something that is not found, or cannot be "
+    "augment.{0} returns different results for the same seed: it uses a source of random numbers that was not detected or cannot be "
     "seeded, such as os.urandom. Keep its generators in attributes, or remove it: ~augment.{0}."
 )
 

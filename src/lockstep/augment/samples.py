@@ -93,7 +93,7 @@ class SampleTransform(Operation):
                 if not type(self.transform).__module__.startswith((*LIBRARIES,)):
                     e.add_note(f"in {location}")
                     raise
-                raise UserError(f"{location}: {type(e).__name__}: {e}. Repair it, or remove it: ~{draws.name}.") from e
+                raise UserError(f"{location}: {type(e).__name__}: {e}. Fix it, or remove it: ~{draws.name}.") from e
 
         if plan_B is None:
             results = self.generators.each(len(draws.state_B), lambda: draws.state_B, change)
@@ -118,13 +118,13 @@ class SampleTransform(Operation):
         if is_image := str(getattr(image, "dtype", "")).endswith("uint8") and image.ndim == 3:  # type: ignore[union-attr]
             sample = {**sample, **wrapped(sample, spatial, strict=bool(self.library))}
         elif self.library:
-            raise CannotMove(f"it changes images of bytes (uint8, CHW), and `input` is {form_of(image)}.")
+            raise CannotMove(f"it needs uint8 images (CHW), but `input` is {form_of(image)}.")
         if spatial and LIBRARIES.get(self.library) in (of_tensor, of_pillow):
-            raise CannotMove(f"it gets the image alone, and `{spatial[0]}` would stay. Use torchvision.transforms.v2.")
+            raise CannotMove(f"it moves only the image, not `{spatial[0]}`. Use torchvision.transforms.v2.")
         result = plain(self.apply(sample, plan))
         if is_image and not str(getattr(result["input"], "dtype", "")).endswith("uint8"):
             raise CannotMove(
-                f"it returns {form_of(result['input'])}. Images stay bytes until the device normalises them: leave ToDtype and Normalize out."
+                f"it returns {form_of(result['input'])}. Images stay uint8 until they are normalised on the device: remove ToDtype and Normalize."
             )
         return result
 
@@ -173,7 +173,7 @@ def wrapped(sample: Sample, spatial: Sequence[str], *, strict: bool) -> Sample:
             return value if isinstance(value, TVTensor) else Mask(value)
         if strict:
             raise CannotMove(
-                f"it cannot move {form_of(value)}. Let the data set return tv_tensors.BoundingBoxes, KeyPoints or Mask."
+                f"it cannot move {form_of(value)}. Return tv_tensors.BoundingBoxes, KeyPoints or Mask from the data set."
             )
         return value
 
@@ -227,11 +227,11 @@ def of_albumentations(transform: Any, sample: Sample) -> Sample:
         name for name, value in sample.items() if name not in masks and has_places(value, 1) and name != "input"
     ]:
         raise CannotMove(
-            f"albumentations moves masks alone here, and `{unmoved[0]}` would stay. Use torchvision.transforms.v2."
+            f"albumentations moves only images and masks here, not `{unmoved[0]}`. Use torchvision.transforms.v2."
         )
     if not_2d := [name for name, value in masks.items() if value.ndim != 2]:
         raise CannotMove(
-            f"`{not_2d[0]}` is {form_of(masks[not_2d[0]])}, and albumentations takes masks (H, W). Use torchvision.transforms.v2."
+            f"`{not_2d[0]}` is {form_of(masks[not_2d[0]])}, but albumentations needs masks (H, W). Use torchvision.transforms.v2."
         )
     arrays = [value.to(torch.uint8 if value.dtype == torch.bool else value.dtype).numpy() for value in masks.values()]
     result = transform(image=hwc(sample["input"]), **({"masks": arrays} if masks else {}))
@@ -349,7 +349,7 @@ class Rotate(Torchvision):
     def change(self, sample: Sample, spatial: Sequence[str], plan: Any = None) -> Sample:
         if spatial and self.mask_fill is None:
             raise CannotMove(
-                f"it uncovers pixels, and `{spatial[0]}` needs a value for them, such as the task's ignore_index: mask_fill=<value>."
+                f"it uncovers pixels, which need a value in `{spatial[0]}`, such as the task's ignore_index: set mask_fill=<value>."
             )
         return super().change(sample, spatial, plan)
 

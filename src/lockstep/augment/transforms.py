@@ -44,7 +44,7 @@ class Shift(Checked, GeometricOperation):
         super().__post_init__()
         if self.image_size is not None and self.pixels >= self.image_size:
             raise ValueError(
-                f"pixels={self.pixels} would move whole images of {self.image_size} pixels away. Set a number below {self.image_size}"
+                f"pixels={self.pixels} would shift images of {self.image_size} pixels out of view. Set a number below {self.image_size}"
             )
 
     def plan(self, height: int, width: int, draws: Draws) -> Indices:

@@ -46,7 +46,7 @@ class Heartbeat:
 def where(frame: FrameType | None) -> tuple[str, str]:
     """The innermost line of a thread, and its innermost line outside of libraries."""
     stack = traceback.walk_stack(frame) if frame else ()
-    lines = [f"{f.f_code.co_filename}:{line} ({f.f_code.co_name})" for f, line in stack] or ["an unknown place"]
+    lines = [f"{f.f_code.co_filename}:{line} ({f.f_code.co_name})" for f, line in stack] or ["an unknown location"]
     return lines[0], next((line for line in lines if LIBRARIES not in line and not line.startswith("<")), lines[0])
 
 
@@ -136,13 +136,13 @@ class Monitor:
                 with suppress(OSError):
                     make_folder(self.stacks.parent)
                     with open_log(self.stacks, "a", encoding="utf-8") as log:
-                        print(f"no batch finished for {quiet_s:.0f} s; the threads:", file=log, flush=True)
+                        print(f"no batch finished for {quiet_s:.0f} s; stacks of all threads:", file=log, flush=True)
                         faulthandler.dump_traceback(file=log, all_threads=True)
             self.heartbeat = Heartbeat(self.heartbeat.beat + 1, last_place, is_waiting, quiet_s, outer)
             if self.failed is not None:
                 failed_s = min(failed_s, now_s + END_S)
                 if now_s > failed_s:
-                    self.end(f"ended, because rank {self.failed} failed", reports=True)
+                    self.end(f"ended because rank {self.failed} failed", reports=True)
             if quiet_s > self.limit_s:
                 self.look_for_hanging(last_beats, now_s)
 
@@ -160,10 +160,10 @@ class Monitor:
         if not ranks:
             return
         culprits = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        culprits += f" of {self.size}" + (", or the launcher that keeps its store," if store_lost else "")
-        symptom = "no answer, as from a stopped process" if silent else f"in {beats[ranks[0]].where}"
+        culprits += f" of {self.size}" + (", or the launcher that hosts its store," if store_lost else "")
+        symptom = "no response; the process may be stopped" if silent else f"in {beats[ranks[0]].where}"
         self.end(
-            f"{culprits} hung ({symptom}) and the others waited for it: no batch was finished for {self.heartbeat.quiet_s:.0f} s, at "
+            f"{culprits} hung ({symptom}) while the other ranks waited: no batch finished for {self.heartbeat.quiet_s:.0f} s, with "
             f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that responded are in {self.stacks.parent}.",
             reports=not self.store_ended and (store_lost or self.rank == min(set(range(self.size)) - set(silent))),
         )

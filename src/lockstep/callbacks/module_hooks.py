@@ -44,7 +44,7 @@ class ModuleHooks(Callback):
         loaders = standard(trainer.train_dataloader)
         if self.work.arithmetic.same_bits and not self.work.loaders.divided:
             raise UserError(
-                f"exact.logical_ranks divides each batch, but {loaders[0].name} gives batches that cannot be divided. Remove it."
+                f"exact.logical_ranks divides each batch, but the batches of {loaders[0].name} cannot be divided. Remove exact.logical_ranks."
             )
         if any(loader.began not in (None, loader.division.position()) for loader in loaders):
             begin_loaders_anew(trainer)
@@ -79,7 +79,7 @@ class ModuleHooks(Callback):
         trainer.strategy.means.evaluation.clear()  # type: ignore[attr-defined]
         for loader in standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
             if loader.gets != "a share" and loader.notes[0] not in self.told:
-                say(f"data of the evaluation: {loader.notes[0]}")
+                say(f"evaluation data: {loader.notes[0]}")
                 self.told.add(loader.notes[0])
 
     on_test_start = on_validation_start
@@ -109,8 +109,8 @@ class ModuleHooks(Callback):
         names = self.of_one_process(trainer)
         if monitored := [name for name in names if name in self.monitored(trainer)]:
             raise UserError(
-                f"{monitored[0]} is monitored, but differs between the {trainer.world_size} processes, so it is not of all samples. Log it with "
-                f"self.log({monitored[0]!r}, ..., sync_dist=True), or as a metric of torchmetrics."
+                f"{monitored[0]} is monitored, but differs between the {trainer.world_size} processes, so it does not cover all samples. Log it with "
+                f"self.log({monitored[0]!r}, ..., sync_dist=True), or log a torchmetrics metric."
             )
         self.note(names)
 
@@ -119,7 +119,7 @@ class ModuleHooks(Callback):
 
     def note(self, names: list[str]) -> None:
         if new := [name for name in names if name not in self.work.of_rank_0]:
-            say(f"of rank 0 alone: {', '.join(new)}; the values of other processes differ. Log with sync_dist=True")
+            say(f"from rank 0 only: {', '.join(new)}; the values of other processes differ. Log with sync_dist=True")
         self.work.of_rank_0 |= {*new}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -133,8 +133,8 @@ class ModuleHooks(Callback):
         saved, current = checkpoint["accumulate_grad_batches"], trainer.accumulate_grad_batches
         if not checkpoint.get("divided", True) and saved != current:
             raise UserError(
-                f"trainer.accumulate_grad_batches was {saved} and is {current}, and Lockstep does not divide the batches of this run, so it does not know "
-                f"which of them are done. Set trainer.accumulate_grad_batches={saved}."
+                f"trainer.accumulate_grad_batches was {saved} and is now {current}, but Lockstep does not divide the batches of this run, so it cannot "
+                f"determine which of them are done. Set trainer.accumulate_grad_batches={saved}."
             )
 
 

@@ -60,7 +60,7 @@ class Poll:
 # --- Preemption: the system warns that it will end the run ---
 
 WARNED, AGAIN = "preemption/warned", "rerun the command with resume=auto"
-DURING = "during the prediction; nothing was written. Rerun it", f"during the test; {AGAIN}"
+DURING = "during the prediction; nothing was written. Rerun the command", f"during the test; {AGAIN}"
 
 
 @dataclass(eq=False)
@@ -220,13 +220,13 @@ class FiniteLoss(Callback):
         step, rank = min((first[0], rank) for rank, first in enumerate(by_rank) if first)
         _, loss, samples = by_rank[rank]
         if odd_value := first_odd_value(trainer, step):
-            return f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}): {odd_value}. Correct it, or leave out the sample."
+            return f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}): {odd_value}. Correct the value, or remove the sample."
         where = f" on rank {rank}" if trainer.world_size > 1 else ""
         if samples:
             ellipsis = ", ..." if len(samples) > SHOWN else ""
             where += f", in a batch of the training samples {', '.join(map(str, samples[:SHOWN]))}{ellipsis}"
         last = next((path for path in checkpoints(Path(trainer.default_root_dir)) if step_of(path) < step), None)
-        hint = f" The last checkpoint before it is {last}: init_from={last} starts a new run from it." if last else ""
+        hint = f" The last earlier checkpoint is {last}; init_from={last} starts a new run from it." if last else ""
         return (
             f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}){where}. Try a lower optim.lr, "
             f"trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find the operation that produces it.{hint}"
@@ -267,6 +267,6 @@ class RankAgreement(Callback):
         reference = trainer.strategy.broadcast(value)
         if value != reference:
             raise TrainingFailed(
-                f"rank {trainer.global_rank} {verb} {value}, but rank 0 {reference}: all nodes must see the same files. Check runs_dir and "
-                "data.root. On different hardware set trainer.precision=32-true, or bf16-mixed."
+                f"rank {trainer.global_rank} {verb} {value}, but rank 0 {verb} {reference}: all nodes must see the same files. Check runs_dir and "
+                "data.root. On different hardware, set trainer.precision to 32-true or bf16-mixed."
             )

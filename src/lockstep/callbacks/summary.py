@@ -56,14 +56,14 @@ class RunSummary(Callback):
         saved_values = comparable(saved_components, checkpoint.get("network", {}), saved_state)
         values = comparable(components, self.work.network_arguments, state)
         different = [key for key in {**saved_values, **values} if saved_values.get(key) != values.get(key)]
-        self.changes = [f"{key} was {saved_values.get(key)} and is {values.get(key)}" for key in different]
+        self.changes = [f"{key} was {saved_values.get(key)} and is now {values.get(key)}" for key in different]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         work, strategy, world = self.work, trainer.strategy, trainer.world_size
         processes = f"{world} process{'es' if world > 1 else ''} on {strategy.root_device.type}"
         replicas = strategy.replicas() if isinstance(strategy, DataParallel) else processes
         parameters = sum(p.numel() for p in pl_module.parameters())
-        done = f", {steps_done(trainer)} of them done" if steps_done(trainer) else ""
+        done = f", {steps_done(trainer)} already done" if steps_done(trainer) else ""
         steps = total_steps(trainer)
         length = "no fixed number of steps" if math.isinf(steps) else counted(steps, "step")
         say(
@@ -98,7 +98,7 @@ def comparable(
     return {
         **{f"{group}.{key}": value for group in COMPARED[:2] for key, value in components[group].node.items()},
         **{f"data.{key}": components["data"].get(key) for key in ("mean", "std")},
-        **{f"the network's argument {key}": value for key, value in network.items()},
+        **{f"network argument {key}": value for key, value in network.items()},
         **state["versions"],
         "the SHA-256 of the data": state["data"],
     }

@@ -134,13 +134,13 @@ class Freeze(Callback):
         for pattern in {*self.patterns} - {BODY} | {pattern for pattern, _ in self.unfreeze}:
             if not any(fnmatchcase(name, pattern) for name in in_body):
                 raise UserError(
-                    f"callbacks.freeze: no parameter is called {pattern}; they are {', '.join(sorted({n.split('.')[0] + '.*' for n in in_body}))}."
+                    f"callbacks.freeze: no parameter matches {pattern}; available: {', '.join(sorted({n.split('.')[0] + '.*' for n in in_body}))}."
                 )
         for name in frozen:
             epochs = [epoch for pattern, epoch in self.unfreeze if fnmatchcase(name, pattern)]
             self.thaws[name] = min(epochs, default=math.inf)
         if len(frozen) == len(in_body) and 0 not in self.thaws.values():
-            raise UserError("callbacks.freeze.parameters freezes the whole network. Name fewer of them.")
+            raise UserError("callbacks.freeze.parameters freezes the whole network. Freeze fewer parameters.")
         for name, p in net.named_parameters():
             if self.thaws.get(name) == math.inf:
                 p.requires_grad_(False)

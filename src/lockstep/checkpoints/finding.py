@@ -106,13 +106,13 @@ class Checkpoint:
         elif (problem := foreign(values["config"], most=most_values(path))) or not is_config(renamed(values["config"])):
             reason = f"its config is not the config of a run{f': {problem}' if problem else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
-            reason = "it does not say what its data is"
+            reason = "it does not describe its data"
         elif problem := foreign([values.get(DATA), values.get("network")], references=True, most=most_values(path)):
-            reason = f"of its data and network {problem}"
+            reason = f"its data or network is invalid: {problem}"
         if reason:
             raise UserError(
-                f"{path} is not a checkpoint of Lockstep: {reason}. Pass a run, or a .ckpt file from its checkpoints folder. A timm model "
-                "loads weights from elsewhere with model.checkpoint_path=<file>."
+                f"{path} is not a checkpoint of Lockstep: {reason}. Pass a run, or a .ckpt file from its checkpoints folder. To load "
+                "other weights into a timm model, set model.checkpoint_path=<file>."
             )
         raw, network = values.get("current_model_state"), values.get("network")
         metadata = values.get(DATA, {}).get("about", {})
@@ -136,8 +136,8 @@ class Checkpoint:
             missing += [f"loops.fit_loop.{name}" for name in LOOP if not isinstance(loop, dict) or name not in loop]
         if missing:
             raise UserError(
-                f"{self.path} does not say where training stopped: it has no {', '.join(missing)}. Pass init_from={self.path} "
-                "run=<another name> to start a new run from its weights."
+                f"{self.path} does not record where training stopped: it has no {', '.join(missing)}. Pass init_from={self.path} "
+                "run=<new name> to start a new run from its weights."
             )
 
 
@@ -187,7 +187,7 @@ def unpickled(path: Path) -> Any:
 def outline(path: Path) -> Checkpoint:
     """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint, or only a part."""
     if path.name == REST or SHARD.fullmatch(path.name):
-        raise UserError(f"{path} is a part of a sharded checkpoint. Pass its folder, {path.parent}.")
+        raise UserError(f"{path} is part of a sharded checkpoint. Pass its folder, {path.parent}.")
     return Checkpoint.parse(path, unpickled(path))
 
 
@@ -239,7 +239,7 @@ def found_in(run_dir: Path) -> list[Path]:
     folder = run_dir / "checkpoints"
     if folder.is_symlink():
         raise UserError(
-            f"{folder} is a link; a run folder must not contain links. Remove it, or link the folder of the whole run."
+            f"{folder} is a link; a run folder must not contain links. Remove it, or link the whole run folder."
         )
     last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renames leaves only `.old`
     return [*[path for path in last if path.exists()][:1], *folder.glob("best-step-*.ckpt")]
@@ -271,8 +271,8 @@ def checkpoint_if_any(run_dir: Path) -> Path | None:
     newest, paths = next(checkpoints(run_dir), None), found_in(run_dir)
     if newest is None and paths:
         raise UserError(
-            f"no checkpoint in {run_dir}/checkpoints is complete; damaged, or something else: "
-            f"{', '.join(sorted(path.name for path in paths))}. Restore them from a copy, or pass run=<another name> to start over."
+            f"no checkpoint in {run_dir}/checkpoints is complete; damaged or not a checkpoint: "
+            f"{', '.join(sorted(path.name for path in paths))}. Restore them from a copy, or pass run=<new name> to start over."
         )
     return newest
 
@@ -281,7 +281,7 @@ def newest_checkpoint(run_dir: Path) -> Path:
     """Raises UserError if the run has none, or all are damaged."""
     if path := checkpoint_if_any(run_dir):
         return path
-    raise UserError(f"{run_dir}/checkpoints holds no checkpoint. Pass run=<another name> to start over.")
+    raise UserError(f"{run_dir}/checkpoints holds no checkpoint. Pass run=<new name> to start over.")
 
 
 def checkpoint_of_report(run_dir: Path) -> Path:
@@ -292,20 +292,22 @@ def checkpoint_of_report(run_dir: Path) -> Path:
         return path
     newest = newest_checkpoint(run_dir)
     if reported is not None and rank_of() == 0:
-        warn(f"{run_dir}/report.json: checkpoint={reported} is not a complete checkpoint. {newest} is taken instead.")
+        warn(f"{run_dir}/report.json: checkpoint={reported} is not a complete checkpoint. Using {newest} instead.")
     return newest
 
 
 def complete_checkpoint(path: Path, key: str) -> Path:
     """`path` with links resolved, if it is a complete checkpoint. Raises UserError otherwise."""
     if path.is_symlink() and RunFolder(path.absolute().parent.parent).has_config():
-        raise UserError(f"{key}={path} is a link; a run folder must not contain links. Pass the path where it leads.")
+        raise UserError(
+            f"{key}={path} is a link; a run folder must not contain links. Pass the path that it points to."
+        )
     path = path.resolve() if path.is_symlink() else path
     if not path.exists():
         raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or run=<name>.")
     if not is_checkpoint(path):
         raise UserError(
-            f"{key}={path} is not a complete checkpoint: it is cut off, damaged, or something else. Try another file of that folder."
+            f"{key}={path} is not a complete checkpoint: it is truncated, damaged, or not a checkpoint. Try a different file in that folder."
         )
     return path
 
@@ -343,7 +345,7 @@ def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Che
         return run_dir, None
     if not RunFolder(run_dir).has_config():
         raise UserError(
-            f"{path} lies outside of a run directory: {run_dir} has no config.yaml. Pass init_from={path} to start a new run from its weights."
+            f"{path} is not in a run folder: {run_dir} has no config.yaml. Pass init_from={path} to start a new run from its weights."
         )
     checkpoint = outline(path)
     checkpoint.require_position()

@@ -101,8 +101,8 @@ class AtomicCheckpointIO(CheckpointIO):
             # out of memory, torch's CPU allocator raises RuntimeError
             except (RuntimeError, AssertionError, MemoryError) as e:
                 raise NotSaved(
-                    f"the checkpoint {path} could not be copied, to be written in the background: {e}. "
-                    "Pass checkpoint.background=false resume=auto: training then waits for the disk instead."
+                    f"the checkpoint {path} could not be copied for writing in the background: {e}. "
+                    "Pass checkpoint.background=false resume=auto; training then waits for the disk."
                 ) from None
         self.submit(partial(self.write_or_explain, path, write, checkpoint))
         self.stalled_s += time.perf_counter() - began_s
@@ -117,8 +117,8 @@ class AtomicCheckpointIO(CheckpointIO):
             cause = next((error for error in chain(e) if isinstance(error, OSError)), None)  # torch wraps it
             reason = f"{cause.strerror or cause}." if cause else f"{type(e).__name__}: {e}."
             raise NotSaved(
-                f"the checkpoint {path} could not be saved: {reason} The earlier ones are complete and still there. "
-                "Free some space or repair the disk, then run the command again with resume=auto."
+                f"the checkpoint {path} could not be saved: {reason} Earlier checkpoints are intact. "
+                "Free some space or repair the disk, then rerun the command with resume=auto."
             ) from e
 
     def submit(self, call: Callable[[], None]) -> None:
@@ -158,7 +158,7 @@ class AtomicCheckpointIO(CheckpointIO):
             except OSError as e:  # not worth a failed run
                 log.warning("the older checkpoint %s could not be removed: %s", path, e.strerror)
         else:
-            log.warning("%s was not saved by this run, and is not removed", path)
+            log.warning("%s was not saved by this run and is not removed", path)
 
     def teardown(self) -> None:
         """Finishes pending writes. An error here does not hide the error that ended the training."""
@@ -342,7 +342,7 @@ class LastCheckpoint(Checkpoint):
         self.tidy(trainer)
         if not self.every_n_steps and trainer.num_training_batches == math.inf and trainer.is_global_zero:
             log.warning(
-                "last.ckpt is saved at the end of an epoch, which is not known. Set checkpoint.every_n_steps=1000."
+                "last.ckpt is saved at the end of each epoch, but the length of an epoch is unknown. Set checkpoint.every_n_steps=1000."
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -393,7 +393,7 @@ def best_checkpoint(trainer: Trainer) -> str | None:
     is_complete = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all
     if not trainer.strategy.broadcast(is_complete):
         raise Damaged(
-            f"{path} was damaged after it was saved, and cannot be tested. Restore it from a copy, or remove it to test the last "
-            "checkpoint instead; then run the command again with resume=auto."
+            f"{path} was damaged after it was saved and cannot be tested. Restore it from a copy, or remove it to test the last "
+            "checkpoint instead; then rerun the command with resume=auto."
         )
     return path

@@ -71,7 +71,7 @@ def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
     """
     values: dict[str, Any] = mapped(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
     if rejected := next(refused(values), None):
-        raise UserError(f"{name}{rejected} cannot be saved in a checkpoint. Use Python's own values and lists of them.")
+        raise UserError(f"{name}{rejected} cannot be saved in a checkpoint. Use plain Python values and lists of them.")
     return values
 
 
@@ -100,11 +100,11 @@ def open_file(path: Path) -> Any:
             return content
         except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
             if "weights_only" in str(e):  # torch's own message suggests running the file's code
-                raise ForeignObjects("which torch refuses to load", path) from None
+                raise ForeignObjects("rejected by torch.load", path) from None
             if "allocate memory" in str(e).lower():  # for a memory mapping
                 raise MemoryError from None
             raise UserError(
-                f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it: resume=auto takes the newest "
+                f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it; resume=auto then uses the newest "
                 "complete checkpoint."
             ) from None
 
@@ -206,7 +206,7 @@ def load_network(path: Path) -> nn.Module | None:
         return None
     if not (model := checkpoint.component("model")):
         raise UserError(
-            f"{path}: the network of this run is made in its train.py. Make it there, and load the weights with torch.load."
+            f"{path}: the network of this run is created in its train.py. Create it there, and load the weights with torch.load."
         )
     net = network(model, checkpoint.network, with_weights=False)
     load_into(net.state_dict(), checkpoint.weights, path)

@@ -80,11 +80,14 @@ def data(settings: Settings) -> Iterator[str]:
     if not is_datamodule:
         for key, value in component.kwargs.items():
             if new_key := RENAMES.get(f"data.{key}"):
-                yield f"data.{key}={shown(value)} is {new_key} now. Set {new_key}={shown(value)}; a class that has this argument gets it from there."
+                yield f"data.{key}={shown(value)} was renamed to {new_key}. Set {new_key}={shown(value)}, which is also passed to a class with this argument."
         component = component.without(*LOADER_KEYS)
     names = not_its_own(component)
     if len(names) > 2:  # left over from the data chosen earlier: one message instead of one per key
-        yield f"data._target_={component.target} takes no {', '.join(names)}. Pass data=own data._target_={component.target}, and its own arguments as +data.<name>=<value>."
+        yield (
+            f"data._target_={component.target} does not accept {', '.join(names)}. Pass data=own data._target_={component.target}, and its "
+            "arguments as +data.<name>=<value>."
+        )
     else:
         yield from problems(component.node, "data") if is_datamodule else data_set_problems(component)
 
@@ -95,16 +98,20 @@ def own_loaders(settings: Settings) -> Iterator[str]:
     if not settings.own_loaders:
         return
     for key, value in changed_loader_keys(settings.cfg).items():
-        yield f"loader.{key}={shown(value)} has no effect: {component.target} makes its own batches. Remove it; a class that has this argument gets it with {'' if key in component else '+'}data.{key}={shown(value)}."
+        argument = f"{'' if key in component else '+'}data.{key}={shown(value)}"
+        yield (
+            f"loader.{key}={shown(value)} has no effect: {component.target} creates its own batches. Remove it; if the class has this "
+            f"argument, pass {argument}."
+        )
     if settings.operations:
-        yield f"augment.{next(iter(settings.operations))} has no effect: {component.target} makes its own batches. Set augment=none."
+        yield f"augment.{next(iter(settings.operations))} has no effect: {component.target} creates its own batches. Set augment=none."
     if not settings.custom_module:
         yield (
-            f"task={settings.cfg.task.title} needs a data set that describes itself; data={settings.cfg.data.title} is a LightningDataModule with its own dataloaders. "
-            "Write a lockstep.data.DataSet, or use a LightningModule as the task."
+            f"task={settings.cfg.task.title} needs a lockstep.data.DataSet, but data={settings.cfg.data.title} is a LightningDataModule with its "
+            "own dataloaders. Write a DataSet, or use a LightningModule as the task."
         )
     if settings.cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={settings.cfg.data.title} makes its own. Set a number."
+        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={settings.cfg.data.title} creates its own. Set a number."
 
 
 def changed_loader_keys(cfg: RunConfig) -> dict[str, Any]:
@@ -126,11 +133,11 @@ def own_task(settings: Settings) -> Iterator[str]:
     """Problems with a Task."""
     cfg = settings.cfg
     for name in sorted({"loss", "count"} & cfg.task.parts("metrics").keys()):
-        yield f"task.metrics.{name}: every task already logs {name}. Use another name."
+        yield f"task.metrics.{name}: every task already logs {name}. Use a different name."
     # With weights from a checkpoint, groups may be absent: the train.py of that run may have built the objects itself.
     for group in [group for group in OPTIONAL if not (settings.weights or getattr(cfg, group))]:
         yield (
-            f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose it with "
+            f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose one with "
             f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
         )
     if written_value(cfg.task.target, "between_samples"):
@@ -158,17 +165,20 @@ def own_module(settings: Settings) -> Iterator[str]:
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
     if settings.spec.is_sharded:
-        reason = f"needs an optimizer of the group optim with strategy={cfg.strategy.name}, and {name} makes its own. Set strategy=ddp"
+        reason = f"needs an optimizer from the group optim with strategy={cfg.strategy.name}, but {name} creates its own. Set strategy=ddp"
         yield from settings.excluded({"exact.logical_ranks": (None, reason)})
     if settings.spec.splits_batches:
-        yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
+        yield f"strategy={cfg.strategy.name} changes how a task's network is called, but {name} calls its network itself. Set strategy=ddp."
 
 
 def mixing(settings: Settings) -> Iterator[str]:
     """`augment` operations that need a Task, so they do not work with a LightningModule."""
     names = [name for name, operation in settings.operations.items() if getattr(operation, "mixes", False)]
     for name in names if settings.custom_module else ():
-        yield f"augment.{name} mixes the losses of two targets, which a task computes and {settings.cfg.task.title} does not. Remove it: ~augment.{name}."
+        yield (
+            f"augment.{name} mixes the losses of two targets, which only a Task computes; {settings.cfg.task.title} is a LightningModule. "
+            f"Remove it with ~augment.{name}."
+        )
 
 
 def whole_batch_problems(settings: Settings) -> Iterator[str]:
@@ -200,7 +210,8 @@ def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
         is_logged = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
         may_be_logged = is_callback and not monitor.startswith("val/") and (not all_ours or monitor.endswith(MEASURED))
         if not is_logged and not may_be_logged:
-            yield f"{key}={monitor}: the {'run' if is_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Set one of them, or add it to task.metrics."
+            source, hint = "run" if is_callback else "validation", did_you_mean(monitor, names)
+            yield f"{key}={monitor} is not logged; the {source} logs {', '.join(names)}{hint}. Set one of them, or add the metric to task.metrics."
 
 
 def unused(settings: Settings) -> Iterator[str]:
@@ -209,7 +220,7 @@ def unused(settings: Settings) -> Iterator[str]:
     for override in settings.overrides or ():
         group, _, name = override.lstrip("+~").partition("=")[0].partition(".")
         if group in by_hand and name not in NEEDED.get(group, ()):  # the engine reads the NEEDED keys anyway
-            yield f"{override} has no effect: train.py makes this object itself. Remove it."
+            yield f"{override} has no effect: train.py creates this object itself. Remove it."
 
 
 # --- Checks that need the prepared data ---
@@ -221,7 +232,7 @@ def step_problems(settings: Settings, samples: int) -> Iterator[str]:
     interval = trainer.val_check_interval
     batches, total = plan.epoch(samples), plan.steps(samples)
     if not batches:
-        yield f"trainer.limit_train_batches={trainer.limit_train_batches} leaves nothing of an epoch to train. Set a larger number."
+        yield f"trainer.limit_train_batches={trainer.limit_train_batches} leaves no batches to train in an epoch. Set a larger number."
         return
     warmup = settings.cfg.schedule.get("warmup_steps")
     if isinstance(warmup, int) and warmup >= total:
@@ -233,7 +244,7 @@ def step_problems(settings: Settings, samples: int) -> Iterator[str]:
     if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
         yield (
             f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch. Set a smaller number, "
-            "or trainer.check_val_every_n_epoch=null to count over epochs."
+            "or trainer.check_val_every_n_epoch=null to count batches across epochs."
         )
 
 

@@ -163,7 +163,7 @@ def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
     for override in overrides:
         if (key := key_of(override)) == "strategy.name" or key == "task.replaces":
             group = key.partition(".")[0]
-            yield f"{override}: {key} cannot be set, because it says what the {group} is. Choose one with {group}=<name>."
+            yield f"{override}: {key} cannot be set: it identifies the {group}. Choose a {group} with {group}=<name>."
 
 
 def beyond_schema(overrides: Sequence[str]) -> bool:
@@ -202,13 +202,13 @@ def message(error: BaseException, override: str) -> str:
     if why := advice()["owned"].get(key):
         return f"{key} cannot be set: {why}."
     if not key:
-        return f"{override} names no key. Pass <key>=<value>; {command('train')} --help shows all."
+        return f"{override} has no key. Pass <key>=<value>; {command('train')} --help lists all keys."
     if "@" in (name := override.partition("=")[0]):
-        return f"{name} cannot be set: a group stands under its own name. Set {key}=<option>."
+        return f"{name} cannot be set: a group cannot be placed under a different key. Set {key}=<option>."
     if key in GROUPS and override.startswith("~"):
-        return f"{override}: {key} is not in the config then, and the engine reads it. Choose an option, {key}=<name>."
+        return f"{override}: {key} cannot be removed, because the engine needs it. Choose an option with {key}=<name>."
     if key in RENAMES and override.startswith("~"):
-        return f"{override}: {key} is {RENAMES[key]} now, and every run has it. Remove {override}."
+        return f"{override}: {key} was renamed to {RENAMES[key]}, and every run needs it. Remove {override}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
         if template := advice()["keys"].get(key) or (RENAMES[key] + "={value}" if key in RENAMES else None):
             return f"{key} is not a key of this project. Pass {template.format(value=value)}."
@@ -216,24 +216,24 @@ def message(error: BaseException, override: str) -> str:
         parts = [similar[1] if similar and unknown and part == unknown[1] else part for part in key.split(".")]
         if key in KEYS:
             group = key.partition(".")[0]
-            return f"{key} is not a key of the chosen {group}. Remove it, or choose another with {group}=<name>."
+            return f"{key} is not a key of the chosen {group}. Remove it, or choose a different {group} with {group}=<name>."
         hint = nearest_key(key, [".".join(parts)] if parts != key.split(".") else [])
         hint = hint and f"did you mean {hint}? "
         if not hint and key.partition(".")[0] in (*OPTIONAL, *SEVERAL, "task", "data"):
             hint = f"to add it as an argument of a class, pass +{key}=<value>; "
-        return f"{key} is not a key of this project; {hint}{command('train')} --help shows all."
+        return f"{key} is not a key of this project; {hint}{command('train')} --help lists all keys."
     missing = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
     if missing and is_group(f"{missing.group(1)}="):
         option = missing[2] if missing[1] == key else value  # may be a path
         names, tip = options(key), advice()["options"].get(key, "").format(value=option)
-        return f"{override}: {key} has no {option}; use one of {', '.join(names)}{did_you_mean(option, names)}. {tip}".rstrip()
+        return f"{override}: {key} has no option {option}; use one of {', '.join(names)}{did_you_mean(option, names)}. {tip}".rstrip()
     if "token recognition error" in text:  # Hydra's grammar
         return f"{override}: this value needs quotes for Hydra and for the shell. Set '{key}=\"{value}\"'."
     return f"{override}: {' '.join(str(error).split())}"
 
 
 MOST_JOBS = 10_000
-MOST_TRIED = 100  # limits the values tried of one override, and the errors collected for a message
+MOST_TRIED = 100  # limits the values checked of one override, and the errors collected for a message
 
 
 def variants(override: str) -> list[str]:

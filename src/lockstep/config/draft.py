@@ -52,7 +52,9 @@ def name_of_job(model_and_data: str, env: Mapping[str, str] = os.environ) -> str
     """Under torchrun and SLURM, a name with the job's id, so all ranks and restarts agree without communicating."""
     if "TORCHELASTIC_RUN_ID" in env:
         if env["TORCHELASTIC_RUN_ID"] == "none":
-            raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Set run=<name>.")
+            raise UserError(
+                "torchrun without --rdzv-id or --standalone provides no id to name the run. Set run=<name>."
+            )
         return f"{model_and_data}-{env['TORCHELASTIC_RUN_ID']}"
     if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
         return f"{model_and_data}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
@@ -64,7 +66,9 @@ class Draft:
     """A tree as Hydra composes it, with references between its keys. Immutable: `but` returns a changed copy."""
 
     tree: DictConfig
-    drawn: frozenset[str] = frozenset()  # keys with random values of this process; other processes would draw others
+    drawn: frozenset[str] = (
+        frozenset()
+    )  # keys with random values of this process; other processes would draw different ones
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> "Draft":
@@ -73,7 +77,7 @@ class Draft:
         with told_if_damaged(folder.config_file, CONFIG_ADVICE):
             tree: Any = OmegaConf.create(text)
             if any(part not in values for part in WHOLE):
-                raise ValueError("it is not the whole config of a run")
+                raise ValueError("it is not the complete config of a run")
         return cls.of_values(plain(tree))
 
     @classmethod
@@ -181,7 +185,7 @@ def missing_keys(draft: Draft, group: str = "") -> Iterator[str]:
     for key, kind in KEYS.items():
         parent, _, name = key.rpartition(".")
         if parent == group and (group in ("", *CLOSED) or name in NEEDED.get(group, ())) and not draft.has(key):
-            yield f"{key} is not in the config, and the engine reads it. For example: {key}={kind.example}."
+            yield f"{key} is missing from the config, and the engine needs it. For example, set {key}={kind.example}."
 
 
 def structure_problems(draft: Draft) -> Iterator[str]:
@@ -194,8 +198,8 @@ def structure_problems(draft: Draft) -> Iterator[str]:
         except OmegaConfBaseException as e:  # a reference to a missing key
             node = str(e).partition("\n")[0]
         if not isinstance(node, Mapping):
-            problem = f"{group}={shown(node)} is invalid" if draft.has(group) else f"{group} is not in the config"
-            yield f"{problem}: the engine reads the keys of this group. Choose an option, {group}=<name>, or set single keys, {group}.<key>=<value>."
+            problem = f"{group}={shown(node)} is invalid" if draft.has(group) else f"{group} is missing from the config"
+            yield f"{problem}: the engine needs the keys of this group. Choose an option with {group}=<name>, or set single keys with {group}.<key>=<value>."
         elif group in CLOSED:
             yield from missing_keys(draft, group)
         elif group in SEVERAL:
@@ -210,7 +214,7 @@ def structure_problems(draft: Draft) -> Iterator[str]:
 def named_nodes(nodes: Any, key: str) -> Iterator[str]:
     """Problems with a group of named nodes, such as `callbacks`."""
     if not isinstance(nodes, Mapping):
-        yield f"{key}={shown(nodes)} is invalid: it holds classes by name. For example: {key}={{}}."
+        yield f"{key}={shown(nodes)} is invalid; expected classes by name, for example {key}={{}}."
         return
     for name, node in nodes.items():
         yield from unnamed(node, f"{key}.{name}")
@@ -256,7 +260,7 @@ def written(node: DictConfig) -> dict[Any, Any]:
 
 
 def is_ours(node: Any) -> bool:
-    """Whether a node has no class, or a class that comes with Lockstep. True also for a value that is no node."""
+    """Whether a node has no class, or a class that comes with Lockstep. True also for a value that is not a node."""
     return (
         not isinstance(node, DictConfig)
         or "_target_" not in (values := written(node))

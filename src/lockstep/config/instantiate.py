@@ -44,7 +44,7 @@ def create(component: Component, key: str, **kwargs: Any) -> Any:
     node = {**component.node, **({"_partial_": True} if key in PARTIAL else {})}
     raise_problems(problems(node, key, given=kwargs))
     if "${" in str(node):  # Hydra would resolve it to nodes that were not checked
-        raise UserError(f"{key} holds an interpolation in an escaped form: {shown(node)}. Write its value.")
+        raise UserError(f"{key} contains an escaped interpolation: {shown(node)}. Write its value instead.")
     named = parameters(node["_target_"])
     arguments = {k: v for k, v in node.items() if k not in ENGINE.get(key, ()) or (named is not None and k in named)}
     allowed = [f"{prefix}*" for prefix in targets.trusted()]
@@ -70,7 +70,7 @@ def create(component: Component, key: str, **kwargs: Any) -> Any:
             raise UserError(f"{key}.{unexpected[1]} is not an argument of {node['_target_']}{hint}.") from None
         missing = re.search(r"missing \d+ required .*?'(\w+)'", str(e))  # an argument that a shipped class passes on
         if missing and component.is_shipped:
-            raise UserError(f"{key}.{missing[1]} is missing, and {node['_target_']} needs it.") from None
+            raise UserError(f"{key}.{missing[1]} is missing: {node['_target_']} needs it.") from None
         raise
 
 
@@ -131,7 +131,7 @@ def not_taken(target: str, key: str, names: Iterable[str], parameters: Sequence[
     """An error for each of `names` that is not among the `parameters` of a target."""
     for name in (name for name in names if name not in parameters):
         hint = did_you_mean(name, [*parameters, *ENGINE.get(key, ())])
-        yield f"{key}.{name} is not an argument of {target}{hint}; it takes {', '.join(parameters) or 'none'}."
+        yield f"{key}.{name} is not an argument of {target}{hint}; it accepts {', '.join(parameters) or 'none'}."
 
 
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
@@ -157,7 +157,7 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
     if given is not None and not node.get("_partial_"):
         for name in names:
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:
-                hint = f" The data and the task offer {', '.join(given)}." if given else ""
+                hint = f" The data and the task provide {', '.join(given)}." if given else ""
                 yield f"{key}.{name} is missing: {target} needs it. Set +{key}.{name}=<value>.{hint}"
 
 
@@ -189,7 +189,7 @@ def pretraining(model: Component, data: Component) -> dict[str, Any]:
     """The values that `model` stands for in `data`: the network's pretraining settings, or else the data's defaults."""
     net, data_set = locate(model.target) if model else None, locate(data.target)
     raise_problems(
-        f"{component.target}: `normalisation` is now `{method}`, which returns a dict with mean and std. Rename it."
+        f"{component.target}: `normalisation` was renamed to `{method}`, which returns a dict with mean and std. Rename it."
         for component, target, method in ((model, net, "preprocessing"), (data, data_set, "defaults"))
         if hasattr(target, "normalisation")
     )

@@ -68,7 +68,7 @@ def numbers(element: Kind, example: str, count: int | None = None, *, rising: bo
 
     takes = element.takes.removeprefix("a number ")
     return Kind(
-        accepts, f"a list of {'rising ' if rising else ''}{count or ''} numbers {takes}".replace("  ", " "), example
+        accepts, f"a list of {'increasing ' if rising else ''}{count or ''} numbers {takes}".replace("  ", " "), example
     )
 
 
@@ -116,7 +116,7 @@ def is_unfrozen(v: Any) -> bool:
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
 
 FLAG = one_of(True, False, example="true")
-TEXT = Kind(is_text, f"a text in UTF-8, with at most {LONGEST} bytes between slashes", "name")
+TEXT = Kind(is_text, f"UTF-8 text with at most {LONGEST} bytes between slashes", "name")
 TRAINED = Kind(
     lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
 ).or_null()
@@ -132,7 +132,7 @@ MONITOR = Kind(TEXT.accepts, "the name of a validation metric", "val/loss").or_n
 DEVICES = Kind(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2")
 NAME = Kind(
     lambda v: type(v) in (str, int) and bool(RUN_NAME.fullmatch(str(v))) and is_text(str(v)),
-    f"a name of letters, digits and . _ - + with at most {LONGEST} of them between slashes",
+    f"a name of letters, digits and . _ - +, with at most {LONGEST} characters between slashes",
     "first",
 ).or_null()
 PRECISION = Kind(lambda v: str(v) in PRECISIONS, f"one of {', '.join(PRECISIONS[:7])}", "bf16-mixed")

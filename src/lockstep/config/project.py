@@ -70,7 +70,7 @@ def read(root: Path) -> Project | None:
         isinstance(name, str) and all(map(str.isidentifier, name.split("."))) for name in packages
     ):
         raise UserError(
-            f'{file}: tool.lockstep.packages takes a list of package names. For example: packages = ["monai"].'
+            f'{file}: tool.lockstep.packages must be a list of package names. For example: packages = ["monai"].'
         )
     return Project(root, tuple(packages))
 

@@ -51,7 +51,7 @@ def renamed_overrides(overrides: Sequence[str], has_key: Callable[[str], bool]) 
     """Overrides with today's keys, and a message for each renamed key."""
     renamed = [renamed_override(override, has_key) for override in overrides]
     pairs = [(old.partition("=")[0], new.partition("=")[0]) for old, new in zip(overrides, renamed, strict=True)]
-    return renamed, [f"{old} is {new} now" for old, new in pairs if old != new]
+    return renamed, [f"{old} was renamed to {new}" for old, new in pairs if old != new]
 
 
 def overrides_of(report: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -12,11 +12,14 @@ from lockstep.machine.world import available, number, why_no_gpu
 
 # Keys that `exact.logical_ranks` excludes, with their defaults and the reasons. In training and evaluation:
 EXACT = {
-    "compile": (False, "computes differently under each strategy, so {exact} is not possible. Remove one of them"),
-    "tf32": (False, "computes differently on each kind of GPU, so {exact} is not possible. Remove one of them"),
+    "compile": (
+        False,
+        "computes differently under each strategy, which is incompatible with {exact}. Remove one of them",
+    ),
+    "tf32": (False, "computes differently on each kind of GPU, which is incompatible with {exact}. Remove one of them"),
 }
 # In training only. The last four keys are options of torch's DistributedDataParallel and all-reduce.
-ADDED = "has no effect with {exact}, which adds gradients itself. Remove it"
+ADDED = "has no effect with {exact}, which sums gradients itself. Remove it"
 EXACT_TRAINING = {
     "trainer.accumulate_grad_batches": (
         1,
@@ -24,10 +27,13 @@ EXACT_TRAINING = {
     ),
     "trainer.sync_batchnorm": (
         False,
-        "has no place with {exact}: each logical rank normalises its own samples. Remove it",
+        "is not supported with {exact}: each logical rank normalises its own samples. Remove it",
     ),
-    "strategy.comm_hook": (None, "rounds sums of processes, so {exact} is not possible. Remove one of them"),
-    "strategy.reduce_each_micro_batch": (False, "has no effect with {exact}, which does so anyway. Remove it"),
+    "strategy.comm_hook": (
+        None,
+        "rounds the sums over processes, which is incompatible with {exact}. Remove one of them",
+    ),
+    "strategy.reduce_each_micro_batch": (False, "has no effect with {exact}, which always does so. Remove it"),
     "strategy.bucket_cap_mb": (25, ADDED),
     "strategy.gradient_as_bucket_view": (True, ADDED),
     "strategy.static_graph": (False, ADDED),
@@ -47,40 +53,49 @@ def devices(settings: Settings) -> Iterator[str]:
     ids = cfg.trainer.devices
     text, count = shown(ids), available(world.accelerator)
     if world.accelerator == "cuda" and not count:
-        yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'this machine shows none'}. Set trainer.accelerator=cpu."
+        yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'none is visible'}. Set trainer.accelerator=cpu."
     elif count is not None and world.devices > count and not world.external:
-        yield f"trainer.devices={text} asks for {world.devices} {world.accelerator} devices; this machine has {count}. Set trainer.devices={count}, or trainer.accelerator=cpu."
+        yield (
+            f"trainer.devices={text} requests {world.devices} {world.accelerator} devices; this machine has {count}. Set "
+            f"trainer.devices={count}, or trainer.accelerator=cpu."
+        )
     if isinstance(ids, list) and is_devices(ids) and world.accelerator == "cpu":
-        yield f"trainer.devices={text} names GPUs by their ids, but a CPU has none. Set trainer.devices={world.devices}."
+        yield f"trainer.devices={text} lists GPU ids, but a CPU has none. Set trainer.devices={world.devices}."
     elif isinstance(ids, list) and is_devices(ids) and count and max(ids) >= count:
-        yield f"trainer.devices={text}: this machine has {count} {world.accelerator} devices, 0 to {count - 1}."
+        yield f"trainer.devices={text}: this machine has {count} {world.accelerator} devices, with the ids 0 to {count - 1}."
     if world.one_process and not splits and world.devices > 1:
-        yield f"strategy={world.strategy} uses one device; trainer.devices={text} asks for {world.devices}. Set strategy=ddp, or trainer.devices=1."
+        yield f"strategy={world.strategy} uses one device, but trainer.devices={text} requests {world.devices}. Set strategy=ddp, or trainer.devices=1."
     if splits and world.accelerator == "cpu" and world.devices > 1:
-        yield f"strategy={world.strategy} splits batches over GPUs, but trainer.devices={text} on a CPU has none. Set strategy=ddp, or trainer.devices=1."
+        yield f"strategy={world.strategy} splits batches across GPUs, but trainer.devices={text} on a CPU has none. Set strategy=ddp, or trainer.devices=1."
     if world.one_process and world.nodes > 1:
-        yield f"strategy={world.strategy} is one process, but trainer.num_nodes={world.nodes} needs several. Set strategy=ddp, or trainer.num_nodes=1."
+        yield f"strategy={world.strategy} runs in one process, but trainer.num_nodes={world.nodes} needs several. Set strategy=ddp, or trainer.num_nodes=1."
     if not world.external:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
         if world.nodes > 1 and not world.one_process and (missing or "run" in settings.drawn):
             yield (
                 f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
-                "environment of each node, and run=<name>. Run torchrun --nnodes=... train.py, or trainer.num_nodes=1."
+                "environment of each node, and run=<name>. Run torchrun --nnodes=... train.py, or set trainer.num_nodes=1."
             )
         if (node := number(os.environ, "NODE_RANK", default=0)) >= max(1, world.nodes):
             yield (
-                f"NODE_RANK={node} is in the environment, but trainer.num_nodes={world.nodes} starts with node 0. If it is left over "
-                "from another job, run unset NODE_RANK; otherwise trainer.num_nodes=<how many there are>."
+                f"NODE_RANK={node} is set in the environment, but must be below trainer.num_nodes={world.nodes}. If it is left over "
+                "from a different job, run unset NODE_RANK; otherwise set trainer.num_nodes=<number of nodes>."
             )
         return
     if count is not None and count < world.devices:
-        yield f"{world.external} started {world.devices} processes on this node, but this one sees {count} {world.accelerator} devices. Let each process see all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
+        yield (
+            f"{world.external} started {world.devices} processes on this node, but {count} {world.accelerator} devices are visible to this "
+            f"process. Make all devices visible to each process: pass --gpus-per-node={world.devices}, not --gpus-per-task."
+        )
     if world.one_process and splits and world.devices * world.nodes > 1:
-        yield f"strategy={world.strategy} is one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one, or set strategy=ddp."
+        yield (
+            f"strategy={world.strategy} runs in one process with all GPUs, but {world.external} started {world.devices * world.nodes}. "
+            "Start one process, or set strategy=ddp."
+        )
     if cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={text} contradicts {world.external}, which started {world.devices} processes on this node. Remove trainer.devices."
     if "seed" in settings.drawn and cfg.resume is None:
-        yield f"seed=null would be drawn separately by each process that {world.external} started. Set seed=<number>."
+        yield f"seed=null would give each process that {world.external} started a different seed. Set seed=<number>."
     if cfg.trainer.num_nodes not in (1, world.nodes):
         yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Remove trainer.num_nodes."
 
@@ -90,7 +105,10 @@ def strategy(settings: Settings) -> Iterator[str]:
     if precision in ("16-mixed", "16-true", "16") and settings.world.accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Set trainer.precision=bf16-mixed."
     if supported and precision not in ("auto", "32", *supported):
-        yield f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it takes one of {', '.join(supported)}. Set trainer.precision=bf16-mixed."
+        yield (
+            f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it supports {', '.join(supported)}. "
+            "Set trainer.precision=bf16-mixed."
+        )
     yield from without_effect(settings).values()
 
 
@@ -99,14 +117,16 @@ def without_effect(settings: Settings) -> dict[str, str]:
     cfg, on_gpu, messages = settings.cfg, settings.world.accelerator == "cuda", dict[str, str]()
     under = f"has no effect under strategy={settings.world.strategy}"
     if cfg.tf32 and not on_gpu:
-        messages["tf32"] = f"has no effect on {settings.world.accelerator}: only NVIDIA GPUs have it. Set tf32=false."
+        messages["tf32"] = (
+            f"has no effect on {settings.world.accelerator}: only NVIDIA GPUs support it. Set tf32=false."
+        )
     if cfg.trainer.sync_batchnorm and settings.spec.splits_batches:
         messages["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Set strategy=ddp."
     if cfg.compile and settings.spec.splits_batches:
         messages["compile"] = f"{under}: all replicas would run on the first device. Set strategy=ddp."
     if cfg.checkpoint.sharded and not settings.spec.is_sharded:
         messages["checkpoint.sharded"] = (
-            f"{under}: nothing is sharded there. Set strategy=fsdp, or checkpoint.sharded=false."
+            f"{under}, which shards nothing. Set strategy=fsdp, or checkpoint.sharded=false."
         )
     if cfg.strategy.get("comm_hook") and not on_gpu:
         messages["strategy.comm_hook"] = "has no effect without GPUs. Set strategy.comm_hook=null."
@@ -128,17 +148,17 @@ def processes(settings: Settings) -> Iterator[str]:
             "exact.logical_ranks; an evaluation with exact.logical_ranks=null gives metrics that are equal up to rounding."
         )
     if not settings.spec.adds_in_fixed_order:
-        yield f"{exact} needs strategy=single, ddp or fsdp: strategy={settings.cfg.strategy.title} adds gradients in an order of its own."
+        yield f"{exact} needs strategy=single, ddp or fsdp: strategy={settings.cfg.strategy.title} does not add gradients in a fixed order."
     if settings.spec.splits_batches:
-        yield f"{exact} is not possible with strategy={world.strategy}, which divides batches by the number of GPUs. Set strategy=ddp."
+        yield f"{exact} is not supported with strategy={world.strategy}, which divides batches by the number of GPUs. Set strategy=ddp."
     if world.accelerator == "mps":
         yield f"{exact} needs float64, which mps does not support. Set trainer.accelerator=cpu."
     if on_gpu and cfg.trainer.deterministic in (False, "warn"):
         yield f"{exact} needs deterministic kernels on GPUs. Remove {settings.given('trainer.deterministic')}."
     if on_gpu and cfg.trainer.benchmark:
-        yield f"trainer.benchmark=true chooses kernels by their speed in this run, so {exact} is not possible. Remove trainer.benchmark."
+        yield f"trainer.benchmark=true chooses kernels by their speed in this run, which is incompatible with {exact}. Remove trainer.benchmark."
     if world.accelerator != "cpu" and cfg.exact.threads != 1:
-        yield f"{settings.given('exact.threads')} has no effect on {world.accelerator}: it is for CPUs. Remove it."
+        yield f"{settings.given('exact.threads')} has no effect on {world.accelerator}: it applies only to CPUs. Remove it."
     yield from settings.excluded(EXACT)
 
 
@@ -151,10 +171,13 @@ def exact_training(settings: Settings) -> Iterator[str]:
     for key in COUNTED:
         count = settings.cfg.get(f"trainer.{key}")
         if isinstance(count, float) and count not in (0.0, 1.0):
-            yield f"trainer.{key}={count} is a fraction of a process's micro-batches; with {exact} it takes a number of steps. Set trainer.{key}=10."
+            yield f"trainer.{key}={count} is a fraction of a process's micro-batches; with {exact} it must be a number of steps. Set trainer.{key}=10."
     yield from settings.excluded(EXACT_TRAINING)
     if settings.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
-        yield f"trainer.precision={trainer.precision} rounds the last elements of a shard in another way, so {exact} is not possible with strategy={settings.world.strategy}. Set trainer.precision=bf16-mixed."
+        yield (
+            f"trainer.precision={trainer.precision} rounds the last elements of a shard differently, so {exact} is not supported with "
+            f"strategy={settings.world.strategy}. Set trainer.precision=bf16-mixed."
+        )
 
 
 # --- Data, batches and operations ---
@@ -164,11 +187,14 @@ def loading(settings: Settings) -> Iterator[str]:
     if (loader := settings.loader) is None:
         return
     if loader.on_device is True and settings.world.accelerator == "cpu":
-        yield "loader.on_device=true has no effect on a CPU: the samples are in its memory already. Set loader.on_device=auto."
+        yield "loader.on_device=true has no effect on a CPU: the samples are already in its memory. Set loader.on_device=auto."
     if loader.on_device is True and loader.num_workers not in (0, "auto"):
-        yield f"loader.on_device=true leaves nothing for loader.num_workers={loader.num_workers} to load. Remove one of them."
+        yield f"loader.on_device=true leaves no work for loader.num_workers={loader.num_workers}. Remove one of them."
     if loader.on_device is True and settings.transforms:
-        yield f"loader.on_device=true: augment.{settings.transforms[0]} changes samples where they are read, before they are on a device. Remove one of them."
+        yield (
+            f"loader.on_device=true is not supported with augment.{settings.transforms[0]}, which changes samples before they reach a "
+            "device. Remove one of them."
+        )
     for key in ("prefetch_factor", "persistent_workers"):
         value = getattr(loader, key)
         if value is not None and loader.num_workers in (0, "auto"):
@@ -191,7 +217,7 @@ def division(settings: Settings) -> Iterator[str]:
     if folds is None and fold:
         yield f"loader.fold={fold} has no effect without loader.folds. Set loader.folds=5 as well."
     if folds is not None and fold >= folds:
-        yield f"loader.fold={fold} is invalid with loader.folds={folds}; folds are counted from 0 to {folds - 1}."
+        yield f"loader.fold={fold} is invalid with loader.folds={folds}; folds are numbered from 0 to {folds - 1}."
     multiple, reason = settings.unit
     count = settings.steps.micro_batches(settings.world.size)
     if batch % (unit := count * multiple):
@@ -212,7 +238,7 @@ def accumulation(settings: Settings) -> Iterator[str]:
         launcher = world.external or "more than one parent process"
         yield (
             f"{auto} restarts the processes when memory runs out, but {launcher} started them. Set trainer.accumulate_grad_batches=1: "
-            "if a micro-batch does not fit, the error names a number that does."
+            "if a micro-batch does not fit, the error suggests a number that does."
         )
     for key in ("limit_train_batches", "val_check_interval"):
         count = settings.cfg.get(f"trainer.{key}")
@@ -224,7 +250,7 @@ def accumulation(settings: Settings) -> Iterator[str]:
             )
         if (is_fraction and accumulate > 1) or (isinstance(count, int) and count % accumulate):
             yield (
-                f"trainer.{key}={count} counts micro-batches and must be whole steps of {accumulate}. "
+                f"trainer.{key}={count} counts micro-batches and must be a multiple of {accumulate}, which is one step. "
                 f"Set trainer.{key}={accumulate * max(1, int(count) // accumulate)}."
             )
 
@@ -239,12 +265,12 @@ def length(settings: Settings) -> Iterator[str]:
     if trainer.min_steps and -1 < trainer.max_steps < trainer.min_steps:
         yield f"trainer.min_steps={trainer.min_steps} is more than trainer.max_steps={trainer.max_steps}. Remove one of them."
     if trainer.check_val_every_n_epoch is None and not isinstance(trainer.val_check_interval, int):
-        yield "trainer.check_val_every_n_epoch=null counts batches over epochs. Set trainer.val_check_interval=<number of batches> as well."
+        yield "trainer.check_val_every_n_epoch=null counts batches across epochs. Set trainer.val_check_interval=<number of batches> as well."
     schedule = settings.cfg.schedule.target
     if math.isinf(epochs) and trainer.max_steps == -1 and schedule.startswith(SCHEDULES) and schedule not in ENDLESS:
         yield "schedule: the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
     if trainer.limit_train_batches == 0:
-        yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval in place of train, with run=<name>."
+        yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval with run=<name> instead of train."
 
 
 def optimizer(settings: Settings) -> Iterator[str]:
@@ -256,11 +282,12 @@ def optimizer(settings: Settings) -> Iterator[str]:
     if optim.get("no_decay") is True and "weight_decay" in optim and not optim.get("weight_decay"):
         yield "optim.no_decay=true has no effect with optim.weight_decay=0. Remove it, or set optim.weight_decay=0.05."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
-        yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Set trainer.gradient_clip_val=1.0 as well."
+        algorithm = trainer.gradient_clip_algorithm
+        yield f"trainer.gradient_clip_algorithm={algorithm} has no effect without trainer.gradient_clip_val. Set trainer.gradient_clip_val=1.0 as well."
 
 
 def monitored(settings: Settings) -> Iterator[str]:
-    """The metric that selects the best checkpoint, and those that callbacks watch, e.g. to end a run early."""
+    """The metric that selects the best checkpoint, and those that callbacks monitor, e.g. to end a run early."""
     cfg, checkpoint = settings.cfg, settings.cfg.checkpoint
     modes = {cfg.task.get("monitor"): cfg.task.get("mode"), "val/loss": "min", None: checkpoint.mode}
     if (mode := modes.get(checkpoint.monitor, checkpoint.mode)) != checkpoint.mode:
@@ -271,7 +298,7 @@ def monitored(settings: Settings) -> Iterator[str]:
         if cfg.trainer.limit_val_batches == 0:
             yield f"callbacks=[{name}] has no effect with trainer.limit_val_batches=0: nothing is validated. Remove one of them."
         if callback.get("monitor") is None:
-            yield f"callbacks=[{name}] needs a metric to watch, and callbacks.{name}.monitor is null. Set checkpoint.monitor=<a validation metric>."
+            yield f"callbacks=[{name}] needs a metric to monitor, but callbacks.{name}.monitor is null. Set checkpoint.monitor=<a validation metric>."
 
 
 def checkpoints(settings: Settings) -> Iterator[str]:
@@ -287,4 +314,4 @@ def checkpoints(settings: Settings) -> Iterator[str]:
             yield f"{key} has no effect with trainer.enable_checkpointing=false. Remove one of them."
     pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
     if cfg.init_from and (pretrained or path):
-        yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Remove one of them."
+        yield "init_from and model.pretrained or model.checkpoint_path both set the initial weights. Remove one of them."

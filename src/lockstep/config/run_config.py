@@ -199,7 +199,7 @@ class RunConfig:
     runs_dir: Annotated[str, kinds.TEXT]
     resume: Annotated[str | None, kinds.TRAINED]
     init_from: Annotated[str | None, kinds.TRAINED]
-    debug_rank: Annotated[int | None, whole(0, 1, "the number of a rank").or_null()]
+    debug_rank: Annotated[int | None, whole(0, 1, "a rank").or_null()]
     compile: Flag
     channels_last: Flag
     tf32: Flag

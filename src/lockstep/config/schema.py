@@ -60,7 +60,7 @@ OF_COMPONENTS: dict[str, Kind] = {
         "[layer1.*]",
     ),
     "callbacks.freeze.unfreeze": Kind(
-        kinds.is_unfrozen, "pairs of a pattern of parameter names and an epoch", "[[layer4.*,1]]"
+        kinds.is_unfrozen, "pairs of a parameter-name pattern and an epoch", "[[layer4.*,1]]"
     ),
     "logger.wandb.mode": one_of("auto", "online", "offline"),
     "schedule.initial_fraction": SHARE,

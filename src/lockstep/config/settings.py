@@ -160,7 +160,7 @@ class Settings:
 
     @property
     def model_title(self) -> str:
-        """The display name of the model, or of a task that makes its own network."""
+        """The display name of the model, or of a task that creates its own network."""
         return (self.cfg.model or self.cfg.task).title
 
     @property
@@ -298,15 +298,13 @@ class Settings:
         if exact and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
             return None  # training/arithmetic.py
         if exact and is_sharded:
-            return f"was not tried on shards of GPUs, so exact.logical_ranks={exact} is not possible"
+            return f"has not been tested on GPU shards, so it is not supported with exact.logical_ranks={exact}"
         if cfg.optim.target not in SGD and not is_a(cfg.optim, "optim", SGD[1]):
             return None
         if is_sharded:
             return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
         if cfg.optim.get("dampening"):
-            return (
-                "has no kernel for SGD with dampening that lets parameters get their first gradient later (torch 2.13)"
-            )
+            return "has no kernel for SGD with dampening that supports a parameter's first gradient in a later step (torch 2.13)"
         return None
 
     @property

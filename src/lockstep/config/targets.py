@@ -138,14 +138,14 @@ def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def unnamed(node: Any, key: str) -> Iterator[str]:
-    """The error if a node names no class: it is not a node, or its `_target_` is missing or not a dotted name."""
+    """The error if a node has no class: it is not a node, or its `_target_` is missing or not a dotted name."""
     target = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping):
-        yield f"{key}={shown(node)} is invalid: it names a class and its arguments. For example: {key}={{_target_: {CLASS}}}."
+        yield f"{key}={shown(node)} is invalid; expected a class and its arguments, for example {key}={{_target_: {CLASS}}}."
     elif target in (None, "???"):
-        yield f"{key}._target_ is missing; it names the class, for example {key}._target_={CLASS}."
+        yield f"{key}._target_ is missing. Set it to a class, for example {key}._target_={CLASS}."
     elif not isinstance(target, str) or "." not in target.strip("."):
-        yield f"{key}._target_={shown(target)} is invalid; it names a class, for example {key}._target_={CLASS}."
+        yield f"{key}._target_={shown(target)} is invalid; expected a class, for example {key}._target_={CLASS}."
 
 
 def foreign_names(value: Any, key: str) -> Iterator[str]:
@@ -154,11 +154,11 @@ def foreign_names(value: Any, key: str) -> Iterator[str]:
     for node_key, node in nodes(value, key):
         path = node["_target_"]
         if str(path).startswith("pytorch_lightning."):
-            yield f"{node_key}._target_={path} is of the package pytorch_lightning. Lockstep has those of lightning: lightning.pytorch{path.removeprefix('pytorch_lightning')}."
+            yield f"{node_key}._target_={path} is from the package pytorch_lightning. Set lightning.pytorch{path.removeprefix('pytorch_lightning')} instead."
         elif isinstance(path, str) and "." in path and not path.startswith(allowed):
             yield (
-                f"{node_key}._target_={path} may not be named by a config; packages that may: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
-                "They include the packages and modules in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
+                f"{node_key}._target_={path} is not allowed in a config; allowed packages: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
+                "They include all packages and modules in src/. To allow another package, add it to [tool.lockstep] packages in your pyproject.toml."
             )
 
 
@@ -172,7 +172,7 @@ def locate(path: str) -> Any:
     As in Hydra, a package's attribute precedes its module of the same name: `lockstep.strategies.base` is a function.
     """
     if not path.startswith(trusted()):
-        raise LookupError(f"a config may not name {path}")
+        raise LookupError(f"{path} is not allowed in a config")
     target, parts = None, path.split(".")
     for index, part in enumerate(parts):
         if target is not None and hasattr(target, part):
@@ -194,7 +194,7 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if a config may not name it or it does not exist."""
     raise_problems(foreign_names({"_target_": path}, key))
     if path in MOVED:
-        raise UserError(f"{key}._target_={path} is {MOVED[path]} now. Change it.")
+        raise UserError(f"{key}._target_={path} was renamed to {MOVED[path]}. Update it.")
     try:
         target: Callable[..., Any] = locate(path)
     except LookupError as e:
@@ -205,13 +205,13 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         kinds = " or ".join(transforms if name == "object" else f"{library}'s {name}" for library, *_, name in bases)
         if any(home(base).startswith("pytorch_lightning.") for base in getattr(target, "__mro__", ())):
             raise UserError(
-                f"{key}._target_={path} is a class of the package pytorch_lightning. Lockstep runs those of the package lightning, which has the "
-                "same modules: replace `import pytorch_lightning` by `import lightning.pytorch`."
+                f"{key}._target_={path} is a class of the package pytorch_lightning. Lockstep supports the package lightning, which has the "
+                "same modules: replace `import pytorch_lightning` with `import lightning.pytorch`."
             )
         raise UserError(
-            f"{key}._target_={path} may not be named here: {key} takes a subclass of "
+            f"{key}._target_={path} is not allowed here: {key} accepts a subclass of "
             f"{kinds or 'Module, Optimizer, Dataset, Metric or the like'}, or a function annotated to return one, "
-            "of your own packages or of the library that it belongs to."
+            "from your own packages or from the library of that class."
         )
     return target
 

@@ -22,7 +22,7 @@ from lockstep.machine.files import locked, open_plain, read_text, refuse_unwrita
 FORMAT = 4  # version of the cache; increment it when the format of the files changes
 # What reading a truncated or changed file raises.
 DAMAGE = (ValueError, TypeError, KeyError, EOFError, AttributeError, RecursionError)
-ROOM = "Free some space, or set data.cache_dir=<a folder with room that is yours>."
+ROOM = "Free some space, or set data.cache_dir=<a writable folder with enough space>."
 
 Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...
 Decode = Callable[[], tuple[Parts, dict[str, Any]]]
@@ -78,7 +78,7 @@ def private_folder() -> Path:
         info = path.lstat()  # does not follow a link
         if stat.S_ISDIR(info.st_mode) and info.st_uid == user and (os.name == "nt" or not info.st_mode & 0o077):
             return path
-    raise UserError(f"{tempfile.gettempdir()} holds no folder that is yours alone. Set data.cache_dir=<a folder>.")
+    raise UserError(f"no private folder can be created in {tempfile.gettempdir()}. Set data.cache_dir=<a folder>.")
 
 
 def key_of(name: str, files: list[Path], *settings: object) -> str:
@@ -121,7 +121,7 @@ def decoded(folder: Path, decode: Decode) -> Cached:
         if cached := intact(folder):
             return cached
         if folder.exists():
-            warn(f"the decoded data in {folder} is damaged and is decoded again.")
+            warn(f"the decoded data in {folder} is damaged and will be decoded again.")
             remove(folder)  # processes that have mapped its files can still read them
         parts, extra = decode()
         with explained(f"data.cache_dir={folder.parent} cannot be written", ROOM):

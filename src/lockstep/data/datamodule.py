@@ -47,9 +47,9 @@ def places_in(reference: Sequence[Any], names: Sequence[Any], key: str, part: st
         return None
     unknown, unique = [n for n in texts if n not in index], len({*texts}) == len(texts) and len(index) == len(reference)
     if unknown or not unique or key not in MATCHED or (key == "targets" and len(texts) < len(index)):
-        reason = f"{listed(unknown)} cannot be matched" if unknown else "they must be the same, in this order"
+        reason = f"{listed(unknown)} cannot be matched" if unknown else "they must be the same, in the same order"
         raise UserError(
-            f"the {part} part of this data has the {key} {listed(texts)}, and {owner} has {listed(reference)}: {reason}. Rename or remove them, or choose other data. {RENAME if owner == TRAIN else NEW_HEAD}"
+            f"the {part} part of this data has the {key} {listed(texts)}, but {owner} has {listed(reference)}: {reason}. Rename or remove them, or use different data. {RENAME if owner == TRAIN else NEW_HEAD}"
         )
     return torch.tensor([index[name] for name in texts])
 
@@ -201,7 +201,7 @@ class DataModule(pl.LightningDataModule):
             return batch
         names = self.about[key]
         if not isinstance(target, Tensor):
-            raise UserError(f"the {part} part cannot be renumbered. Number its {key} so: {listed(names)}.")
+            raise UserError(f"the {part} part cannot be renumbered. Number its {key} in this order: {listed(names)}.")
         return {**batch, "target": renumbered(target, indices, key, len(names))}
 
     def reader(self, part: str, data: Any = None, *, training: bool = False, repeats: int | None = None) -> Reader:
@@ -302,7 +302,7 @@ class DataModule(pl.LightningDataModule):
         """The samples that training uses at a step, as stored. Raises UserError if the epoch has fewer steps."""
         sampler = self.sampler()
         if step >= len(sampler):
-            raise UserError(f"an epoch has {len(sampler)} steps; step {step} is beyond it. They count from 0.")
+            raise UserError(f"an epoch has {len(sampler)} steps, so step {step} does not exist. Steps count from 0.")
         sampler.epoch, sampler.start = epoch, step
         return self.raw("train", next(iter(sampler)), epoch=epoch)
 
@@ -360,13 +360,13 @@ class DataModule(pl.LightningDataModule):
         fingerprint = self.dataset.fingerprint
         if self.folds and "folds" not in state:
             raise UserError(
-                "the checkpoint is of an earlier version, which divided loader.folds differently: this run would validate samples that were "
-                "trained on. Resume it with that version, or start a new run."
+                "the checkpoint was saved by an earlier version, which divided loader.folds differently: this run would validate on training "
+                "samples. Resume it with that version, or start a new run."
             )
         if self.transforms and state.get("transforms") != self.transforms:
             raise UserError(
-                "the checkpoint is of an earlier version, whose crop, color_jitter, rotate, trivial and rand drew other random numbers, or which took "
-                "crops from resized squares: this run would end otherwise. Resume it with that version, or start a new run with init_from=<checkpoint>."
+                "the checkpoint was saved by an earlier version, in which crop, color_jitter, rotate, trivial and rand drew different random "
+                "numbers, or crops were taken from resized squares: the result would differ. Resume it with that version, or start a new run with init_from=<checkpoint>."
             )
         if state["sha256"] != fingerprint:
             raise UserError(
@@ -386,7 +386,7 @@ def absent(value: Any, count: int) -> Any:
 
 
 def class_counts(dataset: DataSet, split: Split, about: Mapping[str, Any], numbering: Any) -> dict[str, list[int]]:
-    """The number of training samples per class; empty if the data has no classes or not as one array."""
+    """The number of training samples per class; empty if the classes are unknown or not stored as one array."""
     names, classes = named(dataset.about, "classes"), named(about, "classes")
     if not names or not classes or (class_N := classes_of(dataset.train)) is None:
         return {}

@@ -39,7 +39,7 @@ class Arrays:
         self.arrays = {name: np.asanyarray(array) for name, array in arrays.items()}  # also lists and tensors
         lengths = {name: len(array) for name, array in self.arrays.items()}
         if len(set(lengths.values())) != 1:
-            raise UserError(f"Arrays have a row for each sample, but these have {lengths}. Give them one length.")
+            raise UserError(f"Arrays need one row per sample, but have the lengths {lengths}. Give them one length.")
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -95,8 +95,8 @@ class Items:
             batch = default_collate([{n: v for n, v in sample.items() if n not in separate} for sample in samples])
         except (RuntimeError, TypeError) as e:
             raise UserError(
-                f"samples of {title} do not form a batch: {e}. Pad them to one shape; or write an object with __len__ and "
-                "__getitem__(indices), which may return a list with a tensor for each sample."
+                f"samples of {title} cannot be collated: {e}. Pad them to one shape, or write an object with __len__ and "
+                "__getitem__(indices), which may return a list with one tensor per sample."
             ) from None
         return {**batch, **{name: [sample[name] for sample in samples] for name in separate}}
 
@@ -244,7 +244,7 @@ class Sound:
 
 
 def picture(value: Any) -> NDArray[np.uint8] | None:
-    """uint8 image_CHW; None if `value` is no image of 1 or 3 channels. Other dtypes are scaled from black to white."""
+    """uint8 image_CHW; None unless `value` is an image of 1 or 3 channels. Other dtypes are scaled from black to white."""
     image_CHW = np.asarray(value)
     if image_CHW.ndim != 3 or image_CHW.shape[0] not in (1, 3):
         return None

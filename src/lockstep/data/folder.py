@@ -64,10 +64,10 @@ def cell_problems(names: Sequence[str], kind: str, listing: Listing, where: str)
     known_names = {*names}
     for name in names:
         if len(parts := re.split(r" *[|;,] *", name)) > 1 and known_names.issuperset(parts):
-            yield f"{where} has {name!r} beside {' and '.join(map(repr, parts))}. Several labels in a cell need data.target=labels and |, such as {'|'.join(parts)}."
+            yield f"{where} has {name!r} as well as {' and '.join(map(repr, parts))}. For several labels in a cell, set data.target=labels and separate them with |, such as {'|'.join(parts)}."
     is_many = kind == "class" and 2 * len(names) > len(listing.targets) > 3 and {*listing.parts} == {"train"}
     if is_many and not any(target_problem(name, "number") for name in names):
-        yield f"{where} has {len(names):,} classes for {len(listing.targets):,} images: {', '.join(names[:SHOWN])}. For numbers, set data.target=number."
+        yield f"{where} has {len(names):,} classes for {len(listing.targets):,} images: {', '.join(names[:SHOWN])}. If these are numbers, set data.target=number."
 
 
 def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
@@ -79,7 +79,7 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
         return [], np.array([[float(text)] for text in texts], np.float32)
     labels_of = {text: [*filter(None, SEPARATORS.split(text))] if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
-    problem = "look the same. Give them one spelling, or names that differ in more."
+    problem = "look the same. Use one spelling, or names that are easy to tell apart."
     raise_problems(f"{where} has {first!r} and {second!r}, which {problem}" for first, second in pairs(names, folded))
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
@@ -283,16 +283,16 @@ class Folder(Images):
 
     def prepare(self) -> None:
         broken, brightest = self.facts["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
-        are_two, is_dark = f"are two {TARGETS[self.kind]}", 0 < brightest < DARK
+        are_two, is_dark = f"are two separate {TARGETS[self.kind]}", 0 < brightest < DARK
         variants = "; ".join(f"{first} and {second} {are_two}" for first, second in pairs(self.encoded[0], similar))
         all_squares = self.presize and all(isinstance(form, Frame) for form in self.stored.values())
         commas = next((name for name in self.encoded[0] if self.kind == "labels" and "," in name), None)
         notices = {
-            f"{variants} of {self.where}. Spell them alike if they are meant as one.": variants,
-            f"{commas!r} of {self.where} is one label. Separate several with |.": commas,
+            f"{variants} of {self.where}. If they mean the same, use one spelling.": variants,
+            f"{commas!r} of {self.where} is a single label. Separate several labels with |.": commas,
             f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true).": broken,
             f"data.presize={self.presize} has no effect: all images are decoded once, as squares. Remove it, or set data.decode=workers.": all_squares,
-            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, and none has more than {brightest:,}. Multiply their pixels, or save them with 8 bits.": is_dark,
+            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, but their largest value is {brightest:,}. Scale their pixels, or save them with 8 bits.": is_dark,
         }
         self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 

@@ -100,7 +100,7 @@ def digested(value: Any, previous: str, name: str) -> str:
         return digest_of(value, previous)
     except Exception as e:
         raise UserError(
-            f"{name} gives objects that cannot be compared between processes ({e}). Let it give tensors, arrays, numbers or text, or train with "
+            f"{name} returns objects that cannot be compared between processes ({e}). Make it return tensors, arrays, numbers or text, or set "
             "strategy=single."
         ) from e
 

@@ -256,13 +256,13 @@ class Images(DataSet):
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         channels = len(cls.defaults(data)["mean"])
         if data.get("channels") not in (None, channels):
-            yield f"data.channels={data['channels']} has no effect: these images have {channels}. Remove it."
+            yield f"data.channels={data['channels']} has no effect: these images have {channels} channel{'s' * (channels > 1)}. Remove it."
         for key, (low, high) in USABLE.items():
             value = data.get(key)
             if not isinstance(value, list):
                 continue
             if len(value) != channels:
-                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Set one number per channel."
+                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channel{'s' * (channels > 1)}. Set one number per channel."
             if not all(low <= number <= high for number in value):
                 yield f"data.{key}={value} must be from {low:g} to {high:g}: pixels are from 0 to 1."
 
@@ -319,7 +319,7 @@ class Images(DataSet):
     def for_files(cls, about: Mapping[str, Any]) -> Self:
         if missing := [key for key in NEEDED if not about.get(key)]:
             raise UserError(
-                f"input: image files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
+                f"input: reading image files needs {', '.join(NEEDED)} in the `about` of the training data, which lacks {', '.join(missing)}. Pass input=test, val or train for a part of the run's own data."
             )
         dataset = super().for_files(about)
         dataset.frame = dataset.eval_frame = Frame(
@@ -343,7 +343,7 @@ class Images(DataSet):
         image_BCHW = batch["input"]
         if image_BCHW.shape[1] != self.channels:
             raise UserError(
-                f"the images have {image_BCHW.shape[1]} channels, but data.mean and data.std have {self.channels} numbers. Set one for each channel."
+                f"the images have {image_BCHW.shape[1]} channels, but data.mean and data.std have {self.channels} numbers. Set one number per channel."
             )
         height, width = image_BCHW.shape[-2:]
         if (height, width) != (self.image_size, self.image_size):

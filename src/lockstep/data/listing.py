@@ -48,14 +48,14 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
     for name in exact:
         part = exact[name] or part_of(name, around)
         if part in by_part and (exact[name] or part not in exact.values()):
-            raise UserError(f"{where} has {by_part[part]} and {name}, which are both the {part} part. Merge them.")
+            raise UserError(f"{where} has {by_part[part]} and {name}, which both mean the {part} part. Merge them.")
         by_part |= {part: name} if part and (exact[name] or part not in exact.values()) else {}
     return by_part
 
 
 def reading(root: Path) -> AbstractContextManager[None]:
     """Converts an OSError for a file or folder in data.root to a UserError."""
-    return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
+    return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<a different folder>.")
 
 
 def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) -> list[Row]:
@@ -85,10 +85,10 @@ def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) 
             rows.append(row)
     except (csv.Error, UnicodeDecodeError, OSError) as e:
         line = content.count(b"\n", 0, e.start) if isinstance(e, UnicodeDecodeError) else line
-        raise UserError(f"{path}, line {line + 1}: not a CSV in UTF-8 ({e}). Repair it, or pass another.") from None
+        raise UserError(f"{path}, line {line + 1}: not a valid UTF-8 CSV ({e}). Repair or replace it.") from None
     if not rows:
-        raise UserError(f"{path} lists no images below its first line.")
-    raise_problems(problems[:SHOWN] + [f"{len(problems) - SHOWN:,} more lines are wrong."] * (len(problems) > SHOWN))
+        raise UserError(f"{path} lists no images after its first line.")
+    raise_problems(problems[:SHOWN] + [f"{len(problems) - SHOWN:,} more lines have errors."] * (len(problems) > SHOWN))
     return rows
 
 
@@ -97,7 +97,7 @@ def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
     and tries both Unicode forms.
     """
     if None in row or None in row.values():
-        return f"it has {'more' if None in row else 'fewer'} cells than the first line. Put a text with a separator into quotes, and write 1.5 with a point."
+        return f"it has {'more' if None in row else 'fewer'} cells than the first line. Quote text with separators, and write decimals with a point."
     if not row["path"].strip("\0 ") or "\0" in row["path"]:
         return "a row needs a path. Add it, or remove the line."
     plain = row["path"].strip().replace("\\", "/")
@@ -126,7 +126,7 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
         UserError: the input does not exist, cannot be read, or has no files with these `endings`.
     """
     path, left_out = Path(source).expanduser(), ""
-    with explained(f"input={source} cannot be read", "Make it readable, or pass another folder or file."):
+    with explained(f"input={source} cannot be read", "Make it readable, or pass a different folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             rows = read_csv(path, ("path",), "path,target", check or (lambda *_: None))
             targets = [row["target"] for row in rows if "target" in row]
@@ -136,16 +136,16 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
         if path.is_dir():
             file_kind = f"{unit} (files that end in {', '.join(endings)})" if all(endings) else "files"
             walk = Walk([str(path)], endings)
-            names, left_out, empty = list(walk), str(walk), f"holds no {file_kind}"
+            names, left_out, empty = list(walk), str(walk), f"contains no {file_kind}"
         elif any(letter in source for letter in "*?["):
             matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob rejects absolute patterns
             names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
         else:
             raise UserError(
-                f"input={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, or a part of the run's own data: {', '.join(PARTS)}."
+                f"input={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, a single file, or a part of the run's own data: {', '.join(PARTS)}."
             )
     if not names:
-        raise UserError(f"input={source} {empty}{left_out and f'; it has {left_out}'}. Pass another folder or file.")
+        raise UserError(f"input={source} {empty}{left_out and f'; it has {left_out}'}. Pass a different input.")
     return Listing(Path(), names, left_out=left_out)
 
 
@@ -162,11 +162,11 @@ def target_problem(text: str, kind: str) -> str | None:
     if kind == "class" and not text:
         return "a row needs a target. Add it, or remove the line."
     if kind != "number" and not MISSING.isdisjoint(SEPARATORS.split(text) if kind == "labels" else (text,)):
-        return f"target={text} is how tables write a missing value. Correct it, or remove the line; a class of this name needs another, such as none."
+        return f"target={text} looks like a missing value. Correct it, or remove the line. Rename a class with this name, for example to none."
     with suppress(ValueError):
         if kind != "number" or ("_" not in text and abs(float(text)) <= 3.4e38):  # the range of float32; false for NaN
             return None
-    return f"target={text} is not a number, such as 1.5. Repair the line; for classes, set data.target=class."
+    return f"target={text} is not a number, such as 1.5. Correct the line; for classes, set data.target=class."
 
 
 def folders(root: Path) -> list[str]:
@@ -179,7 +179,7 @@ def part_tops(root: Path) -> dict[str, Path]:
     by_part = part_names(folders(root), f"data.root={root}")
     if by_part and "train" not in by_part:
         raise UserError(
-            f"data.root={root} has {'/, '.join(by_part.values())}/ but no train/. Move the other classes into {root / 'train'}."
+            f"data.root={root} has {'/, '.join(by_part.values())}/ but no train/. Move the training classes into {root / 'train'}."
         )
     tops = {"train": root} | {part: root / name for part, name in by_part.items()}
     # archives may nest a folder of the same name: seg_train/seg_train/<class>
@@ -225,14 +225,14 @@ def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str
     """Errors of the folders in `top`. `inside`: the number of images directly in each (key "") and in subfolders."""
     if part == "train" and len(classes) < 2:
         contents = f"only the folder {classes[0]}/" if classes else "no folders"
-        yield f"{top} has {contents}. It needs a folder of images per class, for two or more classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
+        yield f"{top} has {contents}. It needs one folder of images per class, and at least two classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
     if part != "train" and not any(images.total() for images in inside.values()):
-        yield f"{top} has no images in class folders. Sort some into {top}/<class>/, or move the folder out of data.root."
+        yield f"{top} has no images in class folders. Move some into {top}/<class>/, or move the folder out of data.root."
     for name, images in inside.items():
         if spelled(name) not in classes:
             yield f"{top / name}: train/ has no class {name}{did_you_mean(spelled(name), classes)}. Rename or remove the folder."
         elif not images.total() and part == "train" and len(classes) > 1:
-            yield f"{top / name} holds no images (files that end in {', '.join(ENDINGS)}) of its own. Remove it, or set data.root=<the folder that contains the class folders>."
+            yield f"{top / name} contains no images (files that end in {', '.join(ENDINGS)}), not counting links to listed files. Remove it, or set data.root=<the folder that contains the class folders>."
 
 
 def nested_problems(top: Path, inside: Mapping[str, Counter[str]]) -> Iterator[str]:
@@ -243,14 +243,14 @@ def nested_problems(top: Path, inside: Mapping[str, Counter[str]]) -> Iterator[s
     nested = (outer_group or all(map(str.isdigit, inside))) and all(2 * n[""] < n.total() for n in inside.values())
     are_alike = all({*+images} == {*shared} for images in inside.values())
     if len(shared) > 1 and (outer_group or not inner_group) and (nested or are_alike):  # cat/batch1 belongs to cat
-        yield f"the folders of {top} hold the same folders, {', '.join(shared[:SHOWN])}: which are the classes? Name folders of parts train/, val/ and test/, with the classes in them, or list the files in a CSV: data.csv=<file>."
+        yield f"the folders in {top} contain the same folders, {', '.join(shared[:SHOWN])}: it is unclear which are the classes. Move the class folders into train/, val/ and test/, or list the files in a CSV: data.csv=<file>."
 
 
 def from_csv(path: Path, kind: str = "class") -> Listing:
     """Lists the files of a CSV with the columns path, target and optionally split. Paths are relative to the CSV.
 
     Raises:
-        UserError: the CSV does not exist, or lines are invalid: a path leads out of its folder or has different targets
+        UserError: the CSV does not exist, or lines are invalid: a path is outside its folder or has different targets
             or splits, a target is not of its `kind`, or a split has an unknown name.
     """
     if not path.is_file():
@@ -261,7 +261,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
     def check(line: int, row: Row) -> str | None:
         file, split = Path(row["path"]), row.get("split", "train").strip()
         if not (base / file).is_relative_to(base) or ".." in file.parts:
-            return f"path={file} leads out of {path.parent}. Paths are relative to the CSV's folder."
+            return f"path={file} is outside {path.parent}. Paths are relative to the CSV's folder."
         if (part := part_of(split)) is None:
             return f"split={split} is unknown; use one of {', '.join(PARTS)}."
         target = spelled(row["target"].strip())
@@ -275,7 +275,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
     rows = read_csv(path, ("path", "target"), "path,target,split", check)
     for column in rows[0] if "split" not in rows[0] else ():
         if all(part_of(row[column]) for row in rows) and len({part_of(row[column]) for row in rows}) > 1:
-            raise UserError(f"{path}: the column {column} has names of parts. Call it split, or rename its values.")
+            raise UserError(f"{path}: the column {column} has part names. Rename it to split, or rename its values.")
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")
     return Listing(path.parent, [row["path"] for row in rows], [row["target"] for row in rows], parts)

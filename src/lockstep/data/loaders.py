@@ -41,8 +41,8 @@ def as_tensor(value: Any, name: str = "value") -> Any:
             return value
         sizes = [getattr(item, "shape", None) or (len(item) if hasattr(item, "__len__") else 1) for item in value[:4]]
         raise UserError(
-            f"the data set returns `{name}` as numbers of several shapes: the first samples have {', '.join(map(str, sizes))}. Pad them to "
-            "one shape, or return a list with a tensor for each sample, which stays a list."
+            f"the shape of `{name}` differs between samples: the first ones have {', '.join(map(str, sizes))}. Pad them to "
+            "one shape, or return a list with one tensor per sample, which stays a list."
         ) from None
     return torch.as_tensor(array) if is_numeric(array) else value.tolist() if isinstance(value, np.ndarray) else value
 
@@ -166,7 +166,7 @@ def lost(error: BaseException) -> str | None:
     # the first error in the chain names the signal
     memory = " Memory probably ran out." if "signal: Killed" in reports[-1] else ""
     return (
-        f"{reports[-1].rstrip('. ')}.{memory} Try fewer loader.num_workers, or loader.num_workers=0 to load data in the main process. A "
+        f"{reports[-1].rstrip('. ')}.{memory} Try a smaller loader.num_workers, or loader.num_workers=0 to load data in the main process. A "
         "training run continues from its last checkpoint with resume=auto."
     )
 
@@ -237,15 +237,15 @@ class FromWorkers:
             batches = iter(self.loader)
         except OSError as e:
             raise TrainingFailed(
-                f"{self.loader.num_workers} processes that load data could not be started: {e.strerror}. They need room in /dev/shm and open "
-                "files (ulimit -n). Raise these limits, or set fewer loader.num_workers, or loader.num_workers=0."
+                f"{self.loader.num_workers} loader workers could not be started: {e.strerror}. They need space in /dev/shm and open "
+                "files (ulimit -n). Raise these limits, or set a smaller loader.num_workers, or loader.num_workers=0."
             ) from None
         for batch in batches:
             if isinstance(batch, bytes) and not self.warned:
                 self.warned = True
                 log.warning(
-                    "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Enlarge it "
-                    "(docker run --shm-size=8g), or set fewer loader.num_workers.",
+                    "/dev/shm has too little free space for the batches of %s workers, which use slower pipes instead. Enlarge it "
+                    "(docker run --shm-size=8g), or set a smaller loader.num_workers.",
                     self.loader.num_workers,
                 )
             yield pickle.loads(batch) if isinstance(batch, bytes) else batch

@@ -83,7 +83,7 @@ class Walk:
                 name, is_file = entry.name, entry.is_file(follow_symlinks=False)
                 is_folder = not is_file and os.path.isdir(entry.path)  # noqa: PTH112  # false for a link to itself
                 if JUNK.match(name) if is_folder else name[0] == "." or not name.lower().endswith(endings):
-                    ending = os.path.splitext(name)[1].lower() or "without an ending"  # noqa: PTH122
+                    ending = os.path.splitext(name)[1].lower() or "without an extension"  # noqa: PTH122
                     self.left_out[f"{name}/" if is_folder else "hidden" if name[0] == "." else ending] += 1
                 elif is_file:
                     yield name
@@ -99,7 +99,7 @@ class Walk:
         if masks and masked >= MASKED * (sum(map(len, lists)) - masks):
             for names, images in zip(lists, image_of, strict=True):
                 names[:] = [name for name in names if name not in images]
-            self.left_out["masks beside images"] = masks
+            self.left_out["masks of images"] = masks
 
     def __iter__(self) -> Iterator[str]:
         return (f"{at}{os.sep}{name}" for tree in self.files.values() for at, names in tree.items() for name in names)

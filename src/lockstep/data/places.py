@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 
 # H W pixel
 
-STAY = "images of {} x {} pixels are cropped or padded (data.resize={}, data.crop_pct={:g}), and `{}` would not move with them. Let the data set return masks of the images' size, boxes and keypoints as tv_tensors, or images of data.image_size; masks cannot be padded."
+STAY = "images of {} x {} pixels are cropped or padded (data.resize={}, data.crop_pct={:g}), but `{}` would not move with them. Return masks of the images' size, boxes and keypoints as tv_tensors, or images of data.image_size. Masks cannot be padded."
 
 
 def spatial(batch: Batch, *, nested: bool = False) -> Batch:

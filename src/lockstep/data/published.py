@@ -75,7 +75,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         return np.frombuffer(content, np.uint8).reshape(shape)
     except (EOFError, OSError, ValueError, zlib.error) as e:
         raise UserError(
-            f"{path} is cut off or damaged, or cannot be read ({getattr(e, 'strerror', None) or e}). Replace it, or set data.source=download."
+            f"{path} is truncated, damaged or unreadable ({getattr(e, 'strerror', None) or e}). Replace it, or set data.source=download."
         ) from None
 
 
@@ -147,7 +147,7 @@ class Published(Images):
 
     def prepare(self) -> None:
         if self.cached and self.source == "embedded" and self.asked == "auto":
-            self.notice = f"no {self.name} in data.root={self.root}, and no mirror answers: using the EMBEDDED SUBSET of {len(self.train) + len(self.test):,} images ({len(self.train):,} to train and validate, {len(self.test):,} to test). Set data.root=<folder> for the whole set."
+            self.notice = f"no {self.name} in data.root={self.root}, and no mirror is reachable: using the EMBEDDED SUBSET of {len(self.train) + len(self.test):,} images ({len(self.train):,} for training and validation, {len(self.test):,} for testing). Set data.root=<folder> for the full data set."
 
     @cached_property
     def cached(self) -> Cached:
@@ -168,7 +168,7 @@ class Published(Images):
                 is_users_folder = root != DEFAULT_ROOT or root.is_file() or has_photos(root)
             if self.asked == "disk" or (names and is_users_folder):
                 raise UserError(
-                    f"data.root={root} {state}; it should contain {needs}. Set data.root=<folder>, or data.source=download; for images of your own, data=folder data.root={root}."
+                    f"data.root={root} {state}; it should contain {needs}. Set data.root=<folder>, or data.source=download; for your own images, set data=folder data.root={root}."
                 )
         if self.asked != "embedded":
             try:
@@ -178,7 +178,7 @@ class Published(Images):
             except OSError as e:
                 if self.asked == "download" or not self.embedded:
                     raise UserError(
-                        f"{self.name} is not in data.root={root} and could not be fetched ({e}). Set data.root=<folder> for a folder with {needs}."
+                        f"{self.name} is not in data.root={root} and could not be downloaded ({e}). Set data.root=<a folder with {needs}>."
                     ) from None
         return "embedded", self.embedded_files()
 

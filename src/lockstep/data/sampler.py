@@ -179,13 +179,13 @@ def splits(
             yield f"loader.folds={folds} is more than the {total} training {unit}. Set a smaller number."
         for part in PARTS:
             if getattr(dataset, part) is not None and not length(dataset, part):
-                yield f"the {part} part of the data has no {unit}. Add some, or choose other data."
+                yield f"the {part} part of the data has no {unit}. Add some, or use different data."
         if in_blocks and has_val:
             yield "loader.val_gap has no effect: this data has its own validation part. Remove loader.val_gap, or that part."
         if available < 1:
             names = [f"loader.val_fraction={val_fraction}"] * (not folds)
             names += [f"loader.val_gap={val_gap}"] * bool(val_gap)
-            yield f"{' with '.join(names)} leaves none of the {total} training {unit} to train with. Set a smaller number."
+            yield f"{' with '.join(names)} leaves none of the {total} training {unit} for training. Set a smaller number."
         if limit_train is not None and limit_train > max(batch_size, available):
             yield f"loader.limit_train={limit_train} is more than the {available} training {unit}. Set a smaller number, or null."
         if batch_size > count:
@@ -262,7 +262,7 @@ class EvalSampler:
         self, split: Split, *, batch: int, rank: int = 0, world: int = 1, shards: int | None = None, padded: bool = True
     ) -> None:
         if split.count < world and not padded:
-            raise ValueError(f"{split.count} samples cannot be shared by {world} processes")
+            raise ValueError(f"{split.count} samples cannot be divided among {world} processes")
         self.split, self.rank, self.world = split, rank, world
         self.parts = (shards or world) // world if padded else 1  # of a batch, per rank
         self.bounds = [*range(0, split.count, batch if padded else max(batch, world)), split.count]
@@ -296,7 +296,7 @@ def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
     """The splits of the further evaluation sets. Raises UserError if a set is empty or its name is invalid."""
     names = re.compile("(val|test)/(?!(?:raw|loss|count)$)[^/]+")
     sets = {n: length(dataset, n) if names.fullmatch(n) else 0 for n in dataset.evaluation_sets or ()}
-    problem = "is no name of a set with samples. Name it val/<name> or test/<name>, and give it some."
+    problem = "is not a valid name, or the set is empty. Name it val/<name> or test/<name>, and add samples to it."
     raise_problems(f"evaluation_sets: {name!r} {problem}" for name, count in sets.items() if not count)
     return {name: Split(total=count, first=0, count=count) for name, count in sets.items()}
 
@@ -357,5 +357,5 @@ def balanced(split: Split, part: Any, unit: str) -> Balanced:
     train_class_N = class_N[split.indices(np.arange(split.count))]
     members = tuple(np.flatnonzero(train_class_N == number) for number in np.unique(train_class_N))
     if len(members) < 2:
-        raise UserError(f"loader.balance=true has no effect: all training {unit} have one class. Remove it.")
+        raise UserError(f"loader.balance=true has no effect: all training {unit} have the same class. Remove it.")
     return Balanced(**vars(split), members=members)

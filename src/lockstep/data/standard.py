@@ -130,8 +130,8 @@ class Brought(ResumableLoader):
         """All processes call this with the digest of what they have read."""
         if self.division.world > 1 and not self.division.agree(digest):
             raise UserError(
-                f"{self.name} gives other samples in each process. Lockstep divides each batch among the processes: let it give the samples of all "
-                "of them, by torch's, NumPy's or Python's random numbers or by set_epoch, and remove what depends on the rank."
+                f"{self.name} returns different samples in each process. Lockstep divides each batch among the processes, so the samples must be the "
+                "same in all of them: use random numbers of torch, NumPy or Python, or set_epoch, and nothing that depends on the rank."
             )
 
     def close(self) -> None:
@@ -156,13 +156,13 @@ class Brought(ResumableLoader):
     def limits(self) -> Iterator[str]:
         size, parts = self.size, self.division.parts
         if size is not None and size < parts:
-            yield f"batch_size={size} is the global batch, and a step has {parts} micro-batches, of which {parts - size} stay empty. Set it to {parts} or more"
+            yield f"batch_size={size} is the global batch, but a step has {parts} micro-batches, so {parts - size} of them are empty. Set it to {parts} or more"
         elif size is not None and size % parts:
-            yield f"batch_size={size} does not divide by {parts}, so tensors of several processes have several sizes: a module cannot gather them"
+            yield f"batch_size={size} is not divisible by {parts}, so tensor sizes differ between processes and a module cannot gather them"
         if self.given.collate_fn is not default_collate:
-            yield "collate_fn gets what one process computes at once: where it pads or draws, batches differ with the number of processes"
+            yield "collate_fn receives one micro-batch of one process: if it pads or draws random numbers, batches depend on the number of processes"
         if self.given.generator is not None:
-            yield "the generator of a DataLoader is not used: its order and the random numbers of its workers follow from seed"
+            yield "the generator of the DataLoader is ignored: its order and its workers' random numbers are derived from seed"
 
 
 class Due:
@@ -235,8 +235,8 @@ class StandardLoader(Brought):
                 next(self.read_apart(share.keys))
             except Exception as e:
                 raise UserError(
-                    f"the last {len(last.batch)} samples of an evaluation must be one batch, or {division.world} processes cannot divide them, and "
-                    f"collate_fn fails: {e}. Let it pad, give the loader as many samples as can be divided, or set strategy=single."
+                    f"the last {len(last.batch)} samples of an evaluation must be one batch for {division.world} processes to divide them, but "
+                    f"collate_fn fails: {e}. Make it pad, use a number of samples that can be divided, or set strategy=single."
                 ) from e
         return count
 

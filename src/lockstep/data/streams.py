@@ -16,7 +16,7 @@ from lockstep.data.sampler import key_of
 from lockstep.data.standard import Brought, Division, Gets, StandardLoader, from_workers
 
 log = logging.getLogger("lockstep")
-AGAIN = "a resumed run reads again what it had read"
+AGAIN = "a resumed run rereads the earlier data"
 
 
 class Shares(Packs, IterableDataset[Any]):
@@ -56,8 +56,8 @@ class Shares(Packs, IterableDataset[Any]):
 class Compared(Brought):
     """A loader whose first batch is compared between processes when batches are first requested.
 
-    The result determines what each process gets. Processes with different batches end an epoch together, because they
-    would wait for a process that has no more.
+    The result determines what each process gets. Processes with different batches end an epoch together: otherwise
+    they would wait for a process that has no more batches.
     """
 
     def __init__(self, loader: Any, division: Division) -> None:
@@ -84,7 +84,7 @@ class Compared(Brought):
     def together(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             if not self.division.agree("more"):
-                log.warning("%s: another process has no more batches, so the epoch ends here", self.name)
+                log.warning("%s: one of the processes has no more batches, so the epoch ends here", self.name)
                 return
             yield batch
         self.division.agree("no more")
@@ -99,7 +99,7 @@ class StreamLoader(Compared):
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
         super().__init__(loader, division)
         self.name, self.size = type(loader.dataset).__name__, loader.batch_size
-        reads = "one worker of each process reads" if loader.num_workers else "each process reads"
+        reads = "one worker per process reads" if loader.num_workers else "each process reads"
         self.notes = [f"{self.name} is a stream: {reads} all of it, and {AGAIN}", *self.limits()]
         self.begin(division.cut)
 
@@ -111,7 +111,7 @@ class StreamLoader(Compared):
         if not same:
             self.gets, self.size = "its own", None
             self.notes = [
-                f"{self.name} is a stream of other samples in each process: its batches are not divided, and {AGAIN}"
+                f"{self.name} is a stream with different samples in each process: its batches are not divided, and {AGAIN}"
             ]
             self.begin(replace(self.division.cut, rank=0, world=1, accumulate=1))
         return not same
@@ -144,7 +144,7 @@ class LeftAlone(Compared):
 
     def __len__(self) -> int:
         if not self.equally_long:
-            raise TypeError("processes have several lengths")
+            raise TypeError("the length differs between processes")
         return len(self.given)
 
     def decide(self, same: bool) -> bool:
@@ -171,9 +171,9 @@ def around(loader: Any, division: Division) -> Brought:
     """Wraps a user's loader for the Trainer."""
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):
-        return LeftAlone(loader, division, f"{name} is no DataLoader")
+        return LeftAlone(loader, division, f"{name} is not a DataLoader")
     if type(loader).__iter__ is not DataLoader.__iter__:
-        return LeftAlone(loader, division, f"{name} has an __iter__ of its own")
+        return LeftAlone(loader, division, f"{name} overrides __iter__")
     if loader.batch_size is None and loader.batch_sampler is None:
         return LeftAlone(loader, division, f"{name} has batch_size=None")
     if isinstance(loader.dataset, IterableDataset):

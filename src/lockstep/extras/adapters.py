@@ -75,12 +75,12 @@ class Wrapped(Images):
         options = [f"data.{key}={shown(value)}" for key in defaults if (value := getattr(self, key)) != defaults[key]]
         if options and not self.holds_images:
             raise UserError(
-                f"{' and '.join(options)} {'have' if len(options) > 1 else 'has'} no effect: `input` is {self.first.dtype} of shape {self.first.shape}, not an image of bytes (uint8, CHW). Remove it."
+                f"{' and '.join(options)} {'have' if len(options) > 1 else 'has'} no effect: `input` is {self.first.dtype} of shape {self.first.shape}, not a uint8 image (CHW). Remove {'them' if len(options) > 1 else 'it'}."
             )
         if bytes_of(self.train) is None:
             self.notice = (
-                "data.train returns different samples when it is seeded alike once more: it draws from something that cannot be seeded. Batches "
-                "then depend on loader.num_workers, and a resumed run differs. Keep its generators in attributes of the data set (docs/augment.md)."
+                "data.train returns different samples for the same seed: it uses a source of randomness that cannot be seeded. Batches then depend "
+                "on loader.num_workers, and a resumed run differs. Store its generators in attributes of the data set (docs/augment.md)."
             )
 
     @property
@@ -113,7 +113,7 @@ def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
     lists = sorted({tuple(names) for child in inner if (names := class_names(child, numbers=False))})
     if len(lists) > 1:
         raise UserError(
-            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(listed, lists))}: numbers would stand for several. Give them one order."
+            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(listed, lists))}: class numbers would be ambiguous. Give them the same classes in the same order."
         )
     return [*lists[0]] if lists else max((class_names(child, numbers=numbers) for child in inner), key=len, default=[])
 
@@ -161,7 +161,7 @@ class TorchDataset(Wrapped):
             if isinstance(node, Mapping):
                 yield from problems(node, f"data.{part}", given={})
             elif part != "val":
-                yield f"data.{part} is missing; it names a Dataset, for example data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
+                yield f"data.{part} is missing. Set it to a Dataset, for example data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
 
 
 # --- torchvision data sets by name ---
@@ -172,7 +172,7 @@ SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "vali
 class Torchvision(Wrapped):
     """`torchvision.datasets.<dataset>(root, ...)` with its official splits. Without a test split, the validation split is the test set.
 
-    Raises UserError: there is no such data set, it has no test part, or it is neither on disk nor downloadable.
+    Raises UserError: there is no such data set, it has no test split, or it is neither on disk nor downloadable.
     """
 
     source = "disk"
@@ -189,9 +189,9 @@ class Torchvision(Wrapped):
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         yield from super().problems(data)
         if (name := str(data.get("dataset"))) == "???":
-            yield "data.dataset is missing; set data.dataset=<name>, one of torchvision.datasets, such as Flowers102; or data=folder for images of your own."
+            yield "data.dataset is missing. Set data.dataset=<name>, a class of torchvision.datasets such as Flowers102; for your own images, set data=folder."
         elif name not in (names := torchvision_names()):
-            yield f"data.dataset={name} is not in torchvision.datasets{did_you_mean(name, names)}. For another class, see data._target_=lockstep.extras.adapters.TorchDataset."
+            yield f"data.dataset={name} is not in torchvision.datasets{did_you_mean(name, names)}. For your own Dataset class, set data=torch."
         if data.get("source") == "embedded":
             yield "data.source=embedded: no package contains torchvision's data sets. Set data.source=auto."
 
@@ -210,9 +210,9 @@ class Torchvision(Wrapped):
             parts |= {part: self.make(dataset_class, can_download, train=part == "train") for part in ("train", "test")}
         if parts["test"] is None and parts["val"] is not None:
             parts |= {"test": parts["val"], "val": None}
-            self.notice = f"{self.dataset} has no test part: its validation part is the test set; train is divided."
+            self.notice = f"{self.dataset} has no test split: its validation split is the test set, and validation samples are taken from train."
         if parts["train"] is None or parts["test"] is None:
-            raise UserError(f"torchvision.datasets.{self.dataset} has no test part. Set data=folder, which splits.")
+            raise UserError(f"torchvision.datasets.{self.dataset} has no test split. Use data=folder, which adds one.")
         return parts
 
     def first_split(self, dataset_class: Callable[..., Any], names: Iterable[str], can_download: bool) -> Any:
@@ -233,14 +233,14 @@ class Torchvision(Wrapped):
         except (RuntimeError, OSError) as e:
             if self.asked == "disk" or not can_download or (self.asked == "auto" and has_photos(self.root)):
                 raise UserError(
-                    f"data.root={self.root} {contents(self.root)[1]}, not torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * can_download}; for images of your own, data=folder data.root={self.root}."
+                    f"data.root={self.root} {contents(self.root)[1]}, not torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * can_download}; for your own images, set data=folder data.root={self.root}."
                 ) from None
         try:
             with one_download(self.cache, self.dataset, self.root):
                 dataset = dataset_class(**kwargs, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(
-                f"{self.dataset} is not in data.root={self.root} and could not be fetched ({reason(e)}). Set data.root=<folder> for one that holds it; on a machine with a network, torchvision.datasets.{self.dataset}(<folder>, download=True) makes it."
+                f"{self.dataset} is not in data.root={self.root} and could not be downloaded ({reason(e)}). Set data.root=<folder that contains it>; to create that folder, run torchvision.datasets.{self.dataset}(<folder>, download=True) on a machine with a network."
             ) from None
         self.source = "download"
         return dataset
@@ -313,7 +313,7 @@ class HuggingFace(Wrapped):
                 saved: Any = datasets.load_from_disk(str(self.root))
             except FileNotFoundError:  # raised for any other folder
                 raise UserError(
-                    f"{where} {contents(self.root)[1]}: it is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>; for images of your own, data=folder {where}."
+                    f"{where} {contents(self.root)[1]}: it is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>; for your own images, set data=folder {where}."
                 ) from None
         by_name = saved if isinstance(saved, dict) else {"train": saved}
         names = part_names(by_name, where)
@@ -324,7 +324,7 @@ class HuggingFace(Wrapped):
         for key, column in self.columns.items():
             if column not in column_names:
                 hint = f"{did_you_mean(column, column_names)}; {where} has {', '.join(column_names)}"
-                raise UserError(f"data.{key}={column}: there is no such column{hint}.")
+                raise UserError(f"data.{key}={column}: no such column{hint}.")
         raise_problems(
             f"{where}: {self.columns['input']} has no value in row {row} of the {part} part. Remove such rows."
             for part, table in tables.items()
@@ -356,7 +356,7 @@ class HuggingFace(Wrapped):
             if value not in number:
                 raise UserError(
                     f"data.root={self.root}: {column}={value} in row {row} of the {part} part is not one of the {len(classes)} classes of train. "
-                    "Remove such rows; or remove the part, which is then taken from train."
+                    "Remove such rows; or remove the part: it is then split off from train."
                 )
         return np.array([number[value] for value in values], np.int64)
 

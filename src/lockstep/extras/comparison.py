@@ -69,17 +69,17 @@ def grown_rounding(a: Report, b: Report) -> tuple[bool, str]:
     ours, theirs = (dict(zip(*series(run).get(LOSS, Curve([], [])), strict=True)) for run in (a, b))
     rows = [(step, relative(x, theirs[step])) for step, x in ours.items() if step in theirs]
     if any(str(run.settings.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
-        return False, "in trainer.precision=32-true, rounding could be told from a real difference"
+        return False, "rerun with trainer.precision=32-true to distinguish rounding from a real difference"
     if len(rows) < FEWEST_ROWS:
-        return False, "with trainer.log_every_n_steps=1, rounding could be told from a real difference"
+        return False, "rerun with trainer.log_every_n_steps=1 to distinguish rounding from a real difference"
     (first, gap), peak = rows[0], BEGINS
     if gap > BEGINS:
-        return False, f"{LOSS} differs by {gap:.2g} at step {first} already, which is more than rounding"
+        return False, f"{LOSS} differs by {gap:.2g} already at step {first}, which is more than rounding"
     for step, gap in rows:
         if gap > LEAP * peak:
-            return False, f"{LOSS} leaps apart at step {step}, from {peak:.2g} to {gap:.2g}: this is no rounding"
+            return False, f"the difference of {LOSS} jumps at step {step}, from {peak:.2g} to {gap:.2g}: not rounding"
         peak = max(peak, gap)
-    return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {peak:.2g} later, and never leaps"
+    return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {peak:.2g} later, without jumps"
 
 
 def metric_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
@@ -126,7 +126,7 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
         differing = [key for key in tensors if gaps[key] > tolerance]
         if differing:
             worst = max(differing, key=gaps.__getitem__)
-            yield f"{part}: {len(differing)} of {len(tensors)} tensors differ, the most {worst} (by {gaps[worst]:.2g})"
+            yield f"{part}: {len(differing)} of {len(tensors)} tensors differ; the largest difference is in {worst} ({gaps[worst]:.2g})"
         for key in shared:
             if key not in gaps and not key.endswith(FORGOTTEN) and (type(a[key]), a[key]) != (type(b[key]), b[key]):
                 yield f"{part}: {key}: {a[key]} | {b[key]}"
@@ -142,7 +142,7 @@ def first_different_digest(a: Report, b: Report) -> Iterator[str]:
     for step, what, _ in different[:1]:
         names = [key[2] for key in different if key[:2] == (step, what)]
         rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield f"the runs part at step {step}, in the {what} {', '.join(names[:3])}{rest}"
+        yield f"the runs diverge at step {step}, in the {what} {', '.join(names[:3])}{rest}"
 
 
 def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str, list[str]]:

@@ -138,9 +138,9 @@ class Exported:
         if others or not calls or (len(calls) > 1 and not self.network):
             reason = f"uses {type(others[0]).__name__} besides tensors" if others else f"calls it {len(calls)} times"
             network = f"the network {self.network}".rstrip()
-            caller, hint = (self.whole, "") if self.network else (self.task, " once in the task's `outputs`,")
+            caller, hint = (self.whole, "") if self.network else (self.task, " once per batch in the task's `outputs`,")
             raise UserError(
-                f"{network} cannot be exported: {type(caller).__name__} {reason} for a batch. Call it{hint} with tensors (in dicts, lists "
+                f"{network} cannot be exported: {type(caller).__name__} {reason}. Call it{hint} with tensors (in dicts, lists "
                 "and tuples), and return tensors from it."
             )
         calls[0].is_result = result is calls[0].output
@@ -184,7 +184,7 @@ class Exported:
             return {"target": "timm.create_model", "arguments": {"model_name": name, **arguments}}
         if any(path != "model" for path, _ in nodes(model, "model")):
             raise UserError(
-                "keys of the run's `model` hold objects; only plain values are exported. Make them in the class."
+                "keys of the run's `model` contain objects; only plain values can be exported. Create the objects in the class."
             )
         params = parameters(target) or {}
         kwargs = {key: value for key, value in model.items() if key != "name" or "name" in params}
@@ -215,7 +215,7 @@ class Exported:
                 files: dict[str, Any] = {"lockstep.data": dataset, "lockstep.errors": UserError}
                 parts.copy({name: Path(inspect.getfile(file)) for name, file in files.items()}, folder / "standin")
             except (UserError, AttributeError) as e:
-                warn(f"load.py of the folder cannot read files: {e}")
+                warn(f"the exported load.py cannot read files: {e}")
                 content["reader"] = None
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
         needed = [key for key in (*NEEDED, *FRAMING) if key in task.about] if self.takes_images else task.about
@@ -282,7 +282,7 @@ class OfModule(Task):
         except Exception as e:  # it may expect any arguments
             raise UserError(
                 f"--network={self.argument}: {type(net).__name__}{'.forward' if has_forward else ''} does not run on the input of this data ({e!s:.300}), "
-                "so what the network gets is not known. Define a `forward(input)` that calls it."
+                "so the network's input is unknown. Define a `forward(input)` that calls it."
             ) from e
 
 
@@ -302,7 +302,7 @@ def network_of_module(config: RunConfig, path: Path, network: str) -> tuple[Task
     if argument not in networks:
         raise UserError(
             f"{path}: {config.task.target} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network "
-            f"that its config makes, by a `_target_`, and that it keeps under the argument's name, as self.net = net"
+            f"that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net"
             f"{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
         )
     return OfModule(argument), module, argument
@@ -316,9 +316,9 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
 
     Raises:
         UserError: the folder exists, the network cannot be exported, its files need more than torch and timm, a format is not
-            possible, or its outputs differ.
+            available, or its outputs differ.
     """
-    errors = [f"{folder} exists. Pass another folder, or remove it."] if folder.exists() else []
+    errors = [f"{folder} exists. Pass a different folder, or remove it."] if folder.exists() else []
     raise_problems([*errors, *parts.missing(formats)])
     checkpoint = read(path)
     config = config_of(checkpoint)
@@ -345,7 +345,7 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
 def samples_to_compare(config: RunConfig, about: Mapping[str, Any], files: str | None) -> tuple[DataSet, Batch]:
     """Raw samples to compare on, and the data set that prepares them. Raises UserError: they cannot be read."""
     if files is not None:
-        inputs = input_files(files, config.data, about, "remove --files: the run's own data is used")
+        inputs = input_files(files, config.data, about, "remove --files to compare on the run's own data")
         batch = Reader(inputs, seed=0)(np.arange(min(COMPARED, len(inputs))))
         readable = [index for index, problem in enumerate(batch.pop("problem")) if not problem]
         return inputs.reader, samples_at(batch, readable, len(batch["index"]))
@@ -358,7 +358,7 @@ def samples_to_compare(config: RunConfig, about: Mapping[str, Any], files: str |
         samples = samples_of(data.evaluated.test)
         return data.evaluated, Reader(samples, seed=0)(np.arange(min(COMPARED, len(samples))))
     except Exception as e:  # custom data sets may raise anything
-        raise UserError(f"the run's data, to compare with, cannot be read: {e} Pass --files <folder>.") from None
+        raise UserError(f"the run's data for the comparison cannot be read: {e} Pass --files <folder>.") from None
 
 
 # --- README.md of an exported folder, the model card: the network, its data, its metrics, how to load it ---

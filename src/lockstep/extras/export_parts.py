@@ -66,7 +66,7 @@ def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
         details = "; ".join(f"{file} imports {', '.join(sorted(names))}" for file, names in disallowed.items())
         raise UserError(
             f"{details}: the files of an exported network may import only torch, torchvision, timm, numpy and each other. "
-            "Put other code that they need into your package."
+            "Move other code that they need into your package."
         )
     return paths
 
@@ -177,7 +177,7 @@ def write_graphs(model: Model, formats: Sequence[str], folder: Path, examples: S
     flags = " ".join(f"--{name}" for name in formats)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # the exporters warn about themselves
+            warnings.simplefilter("ignore")  # the exporters emit warnings about their own code
             graph = torch.export.export(Whole(model).eval(), example, dynamic_shapes=shapes)
             if "pt2" in formats:
                 torch.export.save(graph, folder / "model.pt2")
@@ -188,7 +188,7 @@ def write_graphs(model: Model, formats: Sequence[str], folder: Path, examples: S
     except Exception as e:  # torch's tracing may raise anything
         reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise UserError(
-            f"{flags}: torch cannot export this network ({reason}). Remove {flags}, or set callbacks.exportable.formats=[]: load.py needs no graph."
+            f"{flags}: torch cannot export this network ({reason}). Remove {flags}, or set callbacks.exportable.formats=[]; load.py works without a graph."
         ) from e
     return runners
 
@@ -242,7 +242,7 @@ def compared(runners: dict[str, Run], original: Original, batch: Batch) -> dict[
                 largest[name] = max(largest[name], *differences)
                 if not largest[name] <= TOLERANCE:
                     raise UserError(
-                        f"{name} differs from the network by {largest[name]:.2g} on {count} samples in batches of {size}; at most "
-                        f"{TOLERANCE:g} is accepted. Nothing was kept."
+                        f"{name} differs from the network by {largest[name]:.2g} on {count} samples in batches of {size}; the limit is "
+                        f"{TOLERANCE:g}. Nothing was kept."
                     )
     return largest

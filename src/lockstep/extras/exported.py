@@ -122,7 +122,7 @@ class Model:
                 single = isinstance(content, dict)  # otherwise Arrays of rows or lines
                 samples = [content] if single else [sample_of(content, row) for row in range(len(content))]
                 if not samples:
-                    raise ValueError("it holds no samples")
+                    raise ValueError("it contains no samples")
             except Exception as e:  # Pillow raises nearly anything for a broken file
                 yield {"path": path, "error": self.pixels.reason(e)}, None
                 continue
@@ -177,7 +177,7 @@ def odd_shape(sample: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> s
     """Why a sample does not fit into a batch with the `expected` shapes; empty if it does."""
     shapes = shapes_of(sample)
     names = (name for name in expected if shapes.get(name) != expected[name])
-    return next((f"its {n} has the shape {shapes.get(n)}, and that of other files {expected[n]}" for n in names), "")
+    return next((f"its {n} has shape {shapes.get(n)}, but in other files {expected[n]}" for n in names), "")
 
 
 def filled(names: Any, batch: dict[str, Any]) -> Any:
@@ -269,13 +269,13 @@ def text(value: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Predicts files with the network of this folder.")
-    parser.add_argument("files", nargs="+", help="files, or folders of them")
+    parser = argparse.ArgumentParser(description="Runs this folder's network on files, and prints its predictions.")
+    parser.add_argument("files", nargs="+", help="files or folders of files")
     parser.add_argument("--csv", type=Path, help="write a table with a row for each file instead of printing")
     args = parser.parse_args()
     model = load()
     if model.reader is None:
-        parser.error("this folder was exported without a way to read files: README.md says what the network takes")
+        parser.error("this folder was exported without a file reader; README.md lists the network's inputs")
     rows = model.predict_files(model.files(args.files))
     if args.csv:
         table = list(with_saved_masks(rows, args.csv.with_name(f"{args.csv.stem}-mask")))

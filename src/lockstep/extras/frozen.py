@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class Frozen(nn.Module):
     """A network that is not trained, such as a teacher. Gradients reach its input.
 
-    It stays in evaluation mode. Its weights get no gradients and are left out of checkpoints, optimizers and communication between
+    It stays in evaluation mode. Its weights get no gradients and are excluded from checkpoints, optimizers and communication between
     processes. `network` is the network itself, for its other methods. A checkpoint has a digest of the weights, as they were when
     the network was passed here.
     """

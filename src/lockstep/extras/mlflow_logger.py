@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 from lockstep.reporting.loggers import RunEnd, flat, unreachable
 
 log = logging.getLogger("lockstep")
-STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others were ended from outside: KILLED
+STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # other runs were ended from outside: KILLED
 ID = "lockstep.id"  # the tag that identifies a run when it is resumed
 PARAMS, LONGEST = 100, 500  # parameters per request; characters per value, which every server version accepts
 

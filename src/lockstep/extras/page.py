@@ -158,7 +158,7 @@ def write_page(
 class LivePage(pl.Callback):
     """Rewrites report.html while the run trains: every EVERY_S seconds, first after a fifth of that.
 
-    Rank 0 writes, for at most 1% of the time. A short run is better off without it.
+    Rank 0 writes, for at most 1% of the time. Short runs do not need it.
     """
 
     EVERY_S, PAUSE = 10.0, 100  # PAUSE: a multiple of the time that a page takes
@@ -190,7 +190,7 @@ class LivePage(pl.Callback):
             write_page(self.folder, self.config, report, self.work, (), self.progress(trainer))
         except Exception as e:  # the page must not end the run
             logging.getLogger("lockstep").warning(
-                "report.html could not be renewed at step %s: %s", steps_done(trainer), e
+                "report.html could not be updated at step %s: %s", steps_done(trainer), e
             )
         now_s = time.monotonic()
         self.due_s = now_s + max(self.EVERY_S, self.PAUSE * (now_s - began_s))

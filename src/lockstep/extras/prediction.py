@@ -1,4 +1,4 @@
-"""The work of predict.py: each process writes its predictions as it makes them, and rank 0 merges them in input order."""
+"""The work of predict.py: each process writes its predictions as they are computed, and rank 0 merges them in input order."""
 
 import hashlib
 import heapq
@@ -57,8 +57,8 @@ def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool
         if len(value) != count or (isinstance(value, Tensor) and value.dim() > 2):
             size = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} values"
             raise UserError(
-                f"the predictions have a column `{name}` with {size} for a batch of {count}. Return one value per sample: a number, a text, "
-                "a list of them, or an image of whole numbers (HW)."
+                f"the predictions have a column `{name}` with {size} for a batch of {count}. Return one value per sample: a number, a string, "
+                "a list of either, or an integer image (HW)."
             )
         if name == WIDE and names and isinstance(value, Tensor) and value.dim() == 2:
             labels = zip(names, value.unbind(1), strict=False) if wide else ()
@@ -103,7 +103,7 @@ class Parts:
         self.reasons: list[tuple[str, str]] = []  # why the first broken files could not be read
         example = next((row for _, row in self.rows() if not row.get(ERROR)), None)
         if example is None:
-            raise UserError("no file can be read any more. Nothing was written.")
+            raise UserError("the files can no longer be read. Nothing was written.")
         self.example: Row = example
         self.masks = sorted(path.name for path in folder.iterdir() if path.is_dir())
         columns = [name for name in self.example if name not in (*FIRST, ERROR) and not name.startswith("target/")]
@@ -115,7 +115,9 @@ class Parts:
         """Index and row, in input order. Batches are split by rank, so the rows of a batch are in the order of the ranks."""
         paths = [part(self.folder, rank) for rank in range(self.world)]
         if missing := [str(path) for path in paths if not path.is_file()]:
-            raise UserError(f"{missing[0]} is missing: all machines must share the folder of output=. Set another one.")
+            raise UserError(
+                f"{missing[0]} is missing: all machines must share the folder of output=. Set a different one."
+            )
         with ExitStack() as files:
             streams = [map(json.loads, files.enter_context(path.open(encoding="utf-8"))) for path in paths]
             yield from ((index, row) for _, index, row in heapq.merge(*streams, key=lambda line: line[0]))
@@ -182,7 +184,7 @@ class Parts:
         return Sample(index, {**shown, **drawn}, image)
 
 
-# --- Writes the predictions of a process as it makes them ---
+# --- Writes the predictions of a process as they are computed ---
 
 
 class Writer(pl.Callback):
@@ -223,7 +225,9 @@ class Writer(pl.Callback):
         self.folder = trainer.strategy.broadcast(self.folder)
         digest = hashlib.sha256(self.files.name_N.tobytes()).hexdigest() if self.files else ""
         if trainer.strategy.broadcast(digest) != digest:  # the broadcast also waits for the folder
-            raise TrainingFailed("input: processes found different files: the folder changes. Pass a CSV of the files.")
+            raise TrainingFailed(
+                "input: processes listed different files, because the folder is changing. Pass a CSV of the files."
+            )
         trainer.strategy.barrier("the folder of the parts")
         self.file = part(self.folder, trainer.global_rank).open("w", encoding="utf-8")
         self.order = self.loaders.predicted(trainer)
@@ -258,7 +262,7 @@ class Writer(pl.Callback):
         except Exception as e:
             self.task = None  # it would fail for the next batch, too
             if e.args != ("target",):  # files have no target
-                warn(f"the gallery lacks pictures and curves: `describe` failed: {type(e).__name__}: {e}")
+                warn(f"the gallery lacks pictures and curves, because `describe` failed: {type(e).__name__}: {e}")
             return
         first = heapq.nsmallest(KEPT, [*self.drawn, *new], itemgetter(0))
         self.drawn = [(key, index, v if isinstance(v, str) else json.dumps(encoded(v))) for key, index, v in first]
@@ -267,7 +271,7 @@ class Writer(pl.Callback):
         """Writes masks as PNG files; returns their paths, relative to the table."""
         target = masks(self.output, name)
         if target.exists() and not self.asked.overwrite:
-            raise UserError(f"{target} exists. Set another output=, or overwrite=true.")
+            raise UserError(f"{target} exists. Set a different output=, or overwrite=true.")
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         for position, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
@@ -299,7 +303,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     if request.part:
         return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
-    hint = "pass input=test, or val or train: a part of the run's own data"
+    hint = "pass input=test, val or train (parts of the run's own data)"
     files = input_files(request.input, cfg.data, checkpoint.metadata, hint)
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")
@@ -315,7 +319,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
 
 @contextmanager
 def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
-    """Locks `output`. Raises UserError: another prediction is writing it, or has written it meanwhile."""
+    """Locks `output`. Raises UserError: another prediction is writing it, or wrote it in the meantime."""
     in_use = f"output={output}: another prediction is writing it. Set a different output=."
     with locked(output.with_name(f".{output.name}.lock"), in_use, 0):
         if output.exists() and not overwrite:

@@ -26,7 +26,7 @@ class ProgressiveResize(Checked, Callback):
     `size_increment` pixels. It depends on the step only, so it is the same on all processes and after a resume.
     """
 
-    needs: ClassVar = " It needs a network that takes images of any size."
+    needs: ClassVar = " It needs a network that accepts images of any size."
 
     initial_scale: Fraction = 0.5
     delay_fraction: Probability = 0.5
@@ -37,7 +37,7 @@ class ProgressiveResize(Checked, Callback):
         super().__post_init__()
         self.steps = math.inf
         if self.delay_fraction + self.finetune_fraction > 1:
-            raise ValueError("delay_fraction and finetune_fraction together are more than 1. Set smaller ones")
+            raise ValueError("delay_fraction + finetune_fraction is above 1. Set smaller values")
 
     def side(self, whole: int, progress: float) -> int:
         """The side of images whose full side is `whole` pixels, at `progress` (0 to 1) of the run."""
@@ -62,23 +62,23 @@ class ProgressiveResize(Checked, Callback):
     def dry_run(self, batch: Batch, steps: float) -> Batch:
         """The first batch of a run of `steps` steps. Raises UserError: the run has no end, or the batch has no images, or lists of boxes."""
         if batch["input"].dim() != 4 or spatial(batch, nested=True).keys() != spatial(batch).keys():
-            raise UserError("it resizes images and masks only. Remove it")
+            raise UserError("it resizes only images and masks. Remove it")
         if math.isinf(steps):
             raise UserError(ENDLESS)
         return self.resized(batch, 0.0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises UserError: the module gets tuples."""
+        """Raises UserError: the module receives tuples."""
         if stage == "fit" and not getattr(pl_module, "named_batches", False):
             raise UserError(
-                f"callbacks.progressive_resize resizes `input` of named batches, and {type(pl_module).__name__} gets tuples. Set named_batches = True in "
+                f"callbacks.progressive_resize needs named batches, but {type(pl_module).__name__} receives tuples. Set named_batches = True in "
                 "the class, or remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps = total_steps(trainer)
         if math.isinf(self.steps):
-            raise UserError(f"callbacks.progressive_resize: {ENDLESS}")
+            raise UserError(f"callbacks.progressive_resize: {ENDLESS}.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         batch.update(self.resized(batch, steps_done(trainer) / self.steps))

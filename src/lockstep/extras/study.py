@@ -49,9 +49,9 @@ def directions(objective: Any, monitor: str | None, mode: str) -> dict[str, str]
     modes |= {name: "max" for name in names if str(name).endswith("_per_s")}
     invalid = [name for name in names if name is None or name not in modes] if names else [None]
     raise_problems(
-        f"hydra.sweeper.objective={shown(name)}: it takes {shown(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed "
-        "(train/..._per_s). For another metric of the validation, set checkpoint.monitor=<metric> checkpoint.mode=max (or min). "
-        "Choosing by the test set would make its metrics worthless."
+        f"hydra.sweeper.objective={shown(name)} is invalid; expected {shown(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed "
+        "(train/..._per_s). For a different validation metric, set checkpoint.monitor=<metric> checkpoint.mode=max (or min). "
+        "Selecting on the test set would invalidate its metrics."
         for name in invalid
     )
     return {name: {"min": "minimize", "max": "maximize"}[modes[name]] for name in names}
@@ -75,8 +75,8 @@ def open_study(url: str, name: str, **options: Any) -> tuple[RDBStorage, optuna.
     except (SQLAlchemyError, OptunaError, ImportError, ValueError) as e:
         shown_url, _, _ = re.sub(r"(//[^/@]*:)[^/@]*@", r"\1***@", url).partition("?")
         raise UserError(
-            f"{shown_url}: this storage of sweeps cannot be used ({str(e).partition(chr(10))[0]}). Put the database back or start its "
-            "server; or type run=<another name> for a new sweep, or another hydra.sweeper.storage."
+            f"{shown_url}: this sweep storage cannot be used ({str(e).partition(chr(10))[0]}). Restore the database or start its "
+            "server; or set run=<new name> for a new sweep, or a different hydra.sweeper.storage."
         ) from None
     return storage, study
 
@@ -118,7 +118,7 @@ class StudySweeper(SweeperSteps):
 
     def sweep(self, arguments: list[str]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        in_use = f"run={self.name}: this sweep is running already. Set a different run=<name>."
+        in_use = f"run={self.name}: this sweep is already running. Set a different run=<name>."
         with locked(self.folder / ".lock", in_use, 0):
             self.search(arguments)
 
@@ -127,12 +127,14 @@ class StudySweeper(SweeperSteps):
         space, fixed, removed = self.search_space(arguments)
         fixed = {key: value for key, value in fixed.items() if key not in ("run", "resume")}
         raise_problems(
-            f"{group}={fixed[group]} has no file in configs/{group}, which best.yaml would name. Copy it there."
+            f"{group}={fixed[group]} has no file in configs/{group}, which best.yaml would refer to. Copy the file there."
             for group in RECIPES
             if group in fixed and not config_file(f"{group}/{fixed[group]}").is_file()
         )
         if not space and not self.custom_search_space_extender:
-            raise UserError("nothing to search over. Set for example 'optim.lr=tag(log,interval(1e-4,1e-2))'.")
+            raise UserError(
+                "there is nothing to search over. Set a search space, for example 'optim.lr=tag(log,interval(1e-4,1e-2))'."
+            )
         self.study = self.open(space)
         while batch := self.batch():
             overrides = [
@@ -149,7 +151,7 @@ class StudySweeper(SweeperSteps):
                         raise
         write_files(self.study, self.objectives, self.folder)
         if not any(t.state is TrialState.COMPLETE for t in self.study.trials):
-            raise RunFailed(f"no trial of {self.name} ended with a value")
+            raise RunFailed(f"no trial of {self.name} produced a value")
 
     def open(self, space: dict[str, BaseDistribution]) -> optuna.Study:
         if isinstance(self.sampler, GridSampler) or getattr(self.sampler, "func", None) is GridSampler:
@@ -167,7 +169,9 @@ class StudySweeper(SweeperSteps):
         numbers = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
         runs = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in numbers]
         if runs:
-            raise UserError(f"{self.folder} has runs of another study ({', '.join(runs[:5])}). Set another run=<name>.")
+            raise UserError(
+                f"{self.folder} has runs of a different study ({', '.join(runs[:5])}). Set a different run=<name>."
+            )
         if study.trials:
             study.sampler.reseed_rng()  # the same seed would suggest the first trials again
         return study

@@ -30,7 +30,7 @@ LISTED = 10  # files in a message
 
 
 def listed(reasons: list[tuple[str, str]], count: int) -> str:
-    """Lines that say why `count` files cannot be read. `reasons`: path and reason of the first ones."""
+    """Lines with the reasons why `count` files cannot be read. `reasons`: path and reason of the first ones."""
     rest = count - len(reasons)
     return "".join(f"\n  {inline(path)}: {inline(why)}" for path, why in reasons) + (
         f"\n  and {rest:,} more" if rest else ""
@@ -61,7 +61,9 @@ class InputFiles:
             problems.append(problem)
         else:
             if self.bug:
-                self.bug.add_note(f"{type(reader).__name__}.read has self.about only: __init__ was not called.")
+                self.bug.add_note(
+                    f"{type(reader).__name__}.read can use only self.about, because __init__ was not called."
+                )
                 raise self.bug
             reasons = [(self.name(file), why) for file, why in enumerate(problems[:LISTED])]
             raise UserError(f"none of {count:,} files can be read:{listed(reasons, count)}\nNothing was written.")
@@ -89,9 +91,9 @@ class InputFiles:
             content: Any = self.reader.read(self.base / self.name(file))
             several = isinstance(content, Arrays)
             if several and not len(content):
-                raise ValueError("it holds no samples")
+                raise ValueError("it contains no samples")
             if several and self.several is False:
-                raise ValueError(f"it holds {len(content)} samples, and the first file a single one")
+                raise ValueError(f"it contains {len(content)} samples, but the first file has only one")
         except Exception as e:  # Pillow raises nearly anything for a broken file
             self.bug = e if isinstance(e, BUGS) and of_users_code(e) else self.bug
             return Arrays(input=np.empty(0)), reason(e)
@@ -151,15 +153,15 @@ def target_check(about: Mapping[str, Any]) -> Check:
 
 
 def input_files(source: str, data: Component, about: Mapping[str, Any], hint: str) -> InputFiles:
-    """The files that `source` names, read by the class of a run's `data`. Raises UserError: it reads no files, or there are none."""
+    """The files that `source` names, read by the class of a run's `data`. Raises UserError: it cannot read files, or there are none."""
     reader: Any = target_of(data.target, "data")
     if not hasattr(reader, "for_files"):
         raise UserError(
-            f"input={source} needs a data set that describes itself, and data={data.title} has its own dataloaders: {hint}, or input=predict."
+            f"input={source} needs a data set that can read files, but data={data.title} has its own dataloaders: {hint}, or input=predict."
         )
     if reader.read is DataSet.read:
         raise UserError(
-            f"input={source}: data={data.title} reads no files. Give its class a method read(path) (docs/predict-export.md), or {hint}."
+            f"input={source}: data={data.title} cannot read files. Add a method read(path) to its class (docs/predict-export.md), or {hint}."
         )
     return InputFiles(reader.for_files(about), find_inputs(source, reader.endings, reader.unit, target_check(about)))
 

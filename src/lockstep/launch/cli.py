@@ -58,7 +58,7 @@ def main(job: Job) -> None:
     if launcher == TORCHRUN:
         # Without torchrun's agent, a new process would wait `strategy.timeout_s` for the others, and a training
         # process would keep running.
-        message = f"error: torchrun's agent (process {os.getppid()}) was ended, so its processes end too."
+        message = f"error: torchrun's agent (process {os.getppid()}) has ended, so its processes end too."
         process.end_with_parent(has_pipe=False, message=message if os.environ["LOCAL_RANK"] == "0" else "")
 
     def run_process() -> None:
@@ -100,7 +100,7 @@ def command(job: Job, argv: list[str]) -> None:
     multirun = {"-m", "--multirun"} & set(argv)
     if multirun:  # check now: Hydra writes multirun.yaml before it detects an error
         if not job.trains:
-            raise UserError(f"{job.name}.py takes one run at a time. Remove -m.")
+            raise UserError(f"{job.name}.py handles one run at a time. Remove -m.")
         # a study samples its trials, so its size is not checked
         if "hydra/sweeper" not in map(compose.key_of, overrides) and compose.jobs(overrides) > compose.MOST_JOBS:
             raise UserError(f"-m: this sweep has more than {compose.MOST_JOBS:,} jobs. Sweep over fewer values.")
@@ -132,7 +132,7 @@ def command(job: Job, argv: list[str]) -> None:
         if hydra_overrides and not any(file.is_relative_to(PACKAGE.parent) for file in files[1:]):
             reason = " ".join(str([*chain(e)][-1]).split())
             raise UserError(
-                f"{' '.join(hydra_overrides)}: Hydra cannot use this: {reason}. Remove it; --hydra-help says more."
+                f"{' '.join(hydra_overrides)}: Hydra rejected this: {reason}. Remove it, or see --hydra-help."
             ) from None
         raise
     if any(outcome):
@@ -149,11 +149,11 @@ def refused_options(argv: list[str]) -> Iterator[str]:
     for arg in argv:
         name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
         if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
-            yield f"{name} cannot be set: each command has its own config. Pass experiment=<name>, with --config-dir=<folder> for your own."
+            yield f"{name} cannot be set: each command has its own config. Pass experiment=<name>, with --config-dir=<folder> for your own configs."
         key = name.removeprefix("--").replace("-", "_")
         if name.startswith("--") and not HYDRAS.fullmatch(key):  # a dashed key, as with argparse
             replacement = advice()["keys"].get(key, f"{compose.nearest_key(key) or key}={{value}}")
-            yield f"{name}: keys have no dashes. Pass {replacement.format(value='<value>')}."
+            yield f"{name}: keys are written without dashes. Pass {replacement.format(value='<value>')}."
         if name == "debug_rank" and multirun:
             yield f"{arg}: jobs of a multirun have no terminal. Run one job, without -m."
         if name == "hydra.mode":
@@ -205,7 +205,7 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     raise_problems(launcher_problems(os.environ))
     from lockstep.launch import sweeps
 
-    raise_problems(f"{o}: sweep takes key=value alone, no options." for o in overrides if o.startswith("-"))
+    raise_problems(f"{o}: sweep accepts only key=value, no options." for o in overrides if o.startswith("-"))
     with process.restored(), process.logging_restored(), compose.callers_hydra_restored():
         job = guarded_job("train")
         sys.argv[:] = [str(job.script), "-m", *overrides]

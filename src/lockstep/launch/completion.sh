@@ -19,5 +19,5 @@ _lockstep() {
 }
 
 complete -o nospace -o default -F _lockstep lockstep python
-# uv has completions of its own, which stay: in zsh in _comps
+# Keep uv's own completions; zsh lists them in _comps
 [ -n "${_comps[uv]:-}" ] || complete -p uv 2>/dev/null | grep -q uv || complete -o nospace -o default -F _lockstep uv

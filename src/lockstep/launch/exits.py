@@ -29,7 +29,7 @@ def disk_error(error: BaseException, again: str) -> str:
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return ""
     return (
-        f"{error.filename or 'a file'} could not be written: {error.strerror}. What was saved before is still there. Free some "
+        f"{error.filename or 'a file'} could not be written: {error.strerror}. Files saved earlier are intact. Free some "
         f"space or repair the disk, then {again}."
     )
 
@@ -40,7 +40,7 @@ def lost_process(error: BaseException) -> str:
         return ""
     reason, _, _ = str(error).partition("\n")
     return (
-        f"the connection to another process is lost: {reason}. That process printed the first error; if none did, it hangs, or "
+        f"the connection to another process is lost: {reason}. That process printed the first error. If it printed none, it hangs or "
         "the network to it is down."
     )
 

@@ -41,7 +41,7 @@ def text(job: Job, argv: Sequence[str]) -> str:
     valid = [*GROUPS, *config.values]
     if unknown := [name for name in topics if name not in valid]:
         hint = did_you_mean(unknown[0], valid)
-        raise UserError(f"--help {unknown[0]}: there is no such group or key{hint}; --help shows all.")
+        raise UserError(f"--help {unknown[0]}: there is no such group or key{hint}; --help lists all of them.")
     parts = [config.topic(name) for name in topics] or [overview(job, config)]
     return "\n\n".join("\n".join(part) for part in parts)
 
@@ -68,7 +68,7 @@ class Shown:
         default = "<value>" if value == "???" else shown(value) if isinstance(value, str) else configs.typed(value)
         kind = {**KEYS, **PREDICT}.get(key)
         values = ""
-        if kind and not kind.takes.startswith("a text"):
+        if kind and not kind.takes.startswith("UTF-8 text"):
             example = "" if kind.takes.startswith("one of ") else f"; for example {kind.example}"
             values = f"[{kind.takes.removeprefix('one of ')}{example}]"
         return hanging(f"  {key}={default}", f"{self.comments.get(key, '')} {values}".strip(), INDENT)

@@ -302,7 +302,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     if code == -9:  # SIGKILL, which Windows does not have
         raise killed(settings, rank, by_kernel=kernel_kills() > kills, trains=trains)
     if code < 0:
-        raise LostProcess(f"rank {rank} was ended by {signal.Signals(-code).name}, so the others were ended too.")
+        raise LostProcess(f"rank {rank} was killed by {signal.Signals(-code).name}; the other processes ended too.")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
@@ -362,7 +362,7 @@ def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
             if e.accumulate is None or process.received:
                 raise
             before, settings = settings.batches["micro_batch"], settings.but({key: e.accumulate})
-        if (newest := newest_saved(folder)) and newest != earlier:  # an old one may be of an abandoned continuation
+        if (newest := newest_saved(folder)) and newest != earlier:  # an old one may belong to an abandoned continuation
             settings = settings.but({"resume": newest[0]})
         if not settings.cfg.resume:
             folder.discard()
@@ -397,4 +397,4 @@ def killed(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> O
             f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
         )
         advice = f"{parts}, {advice}"
-    return OutOfMemory(f"{who} was ended {by}. Try {advice}.", more if by_kernel else None)
+    return OutOfMemory(f"{who} was killed {by}. Try {advice}.", more if by_kernel else None)

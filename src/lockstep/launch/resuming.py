@@ -49,11 +49,11 @@ def changes(now: Draft, then: Draft) -> Iterator[str]:
     for key in {**new, **saved}:
         if new.get(key) != saved.get(key):
             reason = f"cannot be changed when resuming; the run has {saved.get(key)}"
-            yield f"{key}={new.get(key)} {reason}. Pass init_from=<run> for a new run."
+            yield f"{key}={new.get(key)} {reason}. Pass init_from=<run> to start a new run."
     accumulate, saved_accumulate = (draft.get("trainer.accumulate_grad_batches") for draft in (now, then))
     for key in ("trainer.limit_train_batches", "trainer.val_check_interval"):  # integers count micro-batches
         if accumulate != saved_accumulate and isinstance(now.get(key), int):
-            context = f"in a run with {key}={now.get(key)}, which counts micro-batches; there it is {saved_accumulate}"
+            context = f"in a run with {key}={now.get(key)}, which counts micro-batches; the run has {saved_accumulate}"
             yield f"trainer.accumulate_grad_batches={accumulate} cannot be changed {context}. Set trainer.accumulate_grad_batches={saved_accumulate}."
 
 
@@ -133,8 +133,8 @@ def for_training(draft: Draft, overrides: list[str]) -> Draft:
 def contradictions(draft: Draft) -> Iterator[str]:
     if draft.init_from and draft.resume not in (None, "auto"):
         yield (
-            f"resume={draft.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
-            "Pass resume=auto to start run=<name> from weights, and to continue it once it has begun."
+            f"resume={draft.resume} and init_from are mutually exclusive: continue a run, or start a new one from weights. "
+            "Pass resume=auto to start run=<name> from weights, or to continue it if it has already started."
         )
     if draft.resume == "auto" and not draft.get("trainer.enable_checkpointing"):
         yield "resume=auto has no effect with trainer.enable_checkpointing=false. Remove one of them."
@@ -167,8 +167,8 @@ def begun(settings: Settings, *, again: bool) -> Settings:
     """
     cfg = settings.cfg
     if is_first() and not again and settings.folder.has_config():
-        reason = f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists"
-        raise UserError(f"{reason}. Pass resume=auto to continue it, or another name.")
+        reason = f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} already exists"
+        raise UserError(f"{reason}. Pass resume=auto to continue it, or a different name.")
     if cfg.init_from is None:
         return settings
     checkpoint = outline(finding.tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir)).path
@@ -184,7 +184,8 @@ def resumed(draft: Draft, overrides: list[str]) -> Draft:
         if origin or report.get("status") == "done":
             reason = f"it continued {origin}" if origin else "it is done"
             raise UserError(
-                f"{folder} has no checkpoint, so resume=auto would train it from the start, although {reason}. Put its checkpoints back, or rerun the first command with a different run=<name>."
+                f"{folder} has no checkpoint, so resume=auto would train it from the start, although {reason}. Restore its checkpoints, "
+                "or rerun the first command with a different run=<name>."
             )
         if previous.has_config() and is_first():
             warn(f"{folder} has no checkpoint yet: training starts from step 0.")
@@ -208,7 +209,9 @@ def resumed(draft: Draft, overrides: list[str]) -> Draft:
     result = set_aside(result, new_overrides)
     is_restart = restarted() and continues_another(result)
     if is_first() and result.run != previous_name and has_begun(result) and not is_restart:
-        raise UserError(f"run={result.run}: {result.folder.path} is another run. Remove run, or pass another name.")
+        raise UserError(
+            f"run={result.run}: {result.folder.path} is a different run. Remove run, or pass a different name."
+        )
     raise_problems(changes(result, saved))
     return same_identity(result, previous) if result.run == previous_name else result
 
@@ -239,7 +242,7 @@ def set_aside(draft: Draft, overrides: list[str]) -> Draft:
     for key in (key for key in idle if key not in passed):
         value = draft.get(key)
         if is_first():
-            warn(f"{key}={shown(value)} of the resumed run has no effect here and is set aside")
+            warn(f"{key}={shown(value)} of the resumed run has no effect here and is ignored")
         draft = draft.but({key: False if value is True else None})
     return draft
 
@@ -266,7 +269,9 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
     path = composed.get("checkpoint")
     if (composed.run is None) == (path is None):
         script, extra = command(job), " input=<folder>" if job == "predict" else ""
-        raise UserError(f"Run {script} run=<name>{extra}, or {script} checkpoint=<path>{extra}; one of the two.")
+        raise UserError(
+            f"Pass either run or checkpoint: {script} run=<name>{extra}, or {script} checkpoint=<path>{extra}."
+        )
     if composed.run is not None:
         folder = find_run(str(composed.run), composed.runs_dir, key="run")
         checkpoint = outline(finding.checkpoint_of_report(folder.path))
@@ -302,7 +307,7 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
 def home_of(checkpoint: Path, run: str) -> str:
     """The runs_dir of the run `run` that contains this checkpoint.
 
-    For a checkpoint outside of its run folder, the checkpoint's own path, which is no folder: its config may name any
+    For a checkpoint outside of its run folder, the checkpoint's own path, which is not a folder: its config may name any
     run.
     """
     folder, name = checkpoint.resolve().parent.parent, Path(run).parts

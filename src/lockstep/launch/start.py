@@ -143,7 +143,9 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     with lock:  # before any file is changed
         if again and not cfg.resume and world.rank == 0:
             if checkpoint_if_any(folder.path):  # saved since this command checked, by a run that has ended meanwhile
-                raise UserError(f"{folder.path} has been trained meanwhile. Run the command again to continue it.")
+                raise UserError(
+                    f"{folder.path} was trained by a different command in the meantime. Rerun the command to continue it."
+                )
             folder.discard()  # the run died before its first checkpoint
         execute(job, settings, data)
     return Report(folder)
@@ -185,7 +187,9 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
         settings = settings.but({f"{'loader' if cfg.loader else 'data'}.num_workers": 0})
     if process.debug_rank is not None and world.size > 1:
         logs = folder.path / "logs"
-        print(f"rank {process.debug_rank} has the terminal; each rank also prints to {inline(logs)}", file=sys.stderr)
+        print(
+            f"rank {process.debug_rank} controls the terminal; each rank also prints to {inline(logs)}", file=sys.stderr
+        )
     in_processes = partial(local.run_processes, job.script, trains=job.trains)
     with process.noted():
         try:
@@ -251,12 +255,12 @@ def gallery_of(output: Path) -> Path:
 def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
     page = gallery_of(output)
     if output.suffix not in TABLES:
-        yield f"output={output}: its ending must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, list(TABLES))}."
+        yield f"output={output}: the file extension must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, list(TABLES))}."
     elif output.is_dir():
         yield f"output={output} is a folder. Set output={output / 'predictions.csv'}."
     elif output.exists() and not overwrite:
-        yield f"output={output} exists. Set a different file, or overwrite=true."
+        yield f"output={output} already exists. Set a different file, or overwrite=true."
     elif gallery and page.exists() and not overwrite:
-        yield f"gallery=true: {page} exists. Set a different output=, or overwrite=true."
+        yield f"gallery=true: {page} already exists. Set a different output=, or overwrite=true."
     if output.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         yield f"output={output}: Parquet needs pyarrow, which is not installed. Run uv pip install pyarrow, or set output={output.with_suffix('.csv')}."

@@ -46,7 +46,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     file = folder / "multirun.yaml"
     if not file.is_file():
         return
-    with told_if_damaged(file, "Set run=<another name>."):
+    with told_if_damaged(file, "Set run=<a different name>."):
         # Plain YAML: OmegaConf would resolve it.
         multirun = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]
         grids = [[*map(renamed_override, grid)] for grid in (multirun["overrides"]["task"], overrides)]
@@ -62,8 +62,9 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
             previous = [o for o in recorded if key_of(o) in varied]
         if None not in (previous, new) and {*previous} != {*new} and job.has_config():
             yield (
-                f"run={folder.name}: job {index} of this sweep was run with {shlex.join(previous)}, and would get {shlex.join(original.get(o, o) for o in new)}. Set a different "
-                "run=<name>. A sweep can be continued with more values at the end of its first list; the other lists stay as they are."
+                f"run={folder.name}: job {index} of this sweep ran with {shlex.join(previous)}, but would now run with "
+                f"{shlex.join(original.get(o, o) for o in new)}. Set a different run=<name>. To extend a sweep, add values only at the end of "
+                "its first list; leave the other lists unchanged."
             )
             return
 
@@ -154,10 +155,10 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
         UserError: `jobs` is invalid, or needs more GPUs than there are.
     """
     if jobs != "auto" and not (type(jobs) is int and jobs > 0):
-        raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
+        raise UserError(f"hydra.launcher.jobs={jobs} is invalid; expected auto, or a number of at least 1.")
     devices = draft.get("trainer.devices")
     if isinstance(devices, list) or "," in str(devices):
-        advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<how many per job>"
+        advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<number per job>"
         raise UserError(f"trainer.devices={devices}: {advice}.")
     limits = [draft.get(f"trainer.{key}") for key in ("accelerator", "devices", "num_nodes")]
     world = world_of(Component.of(draft.group("strategy")), *limits)
@@ -169,7 +170,7 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
         return [{"OMP_NUM_THREADS": str(max(1, available // count // per_job))}] * count
     if count * per_job > available:
         needs = f"with {per_job} GPUs per job needs {count * per_job} GPUs; this machine has {available}"
-        advice = f"Set hydra.launcher.jobs={max(1, available // per_job)}, or fewer trainer.devices"
+        advice = f"Set hydra.launcher.jobs={max(1, available // per_job)}, or a smaller trainer.devices"
         raise UserError(f"hydra.launcher.jobs={jobs} {needs}. {advice}.")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * per_job : (i + 1) * per_job])} for i in range(count)]
 

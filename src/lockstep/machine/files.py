@@ -67,7 +67,7 @@ def open_log(path: Path, mode: str = "ab", **options: Any) -> IO[Any]:
     if path.is_file() and path.stat().st_nlink > 1:
         path.unlink()
         with suppress(OSError), open_plain(path, "x") as new_log:
-            new_log.write(f"The earlier lines of {path.name} stay in its copies, which were hard links to it.\n")
+            new_log.write(f"The earlier lines of {path.name} remain in its copies, which were hard links to it.\n")
     return open_plain(path, mode, **options)
 
 
@@ -241,7 +241,7 @@ def refuse_unwritable(folder: Path, key: str) -> None:
             probe.write(bytes(PROBE_BYTES))
     except OSError as e:
         raise UserError(
-            f"{key}: {path} cannot be written: {e.strerror}. Type {key}=<a folder with room that is yours>."
+            f"{key}: {path} cannot be written: {e.strerror}. Set {key}=<a writable folder with free space>."
         ) from None
 
 
@@ -251,7 +251,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a table with a header. Missing values are empty, and values without a column are left out."""
+    """Writes a table with a header. Missing values are empty, and values without a column are omitted."""
     with replacing(path) as part, part.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()

@@ -63,7 +63,7 @@ def on_interrupt(number: int, frame: FrameType | None) -> None:
     if multiprocessing.parent_process() is not None:  # a dataloader worker: the terminal sends it SIGINT too
         return
     with contextlib.suppress(OSError):  # not print(): this handler may have interrupted one
-        os.write(2, b"\ninterrupted: the run saves after this step and ends; Ctrl-C again ends it at once\n")
+        os.write(2, b"\ninterrupted: the run saves after this step and ends; press Ctrl-C again to end it at once\n")
 
 
 def end_once(number: int, frame: FrameType | None) -> None:
@@ -337,8 +337,8 @@ def restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds Python, and NumPy and torch if they are imported, and restores their states afterwards: a data set that draws is the same in
-    every process and start, and does not change the network's first weights."""
+    """Seeds Python, and NumPy and torch if they are imported, and restores their states afterwards. A data set that draws random numbers
+    is then the same in every process and at every start, and does not change the network's initial weights."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())

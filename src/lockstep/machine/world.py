@@ -86,11 +86,11 @@ def why_no_gpu() -> str | None:
     kind, name = ("cuda", "CUDA") if asked(CUDA[0]) else ("hip", "ROCm")
     built_for, driver_version = version_of_torch(kind), asked("cuDriverGetVersion")
     if built_for == "":
-        return f"the installed torch is a build without {name}; https://pytorch.org/get-started has one with it"
+        return f"the installed torch was built without {name}; see https://pytorch.org/get-started for a build with it"
     if built_for and kind == "cuda" and driver_version // 1000 < int(built_for.partition(".")[0]):
         return (
-            f"the installed torch needs a driver for CUDA {built_for}, and this one is for {driver_version // 1000}.{driver_version % 1000 // 10}; "
-            "update the driver, or install a torch for an older CUDA"
+            f"the installed torch needs a driver for CUDA {built_for}, but this one is for {driver_version // 1000}.{driver_version % 1000 // 10}; "
+            "update the driver, or install a torch build for an older CUDA"
         )
     return None
 
@@ -191,9 +191,7 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
         reason = ": not a whole number"
     elif launcher is None:
         invalid = [name for name, value in ALONE.items() if int(env.get(name, value)) != value]
-        reason = (
-            " says that this process is one of several, but neither torchrun (TORCHELASTIC_RUN_ID) nor a step of SLURM "
-        )
+        reason = ": this process would be one of several, but neither torchrun (TORCHELASTIC_RUN_ID) nor a SLURM step "
         reason += "(SLURM_STEP_ID and SLURM_NTASKS) started it"
     elif missing:
         invalid = [name for name in required if env.get(name)]
@@ -208,8 +206,8 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
     unset = {*invalid}.union(*(names for names in LAUNCHERS.values() if {*names} & {*invalid, *missing})) & env.keys()
     assignments = ", ".join(f"{name}={env[name]}" for name in invalid)
     return [
-        f"{assignments} in the environment{reason}. If they are left over from another job, run unset {' '.join(sorted(unset))}, then the "
-        "command again."
+        f"{assignments} in the environment{reason}. If they are left over from a different job, run unset {' '.join(sorted(unset))}, then "
+        "rerun the command."
     ]
 
 

@@ -29,13 +29,13 @@ def from_timm(
     """
     path = str(Path(checkpoint_path).expanduser()) if checkpoint_path else ""
     if path and not Path(path).is_file():
-        raise UserError(f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth).")
+        raise UserError(f"model.checkpoint_path={path} does not exist. Pass a weights file (.safetensors or .pth).")
     import timm  # 1 s; not needed for basic_net
 
     if not known(name):
         similar = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4))
         raise UserError(
-            f"model.name={name} is unknown to timm. Similar: {similar or 'none'}. timm.list_models() lists all."
+            f"model.name={name} is not a timm model. Similar: {similar or 'none'}. timm.list_models() lists all."
         )
     config = timm.get_pretrained_cfg(name)
     if config is not None and config.fixed_input_size:
@@ -57,10 +57,10 @@ def from_timm(
             ) from e
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         if "weights_only" in reason:  # torch's own message recommends running the file's code
-            reason = "it holds objects that could run code, and a file of weights has only tensors"
+            reason = "it contains objects that could run code; a weights file may contain only tensors"
         raise UserError(
             f"{setting}: the weights could not be loaded ({reason}). Set model.pretrained=false to start from random "
-            "weights, or model.checkpoint_path=<file> for a local file; with model.pretrained=true, it may be for other classes."
+            "weights, or model.checkpoint_path=<file> for a local file; with model.pretrained=true, its classes may differ."
         ) from e
     return net
 

@@ -66,11 +66,11 @@ class Background:
             error, self.bug = self.bug, None
             raise error
         if time.monotonic() - self.began_s > LATE_S:
-            self.warn("does not answer")
+            self.warn("does not respond")
         try:
             self.calls.put_nowait(partial(call, *args, **kwargs))
         except queue.Full:
-            self.warn("does not keep up")
+            self.warn("cannot keep up")
 
     def work(self) -> None:
         while (call := self.calls.get()) is not None:
@@ -85,13 +85,13 @@ class Background:
                 if of_users_code(e) and not is_external:
                     self.bug = e
                 else:
-                    self.warn(f"fails with {type(e).__name__}: {e}")
+                    self.warn(f"failed with {type(e).__name__}: {e}")
             self.began_s = math.inf
 
     def warn(self, what: str) -> None:
         if not self.warned:
             self.warned = True
-            log.warning("logger.%s %s. Training goes on without it; metrics.csv has all metrics.", self.name, what)
+            log.warning("logger.%s %s. Training continues without it; metrics.csv has all metrics.", self.name, what)
 
     def finish(self, wait_s: float) -> None:
         """Waits for the queued calls, until the running call has taken `wait_s` seconds, and ends the thread."""
@@ -100,7 +100,7 @@ class Background:
             self.calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
         self.thread.join(max(0.0, end_s - time.monotonic()))
         if self.thread.is_alive():
-            self.warn("does not answer")
+            self.warn("does not respond")
         if self.bug is not None:
             log.warning("logger.%s failed", self.name, exc_info=self.bug)
 
@@ -280,7 +280,7 @@ class TensorBoard(TensorBoardLogger):
     def on_run_end(self, end: RunEnd) -> None:
         tables = [markdown(panel) for panel in end.panels if isinstance(panel, Table | Matrix)]
         if end.page:
-            self.experiment.add_text("report", "\n\n".join([f"With all panels: {end.page}", *tables]), end.step)
+            self.experiment.add_text("report", "\n\n".join([f"Full report: {end.page}", *tables]), end.step)
         self.experiment.add_text("status", f"{end.status}: {end.error}" if end.error else end.status, end.step)
         if end.status == "done":  # TensorBoard shows the first end only, and a failed run may be resumed
             self.add_row(2, {})

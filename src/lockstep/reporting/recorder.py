@@ -132,7 +132,7 @@ class Recorder:
                 self.report["restarts"] = int(previous.get("restarts") or 0) + 1
                 self.tested_before = tested(previous)
         elif folder.has_config():
-            advice = "Set resume=auto to continue it, or a different name."
+            advice = "Set resume=auto to continue it, or use a different name."
             raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
         self.restore = folder.restorer()
         self.open_log()
@@ -244,7 +244,7 @@ class Recorder:
             end_run(self.others, self.report, panels, self.folder)
         if error is None and self.work is not None:
             if not self.folder.has_config():
-                warn(f"{self.folder.config_file} was removed while the run was going on: eval.py needs it.")
+                warn(f"{self.folder.config_file} was removed during the run, but eval.py needs it.")
             show_run(self.folder, self.config, self.report, self.work)
 
     def is_saved(self) -> bool:

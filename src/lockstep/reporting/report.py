@@ -80,7 +80,7 @@ class Report(dict[str, Any]):
         try:
             import pandas as pd
         except ImportError:
-            raise UserError("frame() needs pandas: pip install pandas. `curves` has the same as lists.") from None
+            raise UserError("frame() needs pandas: pip install pandas. `curves` has the same data as lists.") from None
         return pd.DataFrame(self.run_folder.metrics())
 
     def _repr_html_(self) -> str:

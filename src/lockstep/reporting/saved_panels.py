@@ -31,8 +31,8 @@ def decoded(encoded: dict[str, Any]) -> Any:
 
 def read_panels(path: Path) -> list[Content]:
     """The panels in `path`; empty without the file. Raises UserError if it is damaged."""
-    with told_if_damaged(path, "Remove the file: report.html shows the same."):
+    with told_if_damaged(path, "Remove the file; report.html shows the same panels."):
         panels = json.loads(read_text(path), object_hook=decoded) if path.exists() else []
         if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
-            raise ValueError("it holds something else")
+            raise ValueError("it does not contain panels")
     return panels

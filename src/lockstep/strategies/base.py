@@ -209,7 +209,8 @@ class DividedBatches(Strategy):
         result = super().training_step(*args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
             raise UserError(
-                f"compile=true has no effect: a step of {type(self.lightning_module).__name__} calls none of its networks, but their methods. Call the networks, or remove compile=true."
+                f"compile=true has no effect: a step of {type(self.lightning_module).__name__} calls methods of its networks, not the networks "
+                "themselves. Call the networks, or remove compile=true."
             )
         self.compiled = frozenset()
         return result
@@ -315,7 +316,7 @@ class PortableCheckpoint(DividedBatches):
             log.warning("checkpoints omit %s: %s.", ", ".join(sorted(new)), advice)
         if rejected := self.broadcast(next(refused(checkpoint), None)):
             raise NotLoadable(
-                f"the checkpoint {path} would not load: it has {rejected}, and only tensors and plain values are loaded. Save those instead."
+                f"the checkpoint {path} could not be loaded: it has {rejected}, but only tensors and plain values can be loaded. Save those instead."
             )
 
     def named_groups(self, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:

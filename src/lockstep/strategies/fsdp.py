@@ -27,8 +27,8 @@ from lockstep.strategies.sharded_module import WHOLE, Root, shard_module
 from lockstep.training.arithmetic import StepArithmetic
 
 OUT_OF_BLOCK = (
-    "A step uses parameters of a block without calling the block, whose forward gathers them, or parameters that are no block's outside of a "
-    f"step or after a backward. {WHOLE}"
+    "A step uses parameters of a block without calling the block, whose forward gathers them. Or code outside of a step, or after a backward, "
+    f"uses parameters that belong to no block. {WHOLE}"
 )
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 

@@ -38,7 +38,7 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     global group
     if dist.is_initialized():
         if group is not dist.group.WORLD:  # not by an earlier fit of this process
-            raise UserError("torch.distributed is initialised already. Remove init_process_group: Lockstep calls it.")
+            raise UserError("torch.distributed is already initialised. Remove init_process_group: Lockstep calls it.")
         return
     device = strategy.root_device
     strategy.accelerator.setup_device(device)
@@ -56,7 +56,9 @@ def meet(strategy: Any, timeout: timedelta) -> None:
             environment.main_address, environment.main_port, size, timeout=timeout, wait_for_workers=False, **options
         )
         process.store = dist.PrefixStore(attempt(store, rank, size, address, timeout), store)
-    with connecting(limit_s, f"rank {rank} of {size} met the others at {address} and lost them while they connected"):
+    with connecting(
+        limit_s, f"rank {rank} of {size} reached the other ranks at {address} but lost them while connecting"
+    ):
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             store=process.store,
@@ -77,7 +79,7 @@ def connecting(limit_s: float, failure: str) -> Iterator[None]:
     """
 
     def end() -> None:
-        print(readable(f"error: {failure}: no answer"), file=sys.stderr, flush=True)
+        print(readable(f"error: {failure}: no response"), file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(limit_s, end)
@@ -103,8 +105,8 @@ def attempt(store: Any, rank: int, size: int, address: str, timeout: timedelta) 
     if missing := json.loads(store.get(f"{name}/missing")):
         ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         raise NoRendezvous(
-            f"{ranks} of {size} did not come to {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
-            "processes, with the same address and port.",
+            f"{ranks} of {size} did not join at {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
+            "processes with the same address and port.",
             alike=True,
         )
     return name

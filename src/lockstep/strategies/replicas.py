@@ -69,7 +69,7 @@ class DataParallel(SingleDevice):
         """The devices, as the first lines of a run show them."""
         if len(self.gpus) > 1:
             return f"1 process on {len(self.gpus)} GPUs"
-        return f"ONE device ({self.root_device.type}): there are no two GPUs to split batches over"
+        return f"ONE device ({self.root_device.type}): splitting batches needs at least two GPUs"
 
     def parallelize(self, net: nn.Module) -> nn.Module:
         devices: list[Any] = self.gpus
@@ -79,7 +79,7 @@ class DataParallel(SingleDevice):
 # --- One process per device; torch's DistributedDataParallel averages gradients ---
 
 UNUSED = (
-    "Some parameters had no part in the loss of the last step, and DDP waits for the gradients of all. If that is intended, set "
+    "Some parameters did not contribute to the loss of the last step, but DDP waits for all gradients. If that is intended, set "
     "strategy.find_unused_parameters=true."
 )
 

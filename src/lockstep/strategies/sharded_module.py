@@ -28,7 +28,7 @@ from lockstep.compat.torch import gather_after_writes, whole_values
 from lockstep.errors import UserError
 from lockstep.training.arithmetic import StepArithmetic, clip_by_norm
 
-WHOLE = "Set strategy.blocks=[] to gather all parameters for the whole step, or strategy=ddp."
+WHOLE = "Set strategy.blocks=[] to gather all parameters for the whole step, or set strategy=ddp."
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 dist: Any = torch.distributed
 
@@ -85,7 +85,7 @@ class Gathered:
         """Writes the values to the shard. Always, because a write such as `p.data.mul_(2)` cannot be detected."""
         if getattr(self.owner, self.name) is not self.parameter:
             raise UserError(
-                f"a step replaces the parameter {self.name} of {type(self.owner).__name__}, which shards do not allow. Write into it, or set strategy=ddp."
+                f"a step replaces the parameter {self.name} of {type(self.owner).__name__}, which sharding does not support. Write to it, or set strategy=ddp."
             )
         if self.parameter.data_ptr() != self.data.data_ptr():  # a different tensor was assigned
             self.data.copy_(self.parameter.data)
@@ -183,7 +183,7 @@ class Root:
     def require_backward(self, _: Tensor) -> None:
         if not self.in_backward:
             raise UserError(
-                f"a step of {self.title} calls backward() of a tensor, which reduces no gradients of shards. Call self.manual_backward(loss) instead."
+                f"a step of {self.title} calls backward() on a tensor, which does not reduce the gradients of shards. Call self.manual_backward(loss) instead."
             )
 
     @contextmanager
@@ -227,7 +227,7 @@ class Root:
         """Raises UserError if the optimizer has other parameters, whose updates would have no effect."""
         if not all(id(p) in self.shards for group in optimizer.param_groups for p in group["params"]):
             raise UserError(
-                f"an optimizer of {self.title} has parameters from before they were sharded, or from within a step. Give it those of the module in "
+                f"an optimizer of {self.title} has parameters from before sharding, or from within a step. Pass it the module's parameters in "
                 "configure_optimizers, or set strategy=ddp."
             )
 
@@ -328,7 +328,7 @@ def refuse_gradients_of_gradients(block: nn.Module, _: Any, output: Any) -> None
         if torch.is_grad_enabled():  # in a backward: create_graph=True
             name = type(block).__name__.removeprefix("FSDP")
             raise UserError(
-                f"a step computes gradients of gradients through the block {name}, which shards do not allow. {WHOLE}"
+                f"a step computes gradients of gradients through the block {name}, which sharding does not support. {WHOLE}"
             )
 
     apply_to_collection(output, Tensor, lambda tensor: tensor.requires_grad and tensor.register_hook(reject))

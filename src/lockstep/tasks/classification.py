@@ -27,8 +27,8 @@ class Classification(Task):
     """
 
     needs = ("classes",)
-    expects = Targets("one class number", dims=0, hint="; argmax gives that of a one-hot row")
-    titles: ClassVar = {"loss": ("Loss", "cross-entropy"), "acc": ("Accuracy", "share of samples")}
+    expects = Targets("one class number", dims=0, hint="; for one-hot rows, use argmax")
+    titles: ClassVar = {"loss": ("Loss", "cross-entropy"), "acc": ("Accuracy", "fraction of samples")}
     activation = "softmax"
     class_weights_K: Tensor | None
 
@@ -132,10 +132,10 @@ def balanced(counts: Sequence[int] | None, classes: Sequence[str]) -> list[float
     """
     if counts is None:
         raise UserError(
-            "task.class_weights=balanced needs the classes of the training samples, and this data does not hold them as one array. Give numbers."
+            "task.class_weights=balanced needs the classes of the training samples, but this data does not store them as one array. Set numbers instead."
         )
     if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
         raise UserError(
-            f"task.class_weights=balanced: no training sample is of class {', '.join(empty)}. Give numbers, or add some."
+            f"task.class_weights=balanced: there are no training samples of class {', '.join(empty)}. Add some, or set numbers instead."
         )
     return [sum(counts) / (len(counts) * count) for count in counts]

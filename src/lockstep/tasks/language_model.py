@@ -24,12 +24,12 @@ class LanguageModel(Task):
 
     needs = ("vocabulary", "sequence_length")
     names = "vocabulary"
-    expects = Targets("a token number for each place", dims=1, ignored=-100)
+    expects = Targets("a token number for each position", dims=1, ignored=-100)
     activation = "next_token"
     titles: ClassVar = {
-        "loss": ("Loss", "cross-entropy of a token"),
+        "loss": ("Loss", "cross-entropy per token"),
         "perplexity": ("Perplexity", "exp(loss)"),
-        "acc": ("Accuracy", "share of tokens"),
+        "acc": ("Accuracy", "fraction of tokens"),
     }
 
     def __init__(self, *, ignore_index: int = -100) -> None:
@@ -107,7 +107,7 @@ class ByPosition(Panel):
 
     def contents(self) -> Sequence[Content]:
         points = [(float(position), loss / n) for position, (loss, n) in enumerate(self.sums_2T.T.tolist(), 1) if n]
-        return [Lines("Loss by position", "place in the sequence", "mean loss of a token", {"loss": points})]
+        return [Lines("Loss by position", "position in the sequence", "mean loss per token", {"loss": points})]
 
 
 class TokenMean(Metric):

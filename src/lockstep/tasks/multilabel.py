@@ -25,7 +25,7 @@ class Multilabel(Task):
     titles: ClassVar = {
         "loss": ("Loss", "binary cross-entropy"),
         "f1": ("F1", "mean over labels that occur or are predicted"),
-        "acc": ("Accuracy", "share of labels"),
+        "acc": ("Accuracy", "fraction of labels"),
     }
     activation = "sigmoid"
     pos_weight_L: Tensor | None

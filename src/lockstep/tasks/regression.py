@@ -61,7 +61,7 @@ class Regression(Task):
         return [
             ("Loss", "loss", ("train/loss", "val/loss")),
             ("Error", "in units of the targets", ("val/rmse", "val/mae")),
-            ("R²", "explained share of the variance", ("val/r2",)),
+            ("R²", "explained fraction of the variance", ("val/r2",)),
         ]
 
     def test_panels(self) -> dict[str, Panel]:
@@ -135,7 +135,7 @@ class Residuals(Kept):
     def contents(self) -> Sequence[Content]:
         pairs = [value for _, value in self.found()]
         pairs_N2T = torch.stack(pairs) if pairs else self.value_N[:0]
-        note = "" if self.count <= SAMPLES else f"A fixed random sample of {SAMPLES:,} of {self.count:,}."
+        note = "" if self.count <= SAMPLES else f"A fixed random sample of {SAMPLES:,} out of {self.count:,}."
         return [item for index in range(min(TARGETS, len(self.names))) for item in self.of(index, pairs_N2T, note)]
 
     def of(self, index: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:

@@ -28,7 +28,7 @@ class Segmentation(Task):
     titles: ClassVar = {
         "loss": ("Loss", "cross-entropy"),
         "iou": ("Intersection over union", "mean over classes"),
-        "acc": ("Accuracy", "share of pixels"),
+        "acc": ("Accuracy", "fraction of pixels"),
     }
     expects = Targets("a class number for each pixel", dims=2, ignored=255)
     activation = "softmax"

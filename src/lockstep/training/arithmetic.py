@@ -113,7 +113,7 @@ class StepArithmetic:
         return (total + squared_norm(unsharded) if shards and unsharded else total).sqrt()
 
     def key_of(self, accumulate: int, world: int) -> str | None:
-        """The setting that gives each process `accumulate` micro-batches per step; None if that is not possible."""
+        """The setting that gives each process `accumulate` micro-batches per step; None if no setting does."""
         return f"trainer.accumulate_grad_batches={accumulate}"
 
     def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:
@@ -180,7 +180,7 @@ class LogicalRanks(StepArithmetic):
         trainer, buffers = module.trainer, list(module.buffers())
         self.rank, self.part = micro_batch_index(trainer, batch_idx), batch_idx % trainer.accumulate_grad_batches
         if self.part == 0:
-            assert not self.first, "the micro-batches before this one are no whole step"
+            assert not self.first, "the micro-batches before this one are not a whole step"
             self.before, self.losses = [buffer.clone() for buffer in buffers], {}
             return
         for buffer, saved in zip(buffers, self.before, strict=True):
@@ -264,8 +264,8 @@ class LogicalRanks(StepArithmetic):
         parameters = inspect.signature(make).parameters
         if sharding and "fused" not in parameters:  # torch has fused kernels for element-wise optimizers
             raise UserError(
-                f"optim: {name} is not known to work element by element, so exact.logical_ranks={self.count} is not possible "
-                f"with strategy={sharding}. Name a different optimizer, or set strategy=ddp."
+                f"optim: {name} may not work element by element, so exact.logical_ranks={self.count} is not supported "
+                f"with strategy={sharding}. Choose a different optimizer, or set strategy=ddp."
             )
         # foreach=False: the first step is not fused, and this makes it compute element by element
         return partial(make, foreach=False) if "foreach" in parameters else make
@@ -327,7 +327,7 @@ class TreeReduction:
 
     def total(self) -> list[Tensor]:
         """The sum of all lists. Their number must be a power of two. The next `add` starts a new sum."""
-        assert len(self.sums) == 1, "the number of lists is no power of two"
+        assert len(self.sums) == 1, "the number of lists is not a power of two"
         self.count = 0
         return self.sums.pop()
 

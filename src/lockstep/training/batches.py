@@ -1,4 +1,4 @@
-"""The batches of a run: those of a user's dataloaders, or those that Lockstep makes from a data set."""
+"""The batches of a run, from a user's dataloaders or created by Lockstep from a data set."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, wraps
@@ -21,8 +21,8 @@ from lockstep.errors import UserError
 from lockstep.training.arithmetic import micro_batch_index
 
 HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader")
-SEVERAL = "a step of several loaders has the mean of their weights: it is one process's step where their batches divide evenly"
-# Lightning's stage in which a module makes the data of a part.
+SEVERAL = "with several loaders, a step uses the mean of their weights; it equals the step of one process if their batches divide evenly"
+# Lightning's stage in which a module creates the data of a part.
 STAGE_OF = {
     "train": TrainerFn.FITTING,
     "val": TrainerFn.FITTING,
@@ -49,7 +49,7 @@ class Loaders:
     def facts(self) -> dict[str, Any]:
         """What the report shows about the data."""
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
-        return {"unit": "samples", "data/source": "own dataloaders", **unknown}
+        return {"unit": "samples", "data/source": "custom dataloaders", **unknown}
 
     @property
     def training(self) -> list[Brought]:
@@ -101,7 +101,7 @@ class Loaders:
         """Predicts on one part of the data: uses that part's dataloader, and calls `setup` with that part's stage."""
         if gallery:
             raise UserError(
-                f"gallery=true needs a data set that describes itself, and {type(self.holder).__name__} has its own dataloaders. Remove it."
+                f"gallery=true needs a data set that describes itself, but {type(self.holder).__name__} has its own dataloaders. Remove gallery=true."
             )
         hook, stage = f"{part}_dataloader", STAGE_OF[str(part)]
         if not self.provides(hook):
@@ -123,9 +123,12 @@ class Loaders:
         """The samples of each prediction batch: their indices in the data, or their positions."""
         loaders = standard(trainer.predict_dataloaders)
         if len(loaders) != 1 or loaders[0].gets != "a share":
-            name, why = loaders[0].name, "several dataloaders" if len(loaders) > 1 else "batches that cannot be divided"
+            name, why = (
+                loaders[0].name,
+                "is one of several dataloaders" if len(loaders) > 1 else "has batches that cannot be divided",
+            )
             raise UserError(
-                f"input: {name} gives {why}. Let the hook return one DataLoader, or call lockstep.load_model and predict in your own loop."
+                f"input: {name} {why}. Return one DataLoader from the hook, or call lockstep.load_model and predict in your own loop."
             )
         for batch_idx in count():
             record = loaders[0].told[batch_idx]
@@ -202,6 +205,6 @@ def draw_apart(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) 
 
 
 def key_of_loader(trainer: pl.Trainer, hook: str) -> tuple[str, int, int]:
-    """The random key of a loader, with the epoch in which the loader is made if it is made several times."""
+    """The random key of a loader, with the epoch in which the loader is created if it is created several times."""
     interval, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
     return hook, trainer.strategy.seed, epoch // interval * interval if interval else 0  # type: ignore[attr-defined]

@@ -49,8 +49,8 @@ class MicroBatch:
             self.calls[key] = self.calls.get(key, -1) + 1
         elif self.calls.get(key):
             raise UserError(
-                f"activation checkpointing cannot repeat the masks of {layer}, which a step calls {self.calls[key] + 1} times. Give each "
-                "call a layer of its own, or leave these activations out of checkpointing."
+                f"activation checkpointing cannot repeat the masks of {layer}, which a step calls {self.calls[key] + 1} times. Use a "
+                "separate layer for each call, or exclude these activations from checkpointing."
             )
         return self.calls.get(key, 0)
 

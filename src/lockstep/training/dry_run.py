@@ -1,6 +1,6 @@
-"""Tries a training step and an evaluation on copies before the run's directory is made.
+"""Tries a training step and an evaluation on copies before the run folder is created.
 
-Parts that do not fit together thus leave no trace. The dry run uses two samples on the run's device. A network too
+Parts that do not fit together therefore leave no trace. The dry run uses two samples on the run's device. A network too
 large to copy runs on the meta device, which has shapes but no numbers. The dry run also counts the step's operations
 and determines whether the result depends on the number of processes (invariance.py).
 """
@@ -209,19 +209,21 @@ class DryRun:
             return verdict
         if self.compiled and draws is not False and not exact:
             return invariance.DIFFERS.format(
-                "a compiled network draws random numbers of each process's own. Remove compile=true"
+                "a compiled network draws separate random numbers in each process. Remove compile=true"
             )
         if not self.is_small:
-            return invariance.UNKNOWN.format(f"it has more than {LARGEST:,} parameters, and no copy of it was tried")
+            return invariance.UNKNOWN.format(f"the network has more than {LARGEST:,} parameters and was not tested")
         try:
             division, count = self.divisions()
         except Exception as e:
-            return invariance.UNKNOWN.format(f"its forward could not be tried: {' '.join(str(e).split())}")
+            return invariance.UNKNOWN.format(f"the forward pass could not be tested: {' '.join(str(e).split())}")
         if division.step:
             return invariance.DIFFERS.format(division.step)
-        sample_note = "" if self.shipped else f"; tried with {count} training samples"
+        sample_note = "" if self.shipped else f"; tested with {count} training samples"
         metrics = (
-            f". Metrics of an evaluation differ with it, because {division.evaluation}" if division.evaluation else ""
+            f". Evaluation metrics depend on the number of processes, because {division.evaluation}"
+            if division.evaluation
+            else ""
         )
         return verdict + sample_note + metrics
 
@@ -251,7 +253,7 @@ class DryRun:
                         shapes.setdefault(name, set()).add(value.shape)
         if padded := [name for name, sizes in shapes.items() if len(sizes) > 1]:
             raise UserError(
-                f"task={self.titles['task']} compares the samples of all processes (between_samples), but this data pads each batch by itself: "
+                f"task={self.titles['task']} compares the samples of all processes (between_samples), but this data pads each batch separately: "
                 f"`{padded[0]}` has several shapes. Pad to a fixed length in `__getitem__`, or train in one process."
             )
 

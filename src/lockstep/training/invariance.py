@@ -4,7 +4,7 @@ Training samples are read and computed as one batch and as two halves, as one pr
 with the dropout masks of training, twice. Losses, gradients and buffers must agree, and no other random numbers may be
 drawn. Whatever violates this is reported with its file and line. A logical rank is computed whole and with its own
 seeds: it must give the same result when it is repeated. Not detected: effects that start later in training, or that
-need samples, labels or batch sizes that were not tried.
+need samples, labels or batch sizes that were not tested.
 """
 
 # B batch
@@ -35,16 +35,16 @@ MOVED = 0.01  # scale of the parameter changes between steps
 # and BYTES of the tensors that pass between modules.
 COUNT, FIRST, MOST = 4, 16, 64
 SECONDS, BYTES = 1.0, 2**28
-DOUBLE = 50_000_000  # most parameters of a network that is tried in double precision, where rounding flips no ReLU
+DOUBLE = 50_000_000  # most parameters of a network that is tested in double precision, where rounding flips no ReLU
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-SAME_BITS = "same bits on any number of processes"
+SAME_BITS = "bit-identical on any number of processes"
 ROUNDING = "the same on any number of processes, up to rounding"
 # Training amplifies rounding errors. BasicNet (AdamW) in one process and under ddp in two processes: a difference of
 # 1e-2 after 10 steps in bf16-mixed and of 7e-2 after 56; in 32-true, 6e-7 and 8e-5.
-IN_HALF = " (each number to {error:.0e} in {precision}, 6e-08 in 32-true; training amplifies it)"
-DIFFERS = "differs with the number of processes, because {}"
-UNKNOWN = "may differ with the number of processes, because {}"
+IN_HALF = " (relative error per number: {error:.0e} in {precision}, 6e-08 in 32-true; training amplifies it)"
+DIFFERS = "depends on the number of processes, because {}"
+UNKNOWN = "may depend on the number of processes, because {}"
 OR_EXACT = ", or set exact.logical_ranks=8"
 # Relative to the largest number of a tensor. In single precision, rounding is at 1e-6 and a different mask at 1.
 # Keys: whether the tensor has double precision. Parts of such a network may still compute in single precision.
@@ -249,7 +249,7 @@ def why_differ(whole: Computed, *parts: Computed, as_stored: bool = True) -> str
         types = [[type(record.source) for record in computed.passed] for computed in (whole, *parts)]
         pairs = zip(passed, *others, strict=False) if as_stored and types.count(types[0]) == len(types) else ()
         index = next((index for index, (tree, *other_trees) in enumerate(pairs) if differ(tree, other_trees)), -1)
-        return f"what {named(whole.passed[index])} computes for a sample"
+        return f"the result of {named(whole.passed[index])} for a sample"
     if largest(result) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
         return f"the gradient of a sample in {named(whole.passed[0])} or its loss"
     return ""
@@ -269,7 +269,7 @@ def not_repeated(both: nn.Module, whole: Batch) -> str:
         for buffer, initial in zip(process.both.buffers(), both.buffers(), strict=True):
             buffer.copy_(initial)
     source = why_differ(first, process(whole))  # nothing seeds its own generator or resets its own state
-    return f"{source} depends on a generator of its own, or on a state kept from batch to batch" if source else ""
+    return f"{source} depends on its own random generator, or on state kept between batches" if source else ""
 
 
 def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exact: bool = False) -> Division:
@@ -280,7 +280,7 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
     `exact`: samples are divided among logical ranks, regardless of which process computes them.
 
     Raises:
-        Exception: from the user's classes, or because the comparison is not possible.
+        Exception: from the user's classes, or because the comparison cannot run.
     """
     both = nn.ModuleList([net, task]).train()
     for module in both.modules():
@@ -311,7 +311,9 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
     affected = [key for key, x in first.buffers.items() if any(differ(x, [part.buffers.get(key)]) for part in parts)]
     if affected:
         buffer = affected[0].partition(".")[2]  # without the prefix of the network or the task
-        return Division(f"the buffer {buffer} is written from the samples of each process. Set exact.logical_ranks=8")
+        return Division(
+            f"the buffer {buffer} is updated from the samples of each process separately. Set exact.logical_ranks=8"
+        )
     dependence = f"{{}} depends on the other samples of its process{'' if as_stored else ', such as their padding'}"
     if difference:
         if reason := not_repeated(both, steps[0][0]):
@@ -330,6 +332,6 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
     nbytes = sum(tensor.nbytes for tensor in tensors([passed.tree for passed in first.passed]))
     evaluation, *parts = all_computed(processes, steps[-1])
     if drawing := evaluation.drawing:
-        return Division("", f"{drawing} draws random numbers in it", nbytes)
+        return Division("", f"{drawing} draws random numbers during evaluation", nbytes)
     source = why_differ(evaluation, *parts, as_stored=as_stored)
     return Division("", source and dependence.format(source), nbytes)

@@ -75,8 +75,8 @@ def first_rows(output: Tree, count: int, size: int) -> Tree:
         # Ambiguous: a tensor for each sample, or B outputs such as feature levels.
         if 0 < count < size and isinstance(value, list) and all(has_rows(item, size) for item in value):
             raise UserError(
-                f"the network returns {name}, a list of {size} tensors with {size} rows each, for a batch of {size}: it holds a tensor for each "
-                f"sample, or {size} outputs. Return a tuple of several outputs, or a dict for each sample."
+                f"the network returns {name}, a list of {size} tensors with {size} rows each, for a batch of {size}: it could hold one tensor "
+                f"per sample, or {size} outputs. Return a tuple for several outputs, or a dict for each sample."
             )
         return value[:count]
 
@@ -84,8 +84,8 @@ def first_rows(output: Tree, count: int, size: int) -> Tree:
         if value is not None:
             description = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
             raise UserError(
-                f"the network returns {name} of {description} for a batch of {size}. The first dimension of every tensor must be the sample, {size} here, "
-                "and a list must have an item per sample, so fillers can be removed. Return something else, or choose what to return in the "
+                f"the network returns {name} of {description} for a batch of {size}. The first dimension of every tensor must be the batch, {size} here, "
+                "and a list must have one item per sample, so that fillers can be removed. Change the network, or select what to return in the "
                 "task's `outputs`."
             )
 
@@ -141,10 +141,10 @@ def one_per_sample(value_B: Any, task: "Task", batch: Batch, method: str = "loss
     if isinstance(value_B, Tensor) and value_B.shape == (count,):
         return value_B
     description = f"shape {tuple(value_B.shape)}" if isinstance(value_B, Tensor) else f"type {type(value_B).__name__}"
-    advice = "Compute it with reduction='none', then average each sample's own elements: loss.flatten(1).mean(1)."
+    advice = "Compute it with reduction='none', then average the elements of each sample: loss.flatten(1).mean(1)."
     raise UserError(
         f"task={type(task).__name__}: `{method}` returns {description} for {count} samples; expected one number per sample, shape ({count},). "
-        f"{advice if method == 'loss' else 'Return None if all samples count alike.'}"
+        f"{advice if method == 'loss' else 'Return None if all samples have equal weight.'}"
     )
 
 
@@ -209,7 +209,7 @@ def whole_batch(task: "Task", output: Any, batch: Batch) -> tuple[Any, Batch]:
         description = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} items"
         raise UserError(
             f"{type(task).__name__}.between_samples gathers tensors with a row per sample, but {name} has {description} in a batch "
-            f"of {size_B}. Return tensors of {size_B} rows from `outputs`, several in a tuple; expand what all samples share."
+            f"of {size_B}. Return tensors of {size_B} rows from `outputs` (several in a tuple), and expand values that all samples share."
         )
 
     batch = dict(batch)
@@ -261,7 +261,7 @@ class Targets:
         """The index of the first sample with an invalid target, and a description of that target."""
         high = names - 1 if self.most is None else self.most
         limits = (f" from 0 to {high}" if self.whole else "") + ("" if self.ignored is None else f", or {self.ignored}")
-        expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}; for other targets, set task=<another one>."
+        expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}; for different targets, set a different task."
         if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in "biuf":
             return 0, f"{target_N.dtype} of shape {target_N.shape[1:]}; {expected}"
         rows = max(1, AT_ONCE * len(target_N) // max(1, target_N.size))  # masks may be too large for memory
@@ -280,7 +280,7 @@ def validated_columns(columns: Mapping[str, Any], *, targets: bool = False) -> d
     reserved = [name for name in columns if name in RESERVED or name.startswith("target/")]
     if reserved := [name for name in reserved if not targets or name.partition("/")[0] != "target"]:
         raise UserError(
-            f"the predictions have a column {reserved[0]}, which Lockstep's tables of predictions have themselves. Reserved are "
+            f"the predictions have a column {reserved[0]}, a name that Lockstep uses in tables of predictions. Reserved names: "
             f"{', '.join(RESERVED)} and target/... Rename the column."
         )
     return dict(columns)
@@ -297,8 +297,8 @@ def validate_outputs(output: Tensor, *shape: int) -> None:
     """Raises UserError if a network's output has a different shape."""
     if output.shape != shape:
         raise UserError(
-            f"the network gives {tuple(output.shape)}, but the task and the data need {shape}. Choose a different model, or give "
-            "it the number of outputs that the data needs."
+            f"the network returns shape {tuple(output.shape)}, but the task and the data need {shape}. Choose a different model, or set "
+            "its number of outputs to what the data needs."
         )
 
 
@@ -308,7 +308,7 @@ def loss_factors(task: "Task", name: str, factors: Sequence[float] | None) -> Te
         return None
     if len(factors) != len(task.value_names):
         raise UserError(
-            f"task.{name} has {len(factors)} numbers; the data has {len(task.value_names)} {task.names}. Give one for each."
+            f"task.{name} has {len(factors)} numbers; the data has {len(task.value_names)} {task.names}. Set one number for each."
         )
     return torch.tensor(factors, dtype=torch.float32)
 

@@ -66,8 +66,8 @@ def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
         return {metric: v for key, entry in value.items() for metric, v in named(f"{name}/{key}", entry, names).items()}
     if not isinstance(value, Tensor | int | float):
         raise UserError(
-            f"the metric {name} computes a {type(value).__name__}, which cannot be logged; expected a number, a tensor, or a dict of these. "
-            "Name a different metric, or subclass it with a `compute` that returns one of these."
+            f"the metric {name} returns a {type(value).__name__}, which cannot be logged; expected a number, a tensor, or a dict of these. "
+            "Choose a different metric, or subclass it with a `compute` that returns one of these."
         )
     values = torch.as_tensor(value).float().flatten()
     if len(values) == 1:
@@ -106,7 +106,7 @@ class TestPanels:
             yield
         except Exception as e:
             self.failed.add(name)
-            log.warning("the report lacks the panel %s, which failed: %s: %s", name, type(e).__name__, e, exc_info=e)
+            log.warning("the report omits the panel %s, which failed: %s: %s", name, type(e).__name__, e, exc_info=e)
 
     def update(self, output: Any, batch: Batch, loss_B: Tensor, batch_idx: int) -> None:
         self.worst.update(output, batch, loss_B)
@@ -129,8 +129,8 @@ class TestPanels:
             random = {}
         samples = self.samples(worst | random)
         for title, losses, note in (
-            ("Largest losses", worst, "Of the test set, the largest first."),
-            ("Random samples", random, "The same samples of the test set in every run."),
+            ("Largest losses", worst, "From the test set, largest first."),
+            ("Random samples", random, "From the test set; the same samples in every run."),
         ):
             if gallery_samples := [samples[index] for index in losses if index in samples]:
                 self.contents.append(Gallery(title, gallery_samples, note))

@@ -161,7 +161,7 @@ class Module(pl.LightningModule):
         if values_B.dim() != 1 or (weight_B is not None and weight_B.shape != values_B.shape):
             shapes = " and ".join(str(tuple(x.shape)) for x in (values_B, weight_B) if x is not None)
             raise UserError(
-                f"self.mean gets the shape {shapes}; it takes one number per sample, and a weight for each."
+                f"self.mean got the shape {shapes}; expected one number per sample, and optionally a weight for each."
             )
         batch_weight, values_B = self.batch_weight, values_B.to(torch.promote_types(values_B.dtype, torch.float32))
         effective_B = torch.full_like(values_B, batch_weight != 0) * (1.0 if weight_B is None else weight_B.detach())
@@ -184,8 +184,8 @@ class Module(pl.LightningModule):
         strategy: Any = self.trainer.strategy
         if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
             raise UserError(
-                "self.mean with weights needs those of the whole global batch, but a step of several micro-batches does not know the later ones. "
-                "Set trainer.accumulate_grad_batches=1, and no exact.logical_ranks; or write a lockstep.tasks.Task, which divides later."
+                "self.mean with weights needs those of the whole global batch, but in a step of several micro-batches the later ones are unknown. "
+                "Set trainer.accumulate_grad_batches=1 and remove exact.logical_ranks, or write a lockstep.tasks.Task, which divides later."
             )
         return torch.as_tensor(strategy.reduce(weight.clone(), reduce_op="mean"))
 
@@ -193,7 +193,10 @@ class Module(pl.LightningModule):
 def changed_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
     """A message for each frozen network whose weights differ from the checkpoint with these digests."""
     digests = {name: m.frozen_digest for name, m in module.named_modules() if hasattr(m, "frozen_digest")}
-    message = "the weights of {}, a frozen network, differ from those of the checkpoint's run, and checkpoints omit them. Load the same weights, or start a new run."
+    message = (
+        "the weights of the frozen network {} differ from those of the checkpoint's run, and checkpoints omit them. "
+        "Load the same weights, or start a new run."
+    )
     return [message.format(name) for name, digest in digests.items() if saved.get(name, digest) != digest]
 
 

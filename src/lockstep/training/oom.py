@@ -64,7 +64,7 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
     data, batch = work.loaders.data, work.loaders.size
     if batch is None:
         return OutOfMemory(
-            f"a batch does not fit in memory; {type(work.loaders.holder).__name__} decides its size. {OTHERWISE}"
+            f"a batch does not fit in memory; {type(work.loaders.holder).__name__} sets its size. {OTHERWISE}"
         )
     loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, work.arithmetic
     validation = loop.val_loop.batch_progress.current
@@ -74,9 +74,9 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
         batch = min(data.eval_batch_size, split.count)
         smaller = f"Try loader.eval_batch_size={batch // 2}; the metrics stay the same." if batch > 1 else OTHERWISE
         per_process = -(-batch // max(arithmetic.evaluation_sums, world))
-        return OutOfMemory(f"an evaluation's batch of {per_process} does not fit in memory. {smaller}")
+        return OutOfMemory(f"an evaluation batch of {per_process} does not fit in memory. {smaller}")
     if not loop.batch_progress.total.ready:
-        return OutOfMemory(f"the network and its optimizer do not fit in memory, before any batch. {OTHERWISE}")
+        return OutOfMemory(f"the network and its optimizer do not fit in memory, even without a batch. {OTHERWISE}")
     accumulate = trainer.accumulate_grad_batches
     text = f"a micro-batch of {batch // (world * accumulate)} does not fit in memory."
     if why := work.needs_whole:
@@ -85,10 +85,11 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
     results = ((n, fits(trainer, work, batch // (world * n)) if alone else None) for n in keys)
     count, fits_memory = next((item for item in results if item[1] is not False), (None, None))
     if count is None:
-        return OutOfMemory(f"{text} {'No smaller one does' if keys else 'There is no smaller one'}. {OTHERWISE}")
-    result = "does, tried without the rest of the run" if fits_memory else "was not tried"
+        return OutOfMemory(f"{text} {'No smaller one fits' if keys else 'There is no smaller one'}. {OTHERWISE}")
+    result = "fits (tested without the rest of the run)" if fits_memory else "may fit (not tested)"
     return OutOfMemory(
-        f"{text} One of {batch // (world * count)} {result}: set {keys[count]}; the global batch stays {batch}.", count
+        f"{text} A size of {batch // (world * count)} {result}: set {keys[count]}; the global batch stays {batch}.",
+        count,
     )
 
 

@@ -67,7 +67,7 @@ def exponential(
 ) -> LambdaLR:
     """The learning rate changes by the same factor in each step."""
     if not (initial_fraction > 0 and final_fraction > 0):
-        raise UserError("schedule.initial_fraction and schedule.final_fraction must be above 0. Set for example 0.001.")
+        raise UserError("schedule.initial_fraction and schedule.final_fraction must be above 0, for example 0.001.")
     return scheduled(optimizer, total_steps, warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t)
 
 

@@ -87,9 +87,9 @@ class Task(Module):
         """Raises UserError if `about` lacks a key that the task needs."""
         if missing := [name for name in self.needs if not about.get(name)]:
             raise UserError(
-                f"the task {type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
-                "Choose a different task or data, or add it to the `about` of your data set. The classes of a torch Dataset are data.classes; "
-                "those of a table are texts, or numbers from 0."
+                f"the task {type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has "
+                f"{', '.join(k for k in about if about[k]) or 'nothing'}. Choose a different task or data, or add it to the `about` of your "
+                "data set. The classes of a torch Dataset are data.classes; those of a table are texts, or numbers from 0."
             )
         self.about = about
 
@@ -195,17 +195,15 @@ class Task(Module):
         title, subclasses = f"task={type(self).__name__}", type(self).__mro__[: type(self).__mro__.index(Task)]
         names = ("net", "parts", *(name for name in vars(Module) if not name.startswith("__")))
         if conflicts := [name for name in names if name in vars(self) or any(name in vars(cls) for cls in subclasses)]:
-            raise UserError(
-                f"{title} has `{conflicts[0]}`, a name that Lockstep's tasks have themselves. Use another name."
-            )
+            raise UserError(f"{title} has `{conflicts[0]}`, a name that Lockstep's tasks use. Use a different name.")
         if not self.automatic_optimization:
             raise UserError(
-                f"{title} sets automatic_optimization=False, but a task has one optimizer, that of optim. For several, subclass LightningModule "
-                "and set task=lightning_module; for a different learning rate of the last layer, optim.head_lr."
+                f"{title} sets automatic_optimization=False, but a task has one optimizer, set by optim. For several, subclass LightningModule and "
+                "set task=lightning_module. For a different learning rate of the last layer, set optim.head_lr."
             )
         if replaced := without_super(type(self), Task):
             raise UserError(
-                f"{title}: `{replaced}` replaces what Lockstep does there. Call super().{replaced} in it, or remove it."
+                f"{title}: `{replaced}` replaces Lockstep's method. Call super().{replaced} in it, or remove it."
             )
         call_own_train((module, module.training) for module in net.modules())
         self.net, self.parts = net, Parts(**parts)
@@ -233,7 +231,7 @@ class Task(Module):
         """Lightning's hook to change the network before the optimizer gets its parameters. Called by fit and test."""
         if "parts" not in vars(self):
             raise UserError(
-                f"{type(self).__name__} has no network. Choose it with model=<name>, or make it in train.py."
+                f"{type(self).__name__} has no network. Choose it with model=<name>, or create it in train.py."
             )
         if self.parts.call_net is None:
             call = self.parts.parallelize(self.net, self.trainer)
@@ -266,8 +264,8 @@ class Task(Module):
         is_half = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() < 4
         if self.float32_head and is_half and self.trainer.precision in ("bf16-mixed", "16-mixed"):
             log.warning(
-                "predictions have about 3 significant digits in %s: the last layer of %s, %s, does not make its outputs. Set "
-                "trainer.precision=32-true, or add `get_classifier`, which returns the layer that does.",
+                "predictions have about 3 significant digits in %s: the last layer of %s, %s, does not compute its outputs. Set "
+                "trainer.precision=32-true, or add a `get_classifier` that returns the layer that does.",
                 self.trainer.precision, type(self.net).__name__, type(head_of(self.net)).__name__,
             )  # fmt: skip
 
@@ -368,8 +366,8 @@ class Task(Module):
         schedule = scheduler(self.parts.schedule, optimizer, total_steps(self.trainer))
         if isinstance(schedule, ReduceLROnPlateau):
             raise UserError(
-                "schedule: ReduceLROnPlateau waits for a validation, and a task's schedule changes at optimizer steps. "
-                "Set schedule=cosine, or name a different class of torch.optim.lr_scheduler."
+                "schedule: ReduceLROnPlateau steps after a validation, but a task's schedule steps after each optimizer step. "
+                "Set schedule=cosine, or choose a different class of torch.optim.lr_scheduler."
             )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -57,7 +57,7 @@ def headline(report: Mapping[str, Any]) -> tuple[str, str]:
     if report["status"] == "done":
         return "Result", "no evaluation logged a metric"
     step = report.get("train/steps")
-    progress = f"the log ends at step {step:,}" if step else "before the first row of the log"
+    progress = f"the log ends at step {step:,}" if step else "the log has no rows"
     return str(report["status"]).capitalize(), progress
 
 
@@ -78,11 +78,11 @@ class Workload:
         self.title = type(module).__name__  # the class that decides what is logged
         self.loaders = DataSetLoaders(data, module) if isinstance(data, DataModule) else Loaders(data, module)
         # Why a micro-batch that does not fit in memory cannot be divided; empty if it can.
-        self.needs_whole = "" if module.automatic_optimization else f"{self.title} has manual optimization."
+        self.needs_whole = "" if module.automatic_optimization else f"{self.title} uses manual optimization."
         self.of_rank_0: set[str] = set()  # logged names whose values are from rank 0 only
 
     def network_title(self, settings: Settings) -> str:
-        """The display name of the network, or of the module if it makes its own network."""
+        """The display name of the network, or of the module if it creates its own network."""
         return settings.model_title if "task" in settings.asked else self.title
 
     def marked(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -94,17 +94,20 @@ class Workload:
         if not self.loaders.divided:
             return UNKNOWN.format("Lockstep does not divide the batches")
         if self.arithmetic.same_bits:
-            return f"{SAME_BITS}, where a step of {self.title} depends on its batch, parameters, buffers and torch's random numbers alone; what it counts itself counts each logical rank"
-        return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
+            return (
+                f"{SAME_BITS}, if a step of {self.title} depends only on its batch, parameters, buffers and torch's random numbers; "
+                "its own counters count each logical rank"
+            )
+        return UNKNOWN.format(f"{self.title} defines its own steps, which were not tested")
 
     def promises(self, world: int, precision: str) -> list[str]:
         """Lines that list which of Lockstep's promises hold, if not all of them do."""
-        module_results = (
-            f"the loss is averaged as the module does it; test metrics are the module's own; it computes in {precision}"
+        module_results = f"the module averages its loss, computes its own test metrics, and runs in {precision}"
+        resume = f"{'exact resume' if world < 3 else 'resume up to rounding'} of state_dict"  # see DDP.rebuild_buckets
+        guarantees = f"the same batches, {resume}, and " if self.loaders.divided else ""
+        task_line = (
+            f"task: {self.title} defines its own steps; guaranteed: {guarantees}portable checkpoints; {module_results}"
         )
-        resume = f"{'exact resume' if world < 3 else 'resume to float rounding'} of what state_dict holds"  # see DDP.rebuild_buckets
-        guarantees = f"the same batches, {resume} and " if self.loaders.divided else ""
-        task_line = f"task: {self.title}'s own steps: {guarantees}one-format checkpoints hold; {module_results}"
         return [task_line, *(f"data: {note}" for note in dict.fromkeys(self.loaders.notes))]
 
     def evaluates(self, step: str, loader: str) -> bool:
@@ -118,7 +121,7 @@ class Workload:
         """A function from `predict_step`'s result to columns of a table, and the names of values in wide columns."""
         if not any(is_overridden(name, self.module) for name in ("predict_step", "forward")):
             raise UserError(
-                f"{self.title} has no predict_step and no forward. Add one: it gets a batch and returns a tensor with a row per sample, or a dict of columns."
+                f"{self.title} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
             )
         return columns_of_module, ()
 
@@ -160,14 +163,17 @@ class Workload:
         """Messages about what the module and the data define that would be ignored or is not supported."""
         cfg, is_manual = settings.cfg, not self.module.automatic_optimization
         if not any(map(self.loaders.provides, HOOKS)):
-            yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or name the data: data=mnist, or data=own data._target_=<your LightningDataModule>."
+            yield (
+                f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or set the data: data=mnist, "
+                "or data=own data._target_=<your LightningDataModule>."
+            )
         if self.arithmetic.same_bits and is_manual:
-            yield f"exact.logical_ranks computes each step several times, but {self.title} has manual optimization, whose steps change the weights. Remove it."
+            yield f"exact.logical_ranks computes each step several times, but {self.title} uses manual optimization, whose steps change the weights. Remove it."
         for key in ("accumulate_grad_batches", "gradient_clip_val") if is_manual else ():
             if (value := cfg.get(f"trainer.{key}")) not in (None, 1 if key == "accumulate_grad_batches" else None):
-                yield f"trainer.{key}={value} has no effect: {self.title} has manual optimization, and does this itself. Remove it."
+                yield f"trainer.{key}={value} has no effect: {self.title} uses manual optimization, and does this itself. Remove it."
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
-            yield f"{self.title}.training_step takes dataloader_iter, so nobody else knows its batches. Let it take batch and batch_idx."
+            yield f"{self.title}.training_step takes dataloader_iter, so Lockstep cannot track its batches. Change it to take batch and batch_idx."
         if (monitor := cfg.checkpoint.monitor) and not self.evaluates("validation", "val"):
             yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Set task.monitor=null."
 
@@ -184,7 +190,7 @@ class TaskWorkload(Workload):
         data.fills = True
         self.needs_whole = f"{self.title}.between_samples needs it whole." if module.between_samples else ""
         self.task, self.network_arguments = module, module.parts.network_arguments
-        self.trial = UNKNOWN.format("it was not tried")  # how processes change the result, set by dry_run.py
+        self.trial = UNKNOWN.format("it was not tested")  # how processes change the result, set by dry_run.py
 
     def network_title(self, settings: Settings) -> str:
         return settings.model_title if "model" in settings.asked else type(self.module.net).__name__
@@ -193,7 +199,7 @@ class TaskWorkload(Workload):
         norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
         if not self.arithmetic.same_bits and not all(isinstance(m, synchronised) for m in norms):
             return DIFFERS.format(
-                "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.logical_ranks=8"
+                "batch normalisation uses the statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.logical_ranks=8"
             )
         if "16" not in precision:
             return self.trial
@@ -281,5 +287,5 @@ def columns_of_module(output: Any) -> Columns:
     if isinstance(output, Tensor | list | tuple):
         return {"output": output}
     raise UserError(
-        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of them by column."
+        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of these by column."
     )

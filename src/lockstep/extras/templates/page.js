@@ -1,5 +1,5 @@
 "use strict";
-// Sorting, filters, the switch of the x axis, copying, values under the pointer, enlarged images. Without it the page is whole but still.
+// Sorting, filters, the switch of the x axis, copying, values under the pointer, enlarged images. Without it, the page is complete but static.
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
 for (const table of all("table.sortable")) all("th", table).forEach(th => {
@@ -10,7 +10,7 @@ for (const table of all("table.sortable")) all("th", table).forEach(th => {
     const value = row => row.cells[th.cellIndex].dataset.value ?? row.cells[th.cellIndex].textContent.trim();
     const compare = (a, b) => {
       const x = value(a), y = value(b);
-      if (x === "" || y === "") return (x === "") - (y === "");  // what is absent comes last
+      if (x === "" || y === "") return (x === "") - (y === "");  // missing values come last
       const order = isNaN(x) || isNaN(y) ? x.localeCompare(y, undefined, { numeric: true }) : x - y;
       return falls ? order : -order;
     };
@@ -26,10 +26,10 @@ const switchUnit = unit => {
 for (const button of all("[data-unit-to]")) button.onclick = () => switchUnit(button.dataset.unitTo);
 
 const dialog = document.querySelector("dialog"), { everyS, writtenS } = document.body.dataset;
-if (everyS) {  // the page of a run that trains is written again and again; the last one has no such attribute
-  switchUnit(window.name || "x");  // a name outlives the reload
+if (everyS) {  // while a run trains, its page is rewritten regularly; the final page lacks this attribute
+  switchUnit(window.name || "x");  // the name survives the reload
   const age = Date.now() / 1000 - writtenS;
-  if (age > 60 + 5 * everyS) document.getElementById("news").textContent = `no news for ${Math.round(age / 60)} min: the run may have died`;
+  if (age > 60 + 5 * everyS) document.getElementById("news").textContent = `last updated ${Math.round(age / 60)} min ago: the run may have died`;
   setTimeout(() => { window.name = document.body.dataset.unit; location.reload(); }, 1000 * everyS);
 }
 
