@@ -54,7 +54,7 @@ class Turns:
     def __init__(self, answers: IO[str]) -> None:
         self.answers = answers
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.about: dict[str, Any] = {}  # part of every answer
+        self.metadata: dict[str, Any] = {}  # part of every answer
         self.waited_s: float | None = 0.0  # for data, since the process started; None if unknown
         self.group: Any = None
         self.left = self.images = 0
@@ -104,7 +104,7 @@ class Turns:
 
     def answer(self, **figures: Any) -> None:
         if self.rank == 0:
-            print(json.dumps({**self.about, **figures}), file=self.answers, flush=True)
+            print(json.dumps({**self.metadata, **figures}), file=self.answers, flush=True)
 
 
 def on_gpu() -> bool:
@@ -167,7 +167,7 @@ def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound]
     def job(settings: Settings, data: Any) -> None:
         work, trainer = ready(settings, data, net)
         trainer.callbacks.append(callback(turns, work.data))
-        turns.about["precision"] = str(trainer.precision)
+        turns.metadata["precision"] = str(trainer.precision)
         trainer.fit(work.module, datamodule=work.data)
         turns.answer(accuracy=build.evaluate(settings, build.module, work.data, work.module)["test/acc"])
 

@@ -36,7 +36,7 @@ from lockstep.checkpoints import saving as checkpoint_saving
 from lockstep.config.compose import resolve
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.launch.local import received, run_processes
+from lockstep.launch.local import received_handover, run_processes
 from lockstep.machine import process
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
@@ -123,7 +123,7 @@ def all_of_lockstep(steps: int, *more: str) -> float:
 
 
 def overhead(args: argparse.Namespace) -> str:
-    process.owned = True
+    process.is_command = True
     build.process(Settings.of(resolve(["trainer.accelerator=cpu"])))
     torch.set_num_threads(1)
     ways = {"bare loop": bare_loop, "Lightning alone": lightning_alone, "Lockstep": all_of_lockstep}
@@ -361,7 +361,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if (job := received()) and job.world:
+    if (job := received_handover()) and job.world:
         launch.Job("train", timed_run, launch.data)(Settings(RunConfig.of(job.config), job.world))
     else:
         main()

@@ -33,7 +33,7 @@ import psutil
 from measuring import start_command, wait_until
 
 from lockstep import ROOT
-from lockstep.checkpoints.finding import found_in, is_checkpoint, step_of
+from lockstep.checkpoints.finding import checkpoint_paths, is_checkpoint, step_of
 
 sys.path.append(str(ROOT / "tests"))
 import forked  # processes from a server that has imported torch
@@ -164,7 +164,7 @@ class Run:
     def saved(self) -> int:
         """The highest step of a complete checkpoint."""
         with suppress(OSError, StopIteration):  # it was just replaced
-            return max(map(step_of, filter(is_checkpoint, found_in(self.saves))), default=0)
+            return max(map(step_of, filter(is_checkpoint, checkpoint_paths(self.saves))), default=0)
         return 0
 
     def compared(self, whole: Path) -> str:

@@ -36,11 +36,11 @@ from torchvision.transforms.v2 import functional as F
 
 from lockstep import augment
 from lockstep.augment import Augmentation, Draws
-from lockstep.augment.mixing import beta
+from lockstep.augment.transforms import beta
 from lockstep.data import Folder
 from lockstep.data.dataset import Items
 from lockstep.data.images import Files
-from lockstep.data.loaders import FromWorkers, Indexed, Places, Reader
+from lockstep.data.loaders import FromWorkers, Indexed, Reader, WithEpoch
 from lockstep.data.pixels import Frame
 
 spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # CPU seconds
@@ -238,7 +238,7 @@ class Unkeyed(Reader):
 def rate(reader: type[Reader], items: Items, workers: int) -> float:
     """Images per second."""
     order = np.random.default_rng(0).permutation(len(items)).reshape(-1, 64)
-    loader = FromWorkers(Indexed(reader(items, seed=0)), sampler=Places(list(order)), num_workers=workers)
+    loader = FromWorkers(Indexed(reader(items, seed=0)), sampler=WithEpoch(list(order)), num_workers=workers)
     batches = loader.batches()
     next(batches)  # waits until workers have started
     began_s = time.perf_counter()

@@ -30,7 +30,7 @@ from torchvision.transforms import v2
 from lockstep import build
 from lockstep.config.settings import Settings
 from lockstep.data.standard import Division
-from lockstep.data.streams import around
+from lockstep.data.streams import wrap_loader
 from lockstep.machine import process
 
 WARM = 3  # batches before the clock starts
@@ -142,7 +142,10 @@ def rows(args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
             if args.training:
                 ways = {"torch": partial(lightning_alone, side, plain), "Lockstep": partial(lockstep, side, plain)}
             else:
-                ways = {"torch": partial(reading, plain), "Lockstep": partial(reading, around(plain, Division(seed=0)))}
+                ways = {
+                    "torch": partial(reading, plain),
+                    "Lockstep": partial(reading, wrap_loader(plain, Division(seed=0))),
+                }
             results = in_turns(ways, args.turns, warm_up=1)
             rates = [f"{statistics.median(values):,.0f}" for values in results.values()]
             yield [case, str(workers), *rates, f"{ratio(results['Lockstep'], results['torch']):.3f}"]
@@ -154,7 +157,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--training", action="store_true", help="measure training, compared with Lightning alone")
     args = parser.parse_args()
-    process.owned = True
+    process.is_command = True
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         alone = "Lightning alone" if args.training else "torch"

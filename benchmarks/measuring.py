@@ -139,7 +139,7 @@ def ready(settings: Settings, data: Any, net: Any = None) -> tuple[Any, Any]:
     from lockstep.extras.page import LivePage
 
     settings.folder.path.mkdir(parents=True, exist_ok=True)
-    process.owned = True
+    process.is_command = True
     batches = build.datamodule(settings, data)
     module = build.module(settings, batches)
     module = build.attach(settings, batches, module, build.network(settings, batches, module) if net is None else net)

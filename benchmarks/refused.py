@@ -32,8 +32,8 @@ from pathlib import Path
 import measuring
 
 from lockstep import ROOT
-from lockstep.config.kinds import FLAG, TEXT
 from lockstep.config.schema import KEYS
+from lockstep.config.validators import FLAG, TEXT
 from lockstep.machine.world import cores
 
 sys.path.append(str(ROOT / "tests"))

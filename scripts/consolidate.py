@@ -9,10 +9,10 @@ from pathlib import Path
 
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import is_checkpoint
-from lockstep.config.words import inline
+from lockstep.config.formatting import inline
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
-from lockstep.machine.files import replacing
+from lockstep.machine.files import atomic_replace
 
 
 def consolidate(folder: Path, file: Path) -> Path:
@@ -21,7 +21,7 @@ def consolidate(folder: Path, file: Path) -> Path:
         raise UserError(f"{folder} is not a complete sharded checkpoint, as written with checkpoint.sharded=true.")
     if file.exists():
         raise UserError(f"{file} exists. Pass a different file.")
-    with replacing(file) as part:
+    with atomic_replace(file) as part:
         weights.write(weights.load(folder), part)
     return file
 

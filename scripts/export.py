@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
-from lockstep.config.words import inline, shell_line
+from lockstep.config.formatting import inline, shell_line
 from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 
@@ -31,9 +31,7 @@ def main() -> None:
         help="default: exports/<run>[-<network>]; for a job of a sweep, exports/<sweep>-<job>",
     )
     parser.add_argument(
-        "--network",
-        default="",
-        help="export one of several networks, by its attribute name, such as student.backbone",
+        "--network", default="", help="export one of several networks, by its attribute name, such as student.backbone"
     )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx; needs lockstep[onnx]")
     parser.add_argument("--pt2", action="store_true", help="also write model.pt2, for torch.export.load")

@@ -30,7 +30,7 @@ from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 
 NAME = "project"  # the package of the template
-OWNED = {
+COPIED = {
     "train.py": "train.py",
     "eval.py": "eval.py",
     "predict.py": "predict.py",
@@ -170,7 +170,7 @@ def check(folder: Path, package: str) -> None:
 
 def create(folder: Path, package: str, requirement: str | None, wheel: Wheel | None) -> None:
     """Copies OWNED under the new package name, and adds the other files of a project."""
-    for source, target in OWNED.items():
+    for source, target in COPIED.items():
         origin = TEMPLATE / source
         for path in sorted(origin.rglob("*")) if origin.is_dir() else [origin]:
             path_in_project = folder / target.format(package=package) / path.relative_to(origin)
@@ -193,10 +193,10 @@ def create(folder: Path, package: str, requirement: str | None, wheel: Wheel | N
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    depend(folder, requirement, wheel)
+    set_requirement(folder, requirement, wheel)
 
 
-def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
+def set_requirement(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
     """Writes the requirement, or the wheel, and the tested versions into the project."""
     file = folder / "pyproject.toml"
     text = file.read_text(encoding="utf-8")
@@ -222,7 +222,7 @@ def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def needed(names: Iterator[str] | tuple[str, ...], packages: set[str]) -> set[str]:
+def with_dependencies(names: Iterator[str] | tuple[str, ...], packages: set[str]) -> set[str]:
     """Adds packages, and the installed packages that they need, to `packages`."""
     for name in map(canonicalize_name, names):
         if name not in packages:
@@ -231,13 +231,15 @@ def needed(names: Iterator[str] | tuple[str, ...], packages: set[str]) -> set[st
             except PackageNotFoundError:
                 continue
             packages.add(name)
-            needed((dep.name for dep in deps if dep.marker is None or dep.marker.evaluate({"extra": ""})), packages)
+            with_dependencies(
+                (dep.name for dep in deps if dep.marker is None or dep.marker.evaluate({"extra": ""})), packages
+            )
     return packages
 
 
 def pins() -> list[str]:
     """The tested versions of the packages that a project needs; without hashes, which belong to the files of one index."""
-    names = needed(("lockstep", *DEV), set())
+    names = with_dependencies(("lockstep", *DEV), set())
     lines = (line.rstrip(" \\") for line in (TEMPLATE / "requirements.txt").read_text().splitlines() if "==" in line)
     return [f'    "{line}",' for line in lines if line.partition("==")[0] in names]
 
@@ -310,7 +312,7 @@ def main() -> None:
             raise UserError(
                 "--upgrade needs the folder of an existing project, and accepts only --lockstep as a further option."
             )
-        depend(args.folder, requirement, None if requirement else build_wheel())
+        set_requirement(args.folder, requirement, None if requirement else build_wheel())
         dependency = requirement or "the wheel in wheels/"
         print(f"{args.folder} now depends on {dependency}: cd {args.folder} && uv run pytest")
         return

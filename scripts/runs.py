@@ -35,12 +35,12 @@ from typing import Any
 from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints
-from lockstep.config.compose import PLACE, key_of, typed
+from lockstep.config.compose import PLACE, key_of, to_hydra
+from lockstep.config.formatting import inline, number, shell_line, to_text, warn
 from lockstep.config.project import command
 from lockstep.config.renames import RENAMES, overrides_of
 from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, KEYS, RECIPES
-from lockstep.config.words import inline, number, shell_line, shown, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras.runs_page import runs_page
 from lockstep.launch.exits import exit_code
@@ -92,7 +92,7 @@ def find_runs(runs_dir: Path) -> list[Report]:
     return sorted(runs, key=lambda run: (began_s(run), run["run"]))
 
 
-def named(runs: list[Report], target: str, runs_dir: Path) -> list[Report]:
+def find_named(runs: list[Report], target: str, runs_dir: Path) -> list[Report]:
     """The run with a name or directory, or the jobs of a sweep. Raises UserError with the nearest name."""
     name = target.rstrip("/").removeprefix(f"{runs_dir}/")
     matches = [run for run in runs if f"{run['run']}/".startswith(f"{name}/")]
@@ -107,16 +107,16 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def holds(value: Any, sign: str, text: str) -> bool:
+def meets_condition(value: Any, sign: str, text: str) -> bool:
     """Compares numbers as numbers, anything else as text; only numbers and texts have an order."""
     if is_number(value):
         with suppress(ValueError):
             return bool(COMPARE[sign](value, float(text)))
     comparable = sign in ("=", "!=") or isinstance(value, str)
-    return value is not ABSENT and comparable and bool(COMPARE[sign](shown(value), text))
+    return value is not ABSENT and comparable and bool(COMPARE[sign](to_text(value), text))
 
 
-def arranged(runs: list[Report], where: list[str], sort: str) -> tuple[list[Report], list[str]]:
+def select_and_sort(runs: list[Report], where: list[str], sort: str) -> tuple[list[Report], list[str]]:
     """The runs that meet all conditions, sorted, and the keys of the conditions."""
     conditions = [re.split(r"\s*(!=|<=|>=|=|<|>)\s*", text, maxsplit=1) for text in where]
     blank = [text for text, condition in zip(where, conditions, strict=True) if len(condition) == 1]
@@ -126,11 +126,13 @@ def arranged(runs: list[Report], where: list[str], sort: str) -> tuple[list[Repo
     unknown = [key for key in keys if runs and all(value_of(run, key) is ABSENT for run in runs)]
     known_keys = [*dict.fromkeys(key for run in runs for key in run), *KEYS]
     raise_problems(f"{key} is not a key of any run{did_you_mean(key, known_keys)}." for key in unknown)
-    selected = [run for run in runs if all(holds(value_of(run, key), sign, text) for key, sign, text in conditions)]
+    selected = [
+        run for run in runs if all(meets_condition(value_of(run, key), sign, text) for key, sign, text in conditions)
+    ]
 
     def sort_key(run: Report) -> tuple[Any, ...]:
         value = value_of(run, by)
-        return (0, value, "") if is_number(value) else (1, 0, shown(value))
+        return (0, value, "") if is_number(value) else (1, 0, to_text(value))
 
     sortable = [run for run in selected if value_of(run, by) not in (ABSENT, None)]
     rest = [run for run in selected if value_of(run, by) in (ABSENT, None)]
@@ -148,7 +150,7 @@ def columns(runs: list[Report]) -> dict[str, str]:
 
 def cell(run: Report, key: str, *, digits: bool) -> str:
     value, world = value_of(run, key), run.get("world_size", 1)
-    text = "" if value is ABSENT else shown(value) if digits else number(value)
+    text = "" if value is ABSENT else to_text(value) if digits else number(value)
     return f"{text} x{world}" if key == "strategy" and is_number(world) and world > 1 else text
 
 
@@ -179,7 +181,7 @@ def print_runs(runs: list[Report], extra_keys: list[str], form: str) -> None:
 
 def show(run: Report) -> None:
     files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
-    metrics = [f"{key}: {shown(v)}" for key, v in run.items() if key != "run"]
+    metrics = [f"{key}: {to_text(v)}" for key, v in run.items() if key != "run"]
     known_overrides = overrides_of(run)
     overrides = ["unknown"] if known_overrides is None else known_overrides or ["none"]
     for heading, lines in ((f"{run['run']}:", metrics), ("overrides:", overrides), ("files:", files)):
@@ -192,7 +194,7 @@ def has_failed(run: Report, stale_min: float) -> bool:
     return stale or status in ("failed", "interrupted", "died")
 
 
-def again(run: Report, runs_dir: Path) -> str:
+def rerun_command(run: Report, runs_dir: Path) -> str:
     """The command that reruns a run, by the rules at the top of this file."""
     name, has_config, recorded = run["run"], run.run_folder.has_config(), overrides_of(run)
     saved = has_config and next(checkpoints(run.folder), None)
@@ -204,12 +206,12 @@ def again(run: Report, runs_dir: Path) -> str:
         words = [word for word in recorded or () if not word.startswith("-")]  # an option, such as --config-dir
         origin = run.get("resumed_from")
         is_other_run = origin and run.folder.resolve() not in Path(origin).resolve().parents
-        start = [f"resume={typed(origin)}"] if is_other_run else ["resume=auto"] if has_config else []
+        start = [f"resume={to_hydra(origin)}"] if is_other_run else ["resume=auto"] if has_config else []
         name += "-again" if has_config and is_other_run else ""
         dropped = (*PLACE, "init_from", *RECIPES) if is_other_run else PLACE  # what the other run started from
         words = [*start, *(o for o in words if key_of(o) not in dropped)]
-    location = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
-    line = shell_line(*shlex.split(command("train")), f"run={typed(name)}", *location, *words)
+    location = [] if runs_dir == Path("runs") else [f"runs_dir={to_hydra(str(runs_dir))}"]
+    line = shell_line(*shlex.split(command("train")), f"run={to_hydra(name)}", *location, *words)
     return line or f"# {inline(name)}: its name or settings contain characters that a command cannot contain"
 
 
@@ -241,20 +243,20 @@ def main() -> None:
         raise UserError(f"--where, --sort and --format have no effect on {args.command}. Remove them.")
     runs = find_runs(args.runs_dir)
     if args.command is not None and args.run is not None:
-        runs = named(runs, args.run, args.runs_dir)
+        runs = find_named(runs, args.run, args.runs_dir)
     if args.command == "html":
-        chosen_runs, _ = arranged(runs, args.where, args.sort)
+        chosen_runs, _ = select_and_sort(runs, args.where, args.sort)
         if not chosen_runs:
             raise UserError("no run meets the conditions. Remove a --where.")
         write_text(args.out, runs_page(chosen_runs, args.runs_dir, args.out.resolve()))
         print(f"{len(chosen_runs)} runs: {args.out}")
     elif args.command is None:
-        print_runs(*arranged(runs, args.where, args.sort), args.format)
+        print_runs(*select_and_sort(runs, args.where, args.sort), args.format)
     for run in runs if args.command in ("show", "failed") else ():
         if args.command == "show":
             show(run)
         elif has_failed(run, args.stale_min):
-            print(again(run, args.runs_dir))
+            print(rerun_command(run, args.runs_dir))
 
 
 if __name__ == "__main__":

@@ -31,28 +31,28 @@ COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for C
 def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) -> None:
     """Raises UserError if the arguments are wrong, or the data has no images."""
     from lockstep import launch
-    from lockstep.launch.start import checked, prepare_data
+    from lockstep.launch.start import checked_settings, prepare_data
 
     job = launch.job("train")
-    settings, prepared, _ = prepare_data(job, checked(overrides))
+    settings, prepared, _ = prepare_data(job, checked_settings(overrides))
     if settings.loader is None:
         raise UserError(f"{settings.cfg.data.target} creates its own batches, which this script cannot draw.")
     from lockstep import build
     from lockstep.data.datamodule import DataModule
 
-    numbered = settings.with_numbers()
+    numbered = settings.with_pretraining_values()
     data = build.datamodule(numbered, prepared if numbered is settings else job.read_data(numbered))
     assert isinstance(data, DataModule)
     raw = data.global_batch(epoch, step)
-    before = data.finished(raw, training=False)
-    after = data.finished(raw, training=True, epoch=epoch, repeats=data.repeats)
-    picture(before, after, data.about, min(count, len(after["index"]))).save(out)
+    before = data.preprocessed(raw, training=False)
+    after = data.preprocessed(raw, training=True, epoch=epoch, repeats=data.repeats)
+    picture(before, after, data.metadata, min(count, len(after["index"]))).save(out)
     print(f"{out}: {min(count, len(after['index']))} samples of epoch {epoch}, step {step}")
 
 
-def picture(before: "Batch", after: "Batch", about: Mapping[str, Any], count: int) -> Image.Image:
+def picture(before: "Batch", after: "Batch", metadata: Mapping[str, Any], count: int) -> Image.Image:
     """The first `count` samples of two batches as the network receives them. Raises UserError if they are not images."""
-    images = [bytes_of(batch, about)[:count] for batch in (before, after)]
+    images = [bytes_of(batch, metadata)[:count] for batch in (before, after)]
     scale = max(1, math.ceil(SMALLEST / images[1].shape[2]))
     width, height = images[1].shape[2] * scale, images[1].shape[1] * scale
     columns = min(COLUMNS, count)
@@ -67,16 +67,16 @@ def picture(before: "Batch", after: "Batch", about: Mapping[str, Any], count: in
             page.paste(tile.resize((width, height), Image.Resampling.NEAREST), (left, top + line * (height + GAP)))
             if not column:
                 draw.text((4, top + line * (height + GAP)), ("before", "after")[line], fill="black")
-        draw.text((left, top + 2 * (height + GAP) - 2), caption(after, index, about, width // 6), fill="black")
+        draw.text((left, top + 2 * (height + GAP) - 2), caption(after, index, metadata, width // 6), fill="black")
     return page
 
 
-def bytes_of(batch: "Batch", about: Mapping[str, Any]) -> NDArray[np.uint8]:
+def bytes_of(batch: "Batch", metadata: Mapping[str, Any]) -> NDArray[np.uint8]:
     """image_BHW3: the input of the network without its normalisation."""
     value: Any = batch.get("input")
-    from lockstep.callbacks.summary import restored
+    from lockstep.callbacks.summary import denormalised
 
-    image_BCHW = restored(value, about)
+    image_BCHW = denormalised(value, metadata)
     if image_BCHW is None or image_BCHW.shape[1] not in (1, 3):
         kind = f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
         raise UserError(f"only images can be shown; `input` is {kind}.")
@@ -88,28 +88,28 @@ def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image
     """The image; if the target is a mask, with the mask over it."""
     if target.shape != image_HW3.shape[:2]:
         return Image.fromarray(image_HW3)
-    from lockstep.extras.panels import blended
+    from lockstep.extras.panels import blend
 
-    return blended(image_HW3, target)
+    return blend(image_HW3, target)
 
 
-def caption(batch: "Batch", index: int, about: Mapping[str, Any], longest: int) -> str:
+def caption(batch: "Batch", index: int, metadata: Mapping[str, Any], longest: int) -> str:
     """The target of a sample; for a mixed sample, both targets with their fractions."""
-    text = name(batch["target"][index].tolist(), about)
+    text = name(batch["target"][index].tolist(), metadata)
     if "share" in batch:
         share, other = float(batch["share"][index]), int(batch["partner"][index])
-        text = f"{share:.0%} {text} + {1 - share:.0%} {name(batch['target'][other].tolist(), about)}"
+        text = f"{share:.0%} {text} + {1 - share:.0%} {name(batch['target'][other].tolist(), metadata)}"
     return text[:longest]
 
 
-def name(target: Any, about: Mapping[str, Any]) -> str:
+def name(target: Any, metadata: Mapping[str, Any]) -> str:
     """A target as text; empty for a mask."""
     if isinstance(target, list):
-        labels = about.get("labels")
+        labels = metadata.get("labels")
         if labels and len(labels) == len(target):
             return ", ".join(str(label) for label, is_present in zip(labels, target, strict=True) if is_present)
         return "" if target and isinstance(target[0], list) else ", ".join(f"{value:.3g}" for value in target)
-    classes = about.get("classes")
+    classes = metadata.get("classes")
     return str(classes[target]) if classes and isinstance(target, int) else f"{target:.3g}"
 
 

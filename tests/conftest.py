@@ -199,7 +199,7 @@ def shared_command(tmp_path_factory: pytest.TempPathFactory, cache: Path, mnist:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with local.held_port() as port:
+    with local.reserve_port() as port:
         yield port
 
 

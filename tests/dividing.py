@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.data.standard import Division, StandardLoader
-from lockstep.data.streams import StreamLoader, around
+from lockstep.data.streams import StreamLoader, wrap_loader
 
 SEED, EPOCH = 7, 3
 DIVISIONS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)]
@@ -26,7 +26,7 @@ class Process:
     def __init__(self, given: DataLoader, rank: int, world: int, accumulate: int, **more: Any) -> None:
         self.done, self.epoch = 0, EPOCH
         division = {"seed": SEED, "rank": rank, "world": world, "accumulate": accumulate, **more}
-        loader = around(given, Division(**division, position=lambda: (self.epoch, self.done)))
+        loader = wrap_loader(given, Division(**division, position=lambda: (self.epoch, self.done)))
         assert isinstance(loader, StandardLoader | StreamLoader)
         self.loader = loader
 
@@ -34,7 +34,7 @@ class Process:
         """Weight and rows of each micro-batch, as the Trainer takes them."""
         found, self.done = [], done
         for batch in self.loader:
-            found.append((self.loader.told[self.done].weight, rows(batch)))
+            found.append((self.loader.info[self.done].weight, rows(batch)))
             self.done += 1
         return found
 
@@ -59,6 +59,6 @@ def digests(given: DataLoader, rank: int = 0) -> list[str]:
     process = Process(given, rank, 2, 1)
     found = []
     for _ in process.loader:
-        found.append(process.loader.told[process.done].digest)
+        found.append(process.loader.info[process.done].digest)
         process.done += 1
     return found

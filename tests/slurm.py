@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forked import until
 
-from lockstep.launch.local import held_port
+from lockstep.launch.local import reserve_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = ("n1", "n2")
@@ -72,7 +72,7 @@ class Cluster:
 
     def start(self) -> None:
         with contextlib.ExitStack() as held:
-            ports = [held.enter_context(held_port()) for _ in range(3)]
+            ports = [held.enter_context(reserve_port()) for _ in range(3)]
         conf = CONF.format(host=socket.gethostname(), ports=ports, folder=self.folder)
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "state").mkdir()

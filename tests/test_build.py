@@ -53,7 +53,7 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for option in options(group):
         composed = settings_of(f"{group}={option}", *files(mnist, cache), CPU, "run=a")
-        cfg, settings = composed.cfg, composed.decided(create_data(composed.cfg.data, composed.cfg.loader))
+        cfg, settings = composed.cfg, composed.with_auto_resolved(create_data(composed.cfg.data, composed.cfg.loader))
         data = building.batches(settings)
         module = building.module(settings, data)
         trainer = build.trainer(settings, module, data)

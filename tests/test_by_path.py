@@ -42,13 +42,13 @@ class Temperature(Classification):
 
 class NumPy(Mnist):
     @property
-    def about(self):
+    def metadata(self):
         return {**super().about, "classes": np.arange(10).astype(str), "priors": {"all": np.float64(0.1)}}
 
 
 class Odd(Mnist):
     @property
-    def about(self):
+    def metadata(self):
         return {**super().about, "source": slice(3)}
 '''
 CONFIGS = {
@@ -84,10 +84,10 @@ def test_what_a_config_names_is_used_by_the_run_and_by_its_checkpoint(own, capsy
     assert [group["weight_decay"] for group in groups] == [0.0, 0.2]
     assert groups[0]["lr"] == pytest.approx(0.001)  # of 0.1, after two drops
     assert "logged" in capsys.readouterr().out
-    about = saved["DataModule"]["about"]
-    assert about["classes"] == [str(digit) for digit in range(10)]
-    assert type(about["classes"][0]) is str
-    assert about["priors"] == {"all": 0.1}
+    metadata = saved["DataModule"]["about"]
+    assert metadata["classes"] == [str(digit) for digit in range(10)]
+    assert type(metadata["classes"][0]) is str
+    assert metadata["priors"] == {"all": 0.1}
 
 
 @pytest.mark.parametrize(

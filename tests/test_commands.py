@@ -14,7 +14,7 @@ import pytest
 from in_process import SMALL
 
 from lockstep import ROOT
-from lockstep.reporting.console import logged
+from lockstep.reporting.console import log_to_file
 
 SHORT = ["trainer.limit_train_batches=4", *SMALL]
 TWO = ["strategy=ddp", "trainer.devices=2"]
@@ -158,7 +158,7 @@ def test_a_failed_process_of_torchrun_does_not_wait_for_exit_handlers(forked_com
 
 
 def test_warnings_reach_the_screen_and_the_log(tmp_path, capsys):
-    with warnings.catch_warnings(), logged(tmp_path / "train.log"):
+    with warnings.catch_warnings(), log_to_file(tmp_path / "train.log"):
         warnings.simplefilter("always")
         warnings.warn("something to know", stacklevel=1)
     assert capsys.readouterr().err.count("UserWarning: something to know") == 1

@@ -20,10 +20,10 @@ from your_own import forget
 import lockstep
 from lockstep import ROOT
 from lockstep.config.checks import check
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, variants, without_replaced_defaults
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, expand_sweep, explain, without_replaced_defaults
 from lockstep.config.draft import Draft
 from lockstep.errors import UserError
-from lockstep.launch.cli import refused_options
+from lockstep.launch.cli import validate_options
 from lockstep.machine import world
 
 PAGES = [Text(path) for path in [*MARKDOWN, *HEADERS]]
@@ -32,9 +32,11 @@ PAGES = [Text(path) for path in [*MARKDOWN, *HEADERS]]
 @cache
 def config_problems(config: str, args: tuple[str, ...], overrides: tuple[str, ...], project: Path) -> list[str]:
     """What the command would say before it imports torch; of a multirun, for the first and the last value of each key."""
-    found = list(refused_options(list(args)))
+    found = list(validate_options(list(args)))
     there = "hydra/launcher=slurm" in overrides  # several nodes need a launcher, which the job will have
-    given = [variants(override) for override in overrides if not (there and override.startswith("trainer.num_nodes="))]
+    given = [
+        expand_sweep(override) for override in overrides if not (there and override.startswith("trainer.num_nodes="))
+    ]
     for chosen in {tuple(each[0] for each in given), tuple(each[-1] for each in given)}:
         try:
             draft = Draft(compose_config(config, chosen))

@@ -9,7 +9,7 @@ from in_process import Crash, rows, state
 import lockstep
 from lockstep.callbacks import step_seed
 from lockstep.extras.comparison import agree, compare, find
-from lockstep.extras.panels import encoded
+from lockstep.extras.panels import encode
 from lockstep.training.arithmetic import TreeReduction
 
 pytestmark = pytest.mark.xdist_group("exact")
@@ -66,7 +66,7 @@ def differences(runs: Path, one: str, other: str) -> list[str]:
     """Also in what the page shows of the test."""
     pair = [find(name, runs) for name in (one, other)]
     found = compare(*pair, exact=True, tolerance=0.0)
-    shown = [[encoded(panel) for title, panel in run.panels.items() if title != "What the network saw"] for run in pair]
+    shown = [[encode(panel) for title, panel in run.panels.items() if title != "What the network saw"] for run in pair]
     parts = [] if shown[0] == shown[1] else ["the panels differ"]
     return [*parts, *(line for section in ("log", "metrics", "weights") for line in found[section])]
 

@@ -24,7 +24,7 @@ from lockstep.data.dataset import Batch
 from lockstep.data.loaders import Reader
 from lockstep.data.sampler import TrainBatches
 from lockstep.errors import RunFailed, UserError
-from lockstep.training.losses import whole_batch
+from lockstep.training.losses import join_global_batch
 
 pytestmark = pytest.mark.xdist_group("losses")
 
@@ -74,7 +74,7 @@ def weighted_mean(net: nn.Module, batch: Batch) -> Tensor:
 def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     """Weights, losses and validation loss of a plain loop."""
     cfg = resolve(["task._target_=near.Weighted", *options])
-    settings = Settings.of(cfg).decided(create_data(cfg.data, cfg.loader))
+    settings = Settings.of(cfg).with_auto_resolved(create_data(cfg.data, cfg.loader))
     build.seed(settings)
     data = building.batches(settings)
     module = building.module(settings, data)
@@ -82,14 +82,16 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     optimizer = module.parts.optimizer(net.parameters())
     batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))
     for _ in range(STEPS):
-        loss = weighted_mean(net, data.finished(Reader(data.dataset.train, seed=0)(next(batches)), training=True))
+        loss = weighted_mean(net, data.preprocessed(Reader(data.dataset.train, seed=0)(next(batches)), training=True))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         found.append(loss.item())
     indices = data.val_split.indices(torch.arange(data.val_split.count).numpy())
     with torch.no_grad():
-        val_loss = weighted_mean(net, data.finished(Reader(data.dataset.train, seed=0)(indices), training=False)).item()
+        val_loss = weighted_mean(
+            net, data.preprocessed(Reader(data.dataset.train, seed=0)(indices), training=False)
+        ).item()
     return net.state_dict(), found, val_loss
 
 
@@ -152,7 +154,7 @@ def whole_of_two(monkeypatch):
     for name, value in {**replaced, "all_gather": gather}.items():
         monkeypatch.setattr(torch.distributed, name, value)
     task = SimpleNamespace(between_samples=True, trainer=SimpleNamespace(global_rank=0, world_size=2))
-    return lambda output, batch: whole_batch(task, output, batch)
+    return lambda output, batch: join_global_batch(task, output, batch)
 
 
 def test_what_a_batch_holds_of_each_sample_is_gathered_wherever_it_is(whole_of_two):

@@ -14,9 +14,9 @@ from in_process import state
 from torch import nn
 
 import lockstep
-from lockstep.errors import LossNotFinite, NotSaved, RunFailed, UserError
+from lockstep.errors import LossNotFinite, RunFailed, SaveFailed, UserError
 from lockstep.extras.page import headline_parts
-from lockstep.training.workload import headline
+from lockstep.training.workload import primary_metric
 
 HOUSES = [
     "data=own", "data._target_=houses.Houses", "loader.batch_size=12", "model=own", "model._target_=houses.Dense", "optim.lr=1e-2", "trainer.accelerator=cpu",
@@ -146,7 +146,7 @@ def test_all_that_a_module_logs_is_drawn_and_the_headline_is_what_is_monitored()
 def test_the_headline_is_the_test_metric_of_what_is_monitored_or_else_the_first(monitor, name):
     tested = ["test_loss", "test_loss_a", "test_f1", "raw/test_f1", "auc/test"]
     report = {"status": "done", "monitor": monitor, "evaluated": " | ".join(tested), **dict.fromkeys(tested, 0.5)}
-    assert headline(report)[0] == name
+    assert primary_metric(report)[0] == name
 
 
 # --- Checkpoints of a module's own callbacks and hooks ---
@@ -172,7 +172,7 @@ def test_hyperparameters_that_a_hook_writes_are_left_out_if_they_cannot_be_loade
     ("all", []), *(pytest.param(hook, ["strategy=ddp", *TWO], marks=slow) for hook in ("all", "rank0")),
 ])  # fmt: skip
 def test_a_state_that_cannot_be_loaded_ends_the_run_in_all_processes_alike(hook, more, forked, capfd):
-    with pytest.raises((NotSaved, RunFailed)) as failed:
+    with pytest.raises((SaveFailed, RunFailed)) as failed:
         module(f"+task.hook={hook}", *more)
     told = str(failed.value) + capfd.readouterr().err
     assert "could not be loaded: it has /mine (torch.nn.modules.loss.MSELoss)" in told

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from lockstep.config.words import inline, shell_line
+from lockstep.config.formatting import inline, shell_line
 from lockstep.extras.render import MARKDOWN, code
-from lockstep.extras.tables import listed
+from lockstep.extras.tables import list_errors
 
 HOSTILE = [
     "a\x1b[2Jb", "a\x1b]0;title\x07b", "a\nrm -rf b", "a\r\nb", "a\tb", "a\x00b", "a\u202eb", "a\u2028b", "a\x9b2Jb", "\ud800",
@@ -21,7 +21,7 @@ def test_a_name_is_only_text_everywhere(text, tmp_path):
     line = inline(text)
     assert all(c.isprintable() or c == " " for c in line)
     assert inline(line) == line
-    assert len(listed([(text, text)], 1).splitlines()) == 2
+    assert len(list_errors([(text, text)], 1).splitlines()) == 2
     words = shell_line("printf", "%s|", text, "end")
     if line != text:
         assert words is None  # it would need characters that a line cannot show

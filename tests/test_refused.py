@@ -13,7 +13,7 @@ from in_process import report
 import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints import weights
-from lockstep.checkpoints.finding import DATA, LOOP, outline, step_of
+from lockstep.checkpoints.finding import DATA, LOOP, read_outline, step_of
 from lockstep.config.settings import Settings
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch import local
@@ -52,11 +52,11 @@ def test_a_checkpoint_that_does_not_say_where_training_stopped_is_not_resumed(tr
     for part in whole["loops"]["fit_loop"].keys() & set(LOOP):
         left = {key: value for key, value in whole["loops"]["fit_loop"].items() if key != part}
         cases[f"loops.fit_loop.{part}"] = whole | {"loops": {"fit_loop": left}}
-    outline(Path("runs/a/checkpoints/last.ckpt")).require_position("window", "network", DATA)
+    read_outline(Path("runs/a/checkpoints/last.ckpt")).require_position("window", "network", DATA)
     for part, content in cases.items():
         torch.save(content, path)
         with pytest.raises(UserError, match=rf"has no .*{part.strip()}.*Pass init_from={path} run="):
-            outline(path).require_position("window", "network", DATA)
+            read_outline(path).require_position("window", "network", DATA)
     torch.save(cases["DataModule"], path)
     with pytest.raises(UserError, match="has no DataModule"):
         train(f"resume={path}", "run=b", "trainer.max_epochs=2")
@@ -267,7 +267,7 @@ def test_the_error_of_a_job_is_recorded_by_its_run_alone(train, run_a, monkeypat
         settings.folder.report_file.write_text(reports[settings.folder.path.name])
         raise RuntimeError("the real error")
 
-    monkeypatch.setattr(local, "in_run", fail)
+    monkeypatch.setattr(local, "run_job", fail)
     for call, run in ((evaluate, "a"), (train, "b"), (train, "c")):
         with pytest.raises(RuntimeError, match="the real error"):
             call(f"run={run}")

@@ -139,7 +139,7 @@ def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist
 def test_a_callback_that_is_added_to_a_run_watches_the_runs_own_metric():
     saved = Draft(compose_config("train", ["checkpoint.monitor=val/loss", "checkpoint.mode=min"]))
     added = ["callbacks=[default,early_stopping]"]
-    merged = resuming.merged(saved, Draft(compose_config("train", added)), added)
+    merged = resuming.merge_saved(saved, Draft(compose_config("train", added)), added)
     assert [merged.get(f"callbacks.early_stopping.{key}") for key in ("monitor", "mode")] == ["val/loss", "min"]
 
 

@@ -178,7 +178,7 @@ NAMES = ["[/b]x", "a[red]b", "\x1b[31mred\x1b]0;title\x07", ":smile:", "\u202eri
 @pytest.mark.parametrize("name", NAMES)
 def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
     monkeypatch.setattr(console.out, "width", 200)
-    console.say(name)
+    console.print_line(name)
     console.metrics_table([("report", name), (name, "")])
     sweeps.print_table([{"run": name, "test/acc": 0.5}], [], Path("sweep.csv"))
 
@@ -223,7 +223,7 @@ OPENS_BY_NAME = ("torch.load", "np.load", "OmegaConf.load", "zipfile.ZipFile", "
 OURS = ("read_text", "read_bytes", "write_text")  # of machine/files.py, called by their names or as files.x
 FREE = {  # what a module opens in another way, and why it may
     "reporting/recorder.py": ("self.open", "its own method"),
-    "reporting/saved_panels.py": ("Image.open", "bytes in memory"),
+    "reporting/report.py": ("Image.open", "bytes in memory"),
     "checkpoints/finding.py": ("zipfile.ZipFile archive.open", "a file that was opened in the one place"),
     "checkpoints/weights.py": ("torch.load", "torch maps by path: a file that was judged in the line before"),
     "checkpoints/saving.py": ("shutil.copyfile shutil.copytree", "a checkpoint that was judged, into a new folder of its own"),
@@ -585,7 +585,7 @@ def deep() -> list:
     "tree", [shared(40), itself(), deep(), {"a": shared(40)}], ids=["shared", "itself", "deep", "dict"]
 )
 def test_what_a_checkpoint_shares_or_nests_ends(what, tree, run_a):
-    values = finding.unpickled(Path("runs/a/checkpoints/last.ckpt"))
+    values = finding.read_pickle(Path("runs/a/checkpoints/last.ckpt"))
     node = values
     for key in what[:-1]:
         node = node.setdefault(key, {})
@@ -598,7 +598,7 @@ def test_what_a_checkpoint_shares_or_nests_ends(what, tree, run_a):
 def test_what_a_run_wrote_itself_is_read_back_whatever_its_size(run_a):
     path = Path("runs/a/checkpoints/last.ckpt")
     save(**{finding.DATA: {"about": {"words": list(map(str, range(1_000_001)))}}})
-    assert len(finding.outline(path).metadata["words"]) == len(open_file(path)[finding.DATA]["about"]["words"])
+    assert len(finding.read_outline(path).metadata["words"]) == len(open_file(path)[finding.DATA]["about"]["words"])
     folder, (_, text) = RunFolder("runs/a"), RunFolder("runs/a").saved_config()
     folder.write_config(f"{text}x: {'x' * 1000}\n")
     with pytest.raises(UserError, match="more than 8,388,608"):
@@ -692,7 +692,7 @@ def test_memory_that_runs_out_is_no_damage(reader, run_a, monkeypatch):
 
     path = Path("runs/a/checkpoints/last.ckpt")
     uses = {
-        "unpickled": (finding.Outline, "load", lambda: finding.unpickled(path)),
+        "unpickled": (finding.Outline, "load", lambda: finding.read_pickle(path)),
         "open_file": (torch, "load", lambda: open_file(path)),
         "config": (yaml, "load", lambda: RunFolder("runs/a").saved_config()),
         "report": (json, "loads", lambda: RunFolder("runs/a").report()),
@@ -721,12 +721,12 @@ def test_images_are_regular_files_with_an_end(kind, tmp_path):
     assert [file.problem is None for file in found] == [False, True, True]
     assert re.search("not a regular file|bytes, more than", str(found[0].problem))
     for read in (
-        lambda: images.decoded(path, channels=1, frame=Frame(4)),
+        lambda: images.decode(path, channels=1, frame=Frame(4)),
         lambda: images.Images(image_size=4).mask_size(path),
     ):
         with pytest.raises((OSError, UnidentifiedImageError)):
             read()
-    assert images.decoded(tmp_path / "link.png", channels=1, frame=Frame(4)).shape == (1, 4, 4)
+    assert images.decode(tmp_path / "link.png", channels=1, frame=Frame(4)).shape == (1, 4, 4)
 
 
 @pytest.mark.parametrize("name", ["about.json", "train/input.npy", "train/more.npy"])
@@ -736,7 +736,7 @@ def test_a_cache_of_a_stranger_does_not_hang(name, kind, tmp_path):
     path = cached.folder / name
     path.unlink(missing_ok=True)
     ODD[kind](path, tmp_path)
-    if cache_module.intact(cached.folder) is not None:
+    if cache_module.intact_arrays(cached.folder) is not None:
         with pytest.raises(OSError, match=r"link|regular"):
             cached.arrays("train")
 
@@ -790,7 +790,7 @@ def test_a_file_system_that_fixes_owner_or_mode_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["5", "null", "[" * 100_000])
 def test_a_cache_whose_description_is_something_else_is_damaged(text, tmp_path):
     (tmp_path / "about.json").write_text(text)
-    assert cache_module.checked(tmp_path) is None
+    assert cache_module.checked_arrays(tmp_path) is None
 
 
 def test_the_page_of_all_runs_links_to_files_alone(run_a):

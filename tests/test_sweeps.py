@@ -15,7 +15,7 @@ import pytest
 from forked import until, working_in
 from in_process import SMALL
 
-from lockstep.launch.local import held_port
+from lockstep.launch.local import reserve_port
 
 pytestmark = pytest.mark.slow
 # Holds the jobs of these numbers at their third step, until the system warns or kills them.
@@ -193,7 +193,7 @@ def postgres() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp())  # pytest's own folders are closed to other users
     shutil.chown(folder, "postgres")
     folder.chmod(0o755)
-    with held_port() as port:
+    with reserve_port() as port:
         pass
     become = ["runuser", "-u", "postgres", "--"]
     initdb = [*become, PROGRAMS[-1] / "initdb", "-A", "trust", "-D", folder / "data"]

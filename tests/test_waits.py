@@ -152,7 +152,7 @@ def test_figures_do_not_wait(name, monkeypatch):
     task, shape, target = EVALUATED[name]
     task.bind(ABOUT)
     never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
-    made = task.attach(nn.Identity(), metrics=task.metrics(), network_arguments={}, **never)
+    made = task.attach(nn.Identity(), metrics=task.metrics(), model_kwargs={}, **never)
     with fake_gpu(monkeypatch) as waits:
         made = made.to(DEVICE)
         made.on_validation_start()

@@ -84,10 +84,10 @@ class SlotsLauncher(Launcher):
             with open_dict(config):
                 config.hydra.job.num = number
             task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-            draft = sweeps.named(Draft(task_config), config.hydra.sweep.dir, number)
+            draft = sweeps.job_draft(Draft(task_config), config.hydra.sweep.dir, number)
             jobs.append((draft, list(filter_overrides(overrides))))
         # Warning signals and each Ctrl-C are forwarded to the running jobs, which save and end, or end at once.
-        with process.noted(interrupt=process.on_interrupt), ThreadPoolExecutor(free_slots.qsize()) as pool:
+        with process.recording_signals(interrupt=process.on_interrupt), ThreadPoolExecutor(free_slots.qsize()) as pool:
             returns = list(pool.map(run, jobs))
             if process.received:
                 process.requeue(0)

@@ -23,18 +23,19 @@ from torchmetrics import Metric, MetricCollection
 from lockstep import strategies
 from lockstep.augment import Augmentation
 from lockstep.build_trainer import arithmetic, evaluator, trainer, workload, workload_of
-from lockstep.checkpoints.finding import outline
+from lockstep.checkpoints.finding import read_outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
-from lockstep.config.checks import monitor_problems, unused, whole_batch_problems
-from lockstep.config.instantiate import ENGINE, create, create_custom_module
+from lockstep.config.checks import monitor_problems, unused_overrides, whole_batch_problems
+from lockstep.config.formatting import to_text
+from lockstep.config.instantiate import ENGINE, create_custom_module, create_object
 from lockstep.config.instantiate import network as network_of
-from lockstep.config.project import of_users_code
+from lockstep.config.project import is_user_code_error
+from lockstep.config.rules import optimizer_node
 from lockstep.config.run_config import SHIPPED, Component
 from lockstep.config.settings import Settings
-from lockstep.config.targets import TRUSTED, accepted
-from lockstep.config.words import shown
+from lockstep.config.targets import TRUSTED, matching_kwargs
 from lockstep.data import DataSet
-from lockstep.data.datamodule import MATCHED, NAMES, DataModule, named
+from lockstep.data.datamodule import MATCHED, NAMES, DataModule, names_at
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
@@ -50,7 +51,7 @@ __all__ = [
     "attach", "datamodule", "dry_run", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
 ]  # fmt: skip
 # Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
-before_exact: list[tuple[int, str | None]] = []
+fp32_kernels_before_exact: list[tuple[int, str | None]] = []
 IN_DRY_RUN = (
     "This is the dry run: one step of two samples, on copies. Enter c to continue, or set debug_rank=0 to skip it."
 )
@@ -64,12 +65,12 @@ def process(settings: Settings) -> None:
     if world.accelerator == "cpu":
         if not settings.spec.is_sharded:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
-        if before_exact:
-            set_threads(*before_exact.pop())
+        if fp32_kernels_before_exact:
+            set_threads(*fp32_kernels_before_exact.pop())
         if number := threads(world):
             set_threads(number, str(number))
         if cfg.exact.logical_ranks:
-            before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
+            fp32_kernels_before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
             set_threads(cfg.exact.threads, str(cfg.exact.threads))
     if not gpu_count():
         # Optimizers check for GPUs at each step. Lightning makes torch query the driver, which is slow to fail if there is none:
@@ -93,7 +94,7 @@ def seed(settings: Settings) -> None:
 
 def recorder(settings: Settings, page: Page | None = None) -> Recorder:
     """Keeps report.json up to date from `begin` to the end of its block. Then `page` renders it."""
-    return Recorder(settings, page, partial(explained, settings))
+    return Recorder(settings, page, partial(with_advice, settings))
 
 
 def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
@@ -101,28 +102,28 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     LightningDataModule that `data` names; None if the module has the dataloaders (data=none)."""
     cfg = settings.cfg
     if data is None:
-        settings.asked.update(("data", "loader", "augment"))
+        settings.built_groups.update(("data", "loader", "augment"))
         seed(settings)  # an evaluation gets the data that training had
-        made: pl.LightningDataModule = create(cfg.data, "data")
+        made: pl.LightningDataModule = create_object(cfg.data, "data")
         return None if type(made) is pl.LightningDataModule else made
-    settings.asked.update(("loader", "augment"))
+    settings.built_groups.update(("loader", "augment"))
     augment = Augmentation(settings.operations) if cfg.augment else None
     module = DataModule(data, seed=settings.seed, augment=augment, shards=cfg.exact.logical_ranks, **vars(cfg.loader))
-    module.about = plain(module.about, "about")
+    module.metadata = plain(module.metadata, "metadata")
     return module
 
 
 def optimizer(settings: Settings) -> dict[str, Any]:
     """Two functions: one creates the optimizer of given parameters; one returns a network's parameters, in groups if a key requests it."""
-    node = settings.optimizer_node
-    made: dict[str, Any] = {"optimizer": create(Component.of(node), "optim")}
+    node = optimizer_node(settings)
+    made: dict[str, Any] = {"optimizer": create_object(Component.of(node), "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
     sharding = settings.cfg.strategy.name if settings.spec.is_sharded else None
     made["optimizer"] = arithmetic(settings).optimizer_factory(made["optimizer"], node["_target_"], sharding)
     own = set(ENGINE["optim"]) - takes.keys()
     if asked := {key: value for key, value in node.items() if key in own and value is not None and value is not False}:
         raise_problems(
-            f"optim.{key}={shown(value)} has no effect: {node['_target_']} groups the parameters itself. Remove it."
+            f"optim.{key}={to_text(value)} has no effect: {node['_target_']} groups the parameters itself. Remove it."
             for key, value in asked.items()
             if "named_parameters" in takes
         )
@@ -139,28 +140,27 @@ def module(settings: Settings, data: Any) -> pl.LightningModule:
         UserError: it does not fit the data.
     """
     cfg, weights = settings.cfg, settings.weights
-    settings.asked.add("task")
+    settings.built_groups.add("task")
     made = create_custom_module(cfg.task)
     if not isinstance(made, Task):
-        settings.asked.update(("model", "optim", "schedule"))  # it has its own
+        settings.built_groups.update(("model", "optim", "schedule"))  # it has its own
         try:
             match_names(settings, data, weights, NAMES)
         except UserError as e:  # it may not use names, or may have a new head for them
-            console.say(f"WARNING: {e}")
+            console.print_line(f"WARNING: {e}")
         return made
     goal, title = made, f"task={cfg.task.title}"
     if not hasattr(data, "dataset"):
         raise UserError(f"{title} needs a lockstep.data.DataSet. Write one, or use a LightningModule as the task.")
     match_names(settings, data, weights, [key for key in NAMES if key in goal.needs or key not in MATCHED])
-    if goal.expects and named(data.about, goal.names):
-        data.judge_targets(goal.names, goal.expects.wrong, goal.expects.whole)
-    goal.bind(data.about)
+    if goal.target_spec and names_at(data.metadata, goal.names):
+        data.check_targets(goal.names, goal.target_spec.wrong, goal.target_spec.integer)
+    goal.bind(data.metadata)
     if goal.between_samples:
         raise_problems(whole_batch_problems(settings))
     if own := ", ".join(goal.state_dict()):
         raise UserError(
-            f"{title} has its own weights ({own}), but checkpoints contain only the network. Move them into the "
-            "network; register a constant buffer with persistent=False."
+            f"{title} has its own weights ({own}), but checkpoints contain only the network. Move them into the network; register a constant buffer with persistent=False."
         )
     return goal
 
@@ -168,14 +168,14 @@ def module(settings: Settings, data: Any) -> pl.LightningModule:
 def network(settings: Settings, data: Any, module: pl.LightningModule) -> nn.Module | None:
     """The network of `model`, for the shapes of the data and the module. It gets the values of `shapes` that its signature names.
     None for a LightningModule that creates its own."""
-    settings.asked.add("model")
+    settings.built_groups.add("model")
     model = settings.cfg.model
     return network_of(model, shapes(data, module), with_weights=settings.weights is None) if model else None
 
 
 def shapes(data: Any, module: Any) -> dict[str, Any]:
     """The arguments that data and module provide for a network: in_channels, image_size, num_classes, ..."""
-    return plain({**data.dataset.network_arguments(), **module.network_arguments()}, "network_arguments()")
+    return plain({**data.dataset.model_kwargs(), **module.model_kwargs()}, "model_kwargs()")
 
 
 def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Module | None) -> pl.LightningModule:
@@ -193,7 +193,7 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
         strategies.change_in_place(module, change, configured=weights is not None)
         return module
     task = cast(Task, module)
-    settings.asked.update(("optim", "schedule"))
+    settings.built_groups.update(("optim", "schedule"))
     if weights:
         load_into(net.state_dict(), read(Path(weights)).weights, weights)
     measured = metrics(task, cfg.task.parts("metrics"))
@@ -205,7 +205,7 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
     return task.attach(
         net,
         **optimizer(settings),
-        schedule=create(cfg.schedule, "schedule"),
+        schedule=create_object(cfg.schedule, "schedule"),
         parallelize=partial(
             strategies.parallelize,
             sync_batchnorm=cfg.trainer.sync_batchnorm,
@@ -216,7 +216,7 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
         ),
         metrics=measured,
         sets=[*data.sets],
-        network_arguments=shapes(data, task),
+        model_kwargs=shapes(data, task),
         arithmetic=arithmetic(settings),
     )
 
@@ -224,8 +224,8 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
 def match_names(settings: Settings, data: Any, weights: str | None, keys: Collection[str]) -> None:
     """Targets get the numbers of the checkpoint that the weights are from. Raises UserError."""
     if (source := weights or settings.cfg.resume) and hasattr(data, "match_names"):
-        for told in data.match_names(outline(Path(source)).metadata, str(source), keys):
-            console.say(f"WARNING: {told}")
+        for told in data.match_names(read_outline(Path(source)).metadata, str(source), keys):
+            console.print_line(f"WARNING: {told}")
 
 
 def load_module(component: Component, path: Path | None) -> pl.LightningModule:
@@ -248,20 +248,20 @@ def metrics(goal: Task, more: Mapping[str, Component]) -> dict[str, Metric]:
         raise UserError(f"{where} {taken}, which every task already logs. Use a different name.")
     found = dict(found.items())
     for name, each in more.items():
-        given = {k: v for k, v in accepted(each.target, goal.metric_arguments()).items() if k not in each}
-        found[name] = create(each, f"task.metrics.{name}", **given)
+        given = {k: v for k, v in matching_kwargs(each.target, goal.metric_arguments()).items() if k not in each}
+        found[name] = create_object(each, f"task.metrics.{name}", **given)
     return found
 
 
 def dry_run(settings: Settings, trainer: pl.Trainer) -> None:
     """Checks a step of a task without computing it. Raises UserError if the parts do not fit together."""
-    raise_problems(unused(settings))
-    logged = workload_of(trainer).dry_run(partial(tried, settings, trainer))
+    raise_problems(unused_overrides(settings))
+    logged = workload_of(trainer).dry_run(partial(evaluation_metric_names, settings, trainer))
     if logged is not None:
         raise_problems(monitor_problems(settings, logged))
 
 
-def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str]:
+def evaluation_metric_names(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str]:
     """The metrics of an evaluation besides loss and count: those that the dry run logged, or else names and patterns of metrics."""
     named = [each for name in work.module.parts.metrics for each in (name, f"{name}/*")]
     sets = [part.removeprefix("val/") for part in work.module.parts.of_stage("val")[1:]]
@@ -285,7 +285,7 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         evaluates=any(limit != 0 for limit in (cfg.trainer.limit_val_batches, cfg.trainer.limit_test_batches)),
         compiled=cfg.compile,
         shipped=all(each.target.startswith((*TRUSTED, *SHIPPED)) for each in components),
-        is_user_error=of_users_code,
+        is_user_error=is_user_code_error,
     )
     this_process.notice = IN_DRY_RUN
     try:
@@ -306,13 +306,13 @@ def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> Abstr
     )
 
 
-def explained(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
+def with_advice(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
     """Explains an error of `trainer.fit`: out of memory, or torch or Lightning rejected an argument before the first batch."""
     if trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
         return error
     trace = error.__traceback__
     below = trace.tb_next if trace and trace.tb_next else trace  # train.py itself, which calls fit, is the user's code
-    is_users = of_users_code(error.with_traceback(below))
+    is_users = is_user_code_error(error.with_traceback(below))
     try:
         with oom_advice(settings, trainer, workload_of(trainer)):
             raise error.with_traceback(trace)
@@ -342,14 +342,15 @@ def evaluate(
     step, verb = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
     if settings.cfg.get(f"trainer.limit_{stage}_batches") == 0:
         return {}
-    saved = tested if isinstance(tested, str) else None
-    module = tested if not isinstance(tested, str) else make(settings.but({"init_from": tested, "resume": None}), data)
-    work = workload(settings, module, data)
+    saved = None
+    if isinstance(tested, str):
+        saved, tested = tested, make(settings.replace({"init_from": tested, "resume": None}), data)
+    work = workload(settings, tested, data)
     if saved:
-        for told in changed_frozen(module, outline(Path(saved)).values.get("frozen", {})):
-            console.say(f"WARNING: {told}")
+        for told in changed_frozen(tested, read_outline(Path(saved)).values.get("frozen", {})):
+            console.print_line(f"WARNING: {told}")
     if not work.evaluates(step, stage):
-        console.say(f"no {verb}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
+        console.print_line(f"no {verb}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
     if run is not None and stage == "test":
         work.collect_panels(run.panels, compiled=bool(settings.cfg.compile))
@@ -365,7 +366,7 @@ def evaluate(
     metrics = metrics_of(work)
     raw = read(Path(saved)).raw_state_dict if saved else None
     if saved and raw is not None:  # the run averaged its weights: training continues from these
-        work = workload(settings, make(settings.but({"init_from": saved, "resume": None}), data), data)
+        work = workload(settings, make(settings.replace({"init_from": saved, "resume": None}), data), data)
         load_into(work.module.state_dict(), raw, saved)
         of_raw = metrics_of(work)
         names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}

@@ -18,15 +18,15 @@ from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.callbacks.module_hooks import ModuleHooks
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.finding import outline
+from lockstep.checkpoints.finding import read_outline
 from lockstep.compat.lightning import LogsNothing, StepsFromOne, log_by, without_sigterm_handler
-from lockstep.config.instantiate import create
+from lockstep.config.instantiate import create_object
 from lockstep.config.run_config import Component
 from lockstep.config.settings import SPARSEST, Settings, log_interval
-from lockstep.config.targets import accepted
+from lockstep.config.targets import matching_kwargs
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process
-from lockstep.reporting.loggers import CutAtResume, MetricsCsv
+from lockstep.reporting.loggers import MetricsCsv, TruncateLogsOnResume
 from lockstep.strategies.base import DividedBatches
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.module import Means
@@ -54,8 +54,8 @@ def loggers(settings: Settings) -> list[Logger]:
     made: list[Logger] = []
     for name, each in cfg.logger.items():
         if name != "csv":
-            given = accepted(each.target, offered) | labels(settings, each)
-            made.append(create(each, f"logger.{name}", **given))
+            given = matching_kwargs(each.target, offered) | labels(settings, each)
+            made.append(create_object(each, f"logger.{name}", **given))
     return [*made, MetricsCsv(folder)]
 
 
@@ -113,8 +113,8 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     settings, work = settings.as_built(), workload(settings, module, data)
     cfg, folder = settings.cfg, settings.folder
     if cfg.resume:
-        outline(Path(cfg.resume)).require_position(*work.position, *work.loaders.position)
-    data_info = work.loaders.facts
+        read_outline(Path(cfg.resume)).require_position(*work.position, *work.loaders.position)
+    data_info = work.loaders.info
     shared = {
         "is the run": cfg.run,
         "has the seed": cfg.seed,
@@ -128,7 +128,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
         summary.RunSummary(work, data_info, work.network_title(settings), settings.cfg.data.title, cfg),
         summary.Clock(),
         summary.FirstBatch(),
-        CutAtResume(folder),
+        TruncateLogsOnResume(folder),
         *more,
     ]
     if cfg.trainer.enable_progress_bar:
@@ -147,7 +147,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     own.append(stopping.Preemption(save))
     if cfg.trainer.max_time:
         own.append(stopping.Timer(cfg.trainer.max_time))
-    chosen = [create(each, f"callbacks.{name}") for name, each in cfg.callbacks.items()]
+    chosen = [create_object(each, f"callbacks.{name}") for name, each in cfg.callbacks.items()]
     position = saving.Position(cfg)  # before those that log when a batch begins
     logs = loggers(settings)
     every = [module_hooks(settings, work, logs), position, *chosen, *own]
@@ -167,7 +167,7 @@ def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: S
 
 def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Trainer:
     cfg, world, folder = settings.cfg, settings.world, settings.folder.path
-    given = accepted("lightning.pytorch.Trainer", vars(cfg.trainer))  # a custom key is for a custom callback
+    given = matching_kwargs("lightning.pytorch.Trainer", vars(cfg.trainer))  # a custom key is for a custom callback
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
@@ -178,7 +178,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         given["num_sanity_val_steps"] = work.sanity_val_steps
     chosen = cfg.strategy
     if "timeout_s" in chosen and process.debug_rank is not None:
-        chosen = chosen.but(timeout_s=process.DEBUG_TIMEOUT_S)
+        chosen = chosen.replace(timeout_s=process.DEBUG_TIMEOUT_S)
     elif timeout_s := chosen.get("timeout_s"):  # first, so a process that hangs in a different callback falls behind
         given["callbacks"] = [HangDetector(timeout_s), *given["callbacks"]]
     if settings.spec.is_sharded:  # torch 2.11 to 2.13 cannot gather the shards of one process in inference mode
@@ -191,12 +191,8 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which is in a different folder.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
-    offered = {
-        "environment": environment,
-        "sharded_checkpoints": cfg.checkpoint.sharded,
-        "arithmetic": work.arithmetic,
-    }
-    strategy = create(chosen, "strategy", **accepted(chosen.target, offered))
+    offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded, "arithmetic": work.arithmetic}
+    strategy = create_object(chosen, "strategy", **matching_kwargs(chosen.target, offered))
     if not isinstance(strategy, DividedBatches):
         raise UserError(
             f"strategy._target_={chosen.target} does not divide batches. Subclass one of lockstep.strategies: SingleDevice, DDP, FSDP2."

@@ -18,7 +18,7 @@ class UserError(ValueError):
         self.problems = problems
 
 
-class ForeignObjects(UserError):
+class UnsafeCheckpoint(UserError):
     """A checkpoint contains objects that could run code. No crash can cause this, so it is never skipped silently."""
 
     def __init__(self, name: str, path: Path | None = None) -> None:
@@ -51,17 +51,17 @@ class Interrupted(Preempted):
     exit_code = 130
 
 
-class NotSaved(TrainingFailed):
+class SaveFailed(TrainingFailed):
     """A checkpoint or a result could not be written; earlier ones are intact."""
 
 
-class NotLoadable(NotSaved):
+class CheckpointNotLoadable(SaveFailed):
     """A checkpoint would contain an object that cannot be loaded again."""
 
     alike = True
 
 
-class Damaged(TrainingFailed):
+class DamagedCheckpoint(TrainingFailed):
     """A saved checkpoint is no longer complete."""
 
     alike = True
@@ -84,7 +84,7 @@ class LossNotFinite(TrainingFailed):
     alike = True
 
 
-class NoRendezvous(TrainingFailed):
+class RendezvousFailed(TrainingFailed):
     """The processes of a run could not connect to each other."""
 
     def __init__(self, message: str, alike: bool) -> None:
@@ -92,7 +92,7 @@ class NoRendezvous(TrainingFailed):
         self.alike = alike
 
 
-class LostProcess(TrainingFailed):
+class ProcessDied(TrainingFailed):
     """A signal ended a process of the run before it could report an error."""
 
 
@@ -160,7 +160,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 @contextmanager
-def naming_memory(path: Path) -> Iterator[None]:
+def oom_with_path(path: Path) -> Iterator[None]:
     """Raises OutOfMemory with the name of the file that the block reads. The file itself may be intact."""
     try:
         yield
@@ -171,7 +171,7 @@ def naming_memory(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained(what: str, advice: str) -> Iterator[None]:
+def disk_errors(what: str, advice: str) -> Iterator[None]:
     """Raises UserError in place of an OSError, such as an unreadable folder or a full disk."""
     try:
         yield

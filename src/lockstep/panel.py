@@ -391,8 +391,7 @@ class ByLabel(Panel):
         self.counts_3L += torch.stack([x.sum(0) for x in (target_BL & guess_BL, target_BL, guess_BL)])
 
     def contents(self) -> Sequence[Content]:
-        rows = [
-            (n, *precision_and_recall(*counts)) for n, counts in zip(self.names, self.counts_3L.T.tolist(), strict=True)
-        ]
+        counts_L3 = self.counts_3L.T.tolist()
+        rows = [(n, *precision_and_recall(*counts)) for n, counts in zip(self.names, counts_L3, strict=True)]
         note = f"A label is predicted if its probability is above {self.threshold:g}."
         return [Table("Metrics by label", ("label", "count", "recall", "precision", "F1"), rows, note)]

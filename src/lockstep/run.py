@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.errors import FolderRemoved, OutOfMemory, UserError, naming_memory, outcome_of, raise_problems
+from lockstep.errors import FolderRemoved, OutOfMemory, UserError, oom_with_path, outcome_of, raise_problems
 from lockstep.machine import files
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
@@ -32,10 +32,10 @@ log = logging.getLogger("lockstep")
 
 
 @contextmanager
-def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
+def damage_as_user_error(path: Path, advice: str) -> Iterator[None]:
     """Turns any error of the block that reads `path` into a UserError: the file may contain anything."""
     try:
-        with naming_memory(path):
+        with oom_with_path(path):
             yield
     except (UserError, OutOfMemory):
         raise
@@ -51,7 +51,7 @@ CONFIG_ADVICE = "Restore the file, or set run=<a different name> to start over."
 ROWS_ADVICE = "Repair the file, or move it away to continue the run without its earlier rows."
 
 
-def foreign(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
+def why_not_a_config(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
     """Why a saved config cannot have been written by a run; None if it can. A run writes only values.
 
     OmegaConf would resolve a `${` of an untrusted file, and YAML aliases can make a small file expand without end.
@@ -82,7 +82,7 @@ class CsvLog:
         Raises:
             UserError: the file is damaged, e.g. a step is not a whole number.
         """
-        with told_if_damaged(self.path, ROWS_ADVICE):
+        with damage_as_user_error(self.path, ROWS_ADVICE):
             text = files.read_text(self.path) if self.path.exists() else ""
             reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
             self.columns, rows, step = list(reader.fieldnames or ()), list(reader), 0.0
@@ -137,22 +137,22 @@ class RunFolder:
 
     def saved_config(self) -> tuple[dict[str, Any], str]:
         """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
-        with told_if_damaged(self.config_file, CONFIG_ADVICE):
+        with damage_as_user_error(self.config_file, CONFIG_ADVICE):
             values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
-            if (reason := foreign(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
+            if (reason := why_not_a_config(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
                 raise ValueError(reason or "it is not a config")
         return values, text
 
     def report(self) -> dict[str, Any]:
         """The report; empty without a file. A run is `died` if it is `running` on this machine but its lock is free."""
-        with told_if_damaged(self.report_file, "Remove the file: the run continues without it."):
-            report = judged(json.loads(files.read_text(self.report_file))) if self.report_file.exists() else {}
+        with damage_as_user_error(self.report_file, "Remove the file: the run continues without it."):
+            report = checked_report(json.loads(files.read_text(self.report_file))) if self.report_file.exists() else {}
         is_local = report.get("status") == "running" and report.get("host") == socket.gethostname()
         return report | {"status": "died"} if is_local and not self.is_locked() else report
 
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, without empty cells; no rows without a file."""
-        with told_if_damaged(self.metrics_log.path, ROWS_ADVICE):
+        with damage_as_user_error(self.metrics_log.path, ROWS_ADVICE):
             rows = [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
         return rows
 
@@ -202,7 +202,7 @@ class RunFolder:
         if report.get("status") in replaceable:
             self.write_report(report | {"status": outcome.status, "error": outcome.error})
 
-    def cut(self, steps: int) -> None:
+    def truncate_logs(self, steps: int) -> None:
         """Drops the rows after step `steps`, which a resumed run will write again."""
         for log in (self.digests_log, self.metrics_log):  # metrics_log is already validated
             log.keep(lambda row: int(row["step"]) <= steps)
@@ -218,7 +218,7 @@ class RunFolder:
             file.unlink(missing_ok=True)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
-    def restorer(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """A function that restores the current state of the folder, for a run that cannot start."""
         if not self.path.exists() or {file.name for file in self.path.iterdir()} <= {self.lock_file.name}:
             return partial(files.remove, self.path)
@@ -243,10 +243,7 @@ class RunFolder:
         self.refuse_links()
         new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        in_use = (
-            f"{self.path} is in use: another process is training there. Wait until it ends or stop it, then rerun the command "
-            "with resume=auto. Or set a different run=<name>."
-        )
+        in_use = f"{self.path} is in use: another process is training there. Wait until it ends or stop it, then rerun the command with resume=auto. Or set a different run=<name>."
         try:
             with files.locked(self.lock_file, in_use, patience_s):
                 files.remove_parts(self.checkpoints, age_s=0)  # left by a run that was killed while saving
@@ -322,12 +319,12 @@ TEXTS = ("status", "run", "host", "started", "monitor", "monitor_mode", "unit", 
 NUMBERS = ("batch_size", "micro_batch", "world_size", "restarts", "wall_s", "train/steps", "train/epochs")
 
 
-def judged(report: Any) -> dict[str, Any]:
+def checked_report(report: Any) -> dict[str, Any]:
     """The report with checked value types, because anyone may have written it. Raises ValueError: a type is wrong."""
     if not isinstance(report, dict):
         raise ValueError("it is not a report")
-    report = {key: files.finite(value) for key, value in report.items()}
-    numbers = {*NUMBERS, *tested(report)}
+    report = {key: files.without_nan(value) for key, value in report.items()}
+    numbers = {*NUMBERS, *metrics_of_test(report)}
     for key, value in report.items():
         is_number = key in numbers or key.startswith("time/") or key.endswith("_per_s")
         kind = str if key in TEXTS else int | float if is_number else object
@@ -339,12 +336,12 @@ def judged(report: Any) -> dict[str, Any]:
     return report
 
 
-def tested(report: Mapping[str, Any]) -> list[str]:
+def metrics_of_test(report: Mapping[str, Any]) -> list[str]:
     """The names of the test metrics. A LightningModule may log any names."""
     return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]
 
 
-def validation_of(rows: Iterable[Mapping[str, float]], step: int, monitor: str | None) -> dict[str, float]:
+def validation_metrics_at(rows: Iterable[Mapping[str, float]], step: int, monitor: str | None) -> dict[str, float]:
     """The metrics of the validation at `step`, that of the tested checkpoint; without `monitor`, of the last one."""
     if monitor:
         matches = [row for row in rows if monitor in row and row["step"] == step]

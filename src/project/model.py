@@ -28,12 +28,7 @@ class BasicNet(nn.Module):
         # ReLU after the pool gives the same result as before it, on a quarter of the elements. Both are cheap in
         # channels_last, which is also fast for convolutions. After `Flatten`, the memory format no longer matters.
         self.features = nn.Sequential(
-            nn.Conv2d(in_channels, 32, 3),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3),
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Flatten(),
+            nn.Conv2d(in_channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()
         )
         self.classifier = nn.Sequential(
             nn.Dropout(dropout_conv),

@@ -22,19 +22,16 @@ class Classifier(Classification):
         class_weights: a loss factor per class, or `balanced`: the inverse of its fraction of the training samples.
     """
 
-    expects = Classification.expects  # one class number per sample; checked before training
+    target_spec = Classification.target_spec  # one class number per sample; checked before training
 
     def __init__(
-        self,
-        *,
-        label_smoothing: float = 0.0,
-        class_weights: Sequence[float] | Literal["balanced"] | None = None,
+        self, *, label_smoothing: float = 0.0, class_weights: Sequence[float] | Literal["balanced"] | None = None
     ) -> None:
         super().__init__(label_smoothing=label_smoothing, class_weights=class_weights)
 
     def loss(self, logits_BK: Tensor, batch: Batch) -> Tensor:
         """loss_B: one value per sample, so each sample counts once, regardless of which process computes it."""
-        target_B = self.checked(logits_BK, batch)
+        target_B = self.validated_target(logits_BK, batch)
         return F.cross_entropy(
             logits_BK, target_B, self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
         )
@@ -50,6 +47,6 @@ class Classifier(Classification):
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Adds the samples to val/loss and the metrics. Each sample counts once."""
-        self.measure(self(batch), batch, batch_idx, dataloader_idx)
+        self.update_metrics(self(batch), batch, batch_idx, dataloader_idx)
 
     test_step = validation_step

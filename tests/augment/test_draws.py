@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lockstep.augment import Draws, RandomErasing
-from lockstep.augment.mixing import beta
+from lockstep.augment.transforms import beta
 
 
 def numbers(count: int = 10_000, name: str = "augment.x", seed: int = 0, epoch: int = 0, repeats: int = 1) -> Draws:

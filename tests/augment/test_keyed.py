@@ -30,7 +30,7 @@ from lockstep.data import Arrays, Images
 from lockstep.data.datamodule import DataModule
 from lockstep.data.keyed import Generators
 from lockstep.errors import UserError
-from lockstep.extras.adapters import Wrapped
+from lockstep.extras.adapters import WrappedDataset
 
 COUNT = 60
 IMAGES = np.random.default_rng(0).integers(0, 256, (COUNT, 3, 20, 18), dtype=np.uint8)
@@ -97,7 +97,7 @@ class Pictures(Dataset):
         return self.transform(torch.from_numpy(IMAGES[index])), index
 
 
-class OfDataset(Wrapped):
+class OfDataset(WrappedDataset):
     def __init__(self) -> None:
         super().__init__(image_size=16)
         self.held = {"train": Pictures(), "val": None, "test": Pictures()}
@@ -281,7 +281,7 @@ class Boxes(Dataset):
 
 
 def test_masks_and_boxes_move_with_their_images():
-    class Data(Wrapped):
+    class Data(WrappedDataset):
         def __init__(self) -> None:
             super().__init__()
             self.held = {"train": Boxes(), "val": None, "test": Boxes()}

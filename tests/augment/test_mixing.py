@@ -9,7 +9,7 @@ from lockstep.augment import Augmentation, Cutmix, Flip, Mixup, MixupOrCutmix, R
 from lockstep.data import Images
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
-from lockstep.training.losses import of_partners, weighted_loss
+from lockstep.training.losses import partner_batch, weighted_loss
 
 MIXES = {"mixup": Mixup(alpha=0.8), "cutmix": Cutmix(), "mixup_cutmix": MixupOrCutmix()}
 
@@ -81,7 +81,7 @@ def test_mixing_twice_weighs_the_targets_as_the_images_are_weighed():
 
 def test_everything_but_the_input_is_the_partners():
     batch = mixed("mixup", batch_of(boxes=torch.randn(16, 4), scale=torch.tensor(2.0), extra={"a": torch.arange(16)}))
-    other, swapped = of_partners(batch), torch.arange(16) ^ 1
+    other, swapped = partner_batch(batch), torch.arange(16) ^ 1
     assert other["input"] is batch["input"]
     for name in ("target", "boxes", "index"):
         assert torch.equal(other[name], batch[name][swapped])

@@ -11,9 +11,9 @@ from lockstep import ROOT
 from lockstep.config.compose import resolve
 
 
-def figures(*rates: float, accuracy: float | None = None, waited_s: float | None = 0.5, **about: object) -> Figures:
+def figures(*rates: float, accuracy: float | None = None, waited_s: float | None = 0.5, **metadata: object) -> Figures:
     """One turn of two seconds for each rate in images/s."""
-    turns = [{"images": round(2 * rate), "seconds": 2.0, "waited_s": waited_s, **about} for rate in rates]
+    turns = [{"images": round(2 * rate), "seconds": 2.0, "waited_s": waited_s, **metadata} for rate in rates]
     return Figures(turns, accuracy)
 
 
@@ -70,7 +70,7 @@ def test_peers_multiply_as_tf32_says(mnist, cache, monkeypatch):
     import torch
 
     # a check refuses it on a CPU
-    monkeypatch.setattr(contenders, "resolve", lambda given: resolve(given).but({"tf32": True}))
+    monkeypatch.setattr(contenders, "resolve", lambda given: resolve(given).replace({"tf32": True}))
     for module in (torch.backends.cuda.matmul, torch.backends.cudnn):
         monkeypatch.setattr(module, "allow_tf32", False)
     contenders.Work([f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.max_epochs=1"])

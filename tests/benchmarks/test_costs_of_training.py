@@ -13,7 +13,7 @@ from lockstep.machine import process
 def test_what_the_framework_costs_is_measured(cache, monkeypatch):
     """The clock of each way begins and ends; a run that is cut short has none."""
     monkeypatch.setattr(costs, "WARM", 2)
-    monkeypatch.setattr(process, "owned", False)  # which the script changes
+    monkeypatch.setattr(process, "is_command", False)  # which the script changes
     more = f"data.cache_dir={cache}"
     ways = {"bare loop": costs.bare_loop(3), "Lightning alone": costs.lightning_alone(3)}
     ways["Lockstep"] = costs.all_of_lockstep(3, more)

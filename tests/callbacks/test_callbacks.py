@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from lockstep.callbacks import EMA, Throughput, stopping
-from lockstep.callbacks.step_seed import StepSeed, seed_generators, seed_host, step_seed
+from lockstep.callbacks.step_seed import StepSeed, seed_cpu_generators, seed_generators, step_seed
 from lockstep.callbacks.stopping import EarlyStopping, RankAgreement, Timer
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, TrainBatches
@@ -85,7 +85,7 @@ def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step
     monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
     monkeypatch.setattr(process, "store", HashStore())
     for rank in (0, 1):
-        monkeypatch.setattr(stopping, "looks", looks := itertools.count())
+        monkeypatch.setattr(stopping, "polls", looks := itertools.count())
         trainer = trainer_at(0, strategy=Mock(), should_stop=False, world_size=2, global_rank=rank)
         trainer.strategy.broadcast = lambda over: over
         timer, clock.now_s = Timer({"minutes": 1}), 0.0
@@ -103,7 +103,7 @@ def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step
 def test_what_a_step_draws_depends_on_its_seed_alone_and_each_step_and_rank_has_its_own():
     def draw(seed: int) -> tuple[float, float, float]:
         seed_generators(seed, "cpu")
-        seed_host(seed)
+        seed_cpu_generators(seed)
         return random.random(), np.random.rand(), torch.rand(1).item()
 
     seeds = {step_seed(*place) for place in itertools.product((0, 1), range(500), range(4))}
@@ -142,7 +142,7 @@ def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process
     callback = StepSeed(5, loaders, StepArithmetic(), masks_by_row=True)
     strategy = MagicMock(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
     for rank in range(world):
-        own = batches(rank=rank, world=world, accumulate=accumulate, in_blocks=contiguous)
+        own = batches(rank=rank, world=world, accumulate=accumulate, contiguous=contiguous)
         for batch_idx, samples in enumerate(own):
             step = batch_idx // accumulate
             trainer = trainer_at(step, world_size=world, global_rank=rank, strategy=strategy)

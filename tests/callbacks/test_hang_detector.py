@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from lockstep.callbacks import hang_detector
-from lockstep.callbacks.hang_detector import Heartbeat, Monitor, hanging, where
+from lockstep.callbacks.hang_detector import Heartbeat, Monitor, hanging_ranks, where
 from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine import process
@@ -32,7 +32,7 @@ def sign(*place: int, waits: bool = False, quiet_s: float = 100.0) -> Heartbeat:
     ([sign(5, 1), sign(5, 0, quiet_s=3)], [], []),  # slow, but it gets on
 ])  # fmt: skip
 def test_the_one_that_the_others_wait_for_is_named(signs, silent, found):
-    assert hanging(dict(enumerate(signs)), silent, 50.0) == found
+    assert hanging_ranks(dict(enumerate(signs)), silent, 50.0) == found
 
 
 def test_where_a_thread_is_and_that_it_waits_in_backward_and_in_collectives():

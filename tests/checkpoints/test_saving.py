@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from lockstep import ROOT
 from lockstep.checkpoints import finding, saving, weights
 from lockstep.checkpoints.saving import AtomicCheckpointIO, ModelCheckpoint
-from lockstep.errors import NotSaved
+from lockstep.errors import SaveFailed
 from lockstep.machine import files
 
 LONG_S = 60.0  # a test that waits so long has failed
@@ -147,7 +147,7 @@ def test_a_full_disk_is_told_and_leaves_the_older_checkpoint(background, tmp_pat
         io.remove_checkpoint(old)
         io.save_checkpoint(content(3, 3.0), tmp_path / "last.ckpt")
 
-    with pytest.raises(NotSaved, match=r"best-step-2.ckpt could not be saved: File too large\. .* resume=auto"):
+    with pytest.raises(SaveFailed, match=r"best-step-2.ckpt could not be saved: File too large\. .* resume=auto"):
         save_two()
     assert [path.name for path in tmp_path.iterdir()] == [old.name]
     assert value_of(old) == 1.0
@@ -160,7 +160,7 @@ def test_a_full_disk_is_told_and_leaves_the_older_checkpoint(background, tmp_pat
 def test_an_error_is_told_at_the_end_and_hides_no_other(tmp_path, full_disk, caplog):
     io = AtomicCheckpointIO(tmp_path, background=True)
     io.save_checkpoint(content(1, 1.0), tmp_path / "last.ckpt")
-    with pytest.raises(NotSaved):
+    with pytest.raises(SaveFailed):
         io.teardown()
     io.save_checkpoint(content(2, 2.0), tmp_path / "last.ckpt")
     with pytest.raises(KeyError):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import build
-from lockstep.compat.lightning import LogsNothing, MeansOfAllProcesses, is_open_mean, log_by, without_anonymous
+from lockstep.compat.lightning import LogsNothing, MeansOfAllProcesses, is_open_mean, log_by, without_anonymous_user
 from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
@@ -123,9 +123,9 @@ def test_wandb_warns_about_what_lightning_passes(tmp_path, monkeypatch):
     logger = WandbLogger(save_dir=str(tmp_path), mode="offline")
     wandb.Settings(anonymous=logger._wandb_init["anonymous"])
     assert "anonymous setting has no effect" in warnings[0]
-    without_anonymous(logger)
+    without_anonymous_user(logger)
     assert "anonymous" not in logger._wandb_init
-    without_anonymous(logger)  # as with a Lightning that passes none
+    without_anonymous_user(logger)  # as with a Lightning that passes none
 
 
 def test_lightnings_mesh_of_two_nodes_with_three_processes(monkeypatch):

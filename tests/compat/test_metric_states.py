@@ -116,7 +116,7 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     never = pytest.fail
     task = Given()
     task.bind({})
-    made = task.attach(nn.Identity(), optimizer=never, schedule=never, parallelize=never, metrics={"m": metric()}, network_arguments={})  # fmt: skip
+    made = task.attach(nn.Identity(), optimizer=never, schedule=never, parallelize=never, metrics={"m": metric()}, model_kwargs={})  # fmt: skip
     found: dict[str, float] = {}
     for turn, total in enumerate((count, max(1, count - 1))):
         made.log = lambda name, value, turn=turn, **_: found.update({f"{turn} {name}": float(value)})
@@ -140,7 +140,7 @@ def process(rank: str, world: str, port: str, folder: str) -> None:
 def together(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, dict]]]:
     folder = tmp_path_factory.mktemp("metrics")
     for world in WORLDS:
-        with local.held_port() as port:
+        with local.reserve_port() as port:
             given = (str(world), str(port), str(folder))
             processes = [forked.call(__file__, "process", str(rank), *given) for rank in range(world)]
             assert [process.wait(300) for process in processes] == [0] * world

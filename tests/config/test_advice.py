@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from lockstep.config import compose
 from lockstep.config.draft import advice
 from lockstep.errors import UserError
-from lockstep.launch.cli import refused_options
+from lockstep.launch.cli import validate_options
 
 VALUES = {
     "optim={value}": "adam", "schedule={value}": "cosine", "data={value}": "cifar10", "model={value}": "resnet50d", "logger=[csv,{value}]": "wandb",
@@ -84,10 +84,10 @@ def test_what_a_list_lacks_is_named_alone():
     (["--nosuch"], "nosuch=<value>"),
 ])  # fmt: skip
 def test_an_option_with_dashes_leads_to_the_key(argv, typed):
-    assert [*refused_options(argv)] == [f"{argv[0].partition('=')[0]}: keys are written without dashes. Pass {typed}."]
+    assert [*validate_options(argv)] == [f"{argv[0].partition('=')[0]}: keys are written without dashes. Pass {typed}."]
 
 
 def test_hydras_options_stay():
     assert not [
-        *refused_options(["--cfg", "job", "--info", "--hydra-help", "--multirun", "--config-dir=x", "--resolve"])
+        *validate_options(["--cfg", "job", "--info", "--hydra-help", "--multirun", "--config-dir=x", "--resolve"])
     ]

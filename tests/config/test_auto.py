@@ -18,13 +18,13 @@ DATA = SimpleNamespace(evaluated=SimpleNamespace(bytes_in_memory=54_880_000), ev
 
 
 def decided(**values: object):
-    cfg = resolve(["trainer.accelerator=cpu"]).but({key.replace("__", "."): value for key, value in values.items()})
-    return settings.Settings.of(cfg).decided(DATA).cfg
+    cfg = resolve(["trainer.accelerator=cpu"]).replace({key.replace("__", "."): value for key, value in values.items()})
+    return settings.Settings.of(cfg).with_auto_resolved(DATA).cfg
 
 
 @pytest.mark.parametrize(("has", "expected"), [(True, "bf16-mixed"), (False, "32-true")])
 def test_bf16_is_used_where_there_are_units_for_it(monkeypatch, has, expected):
-    monkeypatch.setattr(settings, "multiplies_bf16", lambda _: has)
+    monkeypatch.setattr(world, "has_bf16_units", lambda _: has)
     assert decided().trainer.precision == expected
     assert decided(trainer__precision="64-true").trainer.precision == "64-true"
 
@@ -42,7 +42,7 @@ def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path):
     monkeypatch.setattr(world, "CPUINFO", tmp_path / "cpuinfo")
     for flags, expected in FLAGS.items():
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
-        assert world.multiplies_bf16("cpu") is expected, flags
+        assert world.has_bf16_units("cpu") is expected, flags
 
 
 def test_a_run_has_at_least_20_rows_and_at_most_one_every_50_steps():
@@ -50,7 +50,9 @@ def test_a_run_has_at_least_20_rows_and_at_most_one_every_50_steps():
         assert settings.log_interval(steps) == expected
     cfg = resolve(["loader.batch_size=32", "trainer.max_epochs=8", "trainer.accumulate_grad_batches=2"])
     for given, expected in (("auto", 2), (9, 9)):  # of 56 steps, 7 an epoch
-        found = settings.Settings(cfg.but({"trainer.log_every_n_steps": given}), WORLD).decided(DATA, samples=245)
+        found = settings.Settings(cfg.replace({"trainer.log_every_n_steps": given}), WORLD).with_auto_resolved(
+            DATA, samples=245
+        )
         assert found.cfg.trainer.log_every_n_steps == expected
 
 
@@ -67,7 +69,7 @@ def gpus(monkeypatch):
         answers = {count: lambda: len(capabilities), "cuDriverGetVersion": lambda: driver}
         digits = {major: 0, minor: 1}
         answers[attribute] = lambda attribute, gpu: divmod(capabilities[gpu], 10)[digits[attribute]]
-        monkeypatch.setattr(world, "asked", lambda name, *given: answers.get(name, lambda *_: 0)(*given))
+        monkeypatch.setattr(world, "query_driver", lambda name, *given: answers.get(name, lambda *_: 0)(*given))
         kind = "cuda" if of == world.CUDA else "hip"
         monkeypatch.setattr(world, "version_of_torch", lambda asked: built if asked == kind else "")
         forget()
@@ -90,7 +92,7 @@ def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expecte
     gpus(*capabilities)
     found = settings.Settings.of(resolve([f"strategy={strategy}"]), {})
     assert found.world.accelerator == "cuda"
-    assert found.decided(DATA).cfg.trainer.precision == expected
+    assert found.with_auto_resolved(DATA).cfg.trainer.precision == expected
 
 
 UNUSABLE = [
@@ -120,7 +122,7 @@ def test_a_gpu_that_the_installed_torch_cannot_use_is_none(gpus):
 
 def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypatch):
     gpus(70, built="")
-    monkeypatch.setattr(start.local, "in_run", lambda *_: 1 / 0)  # far enough
+    monkeypatch.setattr(start.local, "run_job", lambda *_: 1 / 0)  # far enough
     with pytest.raises(ZeroDivisionError):
         train("trainer.accelerator=auto")
     warning = "WARNING: running on the CPU: the installed torch was built without CUDA"

@@ -14,14 +14,14 @@ from lockstep.config.checks import check
 from lockstep.config.compose import (
     CONFIG_ERRORS,
     compose_config,
+    compose_each,
     config_file,
     dotted,
     explain,
     fixed_keys,
     options,
-    tried_alone,
 )
-from lockstep.config.draft import Draft, advice, wrong_values
+from lockstep.config.draft import Draft, advice, value_errors
 from lockstep.config.instantiate import ENGINE, SPECIAL
 from lockstep.config.project import config_folders
 from lockstep.config.run_config import CLOSED
@@ -29,7 +29,7 @@ from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.config.targets import parameters
 from lockstep.errors import UserError
 from lockstep.launch import resuming
-from lockstep.launch.cli import guarded_job, refused_options
+from lockstep.launch.cli import restoring_job, validate_options
 from lockstep.launch.start import start
 from lockstep.machine import world
 
@@ -261,7 +261,7 @@ def test_values_that_no_run_can_use_are_told_together_with_an_example(values):
 
 
 def test_each_value_of_a_sweep_is_tried_before_it_starts():
-    told, good = tried_alone("train", ["optim.lr=1e-3,3e-3", "model=basic_net,resnet51", "optim.lrr=1,2"])
+    told, good = compose_each("train", ["optim.lr=1e-3,3e-3", "model=basic_net,resnet51", "optim.lrr=1,2"])
     assert ["resnet51" in told[0], "optim.lrr" in told[1]] == [True, True]
     assert good == ["model=basic_net", "optim.lr=0.001", "optim.lr=0.003"]
 
@@ -280,7 +280,7 @@ def test_every_group_class_and_key_that_the_engine_reads_is_missed():
         told = problems_of(Draft(cfg))
         assert any(text.startswith(f"{key} is missing") for text in told), key
         for value in (None, "abc") if key in groups else ():
-            told = problems_of(whole.but({key: value}))
+            told = problems_of(whole.replace({key: value}))
             assert any(text.startswith(f"{key}=") for text in told), (key, value)
 
 
@@ -305,8 +305,8 @@ def test_options_and_facts_that_would_do_something_else_are_refused():
         ["hydra.run.dir=x"],
         ["hydra/launcher=slots"],
     )
-    assert [len(list(refused_options(argv))) for argv in hydra] == [1] * len(hydra)
-    assert list(refused_options(["-m", "hydra/launcher=slots", "--config-dir=x", "optim.lr=1"])) == []
+    assert [len(list(validate_options(argv))) for argv in hydra] == [1] * len(hydra)
+    assert list(validate_options(["-m", "hydra/launcher=slots", "--config-dir=x", "optim.lr=1"])) == []
     told = list(fixed_keys(["strategy.name=abc", "task.replaces=[]", "strategy=ddp"]))
     assert ["strategy.name cannot be set" in told[0], len(told)] == [True, 2]
 
@@ -333,14 +333,14 @@ INSIDE = ['optim.lr="${oc.decode:${oc.env:RATE}}"', "run=${oc.env:NAME}", "loade
 def test_an_interpolation_is_judged_by_its_value(monkeypatch):
     for name, value in {"OUTSIDE": "/elsewhere", "EMPTY": "", "RATE": "1e-3", "NAME": "mine"}.items():
         monkeypatch.setenv(name, value)
-    told = wrong_values(draft(*OUTSIDE))
+    told = value_errors(draft(*OUTSIDE))
     assert {key: why for key, why in told.items() if not why} == {"checkpoint.mode": ""}
     for override, text in OUTSIDE.items():
         assert told.pop(override.partition("=")[0]).startswith(text)
     assert [*told] == ["checkpoint.mode"]
-    (told,) = wrong_values(draft("run=a/${oc.env:OUTSIDE}")).values()
+    (told,) = value_errors(draft("run=a/${oc.env:OUTSIDE}")).values()
     assert told.startswith("run=a//elsewhere, from a/${oc.env:OUTSIDE}, is invalid")
-    assert wrong_values(draft(*INSIDE)) == {}
+    assert value_errors(draft(*INSIDE)) == {}
 
 
 # --- What a run continues from, and what a command prints ---
@@ -360,13 +360,13 @@ def test_an_interpolation_is_judged_by_its_value(monkeypatch):
 def test_what_is_not_there_cannot_be_continued_or_evaluated(job, overrides, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=told):
-        start(guarded_job(job), draft(*overrides, job=job), overrides)
+        start(restoring_job(job), draft(*overrides, job=job), overrides)
     assert list(Path.cwd().iterdir()) == []
 
 
 def test_what_a_resumed_run_recalls_without_effect_is_set_aside(capsys):
     cpu = ["trainer.accelerator=cpu", "strategy=single"]
-    left = resuming.set_aside(draft(*cpu, "checkpoint.sharded=true", "tf32=true"), [*cpu, "tf32=true"])
+    left = resuming.drop_without_effect(draft(*cpu, "checkpoint.sharded=true", "tf32=true"), [*cpu, "tf32=true"])
     assert (left.get("checkpoint.sharded"), left.get("tf32")) == (False, True)  # typed ones stay an error
     assert "checkpoint.sharded=true of the resumed run has no effect here" in capsys.readouterr().err
 

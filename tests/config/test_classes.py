@@ -15,10 +15,10 @@ from lockstep import PACKAGE
 from lockstep.config import checks, project
 from lockstep.config.compose import resolve
 from lockstep.config.draft import as_yaml
-from lockstep.config.instantiate import create, network, problems
+from lockstep.config.instantiate import create_object, network, problems
 from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
-from lockstep.config.targets import accepted, parameters
+from lockstep.config.targets import matching_kwargs, parameters
 from lockstep.errors import UserError
 
 OWN = """import os
@@ -110,7 +110,7 @@ class Cells(DataSet):
     def __init__(self, channels=1, image_size: list[int] | None = None, mean=None, csv: list[str] | None = None, source="disk"):
         self.source = source
 
-    def network_arguments(self):
+    def model_kwargs(self):
         return {"in_features": 3}
 
 class Loaders(LightningDataModule):
@@ -206,7 +206,7 @@ ADMITTED = {
 def test_what_is_not_of_the_keys_kind_is_refused(key):
     for target in REFUSED[key]:
         with pytest.raises(UserError, match=f"{key}._target_={target} "):
-            create(Component(target), key)
+            create_object(Component(target), key)
 
 
 @pytest.mark.parametrize("key", ADMITTED)
@@ -219,14 +219,14 @@ def test_a_node_within_a_node_is_refused_too(bad, tmp_path):
     node = Component(bad, {"checkpoint_path": str(tmp_path)}).node
     for around in ({"given": node}, {"given": [[{"a": node}]]}, {"_args_": [node]}):
         with pytest.raises(UserError, match=rf"model\.\S+\._target_={bad} "):
-            create(Component("mine.Open", {"width": 1, **around}), "model")
+            create_object(Component("mine.Open", {"width": 1, **around}), "model")
 
 
 @pytest.mark.parametrize("escaped", ["", "\\"])
 def test_an_interpolation_brings_no_other_target(escaped):
     with pytest.raises(UserError, match=r"model contains an escaped interpolation: .*load_state_dict"):
         given = escaped + "${oc.create:{_target_:timm.models.load_state_dict}}"
-        create(Component("mine.Open", {"width": 1, "given": given}), "model")
+        create_object(Component("mine.Open", {"width": 1, "given": given}), "model")
 
 
 def test_a_name_outside_of_the_list_is_not_imported(tmp_path, monkeypatch):
@@ -240,7 +240,7 @@ def test_a_name_outside_of_the_list_is_not_imported(tmp_path, monkeypatch):
 
 
 def made(target: str, key: str = "model", offered: dict[str, object] | None = None, **keys: object):
-    return create(Component(target, keys), key, **(offered or {}))
+    return create_object(Component(target, keys), key, **(offered or {}))
 
 
 def told(target: str, **keys) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ def test_an_error_inside_a_component_is_its_own():
 
 def test_a_class_that_hands_arguments_on_takes_those_of_its_base_classes_too():
     assert list(parameters("mine.Own")) == ["width", "depth", "gamma"]
-    assert accepted("mine.Own", {"width": 3, "classes": 10}) == {"width": 3}
+    assert matching_kwargs("mine.Own", {"width": 3, "classes": 10}) == {"width": 3}
     net = made("mine.Own", offered={"width": 3}, gamma=1.0, depth=2)
     assert (net.width, net.depth, net.gamma) == (3, 2, 1.0)
     assert made("mine.Narrow", depth=2).width == 1  # which it gives itself
@@ -310,7 +310,7 @@ def test_a_class_that_hands_arguments_on_takes_those_of_its_base_classes_too():
         made("mine.HandsOn", "data", root="photos")
     assert made("mine.Saves", "task", width=2, anything=3).hparams == {"width": 2, "anything": 3}
     assert list(parameters("mine.Pops")) == ["width", "depth", "gamma"]
-    assert accepted("mine.Pops", {"width": 3, "classes": 10}) == {"width": 3}
+    assert matching_kwargs("mine.Pops", {"width": 3, "classes": 10}) == {"width": 3}
     assert "num_classes" in parameters("timm.models.VisionTransformerDistilled")
     misspelt, wrong = told("mine.Own", width=1, depht=2, depth="two")
     assert misspelt.startswith("model.depht is not an argument of mine.Own (did you mean depth?)")
@@ -385,7 +385,7 @@ def test_a_source_that_only_ones_own_data_knows_stays_in_the_config():
     disk = SimpleNamespace(source="disk", eval_batch_size=None, evaluated=SimpleNamespace(bytes_in_memory=0))
     for given, expected in (("s3", "s3"), ("auto", "disk")):
         settings = Settings.of(resolve([*DATA, *CPU, f"+data.source={given}"]))
-        assert settings.decided(disk).cfg.data.get("source") == expected
+        assert settings.with_auto_resolved(disk).cfg.data.get("source") == expected
 
 
 def test_all_mistakes_are_told_before_data_is_prepared(monkeypatch):
@@ -434,8 +434,8 @@ def raised(file: Path, module: str) -> ValueError:
 )
 def test_code_of_the_project_is_the_users_wherever_it_is_installed(folder, file, module, users):
     (folder / "pyproject.toml").write_text('[tool.lockstep]\npackages = ["monai"]\n')
-    assert project.of_users_code(raised(file, module)) is users
-    assert not project.of_users_code(UserError("a refusal"))
+    assert project.is_user_code_error(raised(file, module)) is users
+    assert not project.is_user_code_error(UserError("a refusal"))
 
 
 def test_what_is_no_name_of_a_class_is_told_although_runs_are_named_by_it():

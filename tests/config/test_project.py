@@ -176,7 +176,7 @@ def test_a_lightning_module_replaces_the_projects_defaults_and_nothing_that_was_
 
 
 def test_mistakes_name_the_projects_options_too(bouquet):
-    problems, good = compose.tried_alone("train", ["model=tulp", "data=mnist", "experiment=gardn"])
+    problems, good = compose.compose_each("train", ["model=tulp", "data=mnist", "experiment=gardn"])
     assert "model has no option tulp; use one of airbench, basic_net, " in problems[0]
     assert "(did you mean tulip?)" in problems[0]
     assert "did you mean garden?" in problems[1]

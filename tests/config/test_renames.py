@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.compose import compose_config, kept
+from lockstep.config.compose import compose_config, recorded_overrides
 from lockstep.config.draft import Draft, values_of
-from lockstep.config.renames import LOADER_KEYS, overrides_of, renamed
-from lockstep.config.words import plain
+from lockstep.config.formatting import plain
+from lockstep.config.renames import LOADER_KEYS, overrides_of, with_new_keys
 from lockstep.errors import UserError
-from lockstep.launch.resuming import completed
+from lockstep.launch.resuming import with_new_defaults
 
 CLASSES = """
 from lightning.pytorch import LightningDataModule
@@ -45,7 +45,7 @@ def saved(tmp_path, monkeypatch):
 @pytest.mark.parametrize("target", ["lockstep.data.Mnist", "of_0_1.Digits"])
 def test_the_keys_of_a_data_set_become_those_of_the_loader(saved, target):
     for given in (LOADER, {"batch_size": 7, "repeats": 2}):  # whatever an older version had of them
-        draft = completed(Draft.of_values(saved(target, root="here", **given)))
+        draft = with_new_defaults(Draft.of_values(saved(target, root="here", **given)))
         assert {key: draft.get(f"loader.{key}") for key in given} == given
         moved = target.replace("lockstep.data", "project.data")  # a class that is the template's now
         assert draft.get("data") == {"_target_": moved, "root": "here"}
@@ -54,14 +54,14 @@ def test_the_keys_of_a_data_set_become_those_of_the_loader(saved, target):
 
 
 def test_those_of_a_data_module_are_its_arguments(saved):
-    draft = completed(Draft.of_values(saved("of_0_1.Own", **LOADER)))
+    draft = with_new_defaults(Draft.of_values(saved("of_0_1.Own", **LOADER)))
     assert draft.get("data") == {"_target_": "of_0_1.Own", **LOADER}
     assert draft.get("loader") == plain(compose_config("train", []).loader)
 
 
 def test_a_config_of_today_is_left_as_it_is():
     tree = plain(compose_config("train", ["+data.batch_size=3"]))
-    assert renamed(tree) == tree
+    assert with_new_keys(tree) == tree
     assert {*tree["loader"]} == {*LOADER_KEYS}
 
 
@@ -71,7 +71,10 @@ def test_overrides_that_a_report_keeps_are_told_under_the_keys_of_today():
         "data.mean=[0.1, 0.2]",
     )
     assert (overrides_of({"overrides": ""}), overrides_of({})) == ((), None)
-    assert kept(["optim.lr=2", "run=a", "resume=auto"], ["optim.lr=1", "seed=3"]) == ("seed=3", "optim.lr=2")
+    assert recorded_overrides(["optim.lr=2", "run=a", "resume=auto"], ["optim.lr=1", "seed=3"]) == (
+        "seed=3",
+        "optim.lr=2",
+    )
 
 
 def test_a_value_that_is_not_accepted_any_more_is_told(saved, tmp_path):

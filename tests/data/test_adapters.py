@@ -47,8 +47,8 @@ def test_pictures_of_a_dataset_become_bytes_of_one_size(channels):
     batch = data.train[PLACES]
     assert (batch["input"].dtype, tuple(batch["input"].shape)) == (torch.uint8, (4, channels, 8, 8))
     assert (batch["target"].dtype, batch["height"].dtype) == (torch.int64, torch.float32)
-    assert (data.unit, data.about["classes"]) == ("images", list(COLOURS))
-    assert data.network_arguments() == {"in_channels": channels, "image_size": 8}
+    assert (data.unit, data.metadata["classes"]) == ("images", list(COLOURS))
+    assert data.model_kwargs() == {"in_channels": channels, "image_size": 8}
 
 
 def test_what_is_no_image_goes_to_the_network_as_it_is():
@@ -57,7 +57,7 @@ def test_what_is_no_image_goes_to_the_network_as_it_is():
     batch = data.train[PLACES]
     assert torch.equal(batch["input"], vectors(12).tensors[0][:4])
     assert data.preprocess(batch) is batch
-    described = (data.unit, data.about, data.network_arguments())
+    described = (data.unit, data.metadata, data.model_kwargs())
     assert described == ("samples", {"classes": ["a", "b", "c"]}, {"in_features": 5})
     message = r"data.image_size=64 and data.channels=1 have no effect: `input` is float32 of shape \(5,\), not an image"
     with pytest.raises(UserError, match=message):
@@ -65,11 +65,11 @@ def test_what_is_no_image_goes_to_the_network_as_it_is():
 
 
 def test_classes_are_those_of_the_dataset_or_of_its_targets():
-    assert torch_data(vectors(12)).about["classes"] == ["0", "1", "2"]
-    assert torch_data(Subset(pictures(), [3, 4])).about["classes"] == list(COLOURS)
+    assert torch_data(vectors(12)).metadata["classes"] == ["0", "1", "2"]
+    assert torch_data(Subset(pictures(), [3, 4])).metadata["classes"] == list(COLOURS)
     named = vectors(12)
     named.targets = [0, 2, 1] * 4
-    assert torch_data(named).about["classes"] == ["0", "1", "2"]
+    assert torch_data(named).metadata["classes"] == ["0", "1", "2"]
 
 
 def test_a_fingerprint_tells_datasets_apart():
@@ -125,7 +125,7 @@ def test_its_own_parts_are_taken_and_without_a_test_part_its_val_is_the_test(tmp
         write_classes(tmp_path / "country211" / part, count)
     data = named("Country211", tmp_path)
     assert [len(part) for part in (data.train, data.val, data.test)] == [12, 6, 9]
-    assert data.about["classes"] == list(COLOURS)
+    assert data.metadata["classes"] == list(COLOURS)
     for path in (f"{part}/{wnid}" for part in ("train", "val") for wnid in ("n01440764", "n02102040")):
         (tmp_path / "imagenette2" / path).mkdir(parents=True)
         for number in range(4 if path.startswith("train") else 2):
@@ -133,7 +133,7 @@ def test_its_own_parts_are_taken_and_without_a_test_part_its_val_is_the_test(tmp
     data = named("Imagenette", tmp_path)
     assert [len(data.train), data.val, len(data.test)] == [8, None, 4]
     assert "Imagenette has no test split: its validation split is the test set" in data.notice
-    assert data.about["classes"][0] == "tench"
+    assert data.metadata["classes"][0] == "tench"
 
 
 @pytest.mark.parametrize(("dataset", "changes", "message"), [
@@ -173,12 +173,12 @@ def test_columns_of_numbers_are_arrays(tmp_path):
     batch = data.train[PLACES]
     assert (batch["input"].dtype, batch["input"].shape, batch["target"].shape) == (np.float32, (4, 3), (4, 1))
     assert np.allclose(batch["target"][:, 0] * 12, batch["input"][:, 0])  # of the same rows
-    assert (data.about, data.network_arguments(), data.unit) == ({"targets": ["price"]}, {"in_features": 3}, "samples")
+    assert (data.metadata, data.model_kwargs(), data.unit) == ({"targets": ["price"]}, {"in_features": 3}, "samples")
 
 
 def test_texts_are_classes_a_part_of_each_is_held_out_and_splits_are_taken(tmp_path):
     data = held(tmp_path, COLUMNS, input="x", target="kind", test_fraction=0.3)
-    assert data.about["classes"] == ["cat", "dog"]
+    assert data.metadata["classes"] == ["cat", "dog"]
     assert np.bincount(data.test[np.arange(6)]["target"]).tolist() == [3, 3]
     rows = [part.places.tolist() for part in (data.train, data.val, data.test)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(20))

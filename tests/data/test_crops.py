@@ -138,7 +138,7 @@ def test_a_crop_is_a_function_of_its_sample_alone(root, tmp_path):
     whole = read(made, index_B)
     assert torch.equal(whole[2:4], read(made, index_B[2:4])) and not torch.equal(whole[0], whole[1])
     assert torch.equal(whole, torch.cat([read(made, index_B[at : at + 2]) for at in (0, 2, 4)]))
-    after = made.finished(made.raw("train", index_B), training=True, repeats=2)["input"]
+    after = made.preprocessed(made.raw("train", index_B), training=True, repeats=2)["input"]
     assert contrast(after[:, :1]) > 0.2  # what show_batch shows
 
 
@@ -230,6 +230,6 @@ def test_a_large_jpeg_is_decoded_small_where_the_crop_allows_it(tmp_path):
             Image.new("RGB", (1600, 1200), (i * 40, 90, 10)).save(tmp_path / "data" / name / f"{i}.jpg")
     data = Folder(root=str(tmp_path / "data"), image_size=SIDE, cache_dir=str(tmp_path / "cache"))
     data.prepare()
-    sides = {low: data.whole("train", crop(low).crops_from)[np.array([0])]["input"][0].size for low in (0.5, 0.01)}
+    sides = {low: data.uncropped("train", crop(low).crops_from)[np.array([0])]["input"][0].size for low in (0.5, 0.01)}
     assert sides == {0.5: (200, 150), 0.01: (400, 300)}
-    assert data.whole("train", 0)[np.array([0])]["input"][0].size == (1600, 1200)
+    assert data.uncropped("train", 0)[np.array([0])]["input"][0].size == (1600, 1200)

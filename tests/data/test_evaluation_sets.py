@@ -40,13 +40,13 @@ def drawn(count: int, seed: int, shift: float = 0.0) -> dict[str, Any]:
 
 class Points(DataSet):
     def __init__(self) -> None:
-        self.about = {"classes": ["a", "b"]}
+        self.metadata = {"classes": ["a", "b"]}
         self.train, self.val, self.test = (Arrays(**drawn(count, seed)) for seed, count in enumerate((32, 13, 11)))
         self.evaluation_sets = {
             "val/night": Arrays(**drawn(7, 3, 0.5)), "test/fog": Arrays(**drawn(17, 4, -0.5)), "test/rain": Arrays(**drawn(1, 5)),
         }
 
-    def network_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return {"in_features": 4}
 
 

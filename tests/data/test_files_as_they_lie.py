@@ -179,9 +179,9 @@ def test_a_folder_as_it_lies(tmp_path, name):
             opened(root)
         return
     data = opened(root)
-    assert (sizes(data), data.facts["left_out"]) == (expected, left_out)
+    assert (sizes(data), data.info["left_out"]) == (expected, left_out)
     assert len({*data.listing.paths}) == sum(expected)
-    assert all(label.encode() for label in data.about["classes"])  # which a name with escaped bytes is
+    assert all(label.encode() for label in data.metadata["classes"])  # which a name with escaped bytes is
 
 
 # --- a CSV ---
@@ -301,15 +301,15 @@ def test_a_list_of_files_to_predict_is_read_in_the_same_way(tmp_path):
     ({"targets": ["x", "y"]}, [" 1.5;2", "nan"], ["1.5;2", "nan"]),
     ({}, ["of; any kind", "nan"], ["of; any kind", "nan"]),
 ])  # fmt: skip
-def test_targets_of_a_list_to_predict_are_spelled_as_in_training(tmp_path, about, written, expected):
+def test_targets_of_a_list_to_predict_are_spelled_as_in_training(tmp_path, metadata, written, expected):
     path = tmp_path / "new.csv"
     path.write_text(LINES(["path,target", *(f"im/1.png,{cell}" for cell in written)]))
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected) as error:
-            find_inputs(str(path), check=target_check(about))
+            find_inputs(str(path), check=target_check(metadata))
         assert "data.target" not in str(error.value)
         return
-    assert find_inputs(str(path), check=target_check(about)).targets == expected
+    assert find_inputs(str(path), check=target_check(metadata)).targets == expected
 
 
 @pytest.mark.parametrize(("masked", "left_out"), [(10, 10), (8, 8), (7, 0)])
@@ -427,7 +427,7 @@ def transparent(mode: str, background: int | tuple[int, ...]) -> Image.Image:
 def test_transparency_is_composited_on_white(tmp_path, mode, channels):
     image = transparent(mode, 0)
     image.save(tmp_path / "a.png", **({"transparency": image.info["transparency"]} if image.info else {}))
-    found = images.decoded(tmp_path / "a.png", channels=channels, frame=Frame(8))
+    found = images.decode(tmp_path / "a.png", channels=channels, frame=Frame(8))
     expected = np.full((8, 8), 255)
     expected[2:6, 2:6] = 0
     assert BACKGROUND == "white" and (found == expected).all() and len(found) == channels

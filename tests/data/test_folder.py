@@ -50,7 +50,7 @@ def counts(data: Folder) -> list[list[int]]:
 def test_a_part_of_every_class_is_held_out_as_long_as_it_lasts(root, tmp_path):
     data = made(root)
     data.prepare()
-    assert (data.notice, data.facts) == (None, {"skipped": 0, "left_out": None})
+    assert (data.notice, data.info) == (None, {"skipped": 0, "left_out": None})
     assert counts(data) == [[16] * 3, [2] * 3, [2] * 3]
     assert len({sample for part in (data.train, data.val, data.test) for sample in content(part)}) == 60
     write_pictures(root / "green", "green", 40)
@@ -68,7 +68,7 @@ def test_images_are_found_at_any_depth_and_what_is_no_image_is_ignored(root):
     (root / "red" / "0.png").rename(root / "red" / "0.PNG")
     data = made(root)
     assert sum(sizes(data)) == 64
-    assert data.about["classes"] == list(COLOURS)
+    assert data.metadata["classes"] == list(COLOURS)
 
 
 def test_with_folds_the_engine_divides_train_and_nothing_else_is_held_out(root):
@@ -123,14 +123,14 @@ def test_a_csv_gives_several_labels_or_a_number_and_says_the_part(root):
     words = {"red": "warm|bright", "green": " cold ; bright", "blue": ""}
     rows = [f"{path},{words[path.split('/')[0]]}" for path in paths(root)]
     data = made(listed(root, rows), csv="labels.csv", target="labels")
-    assert data.about["labels"] == ["bright", "cold", "warm"]
+    assert data.metadata["labels"] == ["bright", "cold", "warm"]
     targets = data.train[np.arange(len(data.train))]["target"]
     assert targets.dtype == np.float32
     assert {tuple(row) for row in targets} == {(1, 0, 1), (1, 1, 0), (0, 0, 0)}
     parts = ["train"] * 50 + ["valid"] * 6 + ["test"] * 4
     rows = [f"{path},{place / 4},{part}" for place, (path, part) in enumerate(zip(paths(root), parts, strict=True))]
     data = made(listed(root, rows, "path,target,split"), csv="labels.csv", target="number")
-    assert (sizes(data), data.about["targets"], data.about["classes"]) == ([50, 6, 4], ["target"], [])
+    assert (sizes(data), data.metadata["targets"], data.metadata["classes"]) == ([50, 6, 4], ["target"], [])
     assert data.test[PLACES]["target"].tolist() == [[14.0], [14.25], [14.5], [14.75]]
 
 
@@ -260,7 +260,7 @@ def test_broken_files_are_skipped_where_that_is_asked_for(root):
     assert digests[0] == digests[1]  # a reason holds nothing of the process
     for data in by_mode:
         data.prepare()
-        assert data.facts["skipped"] == 5
+        assert data.info["skipped"] == 5
         assert "5 broken image files of data.root=" in data.notice
         assert sum(sizes(data)) == 55
         assert {sample for part in (data.train, data.val, data.test) for sample in content(part)} < before
@@ -306,7 +306,7 @@ def test_files_are_stored_smaller_where_that_is_asked_for(tmp_path, crops):
     again = pickle.loads(pickle.dumps(data.train))
     assert len(pickle.dumps(data.train)) < 20_000 and content(again) == content(data.train)
     for place in range(len(data.train)):
-        found, original = (each.whole("train", 0)[np.array([place])]["input"][0].size for each in (data, plain))
+        found, original = (each.uncropped("train", 0)[np.array([place])]["input"][0].size for each in (data, plain))
         assert found == ((43, 32) if original == (120, 90) else original)
         squares = [each.train[np.array([place])]["input"].astype(int) for each in (data, plain)]
         assert np.abs(squares[0] - squares[1]).mean() < 3

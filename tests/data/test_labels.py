@@ -20,7 +20,7 @@ from lockstep import build
 from lockstep.config.compose import resolve
 from lockstep.data import Arrays, DataSet
 from lockstep.data.datamodule import DataModule
-from lockstep.data.datamodule import named as names_in
+from lockstep.data.datamodule import names_at as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
@@ -31,14 +31,14 @@ CLASSES = {"classes": ["cat", "dog", "wolf"]}
 COLOUR = {"cat": "red", "dog": "blue", "wolf": "green"}
 
 
-def arrays(about: dict[str, Any] = CLASSES, *, test: Any = None, **train: Any) -> DataSet:
+def arrays(metadata: dict[str, Any] = CLASSES, *, test: Any = None, **train: Any) -> DataSet:
     """Data whose training targets are NUMBERS, or `target`; `at` changes some of them."""
     data, target = DataSet(), np.array(train.get("target", NUMBERS))
     for place, value in train.get("at", {}).items():
         target[place] = value
     data.train = Arrays(input=np.zeros((len(target), 2), np.float32), target=target)
     test = target if test is None else np.array(test)
-    data.test, data.about = Arrays(input=np.zeros((len(test), 2), np.float32), target=test), dict(about)
+    data.test, data.metadata = Arrays(input=np.zeros((len(test), 2), np.float32), target=test), dict(metadata)
     return data
 
 
@@ -63,7 +63,7 @@ def given(target: torch.Tensor) -> DataSet:
     """Three samples, read as tensors of whatever kind."""
     data = DataSet()
     data.train = data.test = Given(target)
-    data.about = dict(CLASSES)
+    data.metadata = dict(CLASSES)
     return data
 
 
@@ -116,9 +116,9 @@ def ready(data: DataSet, task: Any, known: Any = None) -> DataModule:
     data.prepare()
     module = DataModule(data, batch_size=2, eval_batch_size=4)
     module.warnings = module.match_names(known, "runs/a") if known else []
-    if task.expects and names_in(module.about, task.names):
-        module.judge_targets(task.names, task.expects.wrong, task.expects.whole)
-    task.bind({"sequence_length": 4, **module.about})
+    if task.target_spec and names_in(module.metadata, task.names):
+        module.check_targets(task.names, task.target_spec.wrong, task.target_spec.integer)
+    task.bind({"sequence_length": 4, **module.metadata})
     return module
 
 
@@ -262,28 +262,30 @@ def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, 
     loaded = torch.cat([batch["target"].to_dense().detach() for batch in module.test_dataloader()])
     assert torch.equal(loaded[: len(expected)], target)
     assert (
-        not task.expects or target.is_floating_point() == (task.names not in ("classes", "vocabulary")) or task is multi
+        not task.target_spec
+        or target.is_floating_point() == (task.names not in ("classes", "vocabulary"))
+        or task is multi
     )
-    assert bool(module.warnings) == any(len(names) > len(data.about[key]) for key, names in (known or {}).items())
-    if known and "class_counts" in module.about:
+    assert bool(module.warnings) == any(len(names) > len(data.metadata[key]) for key, names in (known or {}).items())
+    if known and "class_counts" in module.metadata:
         names, before = (
-            dict(zip(known["classes"], module.about["class_counts"], strict=True)),
+            dict(zip(known["classes"], module.metadata["class_counts"], strict=True)),
             DataModule(make(tmp_path / "2"), batch_size=2, eval_batch_size=4),
         )
-        assert [names[name] for name in data.about["classes"]] == before.about["class_counts"]
+        assert [names[name] for name in data.metadata["classes"]] == before.metadata["class_counts"]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.complex64])
 def test_samples_that_cannot_be_compared_are_taken_as_they_come(dtype):
     data = arrays()
     data.train.arrays["input"] = data.train.arrays["input"].astype(dtype)
-    assert len(DataModule(data, batch_size=2, eval_batch_size=4).varied(4)) == 4
+    assert len(DataModule(data, batch_size=2, eval_batch_size=4).diverse_samples(4)) == 4
 
 
 def test_targets_in_memory_are_judged_once():
     judged = []
     module = DataModule(arrays(), batch_size=2, eval_batch_size=4)
-    module.judge_targets("classes", lambda _, names: judged.append(names))
+    module.check_targets("classes", lambda _, names: judged.append(names))
     module.raw("test", np.arange(4))
     assert judged == [3, 3]  # train and test
 
@@ -294,7 +296,10 @@ def test_only_the_names_that_a_task_reads_are_matched():
     data.prepare()
     module = DataModule(data, batch_size=2, eval_batch_size=4)
     assert not module.match_names({"classes": ["car", "ship"]}, "runs/a", ["inputs", "vocabulary"])
-    assert module.raw("test", np.arange(2))["target"].tolist() == [1, 0] and module.about["classes"] == ["cat", "dog"]
+    assert module.raw("test", np.arange(2))["target"].tolist() == [1, 0] and module.metadata["classes"] == [
+        "cat",
+        "dog",
+    ]
     with pytest.raises(UserError, match="cat, dog cannot be matched"):
         module.match_names({"classes": ["car", "ship"]}, "runs/a")
     assert module.raw("test", np.arange(2))["target"].tolist() == [1, 0]  # as before
@@ -308,7 +313,7 @@ def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkey
     module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
     cfg = resolve(["checkpoint.monitor=null"])
     settings: Any = SimpleNamespace(custom_module=needs is None, cfg=cfg, weights="weights.ckpt", asked=set())
-    monkeypatch.setattr(build, "outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
+    monkeypatch.setattr(build, "read_outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
     monkeypatch.setattr(build, "load_module_weights", lambda *_: None)
     task: Any = pl.LightningModule()
     if needs is not None:
@@ -320,7 +325,7 @@ def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkey
         build.attach(settings, module, build.module(settings, module), None)
     assert bool(made) == (told is not UserError)
     assert (told if isinstance(told, str) else "") in " ".join(capsys.readouterr().out.split())
-    assert module.about["classes"] == CLASSES["classes"]
+    assert module.metadata["classes"] == CLASSES["classes"]
 
 
 def test_a_module_may_predict_a_target_beside_its_prediction():

@@ -19,9 +19,9 @@ from torch.utils.data import StackDataset, TensorDataset, get_worker_info
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Arrays, DataSet, Items, content_of
-from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Places, Reader
+from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Reader, WithEpoch
 from lockstep.data.sampler import EvalSampler, Split, TrainBatches
-from lockstep.errors import LostProcess, TrainingFailed, UserError
+from lockstep.errors import ProcessDied, TrainingFailed, UserError
 
 DEVICES = [None, torch.device("cpu"), *[torch.device("cuda")] * torch.cuda.is_available()]
 
@@ -54,7 +54,7 @@ def test_memory_and_workers_give_the_same_batches_of_samples_in_any_form(arrays,
     monkeypatch.setattr(loaders, "AT_ONCE", at_once)
     named = {name: torch.from_numpy(array) for name, array in arrays.arrays.items()}
     forms = (arrays, TensorDataset(*named.values()), StackDataset(**named), MapStyle(arrays))
-    of_forms = [FromWorkers(Indexed(Reader(form, seed=0)), sampler=Places(sampler)).batches() for form in forms]
+    of_forms = [FromWorkers(Indexed(Reader(form, seed=0)), sampler=WithEpoch(sampler)).batches() for form in forms]
     batches = [InMemory(arrays, device).batches(sampler), *of_forms]
     seen = 0
     for index_B, *several in zip(sampler, *batches, strict=True):
@@ -78,7 +78,7 @@ def test_images_live_on_the_gpu_if_they_are_asked_to_or_take_little_of_it(device
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 4000))
     data = SimpleNamespace(device=torch.device(device), on_device=asked)
     images = Arrays(input=np.zeros((size, 1), np.uint8))
-    assert DataModule.home(data, images) == (expected and torch.device(expected))
+    assert DataModule.memory_device(data, images) == (expected and torch.device(expected))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch):
     monkeypatch.setattr(Indexed, "__getitem__", die)
     # torch may see that it ended before it sees how
     message = r"DataLoader worker \(pid\D+\d+\) (is killed by signal: Killed|exited unexpectedly).* Try a smaller loader.num_workers"
-    with pytest.raises(LostProcess, match=message):
+    with pytest.raises(ProcessDied, match=message):
         train("run=a", "loader.num_workers=2")
     assert report("a")["status"] == "failed"
 
@@ -211,7 +211,7 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
         return list(
             FromWorkers(
                 Indexed(Reader(Boxed(), seed=0)),
-                sampler=Places([np.array([1, 2]), np.array([3, -1])]),
+                sampler=WithEpoch([np.array([1, 2]), np.array([3, -1])]),
                 num_workers=count,
             ).batches()
         )

@@ -13,7 +13,7 @@ import pytest
 from conftest import Touch, write_cifar10, write_idx, write_mnist
 from shipped_data import prepared, raw
 
-from lockstep.data.cache import Parts, hash_of
+from lockstep.data.cache import Parts, file_hash
 from lockstep.data.published import Published
 from lockstep.errors import UserError
 from project import data
@@ -167,7 +167,7 @@ def test_mnist_is_fetched_from_the_mirror_that_has_it_and_what_is_damaged_again(
 
     monkeypatch.setattr(urllib.request, "urlopen", opened)
     monkeypatch.setattr(data, "MNIST_MIRRORS", [f"{p.as_uri()}/" for p in (tmp_path / "first", root / "MNIST/raw")])
-    monkeypatch.setattr(Mnist, "md5", {name: hash_of(raw(root, name), "md5") for name in Mnist.md5})
+    monkeypatch.setattr(Mnist, "md5", {name: file_hash(raw(root, name), "md5") for name in Mnist.md5})
     expected = mnist_of(root)
     fetched = prepared(new, cache)
     assert fetched.source == "download"
@@ -192,7 +192,7 @@ def test_cifar10_is_unpacked_to_where_it_is_looked_for_and_again_without_the_net
     with tarfile.open(archive, mode="w:gz") as tar:
         tar.add(made / Cifar10.folders[0], Cifar10.folders[0])
     monkeypatch.setattr(data, "CIFAR10_URL", archive.as_uri())
-    monkeypatch.setattr(data, "CIFAR10_TAR_MD5", hash_of(archive, "md5"))
+    monkeypatch.setattr(data, "CIFAR10_TAR_MD5", file_hash(archive, "md5"))
     for _ in range(2):
         Cifar10(root=str(root), image_size=32).fetch()
         for name in Cifar10.md5:

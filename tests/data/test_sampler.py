@@ -177,7 +177,7 @@ def test_without_fillers_every_sample_comes_once_and_ranks_have_as_many_batches(
 def data_of(total: int = 3, **arrays: np.ndarray) -> DataSet:
     data = DataSet()
     data.train, data.val = Arrays(**(arrays or {"input": np.zeros(total)})), None
-    data.test, data.about = Arrays(input=np.zeros(2)), {"classes": ["a", "b", "c"]}
+    data.test, data.metadata = Arrays(input=np.zeros(2)), {"classes": ["a", "b", "c"]}
     return data
 
 
@@ -340,10 +340,10 @@ def test_every_world_takes_the_same_balanced_batches_and_none_of_the_validation(
 
 def test_weights_of_classes_are_scikit_learns():
     module = DataModule(data_of(target=labels()), batch_size=4, eval_batch_size=4, val_fraction=0.25)
-    counts = module.about["class_counts"]
+    counts = module.metadata["class_counts"]
     assert sum(counts) == module.train_split.count == 54
     task = Classification(class_weights="balanced")
-    task.bind(module.about)
+    task.bind(module.metadata)
     assert task.class_weights_K.tolist() == pytest.approx([54 / (3 * count) for count in counts])
 
 
@@ -356,7 +356,7 @@ def test_data_without_several_classes_is_rejected(arrays, message):
         DataModule(data_of(**arrays), batch_size=4, eval_batch_size=4, balance=True)
     task = Classification(class_weights="balanced")
     with pytest.raises(UserError, match=r"class_weights=balanced.*(one array|no training samples of class)"):
-        task.bind(DataModule(data_of(**arrays), batch_size=4, eval_batch_size=4).about)
+        task.bind(DataModule(data_of(**arrays), batch_size=4, eval_batch_size=4).metadata)
 
 
 def test_a_run_with_both_options_trains(train):

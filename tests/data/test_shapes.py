@@ -26,7 +26,7 @@ from lockstep.errors import UserError
 from lockstep.extras import exported
 from lockstep.extras.adapters import TorchDataset
 from lockstep.extras.export_parts import in_frame
-from lockstep.launch.resuming import completed, take_decided
+from lockstep.launch.resuming import restore_decided, with_new_defaults
 from lockstep.launch.start import prepare_data
 
 SIDE = 24
@@ -157,9 +157,9 @@ def test_predictions_and_exported_folders_frame_as_training(resize, tmp_path):
     smooth(60, 40).save(tmp_path / "a.png")
     trained = Images(image_size=SIDE, resize=resize)
     expected = trained.read(tmp_path / "a.png")["input"]
-    about = trained.about
-    assert (Images.for_files(about).read(tmp_path / "a.png")["input"] == expected).all()
-    numbers = {key: about[key] for key in ("image_size", "channels", "mean", "std", "resize")}
+    metadata = trained.metadata
+    assert (Images.for_files(metadata).read(tmp_path / "a.png")["input"] == expected).all()
+    numbers = {key: metadata[key] for key in ("image_size", "channels", "mean", "std", "resize")}
     assert (exported.Images(pixels, **numbers).read(tmp_path / "a.png")["input"] == expected).all()
 
 
@@ -180,17 +180,17 @@ def test_predicted_masks_lie_on_what_the_file_shows(shape, resize):
 
 def test_checkpoints_of_older_versions_are_of_squashed_images(tmp_path):
     smooth(60, 40).save(tmp_path / "a.png")
-    about = {key: value for key, value in Images(image_size=SIDE).about.items() if key not in FRAMING}
+    metadata = {key: value for key, value in Images(image_size=SIDE).metadata.items() if key not in FRAMING}
     expected = Images(image_size=SIDE, resize="squash").read(tmp_path / "a.png")["input"]
-    assert (Images.for_files(about).read(tmp_path / "a.png")["input"] == expected).all()
+    assert (Images.for_files(metadata).read(tmp_path / "a.png")["input"] == expected).all()
 
 
 @pytest.mark.parametrize("name", ["folder", "mnist"])
 def test_runs_of_older_versions_go_on_with_squashed_images(name):
     saved = Draft(compose_config("train", [f"data={name}"]))
     for key in FRAMING:
-        saved = saved.but({}, without=[f"data.{key}"])
-    data = values_of(completed(saved))[0].data
+        saved = saved.replace({}, without=[f"data.{key}"])
+    data = values_of(with_new_defaults(saved))[0].data
     assert not {*FRAMING} & data.kwargs.keys() and Images(image_size=SIDE).frame == Frame(
         SIDE, "squash", 1.0, "bilinear"
     )
@@ -200,8 +200,8 @@ def test_an_evaluation_on_other_files_frames_them_as_its_run():
     """`data=folder data.root=<other>` of eval.py and predict.py brings the defaults, which are of no network."""
     composed = Draft(compose_config("train", ["data=folder", "model=timm", "model.name=test_vit"]))
     own = {"resize": "squash", "crop_pct": 0.9, "interpolation": "bicubic", "mean": [0.5] * 3}
-    saved = composed.but({f"data.{key}": value for key, value in own.items()}, without=["data.std"])
-    found = take_decided(composed, saved)
+    saved = composed.replace({f"data.{key}": value for key, value in own.items()}, without=["data.std"])
+    found = restore_decided(composed, saved)
     assert {key: found.get(f"data.{key}") for key in own} == own and {*own} == {*FRAMING, "mean"}
     assert not found.has("data.std")
 
@@ -288,7 +288,7 @@ def test_pad_and_squash_keep_the_edges_though_the_network_crops():
     """`data.crop_pct=model` is what belongs to the network's own way."""
     for resize, crop_pct in (("model", 0.95), ("crop", 0.95), ("pad", 1.0), ("squash", 1.0)):
         cfg = resolve(["data=folder", "model=timm", "model.name=test_vit", f"data.resize={resize}", "data.root=x"])
-        assert Settings.of(cfg).with_numbers().cfg.data.get("crop_pct") == crop_pct
+        assert Settings.of(cfg).with_pretraining_values().cfg.data.get("crop_pct") == crop_pct
 
 
 def test_what_lies_on_an_image_moves_with_its_random_crop():
@@ -343,7 +343,7 @@ def test_evaluation_has_timms_pixels(name, tmp_path):
     timm_config = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     theirs = timm.data.create_transform(**{**timm_config, "input_size": (3, 48, 48)}, normalize=False)
     cfg = resolve(["data=folder", "model=timm", f"model.name={name}", "data.image_size=48", f"data.root={tmp_path}"])
-    node = Settings.of(cfg).with_numbers().cfg.data.node
+    node = Settings.of(cfg).with_pretraining_values().cfg.data.node
     ours = Images(**{key: node[key] for key in ("image_size", "mean", "std", *FRAMING)})
     assert (node["mean"], node["std"]) == (list(timm_config["mean"]), list(timm_config["std"]))
     for kind, (mode, form) in KINDS.items():
@@ -373,7 +373,7 @@ def test_what_a_command_prepares_is_what_its_processes_read(tmp_path, monkeypatc
     settings = Settings.of(resolve(["data=folder", *network, "data.image_size=32", "loader.batch_size=8", *where]))
     prepare_data(launch.job("train"), settings)
     monkeypatch.setattr("lockstep.data.folder.read_all", None)
-    data = create_data(settings.with_numbers().cfg.data, settings.cfg.loader)
+    data = create_data(settings.with_pretraining_values().cfg.data, settings.cfg.loader)
     data.prepare()
     assert data.frame == Frame(32, "crop", 0.95, "bicubic") and isinstance(data.train, Arrays)
 
@@ -400,7 +400,7 @@ def test_evaluation_may_have_a_different_size(tmp_path):
         whole = Frame(32, "crop", 0.8).image(Image.open(path).convert("RGB"))
         assert np.array_equal(batch["input"][0], np.asarray(whole).transpose(2, 0, 1))
         assert np.array_equal(data.read(path)["input"], batch["input"][0])
-        assert data.about["image_size"] == 32 and data.network_arguments()["image_size"] == SIDE
+        assert data.metadata["image_size"] == 32 and data.model_kwargs()["image_size"] == SIDE
     arrays = Images(**{**options, "crop_pct": 1.0}, mean=[0.5] * 3, std=[0.5] * 3)
     arrays.train = arrays.test = Arrays(input=np.zeros((8, 3, 20, 20), np.uint8), target=np.arange(8) % 2)
     made = DataModule(arrays, batch_size=4, eval_batch_size=4)

@@ -18,10 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.data.global_batches import digested
+from lockstep.data.global_batches import digest_or_error
 from lockstep.data.sampler import permute
 from lockstep.data.standard import Division
-from lockstep.data.streams import around
+from lockstep.data.streams import wrap_loader
 from lockstep.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
@@ -166,7 +166,7 @@ def combined(mode: str, second: str, done: int, ahead: int) -> Iterator[list]:
     givens = [DataLoader(Draws(23), batch_size=6, shuffle=True), SECOND[second]()]
     numbers: dict[int, int] = {}
     division = Division(seed=SEED, position=lambda: (EPOCH, place.done), number=lambda loader: numbers[id(loader)])
-    loaders = [around(given, division) for given in givens]
+    loaders = [wrap_loader(given, division) for given in givens]
     numbers |= {id(loader): number for number, loader in enumerate(loaders)}
     together = CombinedLoader(loaders, mode)
     fetcher = _PrefetchDataFetcher(ahead)  # Lightning fetches one where it does not know the length
@@ -200,7 +200,7 @@ def test_one_process_may_look_at_its_batches(name):
     process = Process(LOADERS[name](), 0, 2, 2, agree=lambda _: others.pop())
     for weight, share in whole:
         assert rows(next(iter(process.loader))) == share
-        assert process.loader.told[process.done].weight == weight
+        assert process.loader.info[process.done].weight == weight
         process.done += 1
 
 
@@ -210,7 +210,7 @@ def test_a_sampler_without_an_end():
     for trains in (True, False):
         with pytest.raises(TypeError):
             len(Process(loader(), 0, 2, 1, trains=trains).loader)
-    first = [[(each.loader.told[i].weight, rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
+    first = [[(each.loader.info[i].weight, rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
     single = Process(loader(), 0, 1, 1)
     batches = [rows(batch) for _, batch in zip(range(9), single.loader)]  # noqa: B905
     assert joined(first, 1, True) == batches
@@ -262,11 +262,11 @@ class Batch(list):
 
 def shows_worker(samples: list[Row]) -> list[tuple[int, float, float]]:
     info = get_worker_info()
-    return [(info.id, info.dataset.told, index) for index, _ in samples]
+    return [(info.id, info.dataset.info, index) for index, _ in samples]
 
 
 def tells(number: float, worker: int) -> None:
-    get_worker_info().dataset.told = number + worker
+    get_worker_info().dataset.info = number + worker
 
 
 def test_pinning_rebuilds_tuples_and_leaves_what_is_known_of_a_micro_batch(monkeypatch):
@@ -276,7 +276,7 @@ def test_pinning_rebuilds_tuples_and_leaves_what_is_known_of_a_micro_batch(monke
     data = TensorDataset(torch.arange(4), torch.arange(4))
     loader = Process(DataLoader(data, batch_size=2, pin_memory=True), 0, 1, 1).loader
     assert [type(batch) for batch in loader] == [list, list]
-    assert {each.places for each in loader.told.values()} == {range(2), range(2, 4)}
+    assert {each.places for each in loader.info.values()} == {range(2), range(2, 4)}
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -403,7 +403,7 @@ class Holder:
     lambda x: PurePath("a", str(x)),
 ])  # fmt: skip
 def test_a_digest_follows_from_content(form):
-    of = lambda value: digested(value, "", "x")  # noqa: E731
+    of = lambda value: digest_or_error(value, "", "x")  # noqa: E731
     assert of(form(1)) == of(form(1)) != of(form(2))
     one, two = form(1), form(1)
     assert of([one, one]) == of([one, two]) != of([one])
@@ -413,12 +413,12 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(
         UserError, match=r"Stream returns objects that cannot be compared between processes .*strategy=single"
     ):
-        digested([lambda: 1], "", "Stream")
+        digest_or_error([lambda: 1], "", "Stream")
 
 
 def test_seeds_of_workers_follow_the_run_and_the_epoch():
     def drawn(seed: int, epoch: int) -> int:
-        loader = around(DataLoader(torch.arange(4)), Division(seed=seed, position=lambda: (epoch, 0)))
+        loader = wrap_loader(DataLoader(torch.arange(4)), Division(seed=seed, position=lambda: (epoch, 0)))
         next(iter(loader))
         return loader.reader.loader.generator.initial_seed()
 

@@ -12,10 +12,10 @@ from packages import brought
 from packages.brought import Draws, Plain, Row, pads
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.data.keyed import Apart
+from lockstep.data.keyed import IsolatedRandomState
 from lockstep.data.sampler import key_of
 from lockstep.data.standard import Division
-from lockstep.data.streams import LeftAlone, around
+from lockstep.data.streams import UndividedLoader, wrap_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
 
@@ -45,15 +45,15 @@ class Iterates(DataLoader):
 def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each_process(given, why):
     def some(rank: int, done: int, epoch: int = EPOCH) -> list[Any]:
         division = Division(seed=SEED, rank=rank, world=2, position=lambda: (epoch, done))
-        loader = around(given(), division)
-        assert isinstance(loader, LeftAlone)
+        loader = wrap_loader(given(), division)
+        assert isinstance(loader, UndividedLoader)
         assert loader.notes == [f"{why}: its batches are not divided, and a resumed run rereads the earlier data"]
         random.seed(rank), torch.manual_seed(rank)
         found = []
         for _, batch in zip(range(3 - done), loader):  # noqa: B905
             found.append(repr(batch))
             random.random(), torch.rand(())  # as a step may
-        assert (loader.title, loader.gets) == ("each process computes the same batches", "all")
+        assert (loader.title, loader.batch_scope) == ("each process computes the same batches", "all")
         return found
 
     whole = some(0, 0)
@@ -63,9 +63,9 @@ def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each
 
 
 def test_what_cannot_be_taken_apart_and_differs_by_process():
-    loader = around([3, 4], Division(seed=SEED, world=2, accumulate=2, agree=lambda text: "more" in text))
+    loader = wrap_loader([3, 4], Division(seed=SEED, world=2, accumulate=2, agree=lambda text: "more" in text))
     assert [*loader] == [3, 4]
-    assert (loader.title, loader.gets) == ("each process has its own batches x 2 accumulated", "its own")
+    assert (loader.title, loader.batch_scope) == ("each process has its own batches x 2 accumulated", "its own")
 
 
 def test_processes_with_batches_of_their_own_end_together():
@@ -73,11 +73,11 @@ def test_processes_with_batches_of_their_own_end_together():
     others = iter(
         [False, True, True, True, False]
     )  # its first batch differs, its length does not, it has a second one, a third, and ends
-    loader = around([3, 4, 5, 6], Division(seed=SEED, world=2, agree=lambda _: next(others)))
+    loader = wrap_loader([3, 4, 5, 6], Division(seed=SEED, world=2, agree=lambda _: next(others)))
     assert [*loader] == [3, 4]
     with pytest.raises(StopIteration):
         next(others)
-    unequal = around([3], Division(seed=SEED, world=2, agree=lambda text: text == "more"))
+    unequal = wrap_loader([3], Division(seed=SEED, world=2, agree=lambda text: text == "more"))
     assert [*unequal] == [3]
     with pytest.raises(TypeError):
         len(unequal)
@@ -117,7 +117,7 @@ def test_a_worker_of_a_stream_that_stays_reads_the_next_epoch():
     for epoch in range(3):
         process.epoch = epoch
         found = [row for _, share in process.epoch_from() for row in share]
-        with Apart(int(key_of("order", SEED, epoch)[0])):
+        with IsolatedRandomState(int(key_of("order", SEED, epoch)[0])):
             numbers = [random.random() for _ in range(23)]
         assert [round(1000 * (number - numbers[int(index)])) for index, number in found] == [epoch + 1] * len(found)
     process.loader.close()
@@ -140,7 +140,7 @@ def test_generators_of_what_cannot_be_taken_apart_follow_from_the_epoch():
     def drawn(done: int) -> list[int]:
         own = torch.Generator().manual_seed(done)
         given = DataLoader([*range(9)], batch_size=None, shuffle=True, generator=own)
-        return [*around(given, Division(seed=SEED, position=lambda: (EPOCH, done)))]
+        return [*wrap_loader(given, Division(seed=SEED, position=lambda: (EPOCH, done)))]
 
     assert drawn(4) == drawn(0)[4:]
 
@@ -171,15 +171,18 @@ def test_a_stream_that_divides_itself_is_not_divided_again(workers):
     some(0, Stream())
     other = some(1, Stream(differs_from=0))
     assert [(weight, len(share)) for weight, share in other.found] == [(1, 6), (1, 6), (1, 6), (1, 5)]
-    assert other.loader.gets == "its own" and other.loader.title == "each process has its own batches x 2 accumulated"
+    assert (
+        other.loader.batch_scope == "its own"
+        and other.loader.title == "each process has its own batches x 2 accumulated"
+    )
     assert other.loader.notes == [
         "Stream is a stream with different samples in each process: its batches are not divided, and a resumed run rereads the earlier data"
     ]
     assert [len(share) for _, share in some(1, Stream(differs_from=0), 3).found] == [5]
     same = some(1, Stream())
-    assert len(same.found) == 8 and same.loader.gets == "a share"
+    assert len(same.found) == 8 and same.loader.batch_scope == "a share"
     late = some(1, Stream(differs_from=8))  # which strategies find
-    assert late.loader.gets == "a share" and len(late.found) == 8
+    assert late.loader.batch_scope == "a share" and len(late.found) == 8
 
 
 def test_a_stream_that_differs_later_has_another_digest():

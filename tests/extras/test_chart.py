@@ -84,13 +84,13 @@ def test_a_curve_is_drawn_from_gap_to_gap(values):
 def test_a_long_curve_is_thinned_out_and_keeps_its_peaks():
     points = [(step, float(step % 7)) for step in range(100_000)]
     points[70_001] = (70_001, 100.0)
-    kept = render.thinned(points)
+    kept = render.thin_out(points)
     assert len(kept) <= render.MANY
     assert (70_001, 100.0) in kept
     assert list(kept) == sorted(kept)
     assert set(kept) <= set(points)
     points[40_000:60_000] = [(step, math.nan) for step in range(40_000, 60_000)]
-    kept = render.thinned(points)
+    kept = render.thin_out(points)
     assert len(kept) <= render.MANY and (70_001, 100.0) in kept
     (before, gap) = (next(x for x, y in kept if math.isnan(y) is missing and x >= 39_000) for missing in (False, True))
     assert before < 40_000 <= gap < 40_200

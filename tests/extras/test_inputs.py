@@ -38,7 +38,7 @@ from mywork.sounds import Sounds
 
 class Read(DataSet):
     def __init__(self, *, root):
-        self.about = {**self.explained(Path(root)), "classes": ["high", "low"]}
+        self.metadata = {**self.explained(Path(root)), "classes": ["high", "low"]}
         files = sorted(path for path in Path(root).rglob("*") if path.name.endswith(self.endings))
         parts = [self.read(path).arrays["input"] for path in files]
         inputs = np.concatenate(parts)
@@ -54,13 +54,13 @@ class Table(Read):
     def read(self, path):
         return Arrays(input=np.loadtxt(path, np.float32, delimiter=",", skiprows=1, ndmin=2))
 
-    def network_arguments(self):
+    def model_kwargs(self):
         return {"size": 2}
 
 class Numbers(Table):  # a column of the input is called like one of the report's
     def __init__(self, *, root):
         super().__init__(root=root)
-        self.about = {**self.about, "targets": ["acc"], "inputs": ["loss", "height"]}
+        self.metadata = {**self.metadata, "targets": ["acc"], "inputs": ["loss", "height"]}
         inputs = [part.arrays["input"] for part in (self.train, self.test)]
         self.train, self.test = (Arrays(input=each, target=each[:, :1] * 2) for each in inputs)
 
@@ -74,10 +74,10 @@ class Lines(Read):
         return Arrays(input=self.encoded([line.ljust(12)[:12] for line in path.read_text().splitlines()]))
 
     def encoded(self, lines):
-        return np.array([[self.about["vocabulary"].index(c) for c in line] for line in lines])
+        return np.array([[self.metadata["vocabulary"].index(c) for c in line] for line in lines])
 
-    def network_arguments(self):
-        return {"tokens": len(self.about["vocabulary"])}
+    def model_kwargs(self):
+        return {"tokens": len(self.metadata["vocabulary"])}
 
 class Texts(Lines):  # encodes its lines in `preprocess`
     def __init__(self, *, root):
@@ -273,7 +273,7 @@ def test_mistakes_are_named(place, tmp_path):
         lockstep.predict([*asked, "input=lines"])
     with pytest.raises(AttributeError, match="no attribute 'length'") as caught:
         lockstep.predict([*asked, "input=sounds", "data._target_=mywork.data.Forgetful"])
-    assert caught.value.__notes__ == ["Forgetful.read can use only self.about, because __init__ was not called."]
+    assert caught.value.__notes__ == ["Forgetful.read can use only self.metadata, because __init__ was not called."]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -63,8 +63,8 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
 def test_matrix_and_samples_are_those_of_the_checkpoints_predictions(run_a):
     settings = Settings.of(values_of(Draft.of_run(RunFolder("runs/a")))[0])
     data = building.batches(settings)
-    net = building.module(settings.but({"init_from": str(Path("runs/a", run_a["checkpoint"]))}), data).net.eval()
-    batch = data.finished(data.raw("test", range(103)), training=False)
+    net = building.module(settings.replace({"init_from": str(Path("runs/a", run_a["checkpoint"]))}), data).net.eval()
+    batch = data.preprocessed(data.raw("test", range(103)), training=False)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=run_a["precision"] == "bf16-mixed"):
         logits = net(batch["input"]).float()
     panels = lockstep.load_report("a").panels
@@ -79,7 +79,7 @@ def test_names_classes_and_values_are_text(run_a):
     evil = "<script>alert(3)</script>"
     report = {**run_a, "run": evil, "model": evil, "status": "failed", "error": "<script>alert(1)</script>"}
     folder = RunFolder("runs/a")
-    config, _ = values_of(Draft.of_run(folder).but({"data.root": "<script>alert(2)</script>"}))
+    config, _ = values_of(Draft.of_run(folder).replace({"data.root": "<script>alert(2)</script>"}))
     panels = [
         Matrix(evil, [evil, "b"], [[1, 2], [3, 4]], evil),
         Bars(evil, evil, evil, [0, 1, 2], [1, 2]),
@@ -183,7 +183,7 @@ def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[d
     series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
     task = Classification()
     task.curves = lambda: [(name, "", (f"val/{name}",)) for name in columns]
-    task.parts = SimpleNamespace(metrics=metrics, arithmetic=None, network_arguments={}, of_stage=lambda stage: [stage])
+    task.parts = SimpleNamespace(metrics=metrics, arithmetic=None, model_kwargs={}, of_stage=lambda stage: [stage])
     return list(pages.drawn_curves(TaskWorkload(task, pl.LightningDataModule()), series, {}))
 
 

@@ -18,8 +18,8 @@ from torchvision.transforms.v2 import functional as F
 import lockstep
 from lockstep.errors import UserError
 from lockstep.extras import tables
-from lockstep.extras.prediction import claimed
-from lockstep.launch.start import output_problems
+from lockstep.extras.prediction import lock_output
+from lockstep.launch.request import output_problems
 
 pytestmark = pytest.mark.xdist_group("predict")
 CPU = ["trainer.accelerator=cpu"]
@@ -190,11 +190,11 @@ def test_a_prediction_leaves_the_folders_of_others_and_no_part_of_its_own(predic
 
 def test_two_predictions_do_not_write_one_table(predict, tmp_path):
     output, args = tmp_path / "table.jsonl", ("run=digits", "input=test")
-    with claimed(output, overwrite=False), pytest.raises(UserError, match="another prediction is writing it"):
+    with lock_output(output, overwrite=False), pytest.raises(UserError, match="another prediction is writing it"):
         predict(*args)
     assert list(tmp_path.glob("table*")) == []
     predict(*args)
-    with pytest.raises(UserError, match="exists"), claimed(output, overwrite=False):  # written since it was asked
+    with pytest.raises(UserError, match="exists"), lock_output(output, overwrite=False):  # written since it was asked
         pass
     assert not (tmp_path / ".table.jsonl.lock").exists()
 

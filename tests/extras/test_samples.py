@@ -24,7 +24,7 @@ from lockstep.errors import UserError
 from lockstep.extras import page as pages
 from lockstep.extras.panels import SIDE, SMALL, charts, write_panels
 from lockstep.panel import Gallery, Lines, Picture, Sample
-from lockstep.reporting.saved_panels import read_panels
+from lockstep.reporting.report import read_panels
 from lockstep.run import RunFolder
 
 pytestmark = pytest.mark.xdist_group("samples")
@@ -34,7 +34,7 @@ from lockstep.data import Arrays, DataSet
 
 class Circles(DataSet):
     def __init__(self):
-        self.about = {"mean": [0.25], "std": [0.5]}
+        self.metadata = {"mean": [0.25], "std": [0.5]}
         random, place_S = np.random.default_rng(0), np.arange(16)
         centre_N2, radius_N = random.uniform(4, 12, (60, 2)), random.uniform(2, 5, 60)
         row_NS, column_NS = (place_S - centre_N2[:, k, None] for k in (0, 1))
@@ -47,7 +47,7 @@ class Circles(DataSet):
 
 class Demand(DataSet):
     def __init__(self):
-        self.about = {}
+        self.metadata = {}
         hour_NT = np.random.default_rng(0).uniform(0, 24, (60, 1)) + np.arange(36)
         demand_NT = (50 + 20 * np.sin(hour_NT / 24 * 2 * np.pi)).astype(np.float32)
         parts = [demand_NT[part] for part in (slice(40), slice(40, 60))]

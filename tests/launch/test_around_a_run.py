@@ -27,8 +27,8 @@ from lockstep.config.compose import compose_config, resolve
 from lockstep.config.draft import Draft
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.config.targets import written_arguments
-from lockstep.errors import NotSaved, UserError, outcome_of
+from lockstep.config.targets import source_parameters
+from lockstep.errors import SaveFailed, UserError, outcome_of
 from lockstep.extras import prediction
 from lockstep.launch import cli, exits, local, resuming
 from lockstep.machine import files
@@ -77,7 +77,7 @@ def test_a_config_of_any_size_is_handed_over_in_a_private_file(size, tmp_path, m
     assert sum(len(value) for value in env.values()) < 10_000
     monkeypatch.setenv(local.VARIABLE, env[local.VARIABLE])
     monkeypatch.setattr(local.process, "end_with_parent", lambda **_: None)
-    found = local.received()
+    found = local.received_handover()
     assert found is not None and len(found.config["weights"]) == size
     assert not file.exists() and local.VARIABLE not in os.environ
 
@@ -96,14 +96,14 @@ def test_results_are_printed_before_they_are_written(number, tmp_path, monkeypat
 
     for module in (console, prediction):
         monkeypatch.setattr(module, "write_json", fail)
-    about, metrics = {"checkpoint": "last.ckpt"}, {"test/acc": 0.987654321}
-    with pytest.raises(NotSaved, match="The metrics are above") as error:
-        console.show_evaluation(tmp_path / "eval.json", about, metrics)
+    metadata, metrics = {"checkpoint": "last.ckpt"}, {"test/acc": 0.987654321}
+    with pytest.raises(SaveFailed, match="The metrics are above") as error:
+        console.show_evaluation(tmp_path / "eval.json", metadata, metrics)
     assert "0.98765432" in capsys.readouterr().out
     assert "resume" not in str(error.value) and outcome_of(error.value).exit_code == 1
     asked = SimpleNamespace(input="a", output="out.csv", gallery=False)
     settings = SimpleNamespace(request=asked, evaluation_file=lambda _: tmp_path / "predict.json")
-    prediction.show_predictions(settings, about, SimpleNamespace(count=3, broken=0))  # its table is complete
+    prediction.show_predictions(settings, metadata, SimpleNamespace(count=3, broken=0))  # its table is complete
     shown = capsys.readouterr()
     assert "out.csv" in shown.out and "The table is complete" in shown.err and "resume" not in shown.err
 
@@ -137,7 +137,7 @@ def test_the_parent_of_several_processes_keeps_no_data(prepared, train, monkeypa
 
 @pytest.mark.parametrize(("trains", "advised"), [(True, True), (False, False)])
 def test_only_a_command_that_has_the_key_is_advised_to_resume(trains, advised, capsys):
-    again = cli.again_of(local.Job("train" if trains else "eval", Mock(), Mock(), script=Path("x.py")))
+    again = cli.rerun_command(local.Job("train" if trains else "eval", Mock(), Mock(), script=Path("x.py")))
     full = OSError(28, "No space left on device", "a.csv")
     assert exits.exit_code(Mock(side_effect=full), again=again) == 1
     assert ("resume=auto" in capsys.readouterr().err) == advised
@@ -152,9 +152,9 @@ def test_a_message_is_bounded(count, capsys):
 
 
 @pytest.mark.parametrize(("argv", "words"), [
-    (["--config-dir", "/nosuch"], "--config-dir /nosuch: there is no such folder"),
-    (["--config-dir=/nosuch", "seed=1"], "there is no such folder"),
-    (["-cd", "/nosuch", "-m", "seed=1,2"], "there is no such folder"),
+    (["--config-dir", "/nosuch"], "--config-dir /nosuch: no such folder"),
+    (["--config-dir=/nosuch", "seed=1"], "no such folder"),
+    (["-cd", "/nosuch", "-m", "seed=1,2"], "no such folder"),
     (["@=1"], "@=1 has no key"),
     (["=1"], "=1 has no key"),
     (["-m", "seed=range(0,1000000000)"], "more than 10,000 jobs"),
@@ -172,7 +172,7 @@ def test_hydra_s_own_refusals_are_one_message(argv, words, tmp_path, monkeypatch
     with (
         local.process.restored(),
         local.process.logging_restored(),
-        compose.callers_hydra_restored(),
+        compose.hydra_state_restored(),
         pytest.raises(UserError) as error,
     ):
         cli.command(local.Job("train", Mock(), Mock(), script=ROOT / "train.py"), argv)
@@ -204,7 +204,7 @@ def test_what_is_right_is_accepted(overrides):
 
 @pytest.mark.parametrize("path", ["os.nosuch", "nosuch.X", "X", "lockstep.models.from_timm", "lockstep.nosuch.X"])
 def test_a_source_that_cannot_be_read_says_nothing(path):
-    assert written_arguments(path) is None
+    assert source_parameters(path) is None
 
 
 @pytest.mark.slow  # Python starts
@@ -290,7 +290,7 @@ def test_synchronised_batch_norm_is_torchs_again_after_a_run_in_a_callers_proces
 ])  # fmt: skip
 def test_sgd_is_known_by_its_class(target, is_sgd):
     cfg = resolve(["strategy=fsdp", "optim=sgd", "trainer.accelerator=cpu", f"optim._target_={target}"])
-    assert (Settings.of(cfg, {}).why_not_fused is not None) == is_sgd
+    assert (rules.why_not_fused(Settings.of(cfg, {})) is not None) == is_sgd
 
 
 def test_a_check_asks_no_optimizer_that_it_would_have_to_import():
@@ -302,9 +302,9 @@ def test_a_check_asks_no_optimizer_that_it_would_have_to_import():
 
 @pytest.mark.parametrize("name", ["ema", "average"])
 def test_an_average_cannot_be_changed_under_any_name(name):
-    saved = draft().but({f"callbacks.{name}": {"_target_": "lockstep.callbacks.EMA", "decay": 0.9}})
-    assert list(resuming.changes(saved, saved)) == []
-    (problem,) = resuming.changes(saved.but({f"callbacks.{name}.decay": 0.5}), saved)
+    saved = draft().replace({f"callbacks.{name}": {"_target_": "lockstep.callbacks.EMA", "decay": 0.9}})
+    assert list(resuming.resume_errors(saved, saved)) == []
+    (problem,) = resuming.resume_errors(saved.replace({f"callbacks.{name}.decay": 0.5}), saved)
     assert problem.startswith(f"callbacks.{name}.decay=0.5 cannot be changed")
 
 

@@ -12,7 +12,7 @@ from in_process import options, report
 
 import lockstep
 from lockstep import ROOT
-from lockstep.config.targets import imports_no_torch, lineage, written_arguments, written_value
+from lockstep.config.targets import imports_no_torch, source_bases, source_constant, source_parameters
 from lockstep.errors import UserError
 from lockstep.launch import local
 
@@ -109,14 +109,14 @@ def test_eval_uses_the_network_of_train(tmp_path, mnist, cache):
 
 def test_the_source_of_a_class_says_what_it_is_without_an_import():
     lightning = "lightning.pytorch.core.module.LightningModule"
-    assert lineage("project.module.Classifier") == [
+    assert source_bases("project.module.Classifier") == [
         "project.module.Classifier", "lockstep.tasks.classification.Classification", "lockstep.training.task.Task",
     ]  # fmt: skip
-    assert lineage("lightning.pytorch.demos.boring_classes.BoringModel")[1:] == [lightning]
-    assert lineage("lockstep.Module")[1:] == [lightning]
-    assert lineage("torch.nn.Linear") is lineage("project.model.nosuch") is None
+    assert source_bases("lightning.pytorch.demos.boring_classes.BoringModel")[1:] == [lightning]
+    assert source_bases("lockstep.Module")[1:] == [lightning]
+    assert source_bases("torch.nn.Linear") is source_bases("project.model.nosuch") is None
     assert (imports_no_torch("project.data.Mnist"), imports_no_torch("project.model.BasicNet")) == (True, False)
-    assert written_value("project.module.Classifier", "between_samples") is False
+    assert source_constant("project.module.Classifier", "between_samples") is False
 
 
 def test_each_eval_py_uses_the_train_py_of_its_own_folder(tmp_path):
@@ -158,7 +158,7 @@ def test_a_source_that_does_not_say_what_a_class_takes_says_nothing(tmp_path, mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     found = {
-        name: written_arguments(name)
+        name: source_parameters(name)
         for name in ("odd_sources.Data", "odd_sources.Twice", "odd_sources.Loop", "broken_source.Net", "latin.Net")
     }
     assert found == {

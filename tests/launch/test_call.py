@@ -28,7 +28,7 @@ def test_the_memory_of_a_callers_process_is_not_tuned(owned, monkeypatch):
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
     libc = Mock()
-    monkeypatch.setattr(process, "owned", owned)
+    monkeypatch.setattr(process, "is_command", owned)
     monkeypatch.setattr(world.platform, "libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr(world.ctypes, "CDLL", lambda _: libc)
     world.keep_freed_memory()
@@ -61,7 +61,7 @@ def state() -> dict[str, object]:
 def as_a_caller_likes_it(tmp_path, monkeypatch):
     """Settings that are not the defaults, so that setting defaults would show."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(process, "owned", False)
+    monkeypatch.setattr(process, "is_command", False)
     with process.libraries_restored():
         torch.set_num_threads(3)
         torch.backends.cuda.matmul.allow_tf32 = True

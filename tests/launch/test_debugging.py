@@ -140,7 +140,7 @@ def test_a_stale_variable_is_rejected(monkeypatch):
     for value in ("garbage", "", "3", "{}", '{"config": "a: [", "world": null}'):
         monkeypatch.setenv("LOCKSTEP_JOB", value)
         with pytest.raises(UserError, match="Run unset LOCKSTEP_JOB") as error:
-            local.received()
+            local.received_handover()
         assert len(error.value.problems) == 1
 
 

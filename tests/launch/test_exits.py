@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.launch import exits, local
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
-from lockstep.machine.files import replacing
+from lockstep.machine.files import atomic_replace
 from lockstep.reporting.console import LogFile
 from lockstep.reporting.loggers import MetricsCsv
 
@@ -37,11 +37,11 @@ def test_a_lost_process_is_told_in_one_line(capsys, monkeypatch):
 def test_an_exit_after_sigterm_is_not_silent(code, monkeypatch, capsys):
     """Lightning's own handler raises SystemExit: with code 0 in 2.6.6, with 143 in later ones."""
     monkeypatch.setattr(process, "received", [signal.SIGTERM])
-    assert exit_code(lambda: local.in_run(Mock(side_effect=SystemExit(code)), Mock())) == 1
+    assert exit_code(lambda: local.run_job(Mock(side_effect=SystemExit(code)), Mock())) == 1
     assert capsys.readouterr().err == "error: ended by SIGTERM; rerun the command.\n"
     monkeypatch.setattr(process, "received", [])
     with pytest.raises(SystemExit):
-        exit_code(lambda: local.in_run(Mock(side_effect=SystemExit(code)), Mock()))
+        exit_code(lambda: local.run_job(Mock(side_effect=SystemExit(code)), Mock()))
 
 
 def row(folder: Path) -> None:
@@ -53,7 +53,7 @@ def row(folder: Path) -> None:
 
 
 def whole_file(folder: Path) -> None:
-    with replacing(folder / "metrics.csv"):
+    with atomic_replace(folder / "metrics.csv"):
         Path("/dev/full").write_text("text")
 
 

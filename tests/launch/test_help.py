@@ -11,8 +11,8 @@ from terminal import Terminal
 
 from lockstep import ROOT
 from lockstep.config import compose
+from lockstep.config.formatting import plain
 from lockstep.config.schema import GROUPS, RECIPES
-from lockstep.config.words import plain
 from lockstep.errors import UserError
 from lockstep.launch import help, local
 

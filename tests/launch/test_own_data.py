@@ -15,7 +15,7 @@ from lockstep.data import Arrays, DataSet
 class Drawn(DataSet):
     def __init__(self, *, fixed: bool = False, late: bool = False) -> None:
         super().__init__()
-        self.about = {"classes": ["a", "b"]}
+        self.metadata = {"classes": ["a", "b"]}
         self.fixed, self.late = fixed, late
         if not late:
             self.draw()

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from lockstep.config.compose import compose_config, tried_alone, variants
+from lockstep.config.compose import compose_config, compose_each, expand_sweep
 from lockstep.config.draft import Draft
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
@@ -166,8 +166,8 @@ def test_jobs_on_a_cpu_share_its_cores(monkeypatch):
 
 
 def test_a_glob_sweeps_over_the_options_that_it_matches():
-    assert variants("schedule=glob(c*)") == ["schedule=constant", "schedule=cosine"]
-    assert variants("schedule=glob([c*, step], exclude=cos*)") == ["schedule=constant", "schedule=step"]
-    assert tried_alone("train", ["schedule=glob(c*)", "seed=0,1"])[0] == []
+    assert expand_sweep("schedule=glob(c*)") == ["schedule=constant", "schedule=cosine"]
+    assert expand_sweep("schedule=glob([c*, step], exclude=cos*)") == ["schedule=constant", "schedule=step"]
+    assert compose_each("train", ["schedule=glob(c*)", "seed=0,1"])[0] == []
     for given, told in (("schedule=glob(x*)", "use one of constant, cosine,"), ("seed=glob(*)", "use one of none")):
-        assert told in tried_alone("train", [given])[0][0]
+        assert told in compose_each("train", [given])[0][0]

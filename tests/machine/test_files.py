@@ -17,11 +17,11 @@ def names(folder):
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole_and_an_error_keeps_it(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), files.replacing(path) as part:
+    with pytest.raises(KeyboardInterrupt), files.atomic_replace(path) as part:
         part.write_text("half of")
         raise KeyboardInterrupt
     assert (names(tmp_path), path.read_text()) == (["report.json"], "old")
-    with files.replacing(path) as part:
+    with files.atomic_replace(path) as part:
         part.write_text("new")
         assert path.read_text() == "old"
     assert (names(tmp_path), path.read_text()) == (["report.json"], "new")
@@ -68,11 +68,11 @@ def test_only_parts_of_ours_are_removed(tmp_path):
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     folder = tmp_path / "cache"
-    with pytest.raises(KeyboardInterrupt), files.replacing(folder) as part:
+    with pytest.raises(KeyboardInterrupt), files.atomic_replace(folder) as part:
         part.mkdir()
         raise KeyboardInterrupt
     assert names(tmp_path) == []
-    with files.replacing(folder) as part:
+    with files.atomic_replace(folder) as part:
         part.mkdir()
         (part / "new").touch()
         assert not folder.exists()
@@ -95,7 +95,7 @@ def test_a_file_never_replaces_a_folder(tmp_path):
         with pytest.raises(IsADirectoryError, match="it is a folder"):
             write()
     assert (names(tmp_path), names(tmp_path / "docs"), names(tmp_path / "docs.old")) == (["docs", "docs.old"], ["kept"], ["kept"])  # fmt: skip
-    with files.replacing(tmp_path / "docs", over_folder=True) as part:  # a checkpoint over one in shards
+    with files.atomic_replace(tmp_path / "docs", over_folder=True) as part:  # a checkpoint over one in shards
         part.touch()
     assert (names(tmp_path), (tmp_path / "docs").is_file()) == (["docs"], True)
 

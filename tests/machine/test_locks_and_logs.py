@@ -15,11 +15,11 @@ from unittest.mock import Mock
 import pytest
 from conftest import ROOT
 
-from lockstep.data.cache import decoded, one_download
+from lockstep.data.cache import decode_once, one_download
 from lockstep.errors import UserError
-from lockstep.extras.prediction import claimed
+from lockstep.extras.prediction import lock_output
 from lockstep.machine import files
-from lockstep.reporting.console import logged
+from lockstep.reporting.console import log_to_file
 from lockstep.run import RunFolder
 
 Within = Callable[[Path], AbstractContextManager[object]]
@@ -38,7 +38,7 @@ def sweep(folder: Path):
 @contextmanager
 def decoding(folder: Path):
     decode = Mock(return_value=({}, {}))
-    decoded(folder / "mnist", decode)
+    decode_once(folder / "mnist", decode)
     decode.assert_called_once()
     yield
 
@@ -46,7 +46,7 @@ def decoding(folder: Path):
 LOCKS: dict[str, tuple[Within, bool]] = {  # and whether a second process is refused, or waits
     "run": (lambda folder: RunFolder(folder).locked(0), True),
     "sweep": (sweep, True),
-    "prediction": (lambda folder: claimed(folder / "table.csv", overwrite=False), True),
+    "prediction": (lambda folder: lock_output(folder / "table.csv", overwrite=False), True),
     "cache": (decoding, False),
     "download": (lambda folder: one_download(folder, "mnist", Path("raw")), False),
 }
@@ -119,7 +119,7 @@ def test_a_log_with_hard_links_begins_anew_without_a_copy(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # as on a full disk
     try:
-        with logged(path):
+        with log_to_file(path):
             logging.getLogger("lockstep").info("continued")
             logging.getLogger("lockstep").info("x" * 2**17)  # which the disk does not take
     finally:

@@ -9,7 +9,7 @@ from in_process import config_of
 import lockstep
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config, resolve
-from lockstep.config.draft import Draft, name_of_job, stamp
+from lockstep.config.draft import Draft, name_of_job, timestamp
 from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.machine import world
@@ -134,9 +134,9 @@ def test_torchrun_and_slurm_say_themselves_who_takes_part(env, expected):
 
 
 def test_runs_of_one_second_have_different_names():
-    assert len({stamp() for _ in range(20)}) == 20
-    assert draft("run=mine").identified().run == "mine"
-    assert draft().identified().run != draft().identified().run
+    assert len({timestamp() for _ in range(20)}) == 20
+    assert draft("run=mine").with_run_identity().run == "mine"
+    assert draft().with_run_identity().run != draft().with_run_identity().run
 
 
 def test_all_ranks_of_a_cluster_job_find_the_same_name():

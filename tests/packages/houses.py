@@ -22,7 +22,7 @@ class Houses(DataSet):
             arrays[name][place] = float(value)
         self.train = Arrays(**{name: each.numpy() for name, each in arrays.items()})
         self.test = Arrays(**{name: each.numpy()[15:45] for name, each in arrays.items()})
-        self.about = {"targets": [target]}
+        self.metadata = {"targets": [target]}
 
 
 class Layers(nn.Module):

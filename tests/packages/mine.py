@@ -38,7 +38,7 @@ class Unnamed(Classification):
 
 
 class Bare(Task):
-    def network_arguments(self):
+    def model_kwargs(self):
         return {"num_classes": 10}
 
     def loss(self, output, batch):

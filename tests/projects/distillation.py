@@ -29,7 +29,7 @@ class Points(DataSet):
         test = count // 5
         self.train = Arrays(input=point_NF[test:].numpy(), target=class_N[test:].numpy())
         self.test = Arrays(input=point_NF[:test].numpy(), target=class_N[:test].numpy())
-        self.about = {"classes": ["north", "east", "south", "west"]}
+        self.metadata = {"classes": ["north", "east", "south", "west"]}
 
 
 class Student(nn.Sequential):

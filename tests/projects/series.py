@@ -28,9 +28,9 @@ class Windows(DataSet):
             Arrays(input=x[..., :PAST].flatten(1).numpy(), target=x[..., PAST:].flatten(1).numpy()) for x in parts
         )
         names = [f"sensor {c} +{t}" for c in range(sensors) for t in range(1, FUTURE + 1)]
-        self.about = {"targets": names, "std": std_C.repeat_interleave(FUTURE).tolist()}
+        self.metadata = {"targets": names, "std": std_C.repeat_interleave(FUTURE).tolist()}
 
-    def network_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return {"in_features": self.train.arrays["input"].shape[1]}
 
 
@@ -43,5 +43,5 @@ class Forecast(Regression):
     """Its loss is of standardised values, its MAE in the sensors' units."""
 
     def inputs_by_metric(self, output: Tensor, batch: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-        std = output.new_tensor(self.about["std"])
+        std = output.new_tensor(self.metadata["std"])
         return {"mae": (output * std, batch["target"] * std)}

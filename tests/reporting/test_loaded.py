@@ -13,9 +13,9 @@ from in_process import rows
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.extras.panels import encoded, write_panels
+from lockstep.extras.panels import encode, write_panels
 from lockstep.panel import Bars, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Share, Table, Tokens
-from lockstep.reporting.saved_panels import read_panels
+from lockstep.reporting.report import read_panels
 
 
 def test_a_report_is_what_the_files_say(run_a):
@@ -63,7 +63,7 @@ def test_every_panel_comes_back_from_its_file(tmp_path):
     assert read_panels(path) == []
     write_panels(path, panels)
     found = read_panels(path)
-    assert str([encoded(panel) for panel in found]) == str([encoded(panel) for panel in panels])  # a NaN equals none
+    assert str([encode(panel) for panel in found]) == str([encode(panel) for panel in panels])  # a NaN equals none
     *_, gallery = found
     assert (gallery.samples[0].image_CHW == noise_CHW).all()
     assert (gallery.samples[1].image_CHW == noise_CHW[:1]).all()

@@ -69,14 +69,14 @@ def test_all_that_was_logged_is_read_back_however_often_the_run_was_restarted(tm
 def test_rows_that_a_resumed_run_writes_again_are_dropped(tmp_path, steps, torn):
     """And what is left of the last one, if a kill cut it off."""
     logger, path = MetricsCsv(tmp_path), tmp_path / "metrics.csv"
-    RunFolder(tmp_path).cut(steps)
+    RunFolder(tmp_path).truncate_logs(steps)
     assert not list(tmp_path.iterdir())  # before anything was logged
     for step in range(7, 12):
         logger.log_metrics({"train/loss": 0.5 + step}, step=step)
     if torn:
         path.write_bytes(path.read_bytes()[: -len("1,11.5\r\n")])
         logger = MetricsCsv(tmp_path)
-    RunFolder(tmp_path).cut(steps)
+    RunFolder(tmp_path).truncate_logs(steps)
     kept = [{"step": step, "train/loss": 0.5 + step} for step in range(7, min(steps, 11 - torn) + 1)]
     assert RunFolder(tmp_path).metrics() == kept
     logger.log_metrics({"train/loss": 0.5, "lr": 0.25}, step=steps + 1)

@@ -20,7 +20,7 @@ import lockstep
 from lockstep.launch import sweeps
 from lockstep.machine import process
 from lockstep.reporting import console
-from lockstep.reporting.console import Line
+from lockstep.reporting.console import ProgressLine
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def lines_of(capsys) -> list[str]:
 
 
 def test_a_day_of_training_leaves_a_few_hundred_lines(now_s, capsys):
-    line = Line("step", 86_400)
+    line = ProgressLine("step", 86_400)
     for step in range(5, 86_401, 5):
         now_s[0] += 5
         if line.due(step):
@@ -55,7 +55,7 @@ def test_a_day_of_training_leaves_a_few_hundred_lines(now_s, capsys):
 
 def test_a_notebook_gets_one_line_that_is_written_again(now_s, capsys, monkeypatch):
     monkeypatch.setattr(process, "from_notebook", True)
-    line = Line("step", 3600)
+    line = ProgressLine("step", 3600)
     for step in range(1, 3601):
         now_s[0] += 1
         if line.due(step):
@@ -89,7 +89,7 @@ def on_screen(terminal: io.StringIO) -> list[str]:
 
 @pytest.mark.parametrize("total", [1000, None])
 def test_a_bar_on_a_terminal_is_one_line_with_what_fits(total, now_s, terminal):
-    line = Line("step", total, first=400)  # as of a resumed run
+    line = ProgressLine("step", total, first=400)  # as of a resumed run
     assert not line.due(500) and line.due(1000) == (total is not None)  # the last step is always shown
     now_s[0] += 60
     assert line.due(500)

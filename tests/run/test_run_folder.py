@@ -14,7 +14,7 @@ import filelock
 import pytest
 
 from lockstep.errors import FolderRemoved, RunFailed, UserError
-from lockstep.run import CsvLog, RunFolder, find_run, run_folders, validation_of
+from lockstep.run import CsvLog, RunFolder, find_run, run_folders, validation_metrics_at
 
 HOLDER = """
 import os, sys
@@ -115,9 +115,9 @@ def test_validation_metrics_are_those_of_the_checkpoint():
         {"step": 4, "val/auc": math.nan},
         {"step": 4, "train/loss": 1.0},
     ]
-    assert validation_of(rows, 2, "val/auc") == validation_of(rows[:1], 4, None) == {"val/auc": 0.5}
-    assert math.isnan(validation_of(rows, 4, "val/auc")["val/auc"])
-    assert validation_of(rows, 3, "val/auc") == {}
+    assert validation_metrics_at(rows, 2, "val/auc") == validation_metrics_at(rows[:1], 4, None) == {"val/auc": 0.5}
+    assert math.isnan(validation_metrics_at(rows, 4, "val/auc")["val/auc"])
+    assert validation_metrics_at(rows, 3, "val/auc") == {}
 
 
 def test_folders_in_the_places_of_files_are_named(tmp_path):

@@ -22,7 +22,7 @@ from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files
 from lockstep.reporting.report import Report
-from lockstep.run import NUMBERS, TEXTS, RunFolder, validation_of
+from lockstep.run import NUMBERS, TEXTS, RunFolder, validation_metrics_at
 
 ledger = importlib.import_module("runs")
 compare_runs = importlib.import_module("compare_runs")
@@ -91,9 +91,9 @@ def read_everywhere(monkeypatch) -> None:
         assert called(compare_runs.main, *argv)() in (0, 1, 2)
     folder = RunFolder("runs/a")
     for use in (
-        resumed_config, folder.validate, lambda: finished(folder), lambda: folder.cut(1), lambda: folder.drop_tests(["test/acc"]),
+        resumed_config, folder.validate, lambda: finished(folder), lambda: folder.truncate_logs(1), lambda: folder.drop_tests(["test/acc"]),
         lambda: Report(folder)._repr_html_(), lambda: Report(folder).curves,
-        lambda: list(sweeps.numbering_problems(Path("runs/sweep"), [])), lambda: validation_of(folder.metrics(), 2, "val/acc"),
+        lambda: list(sweeps.numbering_problems(Path("runs/sweep"), [])), lambda: validation_metrics_at(folder.metrics(), 2, "val/acc"),
         lambda: list(comparison.first_different_digest(*(comparison.find(each, Path("runs")) for each in "ab"))),
     ):  # fmt: skip
         with suppress(UserError):
@@ -181,13 +181,13 @@ def test_the_rows_of_digests_are_read_once_where_a_run_continues(run, monkeypatc
     monkeypatch.setattr(files, "read_text", lambda path, *most: opened.update([path.name]) or read(path, *most))
     folder = RunFolder(run)
     folder.validate()
-    folder.cut(1)
+    folder.truncate_logs(1)
     assert opened["digests.csv"] == 1
     assert (run / "digests.csv").read_text().split() == ["step,what,name,digest", "1,loss,,a"]
     (run / "digests.csv").write_text("step,what,name,digest\nx,loss,,a\n")
     before = (run / "metrics.csv").read_bytes()
     with pytest.raises(UserError, match=r"digests\.csv is damaged"):
-        folder.cut(0)
+        folder.truncate_logs(0)
     assert (run / "metrics.csv").read_bytes() == before
 
 
@@ -196,9 +196,9 @@ def test_a_step_is_a_whole_number_and_one_that_is_blank_that_of_the_row_before(s
     (run / "metrics.csv").write_text(f"step,val/acc\n{step},0.5\n,0.9\n2,1\n")
     folder = RunFolder(run)
     if kept is None:
-        for use in (folder.metrics, lambda: folder.cut(1), folder.metrics_log.rows):
+        for use in (folder.metrics, lambda: folder.truncate_logs(1), folder.metrics_log.rows):
             with pytest.raises(UserError, match=r"metrics\.csv is damaged: .*(is not a step number|to float)"):
                 use()
     else:
-        folder.cut(1)
+        folder.truncate_logs(1)
         assert [row["step"] for row in folder.metrics_log.rows()] == [kept, kept]

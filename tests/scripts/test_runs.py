@@ -25,8 +25,8 @@ from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import LOOP
 from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft
+from lockstep.config.formatting import plain
 from lockstep.config.schema import GROUPS
-from lockstep.config.words import plain
 from lockstep.errors import UserError
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code

@@ -79,7 +79,7 @@ def test_compiled_strategies_agree_with_one_process_that_is_not(tmp_path, mnist,
         "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.precision=32-true",
     ]  # fmt: skip
     more = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", *given]
-    with local.held_port() as ddp, local.held_port() as fsdp:
+    with local.reserve_port() as ddp, local.reserve_port() as fsdp:
         places = [(i, str(port), name) for name, port in (("ddp", ddp), ("fsdp", fsdp)) for i in "01"]
         started = [forked.call(__file__, "process", *place, str(tmp_path), *more) for place in places]
         train("run=single", *given)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from lockstep.errors import NoRendezvous, UserError
+from lockstep.errors import RendezvousFailed, UserError
 from lockstep.strategies import rendezvous
 
 LONG = timedelta(seconds=60)
@@ -51,8 +51,8 @@ def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch, port):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(rendezvous, "GRACE", 60)  # the process that would be ended is the test's
     other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
-    with pytest.raises(NoRendezvous, match=rf"{words} 127\.0\.0\.1:{port} .*$") as error:
-        rendezvous.meet(strategy_of(rank, port), timedelta(seconds=1))
+    with pytest.raises(RendezvousFailed, match=rf"{words} 127\.0\.0\.1:{port} .*$") as error:
+        rendezvous.rendezvous(strategy_of(rank, port), timedelta(seconds=1))
     assert "\n" not in str(error.value)
     assert not error.value.alike
     del other
@@ -62,7 +62,7 @@ def test_a_process_group_of_the_caller_is_refused():
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(UserError, match="Remove init_process_group"):
-            rendezvous.meet(None, LONG)
+            rendezvous.rendezvous(None, LONG)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -73,7 +73,7 @@ def process(rank: str, port: str, moment: str) -> None:
         owner, name = (rendezvous, "gather") if moment == "answers" else (rendezvous.dist, "init_process_group")
         done = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGSTOP) or done(*args, **kwargs))
-    rendezvous.meet(strategy_of(int(rank), int(port)), timedelta(seconds=2))
+    rendezvous.rendezvous(strategy_of(int(rank), int(port)), timedelta(seconds=2))
 
 
 @pytest.mark.parametrize("moment", [pytest.param("answers", marks=pytest.mark.slow), "connects"])
@@ -92,5 +92,5 @@ def test_an_error_of_gloo_names_the_rank_that_lost_the_others(monkeypatch):
     lost = Mock(side_effect=rendezvous.dist.DistStoreError("wait timeout\nmore"))
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lost)
     told = r"rank 1 of 2 reached the other ranks at host:7 .* lost them while connecting: wait timeout$"
-    with pytest.raises(NoRendezvous, match=told):
-        rendezvous.meet(strategy_of(1, 7, "host"), LONG)
+    with pytest.raises(RendezvousFailed, match=told):
+        rendezvous.rendezvous(strategy_of(1, 7, "host"), LONG)

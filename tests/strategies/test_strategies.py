@@ -90,7 +90,7 @@ class Recomputed(nn.Sequential):
 
 def test_buckets_are_rebuilt_without_masks_by_row_also_where_activations_are_computed_again():
     net, cpu = Recomputed(nn.Linear(3, 3), nn.AlphaDropout(0.5), nn.Linear(3, 3)), torch.device("cpu")
-    dropout.by_row(net)
+    dropout.use_row_masks(net)
     micro_batch = dropout.MicroBatch(0, 5, {cpu: range(4)})
     dropout.begin(micro_batch)
     precision = SimpleNamespace(train_step_context=nullcontext)

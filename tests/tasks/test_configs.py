@@ -5,7 +5,7 @@ import pytest
 from lockstep import build, tasks
 from lockstep.config.checks import monitor_problems
 from lockstep.config.compose import options, resolve
-from lockstep.config.instantiate import create
+from lockstep.config.instantiate import create_object
 from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.tasks import Task
@@ -26,21 +26,21 @@ REPORT = {"test/count": 1000, "unit": "images", **{f"test/{metric}": 0.5 for met
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_builds_its_task_and_names_a_metric_of_it(name):
     cfg = resolve([f"task={name}", "+task.metrics.more._target_=torchmetrics.MeanMetric"])
-    task: Task = create(cfg.task, "task")
-    with pytest.raises(UserError, match=f"needs {', '.join(task.needs)} in the `about`"):
+    task: Task = create_object(cfg.task, "task")
+    with pytest.raises(UserError, match=f"needs {', '.join(task.needs)} in the `metadata`"):
         task.bind({"channels": 3})
     task.bind(ABOUT)
     expected = (f"test {HEADLINES[name]}", "0.5000 on 1,000 images")
     if name in ("classification", "classifier"):
         expected = ("test accuracy", "50.00% of 1,000 images")
-    assert task.headline({**REPORT, "monitor": cfg.checkpoint.monitor}) == expected
+    assert task.primary_metric({**REPORT, "monitor": cfg.checkpoint.monitor}) == expected
     assert set(build.metrics(task, cfg.task.parts("metrics"))) == {*task.metrics(), "more"}
     shown = {column for _, _, columns in task.curves() for column in columns}
     assert shown == {"train/loss", "val/loss", *(f"val/{figure}" for figure in task.metrics())}
     assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == (cfg.task.get("monitor"), cfg.task.get("mode"))
     for argument in {"class_weights", "pos_weight"} & cfg.task.kwargs.keys():
         with pytest.raises(UserError, match=f"task.{argument} has 3 numbers; the data has 2"):
-            create(cfg.task.but(**{argument: [1.0, 2.0, 3.0]}), "task").bind(ABOUT)
+            create_object(cfg.task.replace(**{argument: [1.0, 2.0, 3.0]}), "task").bind(ABOUT)
 
 
 def test_every_task_has_a_config():

@@ -20,8 +20,8 @@ from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression
 random = torch.Generator().manual_seed(0)
 
 
-def bound(task: Task, **about) -> Task:
-    task.bind(about)
+def bound(task: Task, **metadata) -> Task:
+    task.bind(metadata)
     return task
 
 

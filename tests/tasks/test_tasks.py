@@ -17,8 +17,8 @@ PADDING, IGNORED = -100, 255
 Case = tuple[Task, np.ndarray, np.ndarray, dict[str, float]]
 
 
-def bound(task: Task, **about: object) -> Task:
-    task.bind(about)
+def bound(task: Task, **metadata: object) -> Task:
+    task.bind(metadata)
     return task
 
 
@@ -153,7 +153,7 @@ def test_predictions_are_columns_by_name():
     logits_BTV = torch.zeros(2, 6, 5)
     logits_BTV[0, -1, 3], logits_BTV[1, -1, 0], logits_BTV[:, :-1, 1] = 9, 9, 9
     assert language_model().predictions(logits_BTV)["token"] == ["d", "a"]  # after the sequence
-    assert language_model().network_arguments() == {"vocabulary_size": 5, "sequence_length": 6}
+    assert language_model().model_kwargs() == {"vocabulary_size": 5, "sequence_length": 6}
     found = multilabel().predictions(torch.tensor([[4.0, -4.0, 4.0], [-4.0, -4.0, -4.0]]))
     assert (found["labels"], found["probabilities"].shape) == ([["rain", "snow"], []], (2, 3))
     columns = regression().predictions(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -230,7 +230,7 @@ def test_the_primary_metric_is_the_first_value_of_a_metric_with_several(monitor,
     report = {"monitor": monitor, "test/loss": 0.5, "test/count": 7, "unit": "images"}
     values = {"test/boxes/map": 0.25, "test/boxes/map_50": 0.75} if monitor else {}
     expected = {"boxes map": "0.2500", "boxes map_50": "0.7500", "loss": "0.5000"}[name]
-    assert Boxed().headline({**report, **values}) == (f"test {name}", f"{expected} on 7 images")
+    assert Boxed().primary_metric({**report, **values}) == (f"test {name}", f"{expected} on 7 images")
 
 
 BOXES = {"boxes": [torch.zeros(1, 4), torch.zeros(3, 4)], "labels": [torch.zeros(1), torch.zeros(3)]}

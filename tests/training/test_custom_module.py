@@ -20,10 +20,10 @@ import lockstep
 from lockstep.checkpoints.finding import step_of
 from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
-from lockstep.errors import NotSaved, OutOfMemory, RunFailed, TrainingFailed, UserError
+from lockstep.errors import OutOfMemory, RunFailed, SaveFailed, TrainingFailed, UserError
 from lockstep.extras.export import export
 from lockstep.training import dropout
-from lockstep.training.workload import headline
+from lockstep.training.workload import primary_metric
 
 TEMPLATE = """defaults: [lightning_module]
 _target_: odd.Template
@@ -379,7 +379,7 @@ def test_values_of_steps_are_of_all_processes_and_others_are_marked(train, forke
     assert {"loss (rank 0 only)", "all"} <= {
         *re.findall(r"<h3>(.*?)</h3>", Path("runs/rank-0/report.html").read_text())
     }
-    assert headline({**report, "monitor": "valid_loss"})[0] == "test_all"
+    assert primary_metric({**report, "monitor": "valid_loss"})[0] == "test_all"
     told = "".join(capfd.readouterr())
     assert told.count("from rank 0 only: valid_main, valid_loss;") == told.count("from rank 0 only: test_loss;") == 1
     assert not re.search("It is recommended to use `self.log.'(valid_all|test_all)'", told)
@@ -500,7 +500,7 @@ def test_a_run_of_a_version_that_did_not_divide_batches_is_not_resumed(train):
 
 
 def test_what_would_not_load_again_is_not_saved(train):
-    with pytest.raises(NotSaved, match=r"could not be loaded: it has /mine/path/0 \(.*AttributeDict\)"):
+    with pytest.raises(SaveFailed, match=r"could not be loaded: it has /mine/path/0 \(.*AttributeDict\)"):
         train("Unplain", "run=unplain")
 
 
@@ -529,7 +529,7 @@ def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly(train, crash_at, name,
 
 def test_a_build_without_a_network_takes_the_datas_own_normalisation():
     cfg = resolve(["task=lightning_module", "task._target_=odd.Small", CPU, "data=cifar10"])
-    mean = Settings.of(cfg).with_numbers().cfg.data.get("mean")
+    mean = Settings.of(cfg).with_pretraining_values().cfg.data.get("mean")
     assert mean == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-3)
 
 

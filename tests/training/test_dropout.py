@@ -40,7 +40,7 @@ def nothing_stays() -> Iterator[None]:
 
 def layer(make: Callable[[], nn.Module]) -> nn.Module:
     net = nn.Sequential(make())
-    dropout.by_row(net)
+    dropout.use_row_masks(net)
     return net
 
 
@@ -77,7 +77,7 @@ def test_outside_of_a_training_step_the_layers_are_torchs_own_and_so_are_copies(
     assert computes_as(net, make(), x)
     for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert type(copied[0]) is type(make())
-        dropout.by_row(copied)
+        dropout.use_row_masks(copied)
         assert torch.equal(run(copied, x), run(net, x))
     assert torch.equal(run(net.eval(), x), x)
 
@@ -132,9 +132,9 @@ def test_masks_do_not_depend_on_the_order_in_memory():
 
 def test_a_device_draws_what_numpy_draws():
     for sizes, neighbours, key, call in (((1,), 1, 5, 9), ((3, 2, 13), 1, 2**64 - 1, 2**63 + 5), ((2, 7), 3, 1, 2**63)):
-        place = dropout.Place(key, call, range(40, 60), neighbours)
-        numbers = dropout.words(place, sizes, CPU, on_host=True)
-        assert torch.equal(numbers, dropout.words(place, sizes, CPU, on_host=False))
+        place = dropout.MaskPosition(key, call, range(40, 60), neighbours)
+        numbers = dropout.random_words(place, sizes, CPU, on_host=True)
+        assert torch.equal(numbers, dropout.random_words(place, sizes, CPU, on_host=False))
     for bits in (8, 16):
         expected = numbers.view(torch.int8 if bits == 8 else torch.int16)[..., :20] >= 7
         assert torch.equal(dropout.kept_rows(numbers, 20, bits, 7).bool(), expected)
@@ -145,7 +145,7 @@ def test_padding_changes_no_mask(name):
     """A sample has the same mask in a batch that is padded further: in the last dimension, in one before it, in the rows of its neighbours."""
     make, shape = LAYERS[name]
     net, x = layer(make), torch.rand(shape) + 1
-    for dim in range(1 if type(net[0]).__mro__[1] is dropout.ByRow else 2, len(shape)):
+    for dim in range(1 if type(net[0]).__mro__[1] is dropout.RowDropout else 2, len(shape)):
         longer = torch.cat([x, x], dim)
         assert torch.equal(run(net, longer).narrow(dim, 0, shape[dim]), run(net, x))
     flat, padded = torch.rand(8 * 3, 10), torch.rand(8 * 5, 10)
@@ -202,8 +202,8 @@ def test_subclasses_and_shared_layers_and_keys_stay():
     shared = nn.Dropout(0.5)
     net = nn.ModuleDict({"a": shared, "b": shared, "mine": Mine(0.5), "linear": nn.Linear(2, 2)})
     keys = list(net.state_dict())
-    dropout.by_row(net)
-    dropout.by_row(net)  # again: a network that is trained twice
+    dropout.use_row_masks(net)
+    dropout.use_row_masks(net)  # again: a network that is trained twice
     assert net["a"] is net["b"]
     assert isinstance(net["a"], nn.Dropout)
     assert type(net["mine"]) is Mine

@@ -130,7 +130,7 @@ def why_not(net: nn.Module, task: Task, *, exact: bool = False) -> str:
     batch = {"input": torch.randn(4, 6), "target": torch.zeros(4), "index": torch.arange(4), "count": 4}
     halves = [{**samples_at(batch, part, 4), "count": 2} for part in (slice(0, 2), slice(2, 4))]
     with torch.random.fork_rng():
-        return invariance.why_not(net, task, [[batch, *halves]] * 2, exact=exact).step
+        return invariance.process_dependence(net, task, [[batch, *halves]] * 2, exact=exact).step
 
 
 NETWORKS = [layers(), layers(nn.BatchNorm1d(6)), layers(nn.AlphaDropout(0.2)), Windows(), Lists(), Attention(0.0)]

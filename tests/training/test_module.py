@@ -17,7 +17,7 @@ from lockstep.data import DataSet
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
 from lockstep.training.losses import first_rows, sample_at, samples_at
-from lockstep.training.metrics import named
+from lockstep.training.metrics import named_values
 from lockstep.training.module import Means
 
 
@@ -26,7 +26,7 @@ def untrained(task: Task, net: nn.Module) -> Task:
     classes = ["land", "sea"] if isinstance(task, Segmentation) else list("0123456789")
     task.bind({"targets": ["height"], "classes": classes})
     never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
-    return task.attach(net, **never, metrics=build.metrics(task, {}), network_arguments={})
+    return task.attach(net, **never, metrics=build.metrics(task, {}), model_kwargs={})
 
 
 def module(task: type[Task] = Classification) -> Task:
@@ -258,9 +258,9 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():
     names = module(Segmentation).value_names
-    assert set(named("iou", torch.tensor([0.5, 0.25]), names)) == {"iou/land", "iou/sea"}
-    assert set(named("matrix", torch.eye(2), names)) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
-    nested = named("map", {"all": 1.0, "each": torch.ones(2), "none": torch.ones(0)}, names)
+    assert set(named_values("iou", torch.tensor([0.5, 0.25]), names)) == {"iou/land", "iou/sea"}
+    assert set(named_values("matrix", torch.eye(2), names)) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
+    nested = named_values("map", {"all": 1.0, "each": torch.ones(2), "none": torch.ones(0)}, names)
     assert set(nested) == {"map/all", "map/each/land", "map/each/sea"}
 
 

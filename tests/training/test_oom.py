@@ -19,7 +19,7 @@ from lockstep.errors import OutOfMemory
 from lockstep.extras import comparison
 from lockstep.launch import local
 from lockstep.machine.world import World
-from lockstep.training.oom import ran_out
+from lockstep.training.oom import is_oom
 from project.model import BasicNet
 
 AUTO = "trainer.accumulate_grad_batches=auto"
@@ -196,14 +196,14 @@ def test_the_message_names_what_fits(phase, most, options, accumulate, parts, tr
     (ValueError("out of memory"), False),
 ])  # fmt: skip
 def test_what_counts_as_out_of_memory(error, expected):
-    assert ran_out(error) == expected
+    assert is_oom(error) == expected
 
 
 # --- what starts processes again, in this process ---
 
 
 def test_auto_goes_on_with_a_micro_batch_that_fits_and_a_resumed_run_begins_with_it(train, fits, monkeypatch, capsys):
-    monkeypatch.setattr(local, "run_processes", lambda _, settings, **__: local.in_run(local.job("train"), settings))
+    monkeypatch.setattr(local, "run_processes", lambda _, settings, **__: local.run_job(local.job("train"), settings))
     fits("training", 20)
     for more in ("trainer.max_steps=1", "trainer.max_steps=2"):
         found = train("run=a", AUTO, "loader.batch_size=60", "resume=auto", more)
@@ -225,7 +225,7 @@ def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_words_for_a_killed_process_name_keys_of_its_own_command(trains):
     two = Settings(resolve([]), World("cpu", 2, 1, "ddp"))
-    said = local.killed(two, 1, by_kernel=True, trains=trains)
+    said = local.killed_error(two, 1, by_kernel=True, trains=trains)
     assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains == (said.accumulate == 2)
     assert str(said).startswith("rank 1 ")
     assert "loader.eval_batch_size" in str(said)

@@ -1,8 +1,5 @@
 """Augmentation of training batches on their device, exact for any world size. Imports torch with the first batch."""
 
-from lockstep.augment.mixing import Cutmix as Cutmix
-from lockstep.augment.mixing import Mixup as Mixup
-from lockstep.augment.mixing import MixupOrCutmix as MixupOrCutmix
 from lockstep.augment.operation import Augmentation as Augmentation
 from lockstep.augment.operation import Draws as Draws
 from lockstep.augment.operation import GeometricOperation as GeometricOperation
@@ -14,6 +11,9 @@ from lockstep.augment.samples import RandomResizedCrop as RandomResizedCrop
 from lockstep.augment.samples import Rotate as Rotate
 from lockstep.augment.samples import SampleTransform as SampleTransform
 from lockstep.augment.samples import TrivialAugment as TrivialAugment
+from lockstep.augment.transforms import Cutmix as Cutmix
 from lockstep.augment.transforms import Flip as Flip
+from lockstep.augment.transforms import Mixup as Mixup
+from lockstep.augment.transforms import MixupOrCutmix as MixupOrCutmix
 from lockstep.augment.transforms import RandomErasing as RandomErasing
 from lockstep.augment.transforms import Shift as Shift

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep.data import sampler
-from lockstep.data.dataset import Batch, Indices, flat
-from lockstep.data.places import spatial
+from lockstep.data.dataset import Batch, Indices, leaves_of
+from lockstep.data.spatial import spatial
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Draws:
 
     def tensor(self, array: NDArray[Any]) -> "Tensor":
         """Moves numbers to the device of the batch."""
-        return on(self.device, array)
+        return to_device(self.device, array)
 
     @property
     def partner_B(self) -> "Tensor":
@@ -80,7 +80,7 @@ class Draws:
         return self.tensor(self.place_B + self.repeats * (1 - 2 * (self.place_B // self.repeats & 1)))
 
 
-def on(device: "device | str", array: NDArray[Any]) -> "Tensor":
+def to_device(device: "device | str", array: NDArray[Any]) -> "Tensor":
     """Moves an array without waiting for the device."""
     import torch
 
@@ -92,7 +92,7 @@ def on(device: "device | str", array: NDArray[Any]) -> "Tensor":
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-def rising(pair: Sequence[float]) -> Sequence[float]:
+def is_rising(pair: Sequence[float]) -> Sequence[float]:
     if pair[0] > pair[1]:
         raise ValueError("the lower number must come first")
     return pair
@@ -105,7 +105,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 MaskValue = Annotated[int, Field(ge=-(2**31), lt=2**31)] | None
-PAIR = (Field(min_length=2, max_length=2), AfterValidator(rising))
+PAIR = (Field(min_length=2, max_length=2), AfterValidator(is_rising))
 
 
 class Checked:
@@ -178,13 +178,11 @@ class GeometricOperation(Operation):
             if getattr(mask, "shape", ())[-2:] != image.shape[-2:]:
                 value = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"the value of `{key}`"
                 raise UserError(
-                    f"{name} cannot move {value} with images of {tuple(image.shape[-2:])}. "
-                    f"Remove it: ~{name}, or write your own operation that can (docs/augment.md)."
+                    f"{name} cannot move {value} with images of {tuple(image.shape[-2:])}. Remove it: ~{name}, or write your own operation that can (docs/augment.md)."
                 )
         if masks and self.uncovers and self.mask_fill is None:
             raise UserError(
-                f"{name} uncovers pixels, which need a value in `{next(iter(masks))}`. Set {name}.mask_fill=<value>, "
-                f"for example the task's ignore_index, or remove it: ~{name}."
+                f"{name} uncovers pixels, which need a value in `{next(iter(masks))}`. Set {name}.mask_fill=<value>, for example the task's ignore_index, or remove it: ~{name}."
             )
         height, width = image.shape[-2:]
         plan = self.plan(height, width, draws)
@@ -206,8 +204,7 @@ def images_of(batch: Batch, name: str) -> "Tensor":
         raise UserError(f"{name} needs `input`, but a batch contains only {', '.join(batch)}. Remove it: ~{name}.")
     if image.dim() != 4 or image.element_size() != 1 or image.is_floating_point():
         raise UserError(
-            f"{name} needs uint8 images (BCHW); `input` is {str(image.dtype).removeprefix('torch.')} of shape "
-            f"{tuple(image.shape)}. Remove it: ~{name}."
+            f"{name} needs uint8 images (BCHW); `input` is {str(image.dtype).removeprefix('torch.')} of shape {tuple(image.shape)}. Remove it: ~{name}."
         )
     return image
 
@@ -249,7 +246,7 @@ class Augmentation:
             if operation.at_reading:
                 index_B = batch["index"].numpy()
                 first, second = (operation(batch, Draws(f"augment.{name}", index_B, seed=0, epoch=0)) for _ in range(2))
-                pairs = zip(flat(first), flat(second), strict=True)
+                pairs = zip(leaves_of(first), leaves_of(second), strict=True)
                 if not all(a.equal(b) if hasattr(a, "equal") else np.array_equal(a, b) for a, b in pairs):
                     raise UserError(UNSEEDED.format(name))
                 batch = first

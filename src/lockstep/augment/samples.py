@@ -29,7 +29,7 @@ from lockstep.augment.operation import (
 from lockstep.augment.transforms import ATTEMPTS
 from lockstep.data.dataset import Batch, is_pillow
 from lockstep.data.pixels import chw
-from lockstep.data.places import has_places
+from lockstep.data.spatial import has_places
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class SampleTransform(Operation):
             location, plan = f"{draws.name}, sample {batch['index'][index]}", None if plan_B is None else plan_B[index]
             try:
                 # a copy, because a library's transform may write to its input
-                sample = {name: one_of(value, index, copied=plan is None) for name, value in inputs.items()}
+                sample = {name: sample_value(value, index, copied=plan is None) for name, value in inputs.items()}
                 return self.change(sample, spatial, plan)
-            except CannotMove as e:
+            except UnsupportedTransform as e:
                 raise UserError(f"{location}: {e} Or remove it: ~{draws.name}.") from None
             except Exception as e:
                 if not type(self.transform).__module__.startswith((*LIBRARIES,)):
@@ -101,7 +101,7 @@ class SampleTransform(Operation):
             results = [change(index) for index in range(len(plan_B))]
         lists = [name for name, value in inputs.items() if isinstance(value, list) and name != "input"]
         values = {name: [sample[name] for sample in results] for name in results[0]}
-        return {**batch, **{name: column if name in lists else joined(column) for name, column in values.items()}}
+        return {**batch, **{name: column if name in lists else join_values(column) for name, column in values.items()}}
 
     def plan(self, draws: Draws) -> Sequence[Any] | None:
         """The random parameters of each sample; None if they come from generators, which take longer to seed."""
@@ -111,25 +111,25 @@ class SampleTransform(Operation):
         return LIBRARIES[self.library](self.transform, sample) if self.library else self.transform(sample)
 
     def change(self, sample: Sample, spatial: Sequence[str], plan: Any = None) -> Sample:
-        """Raises CannotMove if masks or boxes would be lost, or if images are not bytes before and after it."""
+        """Raises UnsupportedTransform if masks or boxes would be lost, or if images are not bytes before and after it."""
         if is_pillow(sample.get("input")):
             sample = {**sample, "input": tensor_of(sample["input"])}
         image = sample.get("input")
         if is_image := str(getattr(image, "dtype", "")).endswith("uint8") and image.ndim == 3:  # type: ignore[union-attr]
-            sample = {**sample, **wrapped(sample, spatial, strict=bool(self.library))}
+            sample = {**sample, **wrap_sample(sample, spatial, strict=bool(self.library))}
         elif self.library:
-            raise CannotMove(f"it needs uint8 images (CHW), but `input` is {form_of(image)}.")
-        if spatial and LIBRARIES.get(self.library) in (of_tensor, of_pillow):
-            raise CannotMove(f"it moves only the image, not `{spatial[0]}`. Use torchvision.transforms.v2.")
-        result = plain(self.apply(sample, plan))
+            raise UnsupportedTransform(f"it needs uint8 images (CHW), but `input` is {form_of(image)}.")
+        if spatial and LIBRARIES.get(self.library) in (apply_to_tensor, apply_to_pillow):
+            raise UnsupportedTransform(f"it moves only the image, not `{spatial[0]}`. Use torchvision.transforms.v2.")
+        result = unwrap(self.apply(sample, plan))
         if is_image and not str(getattr(result["input"], "dtype", "")).endswith("uint8"):
-            raise CannotMove(
+            raise UnsupportedTransform(
                 f"it returns {form_of(result['input'])}. Images stay uint8 until they are normalised on the device: remove ToDtype and Normalize."
             )
         return result
 
 
-class CannotMove(Exception):
+class UnsupportedTransform(Exception):
     """Its message is a sentence about a transform."""
 
 
@@ -138,16 +138,16 @@ def form_of(value: Any) -> str:
     return f"{str(getattr(value, 'dtype', type(value).__name__)).removeprefix('torch.')}{shape}"
 
 
-def one_of(value: Any, index: int, *, copied: bool) -> Any:
+def sample_value(value: Any, index: int, *, copied: bool) -> Any:
     """The value of one sample in a batch."""
     if isinstance(value, Mapping):
-        return {name: one_of(item, index, copied=copied) for name, item in value.items()}
+        return {name: sample_value(item, index, copied=copied) for name, item in value.items()}
     import torch
 
     return apply_to_collection(value[index], torch.Tensor, torch.Tensor.clone) if copied else value[index]
 
 
-def joined(values: list[Any]) -> Any:
+def join_values(values: list[Any]) -> Any:
     """A tensor of all samples if they have the same shape, else a list."""
     import torch
 
@@ -155,13 +155,13 @@ def joined(values: list[Any]) -> Any:
     if isinstance(first, int | float):
         return torch.as_tensor(values)
     if isinstance(first, dict):
-        return {name: joined([value[name] for value in values]) for name in first}
+        return {name: join_values([value[name] for value in values]) for name in first}
     same_shape = all(type(value) is torch.Tensor and value.shape == first.shape for value in values)
     return torch.stack(values) if same_shape else values
 
 
-def wrapped(sample: Sample, spatial: Sequence[str], *, strict: bool) -> Sample:
-    """The image and values with positions in it, as tv_tensors. With `strict`, raises CannotMove for unknown values."""
+def wrap_sample(sample: Sample, spatial: Sequence[str], *, strict: bool) -> Sample:
+    """The image and values with positions in it, as tv_tensors. With `strict`, raises UnsupportedTransform for unknown values."""
     from torchvision.tv_tensors import Image, Mask, TVTensor
 
     image = sample["input"]
@@ -172,7 +172,7 @@ def wrapped(sample: Sample, spatial: Sequence[str], *, strict: bool) -> Sample:
         if isinstance(value, TVTensor) or getattr(value, "shape", ())[-2:] == image.shape[-2:]:
             return value if isinstance(value, TVTensor) else Mask(value)
         if strict:
-            raise CannotMove(
+            raise UnsupportedTransform(
                 f"it cannot move {form_of(value)}. Return tv_tensors.BoundingBoxes, KeyPoints or Mask from the data set."
             )
         return value
@@ -180,13 +180,13 @@ def wrapped(sample: Sample, spatial: Sequence[str], *, strict: bool) -> Sample:
     return {"input": Image(image), **{name: wrap(sample[name]) for name in spatial}}
 
 
-def plain(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
     """Converts arrays, images and masks to tensors. Boxes and keypoints do not change."""
     import torch
     from torchvision.tv_tensors import Image, Mask
 
     if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: unwrap(item) for name, item in value.items()}
     if isinstance(value, Image | Mask):
         return value.as_subclass(torch.Tensor)
     return torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
@@ -206,11 +206,11 @@ def hwc(image_CHW: Any) -> Any:
 # --- The input of each library's transforms ---
 
 
-def of_tensor(transform: Any, sample: Sample) -> Sample:
-    return {**sample, "input": transform(plain(sample["input"]))}
+def apply_to_tensor(transform: Any, sample: Sample) -> Sample:
+    return {**sample, "input": transform(unwrap(sample["input"]))}
 
 
-def of_pillow(transform: Any, sample: Sample) -> Sample:
+def apply_to_pillow(transform: Any, sample: Sample) -> Sample:
     from PIL import Image
 
     array_HWC = hwc(sample["input"])
@@ -218,7 +218,7 @@ def of_pillow(transform: Any, sample: Sample) -> Sample:
     return {**sample, "input": chw(image) if isinstance(image, Image.Image) else image}
 
 
-def of_albumentations(transform: Any, sample: Sample) -> Sample:
+def apply_albumentations(transform: Any, sample: Sample) -> Sample:
     import torch
     from torchvision.tv_tensors import Mask
 
@@ -226,11 +226,11 @@ def of_albumentations(transform: Any, sample: Sample) -> Sample:
     if unmoved := [
         name for name, value in sample.items() if name not in masks and has_places(value, 1) and name != "input"
     ]:
-        raise CannotMove(
+        raise UnsupportedTransform(
             f"albumentations moves only images and masks here, not `{unmoved[0]}`. Use torchvision.transforms.v2."
         )
     if not_2d := [name for name, value in masks.items() if value.ndim != 2]:
-        raise CannotMove(
+        raise UnsupportedTransform(
             f"`{not_2d[0]}` is {form_of(masks[not_2d[0]])}, but albumentations needs masks (H, W). Use torchvision.transforms.v2."
         )
     arrays = [value.to(torch.uint8 if value.dtype == torch.bool else value.dtype).numpy() for value in masks.values()]
@@ -242,11 +242,11 @@ def of_albumentations(transform: Any, sample: Sample) -> Sample:
 
 
 LIBRARIES: Mapping[str, Callable[[Any, Sample], Sample]] = {
-    "albumentations.": of_albumentations,
-    "timm.data.random_erasing": of_tensor,
-    "timm.": of_pillow,
+    "albumentations.": apply_albumentations,
+    "timm.data.random_erasing": apply_to_tensor,
+    "timm.": apply_to_pillow,
     "torchvision.transforms.v2": lambda transform, sample: dict(transform(sample)),
-    "torchvision.": of_tensor,
+    "torchvision.": apply_to_tensor,
 }
 
 
@@ -348,7 +348,7 @@ class Rotate(Torchvision):
 
     def change(self, sample: Sample, spatial: Sequence[str], plan: Any = None) -> Sample:
         if spatial and self.mask_fill is None:
-            raise CannotMove(
+            raise UnsupportedTransform(
                 f"it uncovers pixels, which need a value in `{spatial[0]}`, such as the task's ignore_index: set mask_fill=<value>."
             )
         return super().change(sample, spatial, plan)

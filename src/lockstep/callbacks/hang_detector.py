@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 
-from lockstep.config.words import readable
+from lockstep.config.formatting import readable
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
 from lockstep.machine.files import make_folder, open_log
@@ -25,7 +25,7 @@ from lockstep.run import RunFolder
 
 QUIET, PATIENCE = 0.75, 0.1  # fractions of strategy.timeout_s: without a batch, and without an answer; sum below 1
 LOOK_S = 2.0  # seconds between two checks, at most
-FOR_EVER = timedelta(days=20)  # torch counts milliseconds in 32 bits
+NEVER_S = timedelta(days=20)  # torch counts milliseconds in 32 bits
 END_S = 6.0  # seconds for a process to end by itself after another process failed
 LIBRARIES = f"lib{os.sep}python"
 WAITING = tuple(f"torch{os.sep}{part}{os.sep}" for part in ("distributed", "autograd"))  # DDP waits in backward
@@ -37,7 +37,7 @@ class Heartbeat:
     """A process's state, as it is reported in the store."""
 
     beat: int  # increases while its thread runs
-    place: Sequence[int]
+    progress: Sequence[int]
     waits: bool  # for other processes in a collective, as far as the Python stack shows
     quiet_s: float  # since its last batch
     where: str
@@ -50,7 +50,7 @@ def where(frame: FrameType | None) -> tuple[str, str]:
     return lines[0], next((line for line in lines if LIBRARIES not in line and not line.startswith("<")), lines[0])
 
 
-def hanging(beats: dict[int, Heartbeat], silent: Sequence[int], limit_s: float) -> list[int]:
+def hanging_ranks(beats: dict[int, Heartbeat], silent: Sequence[int], limit_s: float) -> list[int]:
     """The ranks that the others wait for: those that do not answer, else those that are furthest behind.
 
     Empty if all are equally far, for example while all compile: then the collective's own timeout decides.
@@ -58,7 +58,7 @@ def hanging(beats: dict[int, Heartbeat], silent: Sequence[int], limit_s: float) 
     answers = {rank: beat for rank, beat in beats.items() if rank not in silent}
     if any(beat.quiet_s < limit_s for beat in answers.values()):
         return []
-    progress = {rank: (tuple(beat.place), beat.waits) for rank, beat in answers.items()}
+    progress = {rank: (tuple(beat.progress), beat.waits) for rank, beat in answers.items()}
     lowest, highest = min(progress.values(), default=None), max(progress.values(), default=None)
     return list(silent) or [rank for rank, position in progress.items() if position == lowest != highest]
 
@@ -74,9 +74,9 @@ class Monitor:
         self.stacks = folder.path / "logs" / f"rank-{rank}.log"  # not train.log, which an evaluation must not change
         self.timeout_s, self.limit_s, self.patience_s = timeout_s, QUIET * timeout_s, PATIENCE * timeout_s
         self.look_s = min(LOOK_S, self.patience_s / 5)
-        self.place, self.thread = (0, 0), threading.get_ident()
+        self.progress, self.thread = (0, 0), threading.get_ident()
         self.over = threading.Event()
-        self.heartbeat = Heartbeat(0, self.place, False, 0.0, "")
+        self.heartbeat = Heartbeat(0, self.progress, False, 0.0, "")
         self.answers: dict[int, Heartbeat] = {}
         self.answered_s = time.monotonic()
         self.failed: int | None = None  # the rank that failed
@@ -87,7 +87,7 @@ class Monitor:
         for loop in (self.exchange, self.decide):
             threading.Thread(target=loop, daemon=True).start()
 
-    def leave(self, *, failed: bool) -> None:
+    def finish(self, *, failed: bool) -> None:
         """Marks this process as finished. Unless it failed, it keeps watching until all processes are finished.
 
         Rank 0 may hang while it writes the report.
@@ -95,7 +95,7 @@ class Monitor:
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             process.store.set(f"{self.name}/left/{self.rank}", "")
             if not failed:
-                process.store.wait([f"{self.name}/left/{rank}" for rank in range(self.size)], FOR_EVER)
+                process.store.wait([f"{self.name}/left/{rank}" for rank in range(self.size)], NEVER_S)
         self.over.set()  # only now: if rank 0 is stopped, the requests above wait forever
         process.monitor = None
 
@@ -118,13 +118,13 @@ class Monitor:
         return {rank for rank in range(self.size) if self.store.check([f"{self.name}/{key}{rank}"])}
 
     def decide(self) -> None:
-        last_place, since_s, failed_s = self.place, time.monotonic(), float("inf")
+        last_place, since_s, failed_s = self.progress, time.monotonic(), float("inf")
         line, line_since_s = "", since_s
         last_beats: dict[int, tuple[int, float]] = {}  # the last beat of each rank, and when it was first seen
         while not self.over.wait(self.look_s):
             now_s = time.monotonic()
-            if self.place != last_place:
-                last_place, since_s = self.place, now_s
+            if self.progress != last_place:
+                last_place, since_s = self.progress, now_s
             innermost, outer = where(sys._current_frames().get(self.thread))
             if innermost != line:
                 line, line_since_s = innermost, now_s
@@ -156,7 +156,7 @@ class Monitor:
         silent = [rank for rank, began_s in since_s.items() if now_s - began_s > self.patience_s]
         if store_lost := now_s - self.answered_s > self.patience_s:  # then no rank answers
             silent = [0]
-        ranks = hanging(beats, silent, self.limit_s)
+        ranks = hanging_ranks(beats, silent, self.limit_s)
         if not ranks:
             return
         culprits = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -199,8 +199,8 @@ class HangDetector(pl.Callback):
 
     def move_on(self, *_: Any, **__: Any) -> None:
         if process.monitor is not None:
-            batch, part = process.monitor.place
-            process.monitor.place = batch, part + 1
+            batch, part = process.monitor.progress
+            process.monitor.progress = batch, part + 1
 
     on_before_backward = on_train_batch_end = move_on
     on_validation_batch_start = on_validation_batch_end = on_test_batch_start = on_test_batch_end = move_on
@@ -208,8 +208,8 @@ class HangDetector(pl.Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         if process.monitor is not None:
-            process.monitor.place = process.monitor.place[0] + 1, 0
+            process.monitor.progress = process.monitor.progress[0] + 1, 0
 
     def on_exception(self, *_: Any) -> None:
         if process.monitor is not None:
-            process.monitor.leave(failed=True)
+            process.monitor.finish(failed=True)

@@ -9,12 +9,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
-from lockstep.compat.lightning import begin_loaders_anew
-from lockstep.data.standard import standard
+from lockstep.compat.lightning import restart_loaders
+from lockstep.data.standard import wrapped_loaders
 from lockstep.errors import UserError, did_you_mean
-from lockstep.machine.world import objects_of_all
-from lockstep.reporting.console import say
-from lockstep.training.arithmetic import completes_step, has_row, steps_done, total_steps
+from lockstep.machine.world import all_gather_objects
+from lockstep.reporting.console import print_line
+from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
 from lockstep.training.workload import Workload
 
 OF_VALIDATION = re.compile(r"(?:^|[\W_])val(?:id|idation)?(?=$|[\W_])")
@@ -41,13 +41,13 @@ class ModuleHooks(Callback):
         self.work.loaders.begin(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loaders = standard(trainer.train_dataloader)
+        loaders = wrapped_loaders(trainer.train_dataloader)
         if self.work.arithmetic.same_bits and not self.work.loaders.divided:
             raise UserError(
                 f"exact.logical_ranks divides each batch, but the batches of {loaders[0].name} cannot be divided. Remove exact.logical_ranks."
             )
         if any(loader.began not in (None, loader.division.position()) for loader in loaders):
-            begin_loaders_anew(trainer)
+            restart_loaders(trainer)
         if self.log_interval:
             trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
         for index, metric in self.due.items():
@@ -60,7 +60,7 @@ class ModuleHooks(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
+        if completes_step(trainer, batch_idx) and is_logging_step(trainer, steps_done(trainer)):
             self.log_means(trainer, pl_module)
 
     def log_means(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -77,9 +77,9 @@ class ModuleHooks(Callback):
         trainer.loggers = self.loggers
         self.before = dict(trainer.callback_metrics)
         trainer.strategy.means.evaluation.clear()  # type: ignore[attr-defined]
-        for loader in standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
-            if loader.gets != "a share" and loader.notes[0] not in self.told:
-                say(f"evaluation data: {loader.notes[0]}")
+        for loader in wrapped_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
+            if loader.batch_scope != "a share" and loader.notes[0] not in self.told:
+                print_line(f"evaluation data: {loader.notes[0]}")
                 self.told.add(loader.notes[0])
 
     on_test_start = on_validation_start
@@ -87,7 +87,7 @@ class ModuleHooks(Callback):
     def of_one_process(self, trainer: Trainer) -> list[str]:
         """Names of values that differ between processes: Lightning logs rank 0's. Every process must call it."""
         logged = trainer.callback_metrics.items()
-        by_rank = objects_of_all({name: repr(float(v)) for name, v in logged if v is not self.before.get(name)})
+        by_rank = all_gather_objects({name: repr(float(v)) for name, v in logged if v is not self.before.get(name)})
         return [name for name in by_rank[0] if any(values.get(name) != by_rank[0][name] for values in by_rank)]
 
     def monitored(self, trainer: Trainer) -> set[str]:
@@ -99,7 +99,7 @@ class ModuleHooks(Callback):
         logged = sorted(trainer.callback_metrics)
         for name in sorted(self.monitored(trainer) - {*logged}) if logged else ():
             if OF_VALIDATION.search(name):
-                say(
+                print_line(
                     f"WARNING: {name} is monitored, but the first validation batches logged {', '.join(logged)}{did_you_mean(name, logged)}"
                 )
 
@@ -119,7 +119,7 @@ class ModuleHooks(Callback):
 
     def note(self, names: list[str]) -> None:
         if new := [name for name in names if name not in self.work.of_rank_0]:
-            say(f"from rank 0 only: {', '.join(new)}; the values of other processes differ. Log with sync_dist=True")
+            print_line(f"from rank 0 only: {', '.join(new)}; values of other processes differ. Log with sync_dist=True")
         self.work.of_rank_0 |= {*new}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -16,18 +16,18 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoints, leaves, step_of
-from lockstep.config.words import counted
+from lockstep.config.formatting import with_noun
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed
 from lockstep.machine import process
-from lockstep.machine.world import objects_of_all
-from lockstep.training.arithmetic import completes_step, has_row, steps_done
+from lockstep.machine.world import all_gather_objects
+from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done
 from lockstep.training.losses import sample_at
 
 # --- Asking all processes about once a second, at the same step in each ---
 
 LOOK_S = 1.0  # seconds between two polls
 KEPT = 100  # answers kept in the store; no process is that far behind
-looks = itertools.count()  # numbers the polls of this process; all processes poll at the same steps
+polls = itertools.count()  # numbers the polls of this process; all processes poll at the same steps
 
 
 class Poll:
@@ -46,7 +46,7 @@ class Poll:
         step, store = steps_done(trainer), process.store
         if step < self.next_look:
             return False
-        look = next(looks)
+        look = next(polls)
         if trainer.global_rank == 0:
             began_s, self.at_s = self.at_s, time.monotonic()
             step_s = max(1e-6, (self.at_s - began_s) / max(1, step - self.step))
@@ -71,7 +71,7 @@ class Preemption(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # a launcher's process gets each Ctrl-C twice: from the terminal and from its parent
-        alone = trainer.world_size == 1 and not process.supervised
+        alone = trainer.world_size == 1 and not process.started_by_lockstep
         process.install(interrupt=process.on_interrupt if alone else process.on_signal)
         self.poll = Poll(steps_done(trainer))
 
@@ -80,7 +80,7 @@ class Preemption(Callback):
             return
         if self.save:
             self.save(trainer)
-        raise self.ended(f"after {counted(steps_done(trainer), 'step')}" + f"; {AGAIN} to continue" * bool(self.save))
+        raise self.ended(f"after {with_noun(steps_done(trainer), 'step')}" + f"; {AGAIN} to continue" * bool(self.save))
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Everything is saved already, so processes need not agree."""
@@ -195,7 +195,7 @@ class FiniteLoss(Callback):
         if isinstance(loss, Tensor):
             indices = batch.get("index") if isinstance(batch, dict) else None
             self.seen.append((steps_done(trainer) + (not complete), loss.detach(), indices))
-        if complete and has_row(trainer, steps_done(trainer)):
+        if complete and is_logging_step(trainer, steps_done(trainer)):
             self.look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -216,7 +216,7 @@ class FiniteLoss(Callback):
         first = next(bad_losses, None)
         if first:
             first = *first[:2], first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
-        by_rank = objects_of_all(first)
+        by_rank = all_gather_objects(first)
         step, rank = min((first[0], rank) for rank, first in enumerate(by_rank) if first)
         _, loss, samples = by_rank[rank]
         if odd_value := first_odd_value(trainer, step):

@@ -15,16 +15,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lockstep.config.formatting import with_noun
 from lockstep.config.run_config import Component, RunConfig
-from lockstep.config.words import counted
 from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
 from lockstep.panel import Content, Gallery, Sample
-from lockstep.reporting.console import Line, clock, say
+from lockstep.reporting.console import ProgressLine, clock, print_line
 from lockstep.run import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import SYNCHRONISED
-from lockstep.training.arithmetic import completes_step, has_row, steps_done, total_steps
+from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
 from lockstep.training.workload import Workload
 
 # --- The first lines of a run ---
@@ -54,7 +54,7 @@ class RunSummary(Callback):
         saved_components = {group: Component.of(checkpoint["config"][group] or {}) for group in COMPARED}
         components = {group: getattr(self.config, group) for group in COMPARED}
         saved_values = comparable(saved_components, checkpoint.get("network", {}), saved_state)
-        values = comparable(components, self.work.network_arguments, state)
+        values = comparable(components, self.work.model_kwargs, state)
         different = [key for key in {**saved_values, **values} if saved_values.get(key) != values.get(key)]
         self.changes = [f"{key} was {saved_values.get(key)} and is now {values.get(key)}" for key in different]
 
@@ -65,17 +65,17 @@ class RunSummary(Callback):
         parameters = sum(p.numel() for p in pl_module.parameters())
         done = f", {steps_done(trainer)} already done" if steps_done(trainer) else ""
         steps = total_steps(trainer)
-        length = "no fixed number of steps" if math.isinf(steps) else counted(steps, "step")
-        say(
+        length = "no fixed number of steps" if math.isinf(steps) else with_noun(steps, "step")
+        print_line(
             f"{self.config.run}: {self.model} ({parameters:,} parameters) · {self.data_name}{self.samples()} · "
             f"{self.config.strategy.name}, {replicas} · {work.loaders.title(trainer)} · {trainer.precision} · {length}{done}"
         )
         self.across_processes = work.across_processes(SYNCHRONISED, str(trainer.precision))
-        say(f"result: {self.across_processes}")
+        print_line(f"result: {self.across_processes}")
         for change in self.changes:
-            say(f"changed since the checkpoint: {change}")
-        for line in work.promises(world, str(trainer.precision)):
-            say(line)
+            print_line(f"changed since the checkpoint: {change}")
+        for line in work.guarantees(world, str(trainer.precision)):
+            print_line(line)
         loaders = work.loaders.training
         self.batch = {"batch_size": loaders[0].size} if len(loaders) == 1 else {}
 
@@ -119,7 +119,7 @@ class Progress(Callback):
 
     def __init__(self, monitor: str | None = None) -> None:
         self.monitor = monitor  # shown next to the loss
-        self.line: Line | None = None
+        self.line: ProgressLine | None = None
         self.row, self.began_s, self.waited_s = "", 0.0, 0.0
         self.saved_s: float | None = None
         self.what, self.batches, self.samples = "", 0, 0  # of an evaluation or prediction
@@ -127,7 +127,7 @@ class Progress(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.began_s, self.waited_s = time.monotonic(), waited_s(trainer)
         if trainer.is_global_zero:
-            self.line = Line("step", total_steps(trainer), steps_done(trainer))
+            self.line = ProgressLine("step", total_steps(trainer), steps_done(trainer))
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self.saved_s = time.monotonic()
@@ -154,14 +154,14 @@ class Progress(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.line is not None and completes_step(trainer, batch_idx):
-            if has_row(trainer, steps_done(trainer)):
+            if is_logging_step(trainer, steps_done(trainer)):
                 self.row = self.latest_row(trainer)
             self.show(trainer)
 
     def begin_pass(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.what = trainer.state.fn.value if trainer.state.fn else ""
         if trainer.is_global_zero and self.what in BATCHES:  # not a validation within training
-            self.began_s, self.line = time.monotonic(), Line("batch", sum(getattr(trainer, BATCHES[self.what])))
+            self.began_s, self.line = time.monotonic(), ProgressLine("batch", sum(getattr(trainer, BATCHES[self.what])))
 
     def pass_on(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, loader: int = 0
@@ -169,7 +169,8 @@ class Progress(Callback):
         if self.what == "fit":
             return self.show(trainer, f"validation batch {batch_idx + 1:,}")
         count = None if trainer.predicting else trainer.strategy.samples(loader)  # type: ignore[attr-defined]
-        self.batches, self.samples = self.batches + 1, self.samples + (count or size_of(batch)) * trainer.world_size
+        self.batches += 1
+        self.samples += (count or batch_size_of(batch)) * trainer.world_size
         if self.line is not None and self.line.due(self.batches):
             speed = self.samples / max(1e-9, time.monotonic() - self.began_s)
             self.line.show(self.what, self.batches, f"{speed:,.0f} {unit_of(trainer)}/s")
@@ -200,7 +201,7 @@ class FirstBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.samples is None:
-            metadata = getattr(trainer.datamodule, "about", {})  # type: ignore[attr-defined]
+            metadata = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
             self.samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:
@@ -208,7 +209,7 @@ class FirstBatch(Callback):
         return [Gallery("What the network saw", self.samples, note)] if self.samples else []
 
 
-def restored(input_BCHW: Any, metadata: Mapping[str, Any]) -> Any:
+def denormalised(input_BCHW: Any, metadata: Mapping[str, Any]) -> Any:
     """Images as bytes on the CPU, without normalisation; None for other inputs, or if mean or std is unknown."""
     mean, std = metadata.get("mean"), metadata.get("std")
     if getattr(input_BCHW, "ndim", 0) != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
@@ -226,7 +227,7 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     if not isinstance(images, Tensor) or images.dim() != 4:
         return []
     images = images[:SHOWN].detach().float().cpu()  # SYNC: once a run
-    image_BCHW, classes = restored(images, metadata), metadata.get("classes") or ()
+    image_BCHW, classes = denormalised(images, metadata), metadata.get("classes") or ()
     index_B = [None] * SHOWN if index is None else index[:SHOWN].tolist()
     single = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
     target_B = [str(classes[t]) if 0 <= t < len(classes) else str(t) for t in target[:SHOWN].tolist()] if single else []
@@ -279,13 +280,13 @@ def unit_of(trainer: Trainer) -> str:
     return str(getattr(trainer.datamodule, "unit", "samples"))  # type: ignore[attr-defined]
 
 
-def finish(trainer: Trainer) -> None:
+def synchronise_device(trainer: Trainer) -> None:
     """Waits for the GPU to finish, because the CPU measures the time."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def size_of(batch: Any) -> int:
+def batch_size_of(batch: Any) -> int:
     """Number of samples: `count` for Lockstep's batches, else the first dimension, else 0."""
     if isinstance(batch, dict) and "count" in batch:
         return int(batch["count"])
@@ -302,11 +303,12 @@ def samples_in_all(trainer: Trainer, batch: Any) -> float:
     """
     strategy: Any = trainer.strategy
     loaders = strategy.loaders_of(strategy.micro_batch)
-    counts = [samples for loader in loaders if (samples := loader.told[strategy.micro_batch].samples) is not None]
+    counts = [samples for loader in loaders if (samples := loader.info[strategy.micro_batch].samples) is not None]
     return (
         sum(counts)
         if counts
-        else size_of(batch) * (1 if any(loader.gets == "all" for loader in loaders) else trainer.world_size)
+        else batch_size_of(batch)
+        * (1 if any(loader.batch_scope == "all" for loader in loaders) else trainer.world_size)
     )
 
 
@@ -336,9 +338,9 @@ class Throughput(Callback):
     ) -> None:
         self.samples += samples_in_all(trainer, batch)
         if self.first_step_s is None and self.began_s is not None:
-            finish(trainer)  # SYNC: once a run
+            synchronise_device(trainer)  # SYNC: once a run
             self.first_step_s = time.perf_counter() - self.began_s
-        if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
+        if completes_step(trainer, batch_idx) and is_logging_step(trainer, steps_done(trainer)):
             self.close(trainer)
             self.began_s = time.perf_counter()  # includes the wait for the next batch
             for samples, seconds, _ in self.windows[-1:]:
@@ -348,7 +350,7 @@ class Throughput(Callback):
 
     def close(self, trainer: Trainer) -> None:
         if self.began_s is not None and self.samples:
-            finish(trainer)  # SYNC: once every log_every_n_steps
+            synchronise_device(trainer)  # SYNC: once every log_every_n_steps
             waited = waited_s(trainer)
             self.windows.append((self.samples, time.perf_counter() - self.began_s, waited - self.waited_s))
             self.waited_s = waited

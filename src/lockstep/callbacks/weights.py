@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.errors import UserError
-from lockstep.machine.world import objects_of_all
+from lockstep.machine.world import all_gather_objects
 from lockstep.run import RunFolder
 from lockstep.training.arithmetic import completes_step, steps_done
 from lockstep.training.optim import head_of
@@ -199,11 +199,9 @@ class Digests(Callback):
             return
         strategy: Any = trainer.strategy  # has logical ranks: the option needs them
         digests = {rank: digest(loss.reshape(1)) for rank, loss in strategy.arithmetic.losses.items()}
-        losses = sorted(pair for by_rank in objects_of_all(digests) for pair in by_rank.items())
+        losses = sorted(pair for by_rank in all_gather_objects(digests) for pair in by_rank.items())
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
             parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
-            rows = [
-                {"what": kind, "name": name, "digest": bits} for kind, items in parts.items() for name, bits in items
-            ]
+            rows = [{"what": what, "name": n, "digest": bits} for what, items in parts.items() for n, bits in items]
             self.csv.append(*({"step": steps_done(trainer), **row} for row in rows))

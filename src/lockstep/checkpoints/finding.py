@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.renames import renamed
+from lockstep.config.formatting import warn
+from lockstep.config.renames import with_new_keys
 from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, RECIPES
-from lockstep.config.words import warn
-from lockstep.errors import ForeignObjects, OutOfMemory, UserError, naming_memory
+from lockstep.errors import OutOfMemory, UnsafeCheckpoint, UserError, oom_with_path
 from lockstep.machine.files import open_plain
 from lockstep.machine.world import rank_of
-from lockstep.run import MOST_VALUES, RunFolder, find_run, foreign
+from lockstep.run import MOST_VALUES, RunFolder, find_run, why_not_a_config
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 SHARD = re.compile(r"shard-\d+-of-\d+\.pt")
@@ -38,12 +38,12 @@ def leaves(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
         yield path, tree
 
 
-def mapped(tree: Any, change: Callable[[Place, Any], Any], path: Place = ()) -> Any:
+def map_leaves(tree: Any, change: Callable[[Place, Any], Any], path: Place = ()) -> Any:
     """`tree` with each leaf replaced by `change(path, leaf)`."""
     if isinstance(tree, dict):
-        return {key: mapped(value, change, (*path, key)) for key, value in tree.items()}
+        return {key: map_leaves(value, change, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(mapped(value, change, (*path, i)) for i, value in enumerate(tree))
+        return type(tree)(map_leaves(value, change, (*path, i)) for i, value in enumerate(tree))
     return change(path, tree)
 
 
@@ -68,7 +68,7 @@ LOOP = (
 )
 
 
-def most_values(path: Path) -> int:
+def max_values(path: Path) -> int:
     """The limit on values in a checkpoint: a tree without shared values has at most one per byte of its file."""
     file = path / REST if path.is_dir() else path
     return max(MOST_VALUES, file.stat().st_size if file.exists() else 0)
@@ -96,19 +96,19 @@ class Checkpoint:
     @classmethod
     def parse(cls, path: Path, values: Any) -> "Checkpoint":
         """Raises UserError if `values`, the content of `path`, are not a checkpoint of Lockstep."""
-        reason = ""
+        reason, most = "", max_values(path)
         if not isinstance(values, dict):
             reason = f"it holds a {type(values).__name__}"
         elif missing := [name for name in ("config", "state_dict") if name not in values]:
             reason = f"it has no {' and no '.join(missing)}"
         elif invalid := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
             reason = f"its {invalid[0]} is a {type(values[invalid[0]]).__name__}"
-        elif (problem := foreign(values["config"], most=most_values(path))) or not is_config(renamed(values["config"])):
-            reason = f"its config is not the config of a run{f': {problem}' if problem else ''}"
+        elif (why := why_not_a_config(config := values["config"], most=most)) or not is_config(with_new_keys(config)):
+            reason = f"its config is not the config of a run{f': {why}' if why else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             reason = "it does not describe its data"
-        elif problem := foreign([values.get(DATA), values.get("network")], references=True, most=most_values(path)):
-            reason = f"its data or network is invalid: {problem}"
+        elif why := why_not_a_config([values.get(DATA), values.get("network")], references=True, most=most):
+            reason = f"its data or network is invalid: {why}"
         if reason:
             raise UserError(
                 f"{path} is not a checkpoint of Lockstep: {reason}. Pass a run, or a .ckpt file from its checkpoints folder. To load "
@@ -116,7 +116,7 @@ class Checkpoint:
             )
         raw, network = values.get("current_model_state"), values.get("network")
         metadata = values.get(DATA, {}).get("about", {})
-        config = renamed(values["config"])
+        config = with_new_keys(values["config"])
         return cls(path, values, config, values["state_dict"], raw, network, metadata)
 
     def component(self, group: str) -> Component:
@@ -136,8 +136,7 @@ class Checkpoint:
             missing += [f"loops.fit_loop.{name}" for name in LOOP if not isinstance(loop, dict) or name not in loop]
         if missing:
             raise UserError(
-                f"{self.path} does not record where training stopped: it has no {', '.join(missing)}. Pass init_from={self.path} "
-                "run=<new name> to start a new run from its weights."
+                f"{self.path} does not record where training stopped: it has no {', '.join(missing)}. Pass init_from={self.path} run=<new name> to start a new run from its weights."
             )
 
 
@@ -159,44 +158,44 @@ class Outline(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in KNOWN:
-            raise ForeignObjects(f"{module}.{name}")
+            raise UnsafeCheckpoint(f"{module}.{name}")
         return {"OrderedDict": OrderedDict, "Counter": Counter}.get(name, StandIn)
 
     def persistent_load(self, _: Any) -> Any:
         return StandIn()
 
 
-def unpickled(path: Path) -> Any:
+def read_pickle(path: Path) -> Any:
     """The values in a torch.save file, with stand-ins for tensors. Raises UserError if it is not such a file."""
     file = path / REST if path.is_dir() else path
     try:
-        with naming_memory(file), open_plain(file) as opened, zipfile.ZipFile(opened) as archive:
+        with oom_with_path(file), open_plain(file) as opened, zipfile.ZipFile(opened) as archive:
             name = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
             if name is None:
                 raise pickle.UnpicklingError("it is an archive that torch.save did not write")
             with archive.open(name) as pickled:
                 return Outline(pickled).load()
-    except ForeignObjects as e:
-        raise ForeignObjects(str(e), path) from None
+    except UnsafeCheckpoint as e:
+        raise UnsafeCheckpoint(str(e), path) from None
     except OutOfMemory:
         raise
     except Exception as e:  # bytes that are not a pickle may raise anything
         raise UserError(f"{path} is not a checkpoint of Lockstep: {' '.join(str(e).split())}.") from None
 
 
-def outline(path: Path) -> Checkpoint:
+def read_outline(path: Path) -> Checkpoint:
     """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint, or only a part."""
     if path.name == REST or SHARD.fullmatch(path.name):
         raise UserError(f"{path} is part of a sharded checkpoint. Pass its folder, {path.parent}.")
-    return Checkpoint.parse(path, unpickled(path))
+    return Checkpoint.parse(path, read_pickle(path))
 
 
 def step_of(path: Path) -> int:
     """The number of optimizer steps done in a checkpoint; -1 if it cannot be read."""
     try:
         stored = not path.is_symlink() and is_stored(path / REST if path.is_dir() else path)
-        step = unpickled(path)["global_step"] if stored else -1
-    except ForeignObjects:  # crafted: neither a kill nor a disk error produces this
+        step = read_pickle(path)["global_step"] if stored else -1
+    except UnsafeCheckpoint:  # crafted: neither a kill nor a disk error produces this
         raise
     except (UserError, LookupError, TypeError):
         return -1
@@ -234,7 +233,7 @@ def is_checkpoint(path: Path) -> bool:
     return counts == {len(shards)} and all(is_stored(file, reads=True) for file in (path / REST, *shards))
 
 
-def found_in(run_dir: Path) -> list[Path]:
+def checkpoint_paths(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, complete or not."""
     folder = run_dir / "checkpoints"
     if folder.is_symlink():
@@ -251,7 +250,7 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
     The newest has the most steps: file times change when a folder is copied. Checksums of older ones are read on
     demand.
     """
-    steps = {path: step_of(path) for path in found_in(run_dir)}
+    steps = {path: step_of(path) for path in checkpoint_paths(run_dir)}
     for path in sorted(steps, key=lambda path: (steps[path] < 0, steps[path], path.name), reverse=True):
         if steps[path] >= 0 and is_checkpoint(path):
             yield path
@@ -268,7 +267,7 @@ def checkpoint_if_any(run_dir: Path) -> Path | None:
     Raises:
         UserError: all are damaged. A kill cannot cause that, because checkpoints are written whole or not at all.
     """
-    newest, paths = next(checkpoints(run_dir), None), found_in(run_dir)
+    newest, paths = next(checkpoints(run_dir), None), checkpoint_paths(run_dir)
     if newest is None and paths:
         raise UserError(
             f"no checkpoint in {run_dir}/checkpoints is complete; damaged or not a checkpoint: "
@@ -312,7 +311,7 @@ def complete_checkpoint(path: Path, key: str) -> Path:
     return path
 
 
-def located(source: str, key: str, runs_dir: str, choose: Callable[[Path], Path]) -> tuple[Path, Path]:
+def locate_checkpoint(source: str, key: str, runs_dir: str, choose: Callable[[Path], Path]) -> tuple[Path, Path]:
     """The folder of a run, and the checkpoint that `source` names.
 
     `source` is a checkpoint, or the name or folder of a run whose checkpoint `choose` selects.
@@ -330,7 +329,7 @@ def located(source: str, key: str, runs_dir: str, choose: Callable[[Path], Path]
 
 def tested_checkpoint(source: str, key: str, runs_dir: str = "runs") -> Path:
     """The checkpoint `source`, or the one that the run `source` tested."""
-    return located(source, key, runs_dir, checkpoint_of_report)[1]
+    return locate_checkpoint(source, key, runs_dir, checkpoint_of_report)[1]
 
 
 def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Checkpoint | None]:
@@ -340,13 +339,13 @@ def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Che
     if resume == "auto":
         run_dir, path = Path(runs_dir) / str(run), checkpoint_if_any(Path(runs_dir) / str(run))
     else:
-        run_dir, path = located(resume, "resume", runs_dir, newest_checkpoint)
+        run_dir, path = locate_checkpoint(resume, "resume", runs_dir, newest_checkpoint)
     if path is None:
         return run_dir, None
     if not RunFolder(run_dir).has_config():
         raise UserError(
             f"{path} is not in a run folder: {run_dir} has no config.yaml. Pass init_from={path} to start a new run from its weights."
         )
-    checkpoint = outline(path)
+    checkpoint = read_outline(path)
     checkpoint.require_position()
     return run_dir, checkpoint

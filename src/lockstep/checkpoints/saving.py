@@ -25,9 +25,9 @@ from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.compat.lightning import load_epoch_means, save_epoch_means, save_logged_step, set_logged_step
 from lockstep.config.run_config import RunConfig
 from lockstep.errors import (
-    Damaged,
+    DamagedCheckpoint,
     FolderRemoved,
-    NotSaved,
+    SaveFailed,
     TrainingFailed,
     UserError,
     chain,
@@ -79,7 +79,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def write_file(self, checkpoint: dict[str, Any], path: Path) -> None:
         self.make_parent(path)
-        with files.replacing(path, over_folder=True) as part:
+        with files.atomic_replace(path, over_folder=True) as part:
             weights.write(checkpoint, part)
 
     def make_parent(self, path: Path) -> None:
@@ -100,7 +100,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 checkpoint = self.stager.stage(checkpoint)
             # out of memory, torch's CPU allocator raises RuntimeError
             except (RuntimeError, AssertionError, MemoryError) as e:
-                raise NotSaved(
+                raise SaveFailed(
                     f"the checkpoint {path} could not be copied for writing in the background: {e}. "
                     "Pass checkpoint.background=false resume=auto; training then waits for the disk."
                 ) from None
@@ -108,7 +108,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.stalled_s += time.perf_counter() - began_s
 
     def write_or_explain(self, path: Path, write: Write, checkpoint: dict[str, Any]) -> None:
-        """Raises NotSaved or FolderRemoved."""
+        """Raises SaveFailed or FolderRemoved."""
         try:
             write(checkpoint, path)
         except Exception as e:
@@ -116,7 +116,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 raise FolderRemoved(self.folder) from None
             cause = next((error for error in chain(e) if isinstance(error, OSError)), None)  # torch wraps it
             reason = f"{cause.strerror or cause}." if cause else f"{type(e).__name__}: {e}."
-            raise NotSaved(
+            raise SaveFailed(
                 f"the checkpoint {path} could not be saved: {reason} Earlier checkpoints are intact. "
                 "Free some space or repair the disk, then rerun the command with resume=auto."
             ) from e
@@ -135,7 +135,7 @@ class AtomicCheckpointIO(CheckpointIO):
         return next(filter(None, errors), None)
 
     def drain(self) -> None:
-        """Waits until everything is on disk. Raises NotSaved."""
+        """Waits until everything is on disk. Raises SaveFailed."""
         if error := self.finish():
             raise error
 
@@ -332,7 +332,7 @@ class LastCheckpoint(Checkpoint):
 
     @staticmethod
     def wait(trainer: Trainer) -> None:
-        """Returns when every process sees the saved checkpoints on disk. Raises NotSaved."""
+        """Returns when every process sees the saved checkpoints on disk. Raises SaveFailed."""
         writer: Any = trainer.strategy.checkpoint_io
         writer.drain()
         trainer.strategy.barrier()
@@ -369,7 +369,7 @@ class LastCheckpoint(Checkpoint):
         if not trainer.is_global_zero or source is None or source.resolve().parent != folder.resolve():
             return
         if source.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
-            with files.replacing(self.path, over_folder=True) as part:
+            with files.atomic_replace(self.path, over_folder=True) as part:
                 copy = partial(shutil.copytree, symlinks=True) if source.is_dir() else shutil.copyfile
                 copy(source, part)
             self.resumed = self.path
@@ -385,14 +385,14 @@ class LastCheckpoint(Checkpoint):
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:
-    """The checkpoint to test: the best by `checkpoint.monitor`; the last if nothing was validated. Raises Damaged."""
+    """The checkpoint to test: the best by `checkpoint.monitor`; the last if nothing was validated. Raises DamagedCheckpoint."""
     # Lockstep's callbacks, not a user's
     best_paths = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     last_paths = [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
     path = next((path for path in (*best_paths, *last_paths) if path and Path(path).exists()), None)
     is_complete = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all
     if not trainer.strategy.broadcast(is_complete):
-        raise Damaged(
+        raise DamagedCheckpoint(
             f"{path} was damaged after it was saved and cannot be tested. Restore it from a copy, or remove it to test the last "
             "checkpoint instead; then rerun the command with resume=auto."
         )

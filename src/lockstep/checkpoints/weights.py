@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parameter import is_lazy
 
-from lockstep.checkpoints.finding import REST, Checkpoint, mapped, most_values, shard_files
-from lockstep.config import words
+from lockstep.checkpoints.finding import REST, Checkpoint, map_leaves, max_values, shard_files
+from lockstep.config import formatting
 from lockstep.config.instantiate import network
-from lockstep.errors import ForeignObjects, UserError, naming_memory
+from lockstep.errors import UnsafeCheckpoint, UserError, oom_with_path
 from lockstep.machine.files import open_plain
-from lockstep.run import foreign, told_if_damaged
+from lockstep.run import damage_as_user_error, why_not_a_config
 
 # --- Values that torch.load accepts with weights_only=True, as checkpoints are loaded ---
 
@@ -32,15 +32,15 @@ SEQUENCES = (list, tuple, set)
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def refused(tree: Any, path: str = "") -> Iterator[str]:
+def unsafe_values(tree: Any, path: str = "") -> Iterator[str]:
     """The paths and types of the values that torch.load rejects."""
     if type(tree) in MAPPINGS:
         for key, value in tree.items():
-            yield from refused(key, f"{path}/{key}")
-            yield from refused(value, f"{path}/{key}")
+            yield from unsafe_values(key, f"{path}/{key}")
+            yield from unsafe_values(value, f"{path}/{key}")
     elif type(tree) in SEQUENCES:
         for index, value in enumerate(tree):
-            yield from refused(value, f"{path}/{index}")
+            yield from unsafe_values(value, f"{path}/{index}")
     elif type(tree) not in VALUES and not isinstance(tree, Tensor):
         yield f"{path} ({type(tree).__module__}.{type(tree).__qualname__})"
 
@@ -58,9 +58,9 @@ def omit_hyperparameters(checkpoint: dict[str, Any]) -> Iterator[str]:
         checkpoint.pop(name, None)
     for key in HPARAMS:
         if key in checkpoint:
-            values = words.plain(checkpoint[key])  # may be a Hydra node
+            values = formatting.plain(checkpoint[key])  # may be a Hydra node
             values = values if isinstance(values, Mapping) else vars(values)  # a Namespace
-            checkpoint[key] = {name: value for name, value in values.items() if not any(refused({name: value}))}
+            checkpoint[key] = {name: value for name, value in values.items() if not any(unsafe_values({name: value}))}
             yield from (f"{key}.{name}" for name in values if name not in checkpoint[key])
 
 
@@ -69,8 +69,8 @@ def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
     Raises UserError for other values that cannot be saved: before training, not at the first checkpoint.
     """
-    values: dict[str, Any] = mapped(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
-    if rejected := next(refused(values), None):
+    values: dict[str, Any] = map_leaves(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
+    if rejected := next(unsafe_values(values), None):
         raise UserError(f"{name}{rejected} cannot be saved in a checkpoint. Use plain Python values and lists of them.")
     return values
 
@@ -91,16 +91,16 @@ def open_file(path: Path) -> Any:
 
     Raises UserError if the file is damaged: its checksums do not cover the table of contents.
     """
-    with naming_memory(path):
+    with oom_with_path(path):
         try:
             open_plain(path).close()  # torch memory-maps by path only
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if problem := foreign(content, references=True, most=most_values(path)):
+            if problem := why_not_a_config(content, references=True, most=max_values(path)):
                 raise ValueError(problem)
             return content
         except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
             if "weights_only" in str(e):  # torch's own message suggests running the file's code
-                raise ForeignObjects("rejected by torch.load", path) from None
+                raise UnsafeCheckpoint("rejected by torch.load", path) from None
             if "allocate memory" in str(e).lower():  # for a memory mapping
                 raise MemoryError from None
             raise UserError(
@@ -116,7 +116,7 @@ def open_file(path: Path) -> Any:
 # starting at row `first`. torch.distributed.checkpoint is no alternative: it stores its metadata as a pickle, which may
 # run code.
 
-NOTE = "sharded tensor "  # followed by the tensor's path; no other string in a checkpoint begins like this
+PLACEHOLDER = "sharded tensor "  # followed by the tensor's path; no other string in a checkpoint begins like this
 
 
 def row_range(rows: int, rank: int, world: int) -> tuple[int, int]:
@@ -136,12 +136,12 @@ def divide(content: Any) -> tuple[Any, dict[str, Any]]:
             raise ValueError(
                 f"only tensors sharded by rows over one mesh dimension can be saved, not {leaf.placements}"
             )
-        name = NOTE + "/".join(map(str, path))
+        name = PLACEHOLDER + "/".join(map(str, path))
         first, _ = row_range(leaf.shape[0], leaf.device_mesh.get_local_rank(), leaf.device_mesh.size())
         shards[name] = {"first": first, "shape": list(leaf.shape), "rows": leaf.to_local().detach()}
         return name
 
-    return mapped(content, note), shards
+    return map_leaves(content, note), shards
 
 
 def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int) -> None:
@@ -160,7 +160,7 @@ def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
     if not path.is_dir():
         return open_file(path)
     shards: dict[str, list[dict[str, Any]]] = {}  # by note, in the order of their rows, memory-mapped
-    with told_if_damaged(path, "Restore it from a copy."):
+    with damage_as_user_error(path, "Restore it from a copy."):
         for file in shard_files(path):
             for note, shard in open_file(file).items():
                 shards.setdefault(note, []).append(shard)
@@ -168,9 +168,9 @@ def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
             note: resharded(parts, mesh) if mesh else torch.cat([part["rows"] for part in parts])
             for note, parts in shards.items()
         }
-    return mapped(
+    return map_leaves(
         open_file(path / REST),
-        lambda _, leaf: tensors[leaf] if isinstance(leaf, str) and leaf.startswith(NOTE) else leaf,
+        lambda _, leaf: tensors[leaf] if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER) else leaf,
     )
 
 
@@ -243,11 +243,11 @@ def differences(target: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> It
     for kind, names in (("missing", target.keys() - saved.keys()), ("unexpected", saved.keys() - target.keys())):
         if names:
             yield f"{kind}: {', '.join(sorted(names)[:SHOWN])}"
-    pairs = [(name, form(saved[name]), form(tensor)) for name, tensor in target.items() if name in saved]
+    pairs = [(name, *map(describe_form, (saved[name], tensor))) for name, tensor in target.items() if name in saved]
     yield from [f"{name} is {got} instead of {expected}" for name, got, expected in pairs if got != expected][:SHOWN]
 
 
-def form(value: Any) -> str:
+def describe_form(value: Any) -> str:
     """What must agree between a weight and its saved value: copying one form into another fails or loses a part."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"

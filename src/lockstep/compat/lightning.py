@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.machine.world import objects_of_all
+from lockstep.machine.world import all_gather_objects
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import WandbLogger
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # tests/compat/test_lightning.py::test_a_loader_without_a_length_begins_before_the_position_is_restored fails then.
 
 
-def begin_loaders_anew(trainer: pl.Trainer) -> None:
+def restart_loaders(trainer: pl.Trainer) -> None:
     iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
 
@@ -69,7 +69,7 @@ def open_means(
     """The means that are not computed yet, and their sums and weights in each process."""
     means = {key: item for key, item in (results or {}).items() if is_open_mean(item)}
     sums = {key: (float(item.value), float(item.cumulated_batch_size)) for key, item in means.items()}
-    return means, objects_of_all(sums) if trainer.world_size > 1 else [sums]
+    return means, all_gather_objects(sums) if trainer.world_size > 1 else [sums]
 
 
 def save_epoch_means(trainer: pl.Trainer) -> dict[str, tuple[float, float]]:
@@ -160,7 +160,7 @@ def without_sigterm_handler(trainer: pl.Trainer) -> None:
 # either stops: tests/compat/test_lightning.py::test_wandb_warns_about_what_lightning_passes fails then.
 
 
-def without_anonymous(logger: "WandbLogger") -> None:
+def without_anonymous_user(logger: "WandbLogger") -> None:
     logger._wandb_init.pop("anonymous", None)
 
 

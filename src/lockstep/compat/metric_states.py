@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from lockstep.machine.world import objects_of_all
+from lockstep.machine.world import all_gather_objects
 
 ENDS = "lengths_by_batch"  # attribute added to a metric: the lengths of its list states after each batch
 MISSING = object()
@@ -93,11 +93,11 @@ def of_all_processes(metrics: Sequence[Metric]) -> Iterator[None]:
     of samples.
     """
     all_parts, replaced = parts(metrics), []
-    by_rank = objects_of_all([sent(metric) for metric in all_parts])
+    by_rank = all_gather_objects([state_to_send(metric) for metric in all_parts])
     if len(by_rank) > 1:
         for metric, *sent_states in zip(all_parts, *by_rank, strict=True):
             # with that function, compute would gather again
-            new = joined(metric, sent_states) | {"distributed_available_fn": None}
+            new = join_states(metric, sent_states) | {"distributed_available_fn": None}
             # only these: compute may set other attributes, such as MinMaxMetric's smallest value so far
             replaced.append((vars(metric), {name: vars(metric).get(name, MISSING) for name in new}))
             vars(metric).update(new)
@@ -112,7 +112,7 @@ def of_all_processes(metrics: Sequence[Metric]) -> Iterator[None]:
             vars(metric).pop(ENDS, None)
 
 
-def sent(metric: Metric) -> dict[str, Any]:
+def state_to_send(metric: Metric) -> dict[str, Any]:
     """What the other processes need from this process's metric; empty without samples."""
     if not metric.update_called:
         return {}
@@ -125,7 +125,7 @@ def sent(metric: Metric) -> dict[str, Any]:
     return {"plain": plain, "states": states, "reductions": reductions, ENDS: vars(metric).get(ENDS, {})}
 
 
-def joined(metric: Metric, sent_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def join_states(metric: Metric, sent_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The states of all processes as one.
 
     A process without samples also gets the plain attributes of the first process that has some.
@@ -136,10 +136,10 @@ def joined(metric: Metric, sent_states: Sequence[Mapping[str, Any]]) -> dict[str
     device = metric.device
     states = [apply_to_collection(s["states"], Stored, lambda stored: stored.tensor(device)) for s in filled]
     plain = {} if metric.update_called else filled[0]["plain"]
-    return plain | {name: whole(metric, name, [state[name] for state in states], filled) for name in states[0]}
+    return plain | {name: join_state(metric, name, [state[name] for state in states], filled) for name in states[0]}
 
 
-def whole(metric: Metric, name: str, values: list[Any], filled: Sequence[Mapping[str, Any]]) -> Any:
+def join_state(metric: Metric, name: str, values: list[Any], filled: Sequence[Mapping[str, Any]]) -> Any:
     if isinstance(values[0], list):
         return in_order(values, [{batch: ends[name] for batch, ends in s[ENDS].items()} for s in filled])
     if len(values) == 1:

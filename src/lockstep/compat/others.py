@@ -17,13 +17,13 @@ from lightning_utilities.core import imports
 LATER = ("scipy", "matplotlib")
 
 
-class Later(imports.RequirementCache):
+class LazyImport(imports.RequirementCache):
     """Reports a library as missing while torchmetrics is imported, and as installed when its functions check again."""
 
     importing, plots = True, False
 
     def __bool__(self) -> bool:
-        if Later.importing and self.requirement in LATER:
+        if LazyImport.importing and self.requirement in LATER:
             return False
         if self.requirement == "matplotlib" and not self.plots:
             self.plots = True
@@ -35,7 +35,7 @@ class Later(imports.RequirementCache):
 if "torchmetrics" not in sys.modules and not importlib.util.find_spec("gammatone"):
     is_installed = imports.package_available
     with patch.multiple(
-        imports, RequirementCache=Later, package_available=lambda name: name not in LATER and is_installed(name)
+        imports, RequirementCache=LazyImport, package_available=lambda name: name not in LATER and is_installed(name)
     ):
         import torchmetrics  # noqa: F401
-    Later.importing = False
+    LazyImport.importing = False

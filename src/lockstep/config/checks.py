@@ -8,20 +8,20 @@ from typing import Any
 
 from lockstep.config import rules
 from lockstep.config.draft import Draft, values_of
+from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import (
     ENGINE,
     SPECIAL,
     data_set_problems,
-    not_its_own,
-    not_taken,
     problems,
+    unknown_argument_errors,
+    unknown_data_keys,
 )
 from lockstep.config.renames import LOADER_KEYS, RENAMES
-from lockstep.config.run_config import COMPONENTS, Component, Invalid, Refused, RunConfig
+from lockstep.config.run_config import COMPONENTS, Component, Invalid, InvalidValueRead, RunConfig
 from lockstep.config.schema import KEYS, NEEDED, OPTIONAL
 from lockstep.config.settings import Settings
-from lockstep.config.targets import foreign_names, imports_no_torch, written_arguments, written_value
-from lockstep.config.words import shown
+from lockstep.config.targets import disallowed_targets, imports_no_torch, source_constant, source_parameters
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
 TRAINED = ("train/loss", "train/lr")  # training metrics that every task logs
@@ -38,7 +38,7 @@ def components(cfg: RunConfig) -> dict[str, Component]:
 
 
 def unread_arguments(settings: Settings) -> Iterator[str]:
-    """Keys without a Kind that a class does not accept. Reads the source of the class, because an import takes seconds.
+    """Keys without a Validator that a class does not accept. Reads the source of the class, because an import takes seconds.
 
     If the source of any user class does not show its parameters, `check_classes` reports all such keys instead.
     """
@@ -47,15 +47,15 @@ def unread_arguments(settings: Settings) -> Iterator[str]:
     for key, component in components(settings.cfg).items():
         ignored = (*SPECIAL, *ENGINE.get(key, ()))
         names = [name for name in component.kwargs if name not in ignored and f"{key}.{name}" not in KEYS]
-        parameters = written_arguments(component.target) if names else None
-        yield from not_taken(component.target, key, names, parameters) if parameters is not None else ()
+        parameters = source_parameters(component.target) if names else None
+        yield from unknown_argument_errors(component.target, key, names, parameters) if parameters is not None else ()
 
 
 def are_readable(settings: Settings) -> bool:
     """Whether the source of every user class shows its parameters, so the check imports none of them."""
     cfg = settings.cfg
     custom = [component for component in components(cfg).values() if not component.is_shipped]
-    are_parsed = all(written_arguments(component.target) is not None for component in custom)
+    are_parsed = all(source_parameters(component.target) is not None for component in custom)
     return are_parsed and (cfg.data.is_shipped or imports_no_torch(cfg.data.target))
 
 
@@ -68,7 +68,7 @@ def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
         if shipped or not component.is_shipped:
             from lockstep.compat import others  # noqa: F401  # must precede the import of Lightning
 
-            yield from problems(settings.optimizer_node if key == "optim" else component.node, key)
+            yield from problems(rules.optimizer_node(settings) if key == "optim" else component.node, key)
 
 
 # --- The classes of data and task ---
@@ -80,14 +80,11 @@ def data(settings: Settings) -> Iterator[str]:
     if not is_datamodule:
         for key, value in component.kwargs.items():
             if new_key := RENAMES.get(f"data.{key}"):
-                yield f"data.{key}={shown(value)} was renamed to {new_key}. Set {new_key}={shown(value)}, which is also passed to a class with this argument."
+                yield f"data.{key}={to_text(value)} was renamed to {new_key}. Set {new_key}={to_text(value)}, which is also passed to a class with this argument."
         component = component.without(*LOADER_KEYS)
-    names = not_its_own(component)
+    names = unknown_data_keys(component)
     if len(names) > 2:  # left over from the data chosen earlier: one message instead of one per key
-        yield (
-            f"data._target_={component.target} does not accept {', '.join(names)}. Pass data=own data._target_={component.target}, and its "
-            "arguments as +data.<name>=<value>."
-        )
+        yield f"data._target_={component.target} does not accept {', '.join(names)}. Pass data=own data._target_={component.target}, and its arguments as +data.<name>=<value>."
     else:
         yield from problems(component.node, "data") if is_datamodule else data_set_problems(component)
 
@@ -98,11 +95,8 @@ def own_loaders(settings: Settings) -> Iterator[str]:
     if not settings.own_loaders:
         return
     for key, value in changed_loader_keys(settings.cfg).items():
-        argument = f"{'' if key in component else '+'}data.{key}={shown(value)}"
-        yield (
-            f"loader.{key}={shown(value)} has no effect: {component.target} creates its own batches. Remove it; if the class has this "
-            f"argument, pass {argument}."
-        )
+        argument = f"{'' if key in component else '+'}data.{key}={to_text(value)}"
+        yield f"loader.{key}={to_text(value)} has no effect: {component.target} creates its own batches. Remove it; if the class has this argument, pass {argument}."
     if settings.operations:
         yield f"augment.{next(iter(settings.operations))} has no effect: {component.target} creates its own batches. Set augment=none."
     if not settings.custom_module:
@@ -126,10 +120,10 @@ def task(settings: Settings) -> Iterator[str]:
     cfg = settings.cfg
     if not cfg.task.is_shipped and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
         yield f"checkpoint.mode={cfg.checkpoint.mode} is invalid; expected one of max, min. Set checkpoint.mode=min."
-    yield from (own_module if settings.custom_module else own_task)(settings)
+    yield from (module_errors if settings.custom_module else task_errors)(settings)
 
 
-def own_task(settings: Settings) -> Iterator[str]:
+def task_errors(settings: Settings) -> Iterator[str]:
     """Problems with a Task."""
     cfg = settings.cfg
     for name in sorted({"loss", "count"} & cfg.task.parts("metrics").keys()):
@@ -140,33 +134,33 @@ def own_task(settings: Settings) -> Iterator[str]:
             f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose one with "
             f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
         )
-    if written_value(cfg.task.target, "between_samples"):
+    if source_constant(cfg.task.target, "between_samples"):
         yield from whole_batch_problems(settings)
 
 
-def replacing(settings: Settings) -> Iterator[str]:
+def replacing_groups(settings: Settings) -> Iterator[str]:
     """Groups that have no effect with task=lightning_module. Its config lists them, so no class is imported."""
     if "replaces" in settings.cfg.task:
-        yield from replaced(settings)
+        yield from replaced_group_errors(settings)
 
 
-def replaced(settings: Settings, advice: str = "") -> Iterator[str]:
+def replaced_group_errors(settings: Settings, advice: str = "") -> Iterator[str]:
     cfg = settings.cfg
     if groups := [group for group in ("model", "optim", "schedule") if getattr(cfg, group)]:
         options = advice or " ".join(f"{group}=none" for group in groups)
         yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]."
 
 
-def own_module(settings: Settings) -> Iterator[str]:
+def module_errors(settings: Settings) -> Iterator[str]:
     """Groups and keys that have no effect when the task is a LightningModule."""
     cfg, name = settings.cfg, settings.cfg.task.title
     if "replaces" not in cfg.task:
-        yield from replaced(settings, "task=lightning_module")
+        yield from replaced_group_errors(settings, "task=lightning_module")
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
     if settings.spec.is_sharded:
         reason = f"needs an optimizer from the group optim with strategy={cfg.strategy.name}, but {name} creates its own. Set strategy=ddp"
-        yield from settings.excluded({"exact.logical_ranks": (None, reason)})
+        yield from settings.exclusion_errors({"exact.logical_ranks": (None, reason)})
     if settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called, but {name} calls its network itself. Set strategy=ddp."
 
@@ -175,10 +169,7 @@ def mixing(settings: Settings) -> Iterator[str]:
     """`augment` operations that need a Task, so they do not work with a LightningModule."""
     names = [name for name, operation in settings.operations.items() if getattr(operation, "mixes", False)]
     for name in names if settings.custom_module else ():
-        yield (
-            f"augment.{name} mixes the losses of two targets, which only a Task computes; {settings.cfg.task.title} is a LightningModule. "
-            f"Remove it with ~augment.{name}."
-        )
+        yield f"augment.{name} mixes the losses of two targets, which only a Task computes; {settings.cfg.task.title} is a LightningModule. Remove it with ~augment.{name}."
 
 
 def whole_batch_problems(settings: Settings) -> Iterator[str]:
@@ -214,9 +205,9 @@ def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
             yield f"{key}={monitor} is not logged; the {source} logs {', '.join(names)}{hint}. Set one of them, or add the metric to task.metrics."
 
 
-def unused(settings: Settings) -> Iterator[str]:
+def unused_overrides(settings: Settings) -> Iterator[str]:
     """Overrides that have no effect because train.py builds the object of that group itself."""
-    by_hand = {"task", "model", "data", "optim", "schedule", "loader", "augment"} - settings.asked
+    by_hand = {"task", "model", "data", "optim", "schedule", "loader", "augment"} - settings.built_groups
     for override in settings.overrides or ():
         group, _, name = override.lstrip("+~").partition("=")[0].partition(".")
         if group in by_hand and name not in NEEDED.get(group, ()):  # the engine reads the NEEDED keys anyway
@@ -242,10 +233,7 @@ def step_problems(settings: Settings, samples: int) -> Iterator[str]:
     if trainer.min_steps and trainer.min_steps > total:
         yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Set a smaller number, or trainer.max_epochs=<more>."
     if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
-        yield (
-            f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch. Set a smaller number, "
-            "or trainer.check_val_every_n_epoch=null to count batches across epochs."
-        )
+        yield f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch. Set a smaller number, or trainer.check_val_every_n_epoch=null to count batches across epochs."
 
 
 # --- All rules ---
@@ -259,7 +247,7 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
     data: ("data",),
     own_loaders: ("data", "task", "augment"),
     rules.loading: ("data", "augment"),
-    replacing: (),
+    replacing_groups: (),
     task: ("task",),
     mixing: ("task", "augment"),
     rules.processes: (),
@@ -285,15 +273,15 @@ def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> 
     cfg, errors = values_of(draft)
     augment = {f"augment.{name}": operation for name, operation in cfg.augment.items()}
     for key, component in (components(cfg) | augment | {"data": cfg.data}).items():
-        errors += foreign_names(component.node, key)
+        errors += disallowed_targets(component.node, key)
     try:
         world: Any = Settings.of(cfg).world
-    except Refused:  # an invalid value leaves the number of processes unknown
+    except InvalidValueRead:  # an invalid value leaves the number of processes unknown
         world = Invalid()
-    settings = Settings(cfg, world, drawn=draft.drawn)
+    settings = Settings(cfg, world, random_keys=draft.random_keys)
     errors += unread_arguments(settings)
     left_out = () if with_data else (data,)
-    raise_problems(broken_rules(settings, errors, evaluating=evaluating, early=True, left_out=left_out))
+    raise_problems(run_rules(settings, errors, evaluating=evaluating, early=True, left_out=left_out))
     return settings
 
 
@@ -305,10 +293,10 @@ def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool
     # Skipped for an evaluation: its config has already trained. The job checks types, as it imports everything anyway.
     needs_import = shipped or not are_readable(settings)
     errors = list(signature_problems(settings, shipped=shipped)) if needs_import and not evaluating else []
-    return broken_rules(settings, errors, evaluating=evaluating, early=False)
+    return run_rules(settings, errors, evaluating=evaluating, early=False)
 
 
-def broken_rules(
+def run_rules(
     settings: Settings, errors: list[str], *, evaluating: bool, early: bool, left_out: Collection[Rule] = ()
 ) -> list[str]:
     """`errors`, and those of the rules that run before the user's classes are imported (`early`) or afterwards.
@@ -324,6 +312,6 @@ def broken_rules(
             errors += rule(settings)
         except UserError as e:
             errors += e.problems
-        except Refused:
+        except InvalidValueRead:
             pass
     return list(dict.fromkeys(errors))

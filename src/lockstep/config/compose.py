@@ -19,11 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import CONFIGS
 from lockstep.config.checks import check
 from lockstep.config.draft import Draft, advice, sweep_name
+from lockstep.config.formatting import to_text, warn
 from lockstep.config.project import command, config_folders
 from lockstep.config.renames import RENAMES, renamed_overrides
 from lockstep.config.run_config import SEVERAL, RunConfig
 from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, RECIPES
-from lockstep.config.words import shown, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.machine.world import rank_of
 
@@ -46,16 +46,16 @@ def dotted(tree: Any, key: str = "") -> dict[str, Any]:
 PLACE = ("run", "runs_dir", "resume")  # keys that locate a run but do not define it
 
 
-def typed(value: Any) -> str:
+def to_hydra(value: Any) -> str:
     """A value in Hydra's syntax."""
     if isinstance(value, list):
-        return f"[{','.join(map(typed, value))}]"
+        return f"[{','.join(map(to_hydra, value))}]"
     word = r"(?!(?:null|true|false|nan|inf)$)(?=.*[^\de.+_-])[\w/][\w/.+-]*"  # text that Hydra parses as text
     bare = not isinstance(value, str) or re.fullmatch(word, value, re.IGNORECASE | re.ASCII)
-    return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
+    return to_text(value) if bare else QuotedString(value, Quote.single).with_quotes()
 
 
-def kept(overrides: Sequence[str], earlier: Sequence[str] = ()) -> tuple[str, ...]:
+def recorded_overrides(overrides: Sequence[str], earlier: Sequence[str] = ()) -> tuple[str, ...]:
     """The overrides that a run records: without the keys of PLACE, after the `earlier` ones of the run it continues."""
     new = [o for o in overrides if key_of(o) not in PLACE and not o.startswith("+callbacks.pruning.")]
     keys = [*map(key_of, new)]
@@ -76,19 +76,17 @@ def search_path(argv: Sequence[str]) -> list[str]:
     """Hydra's option --config-dir as an override, for composing without Hydra's command line.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: no such folder.
     """
     folders = [value for option, value in pairwise(argv) if option in ("--config-dir", "-cd")]
     folders += [arg.partition("=")[2] for arg in argv if arg.startswith(("--config-dir=", "-cd="))]
-    raise_problems(
-        f"--config-dir {folder}: there is no such folder." for folder in folders if not Path(folder).is_dir()
-    )
+    raise_problems(f"--config-dir {folder}: no such folder." for folder in folders if not Path(folder).is_dir())
     path = ",".join(f"file://{Path(folder).resolve()}" for folder in folders)
     return [f"hydra.searchpath=[{path}]"] if folders else []
 
 
 @contextmanager
-def callers_hydra_restored() -> Iterator[None]:
+def hydra_state_restored() -> Iterator[None]:
     previous = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -99,7 +97,7 @@ def callers_hydra_restored() -> Iterator[None]:
 
 def compose_config(config_name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """The config of `python <config_name>.py <overrides>`, optionally with Hydra's own node. Raises CONFIG_ERRORS."""
-    with callers_hydra_restored(), initialize_config_dir(str(CONFIGS)):
+    with hydra_state_restored(), initialize_config_dir(str(CONFIGS)):
         try:
             cfg: DictConfig = compose(config_name, list(overrides), return_hydra_config=with_hydra)
         except CONFIG_ERRORS:
@@ -122,7 +120,7 @@ def composed(
 def resolve(overrides: Sequence[str]) -> RunConfig:
     """The config of `python train.py <overrides>`. Raises UserError with all its errors."""
     overrides = renamed_command("train", overrides)
-    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).identified()).cfg
+    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).with_run_identity()).cfg
 
 
 def renamed_command(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
@@ -151,7 +149,7 @@ def without_replaced_defaults(draft: Draft, overrides: Sequence[str]) -> Draft:
     values: Any = OmegaConf.to_container(draft.tree)
     defaults: Any = OmegaConf.to_container(compose_config("train", []))
     overridden = [key_of(override).partition(".")[0] for override in overrides]
-    return draft.but({g: {} for g in groups if g not in overridden and values[g].items() <= defaults[g].items()})
+    return draft.replace({g: {} for g in groups if g not in overridden and values[g].items() <= defaults[g].items()})
 
 
 def key_of(override: str) -> str:
@@ -166,8 +164,8 @@ def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
             yield f"{override}: {key} cannot be set: it identifies the {group}. Choose a {group} with {group}=<name>."
 
 
-def beyond_schema(overrides: Sequence[str]) -> bool:
-    """Whether the command line removes a key or sets one without a Kind. Only the class's signature can check these."""
+def needs_signature_check(overrides: Sequence[str]) -> bool:
+    """Whether the command line removes a key or sets one without a Validator. Only the class's signature can check these."""
     always_checked = ("data.", "hydra.", "augment.")
     keys = [o for o in overrides if not is_group(o) and not key_of(o).startswith(always_checked)]
     return any(o.startswith("~") or key_of(o) not in KEYS for o in keys)
@@ -232,21 +230,21 @@ def message(error: BaseException, override: str) -> str:
     return f"{override}: {' '.join(str(error).split())}"
 
 
-MOST_JOBS = 10_000
-MOST_TRIED = 100  # limits the values checked of one override, and the errors collected for a message
+MAX_JOBS = 10_000
+MAX_COMPOSED = 100  # limits the values checked of one override, and the errors collected for a message
 
 
-def variants(override: str) -> list[str]:
-    """One override for each value of a sweep, at most MOST_JOBS + 1; without a sweep, the override itself."""
+def expand_sweep(override: str) -> list[str]:
+    """One override for each value of a sweep, at most MAX_JOBS + 1; without a sweep, the override itself."""
     parsed = OverridesParser.create().parse_override(override)
-    with callers_hydra_restored(), initialize_config_dir(str(CONFIGS)):
+    with hydra_state_restored(), initialize_config_dir(str(CONFIGS)):
         parsed.config_loader = GlobalHydra.instance().config_loader()  # resolves globs
     if not parsed.is_sweep_override():
         return [override]
     if parsed.is_interval_sweep():  # a sweeper draws values between the bounds
         interval = parsed.value()
         return [f"{parsed.get_key_element()}={bound}" for bound in (interval.start, interval.end)]
-    values = islice(parsed.sweep_string_iterator(), MOST_JOBS + 1)
+    values = islice(parsed.sweep_string_iterator(), MAX_JOBS + 1)
     overrides = [f"{parsed.get_key_element()}={value}" for value in values]
     if not overrides:  # a glob that matches nothing
         raise HydraException(f"it matches no option; use one of {', '.join(options(key_of(override))) or 'none'}")
@@ -258,22 +256,22 @@ def jobs(overrides: Sequence[str]) -> int:
     count = 1
     for override in overrides:
         with suppress(*CONFIG_ERRORS):
-            count *= len(variants(override))
+            count *= len(expand_sweep(override))
     return count
 
 
-def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def compose_each(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Composes each override alone, on top of `always` and the valid groups. Returns all errors and valid overrides."""
     problems: list[str] = []
     groups: list[str] = []
     values: list[str] = []
     for override in sorted(overrides, key=lambda o: not is_group(o)):  # groups first: they decide which keys exist
         try:
-            expanded = variants(override)
+            expanded = expand_sweep(override)
         except HydraException as e:
             problems.append(message(e, override))
             continue
-        for variant in expanded[:MOST_TRIED] if len(problems) < MOST_TRIED else ():
+        for variant in expanded[:MAX_COMPOSED] if len(problems) < MAX_COMPOSED else ():
             try:
                 compose_config(config_name, [*always, *groups, variant])
             except CONFIG_ERRORS as e:
@@ -285,7 +283,7 @@ def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str
 
 def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
     """All errors of a command line that Hydra rejected with `error`."""
-    problems, valid = tried_alone(config_name, overrides, always)
+    problems, valid = compose_each(config_name, overrides, always)
     try:
         config = compose_config(config_name, [*always, *valid])
         if config_name == "train":  # a config of eval is merged with the run's config before it is checked

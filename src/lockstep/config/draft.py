@@ -17,21 +17,21 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from lockstep.config.kinds import RUN_NAME, Kind
-from lockstep.config.renames import renamed
+from lockstep.config.formatting import plain, to_text
+from lockstep.config.renames import with_new_keys
 from lockstep.config.run_config import CLOSED, SEVERAL, Component, Invalid, RunConfig
 from lockstep.config.schema import GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES
-from lockstep.config.targets import unnamed
-from lockstep.config.words import plain, shown
+from lockstep.config.targets import target_error
+from lockstep.config.validators import RUN_NAME, Validator
 from lockstep.errors import UserError, did_you_mean
-from lockstep.run import CONFIG_ADVICE, LOADER, RunFolder, told_if_damaged
+from lockstep.run import CONFIG_ADVICE, LOADER, RunFolder, damage_as_user_error
 
 # --- Names of runs and sweeps ---
 
 SWEEP = "LOCKSTEP_SWEEP"
 
 
-def stamp() -> str:
+def timestamp() -> str:
     """A timestamp and four random hex digits, so runs started in the same second get different names."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
@@ -40,10 +40,10 @@ def sweep_name(run: object, env: MutableMapping[str, str] = os.environ) -> str:
     """The directory of a multirun. Stored in the environment for the sweep's other processes."""
     srun_id = env.get("SLURM_JOB_ID") if "SLURM_STEP_ID" in env else None
     job_id = env.get("TORCHELASTIC_RUN_ID") or srun_id  # under torchrun and srun, every process runs Hydra itself
-    return env.setdefault(SWEEP, str(run or f"sweep-{job_id or stamp()}"))
+    return env.setdefault(SWEEP, str(run or f"sweep-{job_id or timestamp()}"))
 
 
-def restarted(env: Mapping[str, str] = os.environ) -> bool:
+def was_restarted(env: Mapping[str, str] = os.environ) -> bool:
     """Whether SLURM requeued this job, or torchrun restarted its workers after a failure."""
     return any(int(env.get(name, "0")) > 0 for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
 
@@ -63,10 +63,10 @@ def name_of_job(model_and_data: str, env: Mapping[str, str] = os.environ) -> str
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree as Hydra composes it, with references between its keys. Immutable: `but` returns a changed copy."""
+    """A tree as Hydra composes it, with references between its keys. Immutable: `replace` returns a changed copy."""
 
     tree: DictConfig
-    drawn: frozenset[str] = (
+    random_keys: frozenset[str] = (
         frozenset()
     )  # keys with random values of this process; other processes would draw different ones
 
@@ -74,7 +74,7 @@ class Draft:
     def of_run(cls, folder: RunFolder) -> "Draft":
         """The config.yaml of a run. Raises UserError: it is damaged or not the config of a run."""
         values, text = folder.saved_config()
-        with told_if_damaged(folder.config_file, CONFIG_ADVICE):
+        with damage_as_user_error(folder.config_file, CONFIG_ADVICE):
             tree: Any = OmegaConf.create(text)
             if any(part not in values for part in WHOLE):
                 raise ValueError("it is not the complete config of a run")
@@ -83,7 +83,7 @@ class Draft:
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> "Draft":
         """From the values of a saved config of any version."""
-        return cls(OmegaConf.create(renamed(values)))
+        return cls(OmegaConf.create(with_new_keys(values)))
 
     def has(self, key: str) -> bool:
         """Whether the tree has a dotted key, with or without a value."""
@@ -102,7 +102,7 @@ class Draft:
         """A node with unresolved references. They resolve to keys of the tree that it is inserted into."""
         return OmegaConf.select(self.tree, key, default=default)
 
-    def but(self, values: Mapping[str, Any], merge: Collection[str] = (), without: Collection[str] = ()) -> "Draft":
+    def replace(self, values: Mapping[str, Any], merge: Collection[str] = (), without: Collection[str] = ()) -> "Draft":
         """A copy with `values` at dotted keys. Values of keys in `merge` are merged; keys in `without` are removed."""
         tree = self.tree.copy()
         OmegaConf.set_struct(tree, False)
@@ -149,11 +149,11 @@ class Draft:
             return {}
         return node if isinstance(node, dict) else {}
 
-    def identified(self, experiment: str | None = None) -> "Draft":
+    def with_run_identity(self, experiment: str | None = None) -> "Draft":
         """A copy with a run name, a seed and ids for the loggers; adds the experiment to the loggers' tags."""
         drawn: dict[str, Any] = {}
         if self.run is None:
-            drawn["run"] = f"{self.model_and_data}-{stamp()}"
+            drawn["run"] = f"{self.model_and_data}-{timestamp()}"
         if self.get("seed") is None:
             drawn["seed"] = secrets.randbelow(2**31)
         for name, logger in ((name, node) for name, node in self.group("logger").items() if isinstance(node, dict)):
@@ -164,7 +164,7 @@ class Draft:
         trainer = self.group("trainer")
         if trainer.get("max_steps") == -1 and trainer.get("max_epochs", 1) is None:
             drawn["trainer.max_epochs"] = 1
-        return Draft(self.but(drawn).tree, frozenset(drawn))
+        return Draft(self.replace(drawn).tree, frozenset(drawn))
 
 
 # --- Structure: a tree has exactly the groups, classes and keys that the engine reads ---
@@ -198,14 +198,14 @@ def structure_problems(draft: Draft) -> Iterator[str]:
         except OmegaConfBaseException as e:  # a reference to a missing key
             node = str(e).partition("\n")[0]
         if not isinstance(node, Mapping):
-            problem = f"{group}={shown(node)} is invalid" if draft.has(group) else f"{group} is missing from the config"
+            problem = f"{group}={to_text(node)} is invalid" if draft.has(group) else f"{group} is missing"
             yield f"{problem}: the engine needs the keys of this group. Choose an option with {group}=<name>, or set single keys with {group}.<key>=<value>."
         elif group in CLOSED:
             yield from missing_keys(draft, group)
         elif group in SEVERAL:
             yield from named_nodes(node, group)
         elif node or group not in OPTIONAL:
-            yield from unnamed(node, group)
+            yield from target_error(node, group)
             yield from missing_keys(draft, group)
             if group == "task" and "metrics" in node:
                 yield from named_nodes(node["metrics"], "task.metrics")
@@ -214,10 +214,10 @@ def structure_problems(draft: Draft) -> Iterator[str]:
 def named_nodes(nodes: Any, key: str) -> Iterator[str]:
     """Problems with a group of named nodes, such as `callbacks`."""
     if not isinstance(nodes, Mapping):
-        yield f"{key}={shown(nodes)} is invalid; expected classes by name, for example {key}={{}}."
+        yield f"{key}={to_text(nodes)} is invalid; expected classes by name, for example {key}={{}}."
         return
     for name, node in nodes.items():
-        yield from unnamed(node, f"{key}.{name}")
+        yield from target_error(node, f"{key}.{name}")
 
 
 def unknown_keys(draft: Draft) -> Iterator[str]:
@@ -235,7 +235,7 @@ def unknown_keys(draft: Draft) -> Iterator[str]:
 # --- The values of a tree ---
 
 
-def wrong_values(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, str]:
+def value_errors(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, str]:
     """The error of each of `keys` with an invalid value; an empty string if the key that it refers to has the error.
 
     Without `keys`: of all keys, except those of a user class, whose signature decides, and keys that refer to them.
@@ -244,42 +244,42 @@ def wrong_values(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, s
     references: dict[str, str] = {}
     for key in KEYS if keys is None else keys:
         node, name = draft.owner(key), key.rpartition(".")[2]
-        if not draft.has(key) or (keys is None and not is_ours(node)):
+        if not draft.has(key) or (keys is None and not is_shipped_node(node)):
             continue
-        if error := problem_of(node, name, key, KEYS[key]):
-            references[key] = str(written(node).get(name))[2:-1]
-            if references[key] not in KEYS or is_ours(draft.owner(references[key])):
+        if error := value_error(node, name, key, KEYS[key]):
+            references[key] = str(raw_values(node).get(name))[2:-1]
+            if references[key] not in KEYS or is_shipped_node(draft.owner(references[key])):
                 errors[key] = error
     return {key: "" if references[key] in errors else error for key, error in errors.items()}
 
 
-def written(node: DictConfig) -> dict[Any, Any]:
+def raw_values(node: DictConfig) -> dict[Any, Any]:
     """The values of a node, with unresolved references."""
     values: Any = OmegaConf.to_container(node)
     return values
 
 
-def is_ours(node: Any) -> bool:
+def is_shipped_node(node: Any) -> bool:
     """Whether a node has no class, or a class that comes with Lockstep. True also for a value that is not a node."""
     return (
         not isinstance(node, DictConfig)
-        or "_target_" not in (values := written(node))
+        or "_target_" not in (values := raw_values(node))
         or Component.of(values).is_shipped
     )
 
 
-def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> str | None:
+def value_error(node: DictConfig, name: str, key: str, kind: Validator) -> str | None:
     """The error of the value `name` of a node, or None if it is valid; `key` is its dotted key in the config."""
     if OmegaConf.is_missing(node, name):
         return f"{key} is missing; set {key}=<{name}>."
-    text = written(node)[name]
+    text = raw_values(node)[name]
     try:
         value = plain(node[name])
     except InterpolationResolutionError:
         return f"{key}={text} refers to a key that is not in the config. Set that key, or {key}."
     if kind.accepts(value):
         return None
-    source = f"{shown(value)}, from {text}," if value != text else shown(value)
+    source = f"{to_text(value)}, from {text}," if value != text else to_text(value)
     return f"{key}={source} is invalid; expected {kind.takes}, for example {key}={kind.example}."
 
 
@@ -289,12 +289,12 @@ def values_of(draft: Draft) -> tuple[RunConfig, list[str]]:
     Raises:
         UserError: a group or a key is missing, so there are no values. Includes all other problems.
     """
-    structure, invalid = list(structure_problems(draft)), wrong_values(draft)
+    structure, invalid = list(structure_problems(draft)), value_errors(draft)
     errors = [*structure, *unknown_keys(draft), *filter(None, invalid.values())]
     if structure:
         raise UserError(*errors)
     try:
-        tree = plain(draft.but(dict.fromkeys(invalid)).tree)
+        tree = plain(draft.replace(dict.fromkeys(invalid)).tree)
     except OmegaConfBaseException as e:  # in a key that only its class defines
         raise UserError(*errors, " ".join(str(e).split())) from None
     for key in invalid:

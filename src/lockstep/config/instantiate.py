@@ -10,10 +10,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from lockstep.config import targets
+from lockstep.config.formatting import to_text
 from lockstep.config.run_config import Component, Loader
 from lockstep.config.schema import KEYS
-from lockstep.config.targets import accepted, locate, parameters, takes_one, target_of, type_problem, unnamed
-from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ ENGINE = {
 PARTIAL = ("optim", "schedule")  # the engine creates the object, with the parameters or the optimizer
 
 
-def create(component: Component, key: str, **kwargs: Any) -> Any:
+def create_object(component: Component, key: str, **kwargs: Any) -> Any:
     """Creates the object of a component at `key` of the config. `kwargs` are arguments from the engine.
 
     Raises:
@@ -44,8 +43,8 @@ def create(component: Component, key: str, **kwargs: Any) -> Any:
     node = {**component.node, **({"_partial_": True} if key in PARTIAL else {})}
     raise_problems(problems(node, key, given=kwargs))
     if "${" in str(node):  # Hydra would resolve it to nodes that were not checked
-        raise UserError(f"{key} contains an escaped interpolation: {shown(node)}. Write its value instead.")
-    named = parameters(node["_target_"])
+        raise UserError(f"{key} contains an escaped interpolation: {to_text(node)}. Write its value instead.")
+    named = targets.parameters(node["_target_"])
     arguments = {k: v for k, v in node.items() if k not in ENGINE.get(key, ()) or (named is not None and k in named)}
     allowed = [f"{prefix}*" for prefix in targets.trusted()]
     try:
@@ -74,21 +73,21 @@ def create(component: Component, key: str, **kwargs: Any) -> Any:
         raise
 
 
-def is_a(component: Component, key: str, base: str, *alternatives: str) -> bool:
+def inherits_first(component: Component, key: str, base: str, *alternatives: str) -> bool:
     """Whether `base` is the first of `base` and `alternatives` (dotted names) among the bases of a component's class.
 
     Reads the source, and imports the class only if its source does not show all bases.
     """
-    homes = targets.lineage(component.target)
+    homes = targets.source_bases(component.target)
     if homes is None:
-        target = target_of(component.target, key) if component and not component.is_shipped else None
-        homes = [*map(targets.home, getattr(target, "__mro__", ()))]
+        target = targets.target_of(component.target, key) if component and not component.is_shipped else None
+        homes = [*map(targets.definition_path, getattr(target, "__mro__", ()))]
     return [home for home in homes if home in (base, *alternatives)][:1] == [base]
 
 
-def not_its_own(data: Component) -> list[str]:
+def unknown_data_keys(data: Component) -> list[str]:
     """Arguments that the class of the data does not accept."""
-    named = parameters(data.target)
+    named = targets.parameters(data.target)
     if named is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
         return []
     return [name for name in data.kwargs if name not in (*named, *SPECIAL, *ENGINE["data"])]
@@ -99,35 +98,35 @@ def data_set_problems(data: Component) -> Iterator[str]:
     if errors := list(target_problems({"data": data.node})):
         yield from errors
         return
-    yield from getattr(target_of(data.target, "data"), "problems", lambda _: ())(data.kwargs)
+    yield from getattr(targets.target_of(data.target, "data"), "problems", lambda _: ())(data.kwargs)
     yield from problems(data.node, "data")
 
 
 def create_data(data: Component, loader: Loader) -> Any:
     """Creates a data set without its dataloaders. Its class gets the keys of `loader` that are among its parameters."""
     raise_problems(data_set_problems(data))
-    return create(data, "data", **accepted(data.target, vars(loader)))
+    return create_object(data, "data", **targets.matching_kwargs(data.target, vars(loader)))
 
 
 def create_custom_module(task: Component) -> "pl.LightningModule":
     """Creates the LightningModule of a task. It runs unchanged, with its own steps, optimizers and metrics."""
     partials = {name: node for name, node in task.kwargs.items() if isinstance(node, Mapping) and node.get("_partial_")}
-    objects = {name: create(Component.of(node), f"task.{name}") for name, node in partials.items()}
-    return create(task.without(*objects), "task", **objects)
+    objects = {name: create_object(Component.of(node), f"task.{name}") for name, node in partials.items()}
+    return create_object(task.without(*objects), "task", **objects)
 
 
 def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
     """Problems with the `_target_` of nodes by key: it is missing, may not be named by a config, or does not exist."""
     for key, node in nodes.items():
-        yield from (errors := list(unnamed(node, key)))
+        yield from (errors := list(targets.target_error(node, key)))
         try:
             if not errors:
-                target_of(node["_target_"], key)
+                targets.target_of(node["_target_"], key)
         except UserError as e:
             yield from e.problems
 
 
-def not_taken(target: str, key: str, names: Iterable[str], parameters: Sequence[str]) -> Iterator[str]:
+def unknown_argument_errors(target: str, key: str, names: Iterable[str], parameters: Sequence[str]) -> Iterator[str]:
     """An error for each of `names` that is not among the `parameters` of a target."""
     for name in (name for name in names if name not in parameters):
         hint = did_you_mean(name, [*parameters, *ENGINE.get(key, ())])
@@ -141,19 +140,19 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
         yield from errors
         return
     target: str = node["_target_"]
-    named = parameters(target)
+    named = targets.parameters(target)
     if named is None:
         return
     engine = ENGINE.get(key, ())
-    names = [name for name, parameter in named.items() if takes_one(parameter)]
+    names = [name for name, parameter in named.items() if targets.takes_name(parameter)]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
     for name in (name for name in node if name not in (*SPECIAL, *engine)):
         if name in names:
             # config/schema.py reports this with a clearer message
             if f"{key}.{name}" not in KEYS or not Component.of(node).is_shipped:
-                yield from type_problem(named[name], f"{key}.{name}", node[name])
+                yield from targets.type_problem(named[name], f"{key}.{name}", node[name])
         elif not takes_any:
-            yield from not_taken(target, key, [name], names)
+            yield from unknown_argument_errors(target, key, [name], names)
     if given is not None and not node.get("_partial_"):
         for name in names:
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:
@@ -173,9 +172,10 @@ def operations(components: Mapping[str, Component], image_size: int | None) -> d
     built: dict[str, Any] = {}
     errors: list[str] = []
     for name, component in components.items():
-        extra = accepted(component.target, {"image_size": image_size})
+        extra = targets.matching_kwargs(component.target, {"image_size": image_size})
         try:
-            built[name] = create(component, f"augment.{name}", **{k: v for k, v in extra.items() if k not in component})
+            extra = {k: v for k, v in extra.items() if k not in component}
+            built[name] = create_object(component, f"augment.{name}", **extra)
         except UserError as e:
             errors += e.problems
     raise_problems(errors)
@@ -187,7 +187,7 @@ def operations(components: Mapping[str, Component], image_size: int | None) -> d
 
 def pretraining(model: Component, data: Component) -> dict[str, Any]:
     """The values that `model` stands for in `data`: the network's pretraining settings, or else the data's defaults."""
-    net, data_set = locate(model.target) if model else None, locate(data.target)
+    net, data_set = targets.locate(model.target) if model else None, targets.locate(data.target)
     raise_problems(
         f"{component.target}: `normalisation` was renamed to `{method}`, which returns a dict with mean and std. Rename it."
         for component, target, method in ((model, net, "preprocessing"), (data, data_set, "defaults"))
@@ -214,10 +214,10 @@ def network(model: Component, context: Mapping[str, Any], *, with_weights: bool 
     """
     keys = () if with_weights else [key for key in WEIGHTS if key in model]
     without_weights = {key: False if isinstance(model.get(key), bool) else None for key in keys}
-    kwargs = accepted(model.target, context)
+    kwargs = targets.matching_kwargs(model.target, context)
     raise_problems(
         f"model.{name}={model.get(name)} has no effect: the data and the task need {value}. Remove it."
         for name, value in kwargs.items()
         if name in model and model.get(name) != value
     )
-    return create(model.but(**without_weights), "model", **kwargs)
+    return create_object(model.replace(**without_weights), "model", **kwargs)

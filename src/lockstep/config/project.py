@@ -21,7 +21,7 @@ from lockstep import CONFIGS, PACKAGE, TEMPLATE
 from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_PROJECT"  # the project's root, for child processes; empty if there is no project
-TYPED = "LOCKSTEP_TYPED"  # the result of `typed_with` in the parent process
+TYPED = "LOCKSTEP_TYPED"  # the result of `command_prefix` in the parent process
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def enter(folder: Path) -> None:
 
 def environment() -> dict[str, str]:
     """Environment variables for child processes."""
-    return {VARIABLE: str(current().root or ""), TYPED: typed_with()}
+    return {VARIABLE: str(current().root or ""), TYPED: command_prefix()}
 
 
 def make_importable() -> None:
@@ -121,7 +121,7 @@ def make_importable() -> None:
             sys.path.append(str(root / "src"))
 
 
-def of_users_code(error: BaseException) -> bool:
+def is_user_code_error(error: BaseException) -> bool:
     """Whether an error passed through code of the project, or any code that is not installed.
 
     If so, it is a bug to show with its traceback, not a user error to explain.
@@ -142,7 +142,7 @@ def of_users_code(error: BaseException) -> bool:
     return False
 
 
-def typed_with() -> str:
+def command_prefix() -> str:
     """The start of the running command, before its script: `uv run`, `python`, `lockstep`, or their paths."""
     if TYPED in os.environ:
         return os.environ[TYPED]
@@ -162,7 +162,7 @@ def short(program: str) -> str:
 
 def command(name: str) -> str:
     """The command that runs a job or script, with the same start as the running command."""
-    root, prefix = current().root, typed_with()
+    root, prefix = current().root, command_prefix()
     if prefix.endswith("lockstep"):
         return f"{prefix} {name}"
     for script in (root / f"{name}.py", root / "scripts" / f"{name}.py") if root else ():

@@ -18,7 +18,7 @@ MOVED = {
 }
 
 
-def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_new_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """A saved config of any version, with today's keys: a renamed key keeps its value.
 
     For a user class, `data` also keeps the old keys, because only the class determines whether they are its arguments

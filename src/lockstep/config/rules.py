@@ -3,12 +3,14 @@
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
-from lockstep.config.kinds import is_devices
+from lockstep.config.formatting import to_text
+from lockstep.config.instantiate import inherits_first
 from lockstep.config.settings import Settings
-from lockstep.config.targets import written_value
-from lockstep.config.words import shown
-from lockstep.machine.world import available, number, why_no_gpu
+from lockstep.config.targets import source_constant
+from lockstep.config.validators import is_devices
+from lockstep.machine.world import accelerator_of, available, number_from_env, why_no_gpu
 
 # Keys that `exact.logical_ranks` excludes, with their defaults and the reasons. In training and evaluation:
 EXACT = {
@@ -41,6 +43,7 @@ EXACT_TRAINING = {
 }
 SCHEDULES = "lockstep.training.schedules."
 ENDLESS = (f"{SCHEDULES}constant",)  # schedules that do not depend on the length of the run
+SGD = ("torch.optim.SGD", "torch.optim.sgd.SGD")  # torch's SGD is recognised without importing it, unlike subclasses
 COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
 
 
@@ -51,14 +54,11 @@ def devices(settings: Settings) -> Iterator[str]:
     """Devices and processes that a config requires but the machine or its launcher does not provide."""
     cfg, world, splits = settings.cfg, settings.world, settings.spec.splits_batches
     ids = cfg.trainer.devices
-    text, count = shown(ids), available(world.accelerator)
+    text, count = to_text(ids), available(world.accelerator)
     if world.accelerator == "cuda" and not count:
         yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'none is visible'}. Set trainer.accelerator=cpu."
     elif count is not None and world.devices > count and not world.external:
-        yield (
-            f"trainer.devices={text} requests {world.devices} {world.accelerator} devices; this machine has {count}. Set "
-            f"trainer.devices={count}, or trainer.accelerator=cpu."
-        )
+        yield f"trainer.devices={text} requests {world.devices} {world.accelerator} devices; this machine has {count}. Set trainer.devices={count}, or trainer.accelerator=cpu."
     if isinstance(ids, list) and is_devices(ids) and world.accelerator == "cpu":
         yield f"trainer.devices={text} lists GPU ids, but a CPU has none. Set trainer.devices={world.devices}."
     elif isinstance(ids, list) and is_devices(ids) and count and max(ids) >= count:
@@ -71,12 +71,12 @@ def devices(settings: Settings) -> Iterator[str]:
         yield f"strategy={world.strategy} runs in one process, but trainer.num_nodes={world.nodes} needs several. Set strategy=ddp, or trainer.num_nodes=1."
     if not world.external:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-        if world.nodes > 1 and not world.one_process and (missing or "run" in settings.drawn):
+        if world.nodes > 1 and not world.one_process and (missing or "run" in settings.random_keys):
             yield (
                 f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
                 "environment of each node, and run=<name>. Run torchrun --nnodes=... train.py, or set trainer.num_nodes=1."
             )
-        if (node := number(os.environ, "NODE_RANK", default=0)) >= max(1, world.nodes):
+        if (node := number_from_env(os.environ, "NODE_RANK", default=0)) >= max(1, world.nodes):
             yield (
                 f"NODE_RANK={node} is set in the environment, but must be below trainer.num_nodes={world.nodes}. If it is left over "
                 "from a different job, run unset NODE_RANK; otherwise set trainer.num_nodes=<number of nodes>."
@@ -88,13 +88,10 @@ def devices(settings: Settings) -> Iterator[str]:
             f"process. Make all devices visible to each process: pass --gpus-per-node={world.devices}, not --gpus-per-task."
         )
     if world.one_process and splits and world.devices * world.nodes > 1:
-        yield (
-            f"strategy={world.strategy} runs in one process with all GPUs, but {world.external} started {world.devices * world.nodes}. "
-            "Start one process, or set strategy=ddp."
-        )
+        yield f"strategy={world.strategy} runs in one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one process, or set strategy=ddp."
     if cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={text} contradicts {world.external}, which started {world.devices} processes on this node. Remove trainer.devices."
-    if "seed" in settings.drawn and cfg.resume is None:
+    if "seed" in settings.random_keys and cfg.resume is None:
         yield f"seed=null would give each process that {world.external} started a different seed. Set seed=<number>."
     if cfg.trainer.num_nodes not in (1, world.nodes):
         yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Remove trainer.num_nodes."
@@ -105,14 +102,11 @@ def strategy(settings: Settings) -> Iterator[str]:
     if precision in ("16-mixed", "16-true", "16") and settings.world.accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Set trainer.precision=bf16-mixed."
     if supported and precision not in ("auto", "32", *supported):
-        yield (
-            f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it supports {', '.join(supported)}. "
-            "Set trainer.precision=bf16-mixed."
-        )
-    yield from without_effect(settings).values()
+        yield f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it supports {', '.join(supported)}. Set trainer.precision=bf16-mixed."
+    yield from keys_without_effect(settings).values()
 
 
-def without_effect(settings: Settings) -> dict[str, str]:
+def keys_without_effect(settings: Settings) -> dict[str, str]:
     """Keys without effect under the strategy or on the device, with messages: flags, or names that null disables."""
     cfg, on_gpu, messages = settings.cfg, settings.world.accelerator == "cuda", dict[str, str]()
     under = f"has no effect under strategy={settings.world.strategy}"
@@ -130,7 +124,7 @@ def without_effect(settings: Settings) -> dict[str, str]:
         )
     if cfg.strategy.get("comm_hook") and not on_gpu:
         messages["strategy.comm_hook"] = "has no effect without GPUs. Set strategy.comm_hook=null."
-    return {key: f"{settings.given(key)} {message}" for key, message in messages.items()}
+    return {key: f"{settings.setting_text(key)} {message}" for key, message in messages.items()}
 
 
 # --- Bit-identical results on any number of processes (`exact.logical_ranks`) ---
@@ -138,7 +132,7 @@ def without_effect(settings: Settings) -> dict[str, str]:
 
 def processes(settings: Settings) -> Iterator[str]:
     """Settings of training and evaluation that would make metrics depend on the number of processes."""
-    cfg, world, exact = settings.cfg, settings.world, settings.given("exact.logical_ranks")
+    cfg, world, exact = settings.cfg, settings.world, settings.setting_text("exact.logical_ranks")
     ranks, on_gpu = cfg.exact.logical_ranks, world.accelerator == "cuda"
     if ranks is None:
         return
@@ -154,25 +148,25 @@ def processes(settings: Settings) -> Iterator[str]:
     if world.accelerator == "mps":
         yield f"{exact} needs float64, which mps does not support. Set trainer.accelerator=cpu."
     if on_gpu and cfg.trainer.deterministic in (False, "warn"):
-        yield f"{exact} needs deterministic kernels on GPUs. Remove {settings.given('trainer.deterministic')}."
+        yield f"{exact} needs deterministic kernels on GPUs. Remove {settings.setting_text('trainer.deterministic')}."
     if on_gpu and cfg.trainer.benchmark:
         yield f"trainer.benchmark=true chooses kernels by their speed in this run, which is incompatible with {exact}. Remove trainer.benchmark."
     if world.accelerator != "cpu" and cfg.exact.threads != 1:
-        yield f"{settings.given('exact.threads')} has no effect on {world.accelerator}: it applies only to CPUs. Remove it."
-    yield from settings.excluded(EXACT)
+        yield f"{settings.setting_text('exact.threads')} has no effect on {world.accelerator}: it applies only to CPUs. Remove it."
+    yield from settings.exclusion_errors(EXACT)
 
 
 def exact_training(settings: Settings) -> Iterator[str]:
-    trainer, exact = settings.cfg.trainer, settings.given("exact.logical_ranks")
+    trainer, exact = settings.cfg.trainer, settings.setting_text("exact.logical_ranks")
     if settings.cfg.exact.logical_ranks is None:
         reason = "has no effect without exact.logical_ranks. Set exact.logical_ranks=8 as well, or remove it"
-        yield from settings.excluded({"exact.threads": (1, reason), "exact.digests": (False, reason)})
+        yield from settings.exclusion_errors({"exact.threads": (1, reason), "exact.digests": (False, reason)})
         return
     for key in COUNTED:
         count = settings.cfg.get(f"trainer.{key}")
         if isinstance(count, float) and count not in (0.0, 1.0):
             yield f"trainer.{key}={count} is a fraction of a process's micro-batches; with {exact} it must be a number of steps. Set trainer.{key}=10."
-    yield from settings.excluded(EXACT_TRAINING)
+    yield from settings.exclusion_errors(EXACT_TRAINING)
     if settings.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
         yield (
             f"trainer.precision={trainer.precision} rounds the last elements of a shard differently, so {exact} is not supported with "
@@ -191,19 +185,16 @@ def loading(settings: Settings) -> Iterator[str]:
     if loader.on_device is True and loader.num_workers not in (0, "auto"):
         yield f"loader.on_device=true leaves no work for loader.num_workers={loader.num_workers}. Remove one of them."
     if loader.on_device is True and settings.transforms:
-        yield (
-            f"loader.on_device=true is not supported with augment.{settings.transforms[0]}, which changes samples before they reach a "
-            "device. Remove one of them."
-        )
+        yield f"loader.on_device=true is not supported with augment.{settings.transforms[0]}, which changes samples before they reach a device. Remove one of them."
     for key in ("prefetch_factor", "persistent_workers"):
         value = getattr(loader, key)
         if value is not None and loader.num_workers in (0, "auto"):
-            yield f"loader.{key}={shown(value)} has no effect without workers. Set loader.num_workers=2 as well, or remove it."
+            yield f"loader.{key}={to_text(value)} has no effect without workers. Set loader.num_workers=2 as well, or remove it."
 
 
 def images(settings: Settings) -> Iterator[str]:
     side, model = settings.cfg.data.get("image_size"), settings.cfg.model
-    smallest = written_value(model.target, "smallest_image") if type(side) is int else None
+    smallest = source_constant(model.target, "smallest_image") if type(side) is int else None
     if smallest and side < smallest:
         yield f"data.image_size={side}: {model.target.rpartition('.')[2]} needs images of at least {smallest} pixels."
     _ = settings.operations  # raises all errors in their arguments
@@ -218,7 +209,7 @@ def division(settings: Settings) -> Iterator[str]:
         yield f"loader.fold={fold} has no effect without loader.folds. Set loader.folds=5 as well."
     if folds is not None and fold >= folds:
         yield f"loader.fold={fold} is invalid with loader.folds={folds}; folds are numbered from 0 to {folds - 1}."
-    multiple, reason = settings.unit
+    multiple, reason = settings.micro_batch_divisor
     count = settings.steps.micro_batches(settings.world.size)
     if batch % (unit := count * multiple):
         low, high = batch // unit * unit, (batch // unit + 1) * unit
@@ -244,15 +235,9 @@ def accumulation(settings: Settings) -> Iterator[str]:
         count = settings.cfg.get(f"trainer.{key}")
         is_fraction = isinstance(count, float) and key == "limit_train_batches"
         if is_auto and count and (is_fraction or isinstance(count, int)):
-            yield (
-                f"trainer.{key}={count} counts micro-batches; with {auto} their number per step is not known yet. "
-                "Set trainer.accumulate_grad_batches=1, or a larger number."
-            )
+            yield f"trainer.{key}={count} counts micro-batches; with {auto} their number per step is not known yet. Set trainer.accumulate_grad_batches=1, or a larger number."
         if (is_fraction and accumulate > 1) or (isinstance(count, int) and count % accumulate):
-            yield (
-                f"trainer.{key}={count} counts micro-batches and must be a multiple of {accumulate}, which is one step. "
-                f"Set trainer.{key}={accumulate * max(1, int(count) // accumulate)}."
-            )
+            yield f"trainer.{key}={count} counts micro-batches and must be a multiple of {accumulate}, which is one step. Set trainer.{key}={accumulate * max(1, int(count) // accumulate)}."
 
 
 # --- Training: length, optimizer, checkpoints, callbacks, loggers ---
@@ -273,9 +258,35 @@ def length(settings: Settings) -> Iterator[str]:
         yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval with run=<name> instead of train."
 
 
+def why_not_fused(settings: Settings) -> str | None:
+    """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
+    cfg, exact, is_sharded = settings.cfg, settings.steps.logical_ranks, settings.spec.is_sharded
+    if exact and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
+        return None  # training/arithmetic.py
+    if exact and is_sharded:
+        return f"has not been tested on GPU shards, so it is not supported with exact.logical_ranks={exact}"
+    if cfg.optim.target not in SGD and not inherits_first(cfg.optim, "optim", SGD[1]):
+        return None
+    if is_sharded:
+        return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
+    if cfg.optim.get("dampening"):
+        return "has no kernel for SGD with dampening that supports a parameter's first gradient in a later step (torch 2.13)"
+    return None
+
+
+def optimizer_node(settings: Settings) -> dict[str, Any]:
+    """The `optim` node, with `fused: auto` resolved for the strategy of this process."""
+    node = settings.cfg.optim.node
+    if node.get("fused") != "auto":
+        return node
+    # With exact.logical_ranks, all strategies compute as they do on shards.
+    is_untested = settings.steps.logical_ranks and accelerator_of(str(settings.cfg.trainer.accelerator)) != "cpu"
+    return {**node, "fused": why_not_fused(settings) is None and not is_untested}
+
+
 def optimizer(settings: Settings) -> Iterator[str]:
     optim, trainer = settings.cfg.optim, settings.cfg.trainer
-    if optim.get("fused") is True and (reason := settings.why_not_fused):
+    if optim.get("fused") is True and (reason := why_not_fused(settings)):
         yield f"optim.fused=true {reason}. Remove optim.fused."
     if optim.get("nesterov") is True and "momentum" in optim and not optim.get("momentum"):
         yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
-from lockstep.config import kinds
-from lockstep.config.kinds import FLAG, Kind, counted, number, one_of, whole
+from lockstep.config import validators
 from lockstep.config.project import TEMPLATES
+from lockstep.config.validators import FLAG, Validator, integer, limit_or_endless, number, one_of
 
 SHIPPED = (
     "lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.", *(f"{name}." for name in TEMPLATES),
@@ -17,15 +17,15 @@ Flag = Annotated[bool, FLAG]
 OptionalFlag = Annotated[bool | None, one_of(True, False, None, example="true")]
 
 
-class Refused(Exception):
+class InvalidValueRead(Exception):
     """A rule read a value that is already reported as invalid."""
 
 
 class Invalid:
-    """Takes the place of an invalid value: any operation on it, or formatting it, raises Refused."""
+    """Takes the place of an invalid value: any operation on it, or formatting it, raises InvalidValueRead."""
 
     def refuse(self, *_: object) -> NoReturn:
-        raise Refused
+        raise InvalidValueRead
 
     __getattr__ = refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __len__ = __iter__ = refuse
@@ -79,7 +79,7 @@ class Component:
         """The components of an argument that holds several by name, such as `metrics` of a task."""
         return {str(key): Component.of(node) for key, node in (self.get(name) or {}).items()}
 
-    def but(self, **kwargs: Any) -> "Component":
+    def replace(self, **kwargs: Any) -> "Component":
         return Component(self.target, {**self.kwargs, **kwargs})
 
     def without(self, *names: str) -> "Component":
@@ -94,25 +94,25 @@ class Trainer:
     """Arguments of lightning.pytorch.Trainer."""
 
     accelerator: Annotated[str, one_of("auto", "cpu", "gpu", "cuda", "mps")]
-    devices: Annotated[int | str | list[int], kinds.DEVICES]
-    num_nodes: Annotated[int, whole(1, 2)]
-    precision: Annotated[str, kinds.PRECISION]
-    max_epochs: Annotated[int | None, counted(5).or_null()]
-    min_epochs: Annotated[int | None, whole(0, 1).or_null()]
-    max_steps: Annotated[int, counted(200)]
-    min_steps: Annotated[int | None, whole(0, 100).or_null()]
-    max_time: Annotated[str | dict[str, int] | None, kinds.DURATION]
-    limit_train_batches: Annotated[int | float | None, kinds.BATCHES]
-    limit_val_batches: Annotated[int | float | None, kinds.BATCHES]
-    limit_test_batches: Annotated[int | float | None, kinds.BATCHES]
-    val_check_interval: Annotated[int | float | None, kinds.INTERVAL]
-    check_val_every_n_epoch: Annotated[int | None, whole(1, 1).or_null()]
-    num_sanity_val_steps: Annotated[int | Auto | None, whole(-1, 2).or_word("auto").or_null()]
-    log_every_n_steps: Annotated[int | Auto, whole(1, 50).or_word("auto")]
+    devices: Annotated[int | str | list[int], validators.DEVICES]
+    num_nodes: Annotated[int, integer(1, 2)]
+    precision: Annotated[str, validators.PRECISION]
+    max_epochs: Annotated[int | None, limit_or_endless(5).or_null()]
+    min_epochs: Annotated[int | None, integer(0, 1).or_null()]
+    max_steps: Annotated[int, limit_or_endless(200)]
+    min_steps: Annotated[int | None, integer(0, 100).or_null()]
+    max_time: Annotated[str | dict[str, int] | None, validators.DURATION]
+    limit_train_batches: Annotated[int | float | None, validators.BATCHES]
+    limit_val_batches: Annotated[int | float | None, validators.BATCHES]
+    limit_test_batches: Annotated[int | float | None, validators.BATCHES]
+    val_check_interval: Annotated[int | float | None, validators.INTERVAL]
+    check_val_every_n_epoch: Annotated[int | None, integer(1, 1).or_null()]
+    num_sanity_val_steps: Annotated[int | Auto | None, integer(-1, 2).or_word("auto").or_null()]
+    log_every_n_steps: Annotated[int | Auto, integer(1, 50).or_word("auto")]
     enable_checkpointing: Flag
     enable_progress_bar: Flag
     enable_model_summary: Flag
-    accumulate_grad_batches: Annotated[int | Auto, whole(1, 2).or_word("auto")]
+    accumulate_grad_batches: Annotated[int | Auto, integer(1, 2).or_word("auto")]
     gradient_clip_val: Annotated[float | None, number(0, 1.0, above=True).or_null()]
     gradient_clip_algorithm: Annotated[str | None, one_of("norm", "value", None)]
     deterministic: Annotated[bool | str | None, one_of(True, False, "warn", None, example="true")]
@@ -121,25 +121,25 @@ class Trainer:
     profiler: Annotated[str | None, one_of("simple", "advanced", "pytorch", None)]
     detect_anomaly: Flag
     sync_batchnorm: Flag
-    reload_dataloaders_every_n_epochs: Annotated[int, whole(0, 0)]
+    reload_dataloaders_every_n_epochs: Annotated[int, integer(0, 0)]
 
 
 @dataclass(frozen=True)
 class Loader:
     """How the samples of a data set become batches. Data with its own dataloaders has none."""
 
-    batch_size: Annotated[int, whole(1, 64)]
-    eval_batch_size: Annotated[int | None, whole(1, 1000).or_null()]
+    batch_size: Annotated[int, integer(1, 64)]
+    eval_batch_size: Annotated[int | None, integer(1, 1000).or_null()]
     val_fraction: Annotated[float, number(0, 0.1, above=True, below=1)]
-    val_gap: Annotated[int | None, whole(0, 24).or_null()]
-    folds: Annotated[int | None, whole(2, 5).or_null()]
-    fold: Annotated[int, whole(0, 0)]
-    limit_train: Annotated[int | None, whole(1, 1000).or_null()]
+    val_gap: Annotated[int | None, integer(0, 24).or_null()]
+    folds: Annotated[int | None, integer(2, 5).or_null()]
+    fold: Annotated[int, integer(0, 0)]
+    limit_train: Annotated[int | None, integer(1, 1000).or_null()]
     balance: Flag
-    repeats: Annotated[int, whole(1, 2)]
-    num_workers: Annotated[int | Auto, whole(0, 4, high=1024).or_word("auto")]
+    repeats: Annotated[int, integer(1, 2)]
+    num_workers: Annotated[int | Auto, integer(0, 4, high=1024).or_word("auto")]
     on_device: Annotated[bool | Auto, one_of(True, False, "auto", example="false")]
-    prefetch_factor: Annotated[int | None, whole(1, 4).or_null()]
+    prefetch_factor: Annotated[int | None, integer(1, 4).or_null()]
     persistent_workers: OptionalFlag
 
 
@@ -147,10 +147,10 @@ class Loader:
 class Checkpoint:
     """Which checkpoints are kept, and how they are saved."""
 
-    monitor: Annotated[str | None, kinds.MONITOR]
+    monitor: Annotated[str | None, validators.MONITOR]
     mode: Annotated[str, one_of("max", "min")]
-    save_top_k: Annotated[int, whole(1, 1)]
-    every_n_steps: Annotated[int | None, whole(1, 100).or_null()]
+    save_top_k: Annotated[int, integer(1, 1)]
+    every_n_steps: Annotated[int | None, integer(1, 100).or_null()]
     sharded: Flag
     background: Flag
 
@@ -159,8 +159,8 @@ class Checkpoint:
 class Exact:
     """Bit-identical results on any number of processes."""
 
-    logical_ranks: Annotated[int | None, kinds.POWER_OF_TWO]
-    threads: Annotated[int, whole(1, 1, high=1024)]
+    logical_ranks: Annotated[int | None, validators.POWER_OF_TWO]
+    threads: Annotated[int, integer(1, 1, high=1024)]
     digests: Flag
 
 
@@ -168,10 +168,10 @@ class Exact:
 class Request:
     """The options of predict.py."""
 
-    input: Annotated[str, kinds.INPUT]
-    output: Annotated[str | None, kinds.TEXT.or_null()]
+    input: Annotated[str, validators.INPUT]
+    output: Annotated[str | None, validators.TEXT.or_null()]
     overwrite: Flag
-    top_k: Annotated[int, whole(1, 5)]
+    top_k: Annotated[int, integer(1, 5)]
     probabilities: Flag
     gallery: Flag
     part: str | None = None  # the split of the run's own data that `input` names
@@ -179,7 +179,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The full definition of a run: what it trains, on what, how and where. Immutable: `but` returns a changed copy."""
+    """The full definition of a run: what it trains, on what, how and where. Immutable: `replace` returns a changed copy."""
 
     task: Component
     model: Component
@@ -194,12 +194,12 @@ class RunConfig:
     logger: Components
     checkpoint: Checkpoint
     exact: Exact
-    seed: Annotated[int | None, whole(0, 0, high=2**32 - 1).or_null()]  # the largest seed of NumPy's generators
-    run: Annotated[str | None, kinds.NAME]
-    runs_dir: Annotated[str, kinds.TEXT]
-    resume: Annotated[str | None, kinds.TRAINED]
-    init_from: Annotated[str | None, kinds.TRAINED]
-    debug_rank: Annotated[int | None, whole(0, 1, "a rank").or_null()]
+    seed: Annotated[int | None, integer(0, 0, high=2**32 - 1).or_null()]  # the largest seed of NumPy's generators
+    run: Annotated[str | None, validators.NAME]
+    runs_dir: Annotated[str, validators.TEXT]
+    resume: Annotated[str | None, validators.TRAINED]
+    init_from: Annotated[str | None, validators.TRAINED]
+    debug_rank: Annotated[int | None, integer(0, 1, "a rank").or_null()]
     compile: Flag
     channels_last: Flag
     tf32: Flag
@@ -235,7 +235,7 @@ class RunConfig:
             value = value[name]
         return value
 
-    def but(self, values: Mapping[str, Any]) -> "RunConfig":
+    def replace(self, values: Mapping[str, Any]) -> "RunConfig":
         """A copy with new values of dotted keys."""
         tree = self.plain()
         for key, value in values.items():
@@ -262,8 +262,8 @@ def plain(value: Any) -> Any:
     return {key: plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def annotated(group: type[Any], prefix: str = "") -> Iterator[tuple[str, Kind]]:
-    """The keys of a group with their kinds."""
+def annotated(group: type[Any], prefix: str = "") -> Iterator[tuple[str, Validator]]:
+    """The keys of a group with their validators."""
     for name, hint in get_type_hints(group, include_extras=True).items():
         for kind in getattr(hint, "__metadata__", ()):
             yield prefix + name, kind

@@ -1,8 +1,8 @@
 """The keys of a config, and what each accepts. Free of torch, like all checks of a config."""
 
-from lockstep.config import kinds
-from lockstep.config.kinds import FLAG, MONITOR, SHARE, TEXT, Kind, number, numbers, one_of, whole
+from lockstep.config import validators
 from lockstep.config.run_config import CLOSED, Request, RunConfig, annotated
+from lockstep.config.validators import FLAG, MONITOR, SHARE, TEXT, Validator, integer, number, numbers, one_of
 
 # Keys that are true or false.
 FLAGS = (
@@ -11,21 +11,21 @@ FLAGS = (
     "strategy.find_unused_parameters", "strategy.reshard_after_forward", "strategy.reduce_each_micro_batch",
 )  # fmt: skip
 # Keys of shipped components. Any other key of a component is passed on to its class.
-OF_COMPONENTS: dict[str, Kind] = {
+OF_COMPONENTS: dict[str, Validator] = {
     **dict.fromkeys(FLAGS, FLAG),
     "task.monitor": MONITOR,
     "task.mode": one_of("max", "min"),
     "data.root": TEXT,
     "data.source": one_of("auto", "disk", "download", "embedded"),
     "data.cache_dir": TEXT.or_null(),
-    "data.image_size": whole(1, 224, "a whole number of pixels", 2**15),
-    "data.eval_size": whole(1, 224, "a whole number of pixels", 2**15).or_null(),
+    "data.image_size": integer(1, 224, "a whole number of pixels", 2**15),
+    "data.eval_size": integer(1, 224, "a whole number of pixels", 2**15).or_null(),
     "data.resize": one_of("model", "crop", "pad", "squash"),
     "data.crop_pct": number(0.05, 0.875, high=2).or_word("model"),
     "data.interpolation": one_of("model", "bilinear", "bicubic"),
     "data.presize": number(1, 2, high=2**10).or_null(),
-    "data.mean": kinds.CHANNELS,
-    "data.std": kinds.CHANNELS,
+    "data.mean": validators.CHANNELS,
+    "data.std": validators.CHANNELS,
     "data.test_fraction": number(0, 0.1, above=True, below=1),
     "data.csv": TEXT.or_null(),
     "data.channels": one_of(1, 3, example=3),
@@ -45,22 +45,22 @@ OF_COMPONENTS: dict[str, Kind] = {
     "task.loss": TEXT,
     "task.huber_delta": number(0, 1, above=True),
     "task.dice": number(0, 1),
-    "task.ignore_index": whole(-kinds.MOST, 255),
-    "schedule.warmup_steps": whole(0, 100),
-    "callbacks.early_stopping.patience": whole(1, 3),
+    "task.ignore_index": integer(-validators.MAX_INTEGER, 255),
+    "schedule.warmup_steps": integer(0, 100),
+    "callbacks.early_stopping.patience": integer(1, 3),
     "callbacks.early_stopping.min_delta": number(0, 0.001),
     "callbacks.ema.decay": number(0, 0.999, below=1),
-    "callbacks.ema.update_every_n_steps": whole(1, 1),
+    "callbacks.ema.update_every_n_steps": integer(1, 1),
     "callbacks.early_stopping.monitor": MONITOR,
     "callbacks.early_stopping.mode": one_of("max", "min"),
     "callbacks.early_stopping.check_on_train_epoch_end": one_of(True, False, None, example="false"),
-    "callbacks.freeze.parameters": Kind(
-        lambda v: kinds.is_text(v) or (kinds.is_texts(v) and v != []),
+    "callbacks.freeze.parameters": Validator(
+        lambda v: validators.is_text(v) or (validators.is_texts(v) and v != []),
         "body, or patterns of parameter names",
         "[layer1.*]",
     ),
-    "callbacks.freeze.unfreeze": Kind(
-        kinds.is_unfrozen, "pairs of a parameter-name pattern and an epoch", "[[layer4.*,1]]"
+    "callbacks.freeze.unfreeze": Validator(
+        validators.is_unfrozen, "pairs of a parameter-name pattern and an epoch", "[[layer4.*,1]]"
     ),
     "logger.wandb.mode": one_of("auto", "online", "offline"),
     "schedule.initial_fraction": SHARE,
@@ -74,11 +74,11 @@ OF_COMPONENTS: dict[str, Kind] = {
     "strategy.name": TEXT,
     "strategy.bucket_cap_mb": number(0, 25, above=True, high=1e6),
     "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
-    "strategy.timeout_s": kinds.TIMEOUT,
-    "strategy.blocks": Kind(kinds.is_texts, "a list of class names", "[Bottleneck]").or_word("auto"),
+    "strategy.timeout_s": validators.TIMEOUT,
+    "strategy.blocks": Validator(validators.is_texts, "a list of class names", "[Bottleneck]").or_word("auto"),
 }
 # All keys that Lockstep reads itself.
-KEYS: dict[str, Kind] = {
+KEYS: dict[str, Validator] = {
     **dict(annotated(RunConfig)),
     **{key: kind for name, group in CLOSED.items() for key, kind in annotated(group, f"{name}.")},
     **OF_COMPONENTS,

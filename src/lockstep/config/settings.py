@@ -6,34 +6,18 @@ those of torchrun, must agree (callbacks/summary.py).
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.instantiate import is_a, operations, pretraining
+from lockstep.config.formatting import to_text
+from lockstep.config.instantiate import inherits_first, operations, pretraining
 from lockstep.config.run_config import Component, Loader, Request, RunConfig
 from lockstep.config.schema import OPTIONAL
-from lockstep.config.targets import imports_no_torch, lineage
-from lockstep.config.words import shown
-from lockstep.machine.world import (
-    SLURM,
-    TORCHRUN,
-    VOLTA,
-    StrategySpec,
-    World,
-    accelerator_of,
-    capabilities,
-    cores,
-    device_count,
-    external_launcher,
-    memory_bytes,
-    multiplies_bf16,
-    number,
-    rank_of,
-    spec_of,
-)
+from lockstep.config.targets import imports_no_torch, source_bases
+from lockstep.machine.world import StrategySpec, World, cores, fastest_precision, memory_bytes, spec_of, world_of
 from lockstep.run import RunFolder
 
 if TYPE_CHECKING:
@@ -88,16 +72,7 @@ def accumulations(batch: int, world: int, unit: int = 1) -> list[int]:
 # --- The values of `auto` for this run and machine ---
 
 MOST_WORKERS = 8  # per process
-SGD = ("torch.optim.SGD", "torch.optim.sgd.SGD")  # torch's SGD is recognised without importing it, unlike subclasses
 ROWS, SPARSEST = 20, 50  # rows of the log: at least 20 in a run, at least one every 50 steps
-
-
-def precision(accelerator: str, supported: Sequence[str] | None) -> str:
-    """The fastest mixed precision with hardware units. `supported` by the strategy; None means all."""
-    if multiplies_bf16(accelerator):
-        return "bf16-mixed"
-    has_fp16 = accelerator == "cuda" and min(capabilities(), default=0) >= VOLTA
-    return "16-mixed" if has_fp16 and "16-mixed" in (supported or ["16-mixed"]) else "32-true"
 
 
 def workers(bytes_in_memory: int | None, world: World) -> int:
@@ -115,27 +90,6 @@ def log_interval(steps: float) -> int:
 # --- The settings ---
 
 
-def world_of(
-    strategy: Component,
-    accelerator: str,
-    devices: int | str | list[int],
-    nodes: int,
-    env: Mapping[str, str] = os.environ,
-) -> World:
-    """The processes that a config requests; under torchrun and SLURM, the ones they started."""
-    spec, accelerator = spec_of(strategy.target), accelerator_of(str(accelerator))
-    count = device_count(devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
-    external, rank = external_launcher(env), rank_of(env)
-    if external == TORCHRUN:
-        count, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
-    elif external == SLURM:
-        nodes = number(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-        count = int(env["SLURM_NTASKS"]) // nodes
-    else:
-        rank = int(env.get("NODE_RANK", "0")) * count
-    return World(accelerator, count, nodes, str(strategy.name), rank, external, spec.one_process)
-
-
 @dataclass(frozen=True)
 class Settings:
     """The config of a run, its processes, and the values derived from both."""
@@ -144,17 +98,22 @@ class Settings:
     world: World
     request: Request | None = None  # of predict.py
     overrides: tuple[str, ...] | None = ()  # of the commands that started and resumed the run; None: unknown
-    drawn: frozenset[str] = frozenset()  # see Draft
-    asked: set[str] = field(default_factory=set, compare=False)  # groups from which this process has built objects
+    random_keys: frozenset[str] = frozenset()  # see Draft
+    built_groups: set[str] = field(default_factory=set, compare=False)  # groups whose objects this process has built
 
     @classmethod
     def of(cls, cfg: RunConfig, env: Mapping[str, str] = os.environ) -> "Settings":
         trainer = cfg.trainer
-        return cls(cfg, world_of(cfg.strategy, trainer.accelerator, trainer.devices, trainer.num_nodes, env))
+        return cls(
+            cfg,
+            world_of(
+                cfg.strategy.target, cfg.strategy.name, trainer.accelerator, trainer.devices, trainer.num_nodes, env
+            ),
+        )
 
-    def but(self, values: Mapping[str, Any]) -> "Settings":
+    def replace(self, values: Mapping[str, Any]) -> "Settings":
         """A copy with new values of dotted keys."""
-        return replace(self, cfg=self.cfg.but(values))
+        return replace(self, cfg=self.cfg.replace(values))
 
     # --- Names and paths ---
 
@@ -190,8 +149,8 @@ class Settings:
 
     def as_built(self) -> "Settings":
         """A copy without those of the config's network, optimizer and schedule that train.py built itself."""
-        by_hand = [group for group in OPTIONAL if getattr(self.cfg, group) and group not in self.asked]
-        return self.but({group: {} for group in by_hand}) if by_hand else self
+        by_hand = [group for group in OPTIONAL if getattr(self.cfg, group) and group not in self.built_groups]
+        return self.replace({group: {} for group in by_hand}) if by_hand else self
 
     def evaluation_file(self, job: str = "eval") -> Path:
         """Where eval.py and predict.py write: the run's <job>.json, or a file next to a checkpoint outside of a run."""
@@ -212,13 +171,13 @@ class Settings:
         value = getattr(self.cfg, group)
         if not isinstance(value, Component):
             return all(component.is_shipped for component in value.values())
-        is_known = not value or value.is_shipped or (readable and lineage(value.target) is not None)
+        is_known = not value or value.is_shipped or (readable and source_bases(value.target) is not None)
         return is_known and (not reads or imports_no_torch(value.target))
 
     @cached_property
     def own_loaders(self) -> bool:
         """Whether `data` is a LightningDataModule, which has its own dataloaders."""
-        return is_a(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
+        return inherits_first(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
 
     @cached_property
     def loader(self) -> Loader | None:
@@ -230,8 +189,8 @@ class Settings:
         """Whether the task is the user's LightningModule, as declared by task=lightning_module or the task's class."""
         task, base, ours = self.cfg.task, "lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"
         if "replaces" in task:
-            return not is_a(task, "task", ours, base)
-        return is_a(task, "task", base, ours)
+            return not inherits_first(task, "task", ours, base)
+        return inherits_first(task, "task", base, ours)
 
     @cached_property
     def operations(self) -> dict[str, Any]:
@@ -265,7 +224,7 @@ class Settings:
         )
 
     @property
-    def unit(self) -> tuple[int, str]:
+    def micro_batch_divisor(self) -> tuple[int, str]:
         """The divisor of every micro-batch size, and the reason: copies and mixed pairs stay within a micro-batch."""
         repeats = self.loader.repeats if self.loader else 1
         pairs = [name for name, operation in self.operations.items() if getattr(operation, "mixes", False)]
@@ -276,7 +235,7 @@ class Settings:
     @property
     def accumulations(self) -> list[int]:
         """The possible values of trainer.accumulate_grad_batches, smallest first."""
-        return accumulations(self.steps.batch_size, self.world.size, self.unit[0])
+        return accumulations(self.steps.batch_size, self.world.size, self.micro_batch_divisor[0])
 
     @property
     def batches(self) -> dict[str, Any]:
@@ -289,56 +248,28 @@ class Settings:
             "micro_batch": batch and batch // (self.world.size * accumulate),  # per process
         }
 
-    # --- Optimizer ---
-
-    @property
-    def why_not_fused(self) -> str | None:
-        """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
-        cfg, exact, is_sharded = self.cfg, self.steps.logical_ranks, self.spec.is_sharded
-        if exact and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
-            return None  # training/arithmetic.py
-        if exact and is_sharded:
-            return f"has not been tested on GPU shards, so it is not supported with exact.logical_ranks={exact}"
-        if cfg.optim.target not in SGD and not is_a(cfg.optim, "optim", SGD[1]):
-            return None
-        if is_sharded:
-            return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
-        if cfg.optim.get("dampening"):
-            return "has no kernel for SGD with dampening that supports a parameter's first gradient in a later step (torch 2.13)"
-        return None
-
-    @property
-    def optimizer_node(self) -> dict[str, Any]:
-        """The `optim` node, with `fused: auto` resolved for the strategy of this process."""
-        node = self.cfg.optim.node
-        if node.get("fused") != "auto":
-            return node
-        # With exact.logical_ranks, all strategies compute as they do on shards.
-        is_untested = self.steps.logical_ranks and accelerator_of(str(self.cfg.trainer.accelerator)) != "cpu"
-        return {**node, "fused": self.why_not_fused is None and not is_untested}
-
     # --- Messages about keys ---
 
-    def given(self, key: str) -> str:
+    def setting_text(self, key: str) -> str:
         """A key and its value, as messages show them."""
-        return f"{key}={shown(self.cfg.get(key))}"
+        return f"{key}={to_text(self.cfg.get(key))}"
 
-    def excluded(self, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    def exclusion_errors(self, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
         """A message for each key of a table that differs from its default, with the reason why it must not."""
         for key, (default, reason) in table.items():
             if self.cfg.get(key, default) not in (default, None):
-                yield f"{self.given(key)} {reason.format(exact=self.given('exact.logical_ranks'))}."
+                yield f"{self.setting_text(key)} {reason.format(exact=self.setting_text('exact.logical_ranks'))}."
 
     # --- Values that are decided once per run ---
 
-    def decided(self, data: "DataSet | None", samples: int | None = None) -> "Settings":
+    def with_auto_resolved(self, data: "DataSet | None", samples: int | None = None) -> "Settings":
         """A copy with a value for each `auto` that depends on the machine or on the number of training samples.
 
         `data` is None for a LightningDataModule: its length is unknown until it trains (callbacks/module_hooks.py).
         """
         cfg, values = self.cfg, dict[str, Any]()
         if cfg.trainer.precision == "auto":
-            best = precision(self.world.accelerator, self.spec.precisions)
+            best = fastest_precision(self.world.accelerator, self.spec.precisions)
             values["trainer.precision"] = "32-true" if self.custom_module else best  # Lightning's default
         if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
             values["trainer.log_every_n_steps"] = log_interval(self.steps.steps(samples))
@@ -352,12 +283,12 @@ class Settings:
                 values["loader.eval_batch_size"] = data.eval_batch_size or loader.batch_size
         if data is not None and data.source and cfg.data.get("source") == "auto":
             values["data.source"] = data.source
-        return self.but(values)
+        return self.replace(values)
 
-    def with_numbers(self) -> "Settings":
+    def with_pretraining_values(self) -> "Settings":
         """A copy with numbers in place of `model` in `data`, so a newer timm cannot change a resumed run."""
         data = self.cfg.data
         if not (keys := [key for key in OF_NETWORK if data.get(key) == "model"]):
             return self
         values = pretraining(self.cfg.model, data)
-        return self.but({f"data.{key}": values[key] for key in keys})
+        return self.replace({f"data.{key}": values[key] for key in keys})

@@ -16,12 +16,11 @@ from typing import Any
 
 from lockstep import PACKAGE
 from lockstep.config import project
+from lockstep.config.formatting import to_text
 from lockstep.config.renames import MOVED
-from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
 # --- What each key accepts: a class of the key's kind, or a function whose annotation says that it returns one ---
-#
 # A config may be untrusted, because every checkpoint contains one. So no package is allowed as a whole. Bases are given
 # by name, so checking a user class imports only what the class itself imports.
 
@@ -67,7 +66,7 @@ LIGHT = ("numpy.", "PIL.", "lockstep.data.", "lockstep.errors.", "lockstep.machi
 FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, without a return annotation
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code
 # The kinds of a key, by the class names of their bases. A nested node may be of any kind, or anything of the project.
-KINDS = {
+COMPONENT_TYPES = {
     "task": ("Task", "LightningModule"),
     "model": ("Module",),
     "data": ("DataSet", "LightningDataModule"),
@@ -87,21 +86,21 @@ def trusted() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*TRUSTED, *(f"{package}." for package in project.current().packages)]))
 
 
-def kinds_of(key: str) -> tuple[str, ...] | None:
+def component_types(key: str) -> tuple[str, ...] | None:
     """The kinds of a key; None for a nested node."""
-    return KINDS.get(key) or KINDS.get(f"{key.rpartition('.')[0]}.*")
+    return COMPONENT_TYPES.get(key) or COMPONENT_TYPES.get(f"{key.rpartition('.')[0]}.*")
 
 
-def home(target: Any) -> str:
+def definition_path(target: Any) -> str:
     """The dotted path where a class or function is defined, regardless of the path that it was imported from."""
     return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def may_name(target: Any, key: str) -> bool:
+def is_allowed(target: Any, key: str) -> bool:
     """Whether a config may name `target` at `key`. Does not call `target`."""
     while isinstance(target, partial):
         target = target.func
-    path, kinds = home(target), kinds_of(key)
+    path, kinds = definition_path(target), component_types(key)
     # In a checkout, the project's packages include those of Lockstep.
     packages = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
     if path.startswith(UNPICKLING) or not callable(target):
@@ -116,7 +115,7 @@ def may_name(target: Any, key: str) -> bool:
             cls = None
         if not isinstance(cls, type) or cls is Any:
             return path.startswith(packages)
-    bases = {home(base) for base in cls.__mro__}
+    bases = {definition_path(base) for base in cls.__mro__}
     return any(
         base in bases
         and path.startswith(modules if base == "builtins.object" else (*modules, f"{PACKAGE.name}.", *packages))
@@ -137,18 +136,18 @@ def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from nodes(item, f"{key}.{name}")
 
 
-def unnamed(node: Any, key: str) -> Iterator[str]:
+def target_error(node: Any, key: str) -> Iterator[str]:
     """The error if a node has no class: it is not a node, or its `_target_` is missing or not a dotted name."""
     target = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping):
-        yield f"{key}={shown(node)} is invalid; expected a class and its arguments, for example {key}={{_target_: {CLASS}}}."
+        yield f"{key}={to_text(node)} is invalid; expected a class and its arguments, for example {key}={{_target_: {CLASS}}}."
     elif target in (None, "???"):
         yield f"{key}._target_ is missing. Set it to a class, for example {key}._target_={CLASS}."
     elif not isinstance(target, str) or "." not in target.strip("."):
-        yield f"{key}._target_={shown(target)} is invalid; expected a class, for example {key}._target_={CLASS}."
+        yield f"{key}._target_={to_text(target)} is invalid; expected a class, for example {key}._target_={CLASS}."
 
 
-def foreign_names(value: Any, key: str) -> Iterator[str]:
+def disallowed_targets(value: Any, key: str) -> Iterator[str]:
     """An error for each target in a node and its nested nodes that no config may name. Imports nothing."""
     allowed = trusted()
     for node_key, node in nodes(value, key):
@@ -192,18 +191,18 @@ def locate(path: str) -> Any:
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if a config may not name it or it does not exist."""
-    raise_problems(foreign_names({"_target_": path}, key))
+    raise_problems(disallowed_targets({"_target_": path}, key))
     if path in MOVED:
         raise UserError(f"{key}._target_={path} was renamed to {MOVED[path]}. Update it.")
     try:
         target: Callable[..., Any] = locate(path)
     except LookupError as e:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
-    if not may_name(target, key):
-        bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (kinds_of(key) or ())]
+    if not is_allowed(target, key):
+        bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (component_types(key) or ())]
         transforms = "a transform of torchvision, timm or albumentations"
         kinds = " or ".join(transforms if name == "object" else f"{library}'s {name}" for library, *_, name in bases)
-        if any(home(base).startswith("pytorch_lightning.") for base in getattr(target, "__mro__", ())):
+        if any(definition_path(base).startswith("pytorch_lightning.") for base in getattr(target, "__mro__", ())):
             raise UserError(
                 f"{key}._target_={path} is a class of the package pytorch_lightning. Lockstep supports the package lightning, which has the "
                 "same modules: replace `import pytorch_lightning` with `import lightning.pytorch`."
@@ -225,11 +224,12 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
         target = locate(path)
         result = signature(target)
         for init, base in pairwise(constructors(target)):
-            if not (rest := [name for name, p in result.items() if p.kind is p.VAR_KEYWORD]) or keeps(init, rest[0]):
+            rest = [name for name, p in result.items() if p.kind is p.VAR_KEYWORD]
+            if not rest or consumes_rest(init, rest[0]):
                 break
             inherited = list(signature(base).values())[1:]  # without `self`
             named = {k: p for k, p in result.items() if k not in rest}
-            result = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | named
+            result = {p.name: p.replace(default=None) if takes_name(p) else p for p in inherited} | named
     except (LookupError, TypeError, ValueError):
         return None
     return result
@@ -251,7 +251,7 @@ def statements(tree: ast.Module | ast.If | ast.Try) -> Iterator[ast.stmt]:
 
 
 @cache
-def source(path: str) -> Source | None:
+def find_source(path: str) -> Source | None:
     """The source of a class or function, without importing it; None if its path and imports do not lead to it."""
     module, _, name = path.rpartition(".")
     package, *rest = module.split(".")
@@ -273,10 +273,10 @@ def source(path: str) -> Source | None:
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
             if name == (alias.asname or alias.name):
                 match = f"{resolve_name('.' * node.level + (node.module or ''), parent)}.{alias.name}"  # type: ignore[attr-defined]
-    return match if not isinstance(match, str) else source(match) if match != path else None
+    return match if not isinstance(match, str) else find_source(match) if match != path else None
 
 
-def meaning(name: str, origin: Source) -> str:
+def full_path(name: str, origin: Source) -> str:
     """The full path of a dotted name used in a module: imported there, or else defined there."""
     first, dot, rest = name.partition(".")
     for node in statements(origin.tree):
@@ -290,16 +290,16 @@ def meaning(name: str, origin: Source) -> str:
 
 
 @cache
-def lineage(path: str) -> list[str] | None:
+def source_bases(path: str) -> list[str] | None:
     """The homes of a class and its bases, up to those in BASES, read from the source; None if the source lacks any."""
-    cls = source(path)
+    cls = find_source(path)
     if cls is None or isinstance(cls.node, ast.FunctionDef):
         return None
     homes = [f"{cls.module}.{cls.node.name}"]
     if homes[0] in BASES:
         return homes
-    for base in (meaning(ast.unparse(base), cls) for base in cls.node.bases):
-        inherited = lineage(base) if base != homes[0] else None
+    for base in (full_path(ast.unparse(base), cls) for base in cls.node.bases):
+        inherited = source_bases(base) if base != homes[0] else None
         if inherited is None:
             return None
         homes += inherited
@@ -308,7 +308,7 @@ def lineage(path: str) -> list[str] | None:
 
 def imports_no_torch(path: str) -> bool:
     """Whether the file of a class imports only the standard library, NumPy, Pillow and LIGHT modules of Lockstep."""
-    cls, names = source(path), list[str]()
+    cls, names = find_source(path), list[str]()
     for node in statements(cls.tree) if cls else ():
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -316,10 +316,10 @@ def imports_no_torch(path: str) -> bool:
     return cls is not None and all(are_light)
 
 
-def written_arguments(path: str) -> list[str] | None:
+def source_parameters(path: str) -> list[str] | None:
     """The parameters in the source of a class or function; None if it has `**kwargs` or its source is not found."""
-    homes = lineage(path) or [path]
-    for target in filter(None, map(source, homes)):
+    homes = source_bases(path) or [path]
+    for target in filter(None, map(find_source, homes)):
         body = target.node.body if isinstance(target.node, ast.ClassDef) else [target.node]
         for node in body:
             if isinstance(node, ast.FunctionDef) and (node is target.node or node.name == "__init__"):
@@ -332,9 +332,9 @@ def written_arguments(path: str) -> list[str] | None:
     return None
 
 
-def written_value(path: str, name: str) -> Any:
+def source_constant(path: str, name: str) -> Any:
     """The constant value of an attribute in the source of a class or its bases; None if there is none."""
-    for cls in filter(None, map(source, lineage(path) or [path])):
+    for cls in filter(None, map(find_source, source_bases(path) or [path])):
         for node in cls.node.body:
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             value = getattr(node, "value", None)
@@ -354,7 +354,7 @@ def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: p.replace(annotation=types.get(name, p.annotation)) for name, p in named.items()}
 
 
-def takes_one(parameter: inspect.Parameter) -> bool:
+def takes_name(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
@@ -364,7 +364,7 @@ def constructors(target: Any) -> list[Callable[..., Any]]:
     return [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
 
 
-def keeps(constructor: Callable[..., Any], rest: str) -> bool:
+def consumes_rest(constructor: Callable[..., Any], rest: str) -> bool:
     """Whether a constructor passes its `**rest` to no other constructor, so it may use any of the names itself."""
     try:
         parts = ast.walk(ast.parse(f"if True:\n{inspect.getsource(constructor)}"))  # a method is indented
@@ -375,7 +375,7 @@ def keeps(constructor: Callable[..., Any], rest: str) -> bool:
     return not (uses or constructor.__module__.startswith("lightning."))  # LightningDataModule drops them
 
 
-def accepted(path: str, context: Mapping[str, Any]) -> dict[str, Any]:
+def matching_kwargs(path: str, context: Mapping[str, Any]) -> dict[str, Any]:
     """The values of `context` that a target has parameters for."""
     named = parameters(path)
     return {name: value for name, value in context.items() if named is not None and name in named}
@@ -397,4 +397,4 @@ def type_problem(parameter: inspect.Parameter, key: str, value: Any) -> Iterator
         return
     if is_wrong:
         name = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
-        yield f"{key}={shown(value)} is invalid; expected {name or str(annotation).replace('typing.', '')}."
+        yield f"{key}={to_text(value)} is invalid; expected {name or str(annotation).replace('typing.', '')}."

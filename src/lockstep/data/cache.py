@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.config.words import warn
+from lockstep.config.formatting import warn
 from lockstep.data.dataset import add_arrays
-from lockstep.errors import DataChanged, UserError, explained
-from lockstep.machine.files import locked, open_plain, read_text, refuse_unwritable, remove, replacing
+from lockstep.errors import DataChanged, UserError, disk_errors
+from lockstep.machine.files import atomic_replace, locked, open_plain, read_text, refuse_unwritable, remove
 
 FORMAT = 4  # version of the cache; increment it when the format of the files changes
 # What reading a truncated or changed file raises.
@@ -41,7 +41,7 @@ class Cached:
     def unchanged(self) -> "Cached":
         """Returns itself. Raises DataChanged if the mapped files have changed since they were decoded."""
         with contextlib.suppress(OSError):  # removed or unreadable: the mapped arrays stay valid
-            if checked(self.folder) != self:
+            if checked_arrays(self.folder) != self:
                 raise DataChanged(
                     f"the decoded data in {self.folder} changed while this run used it. Rerun the command with resume=auto: it decodes "
                     "the data again and continues from the last checkpoint, which was saved before the change."
@@ -50,7 +50,7 @@ class Cached:
 
     def arrays(self, part: str) -> Parts:
         """The memory-mapped arrays of a part such as `train`; empty if the part does not exist."""
-        return {path.stem: mapped(path) for path in sorted((self.folder / part).glob("*.npy"))}
+        return {path.stem: map_file(path) for path in sorted((self.folder / part).glob("*.npy"))}
 
 
 def cache_folder(path: str | None) -> Path:
@@ -83,7 +83,7 @@ def private_folder() -> Path:
 
 def key_of(name: str, files: list[Path], *settings: object) -> str:
     """The name of the cache folder for these source files. A changed file gets a new folder."""
-    stats = [(str(path.resolve()), *stamp(path)) for path in files]
+    stats = [(str(path.resolve()), *file_state(path)) for path in files]
     return f"{name}-{hashlib.sha256(repr((FORMAT, stats, settings)).encode()).hexdigest()[:16]}"
 
 
@@ -95,58 +95,58 @@ def one_download(cache: Path, name: str, root: Path) -> Iterator[None]:
         yield
 
 
-def hash_of(path: Path, algorithm: str) -> str:
+def file_hash(path: Path, algorithm: str) -> str:
     with open_plain(path, follows=True) as file:
         return hashlib.file_digest(file, algorithm).hexdigest()  # type: ignore[arg-type]  # it is a buffered reader
 
 
-def mapped(path: Path) -> NDArray[Any]:
+def map_file(path: Path) -> NDArray[Any]:
     """The memory-mapped array of a file. Raises OSError if it is a link or not a regular file."""
     open_plain(path).close()  # check the file first: np.load can map a path only
     array: NDArray[Any] = np.load(path, mmap_mode="r")
     return array
 
 
-def decoded(folder: Path, decode: Decode) -> Cached:
+def decode_once(folder: Path, decode: Decode) -> Cached:
     """The arrays in `folder`. If missing or damaged, one process writes what `decode` returns; the others wait.
 
     Raises:
         UserError: the cache cannot be written, or its disk is full.
     """
-    if cached := intact(folder):
+    if cached := intact_arrays(folder):
         return cached
     refuse_unwritable(folder.parent, "data.cache_dir")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
-        if cached := intact(folder):
+        if cached := intact_arrays(folder):
             return cached
         if folder.exists():
             warn(f"the decoded data in {folder} is damaged and will be decoded again.")
             remove(folder)  # processes that have mapped its files can still read them
         parts, extra = decode()
-        with explained(f"data.cache_dir={folder.parent} cannot be written", ROOM):
+        with disk_errors(f"data.cache_dir={folder.parent} cannot be written", ROOM):
             return write(parts, extra, folder)
 
 
-def intact(folder: Path) -> Cached | None:
+def intact_arrays(folder: Path) -> Cached | None:
     """The arrays in `folder`; None if they are missing or damaged."""
     with contextlib.suppress(OSError):
-        return checked(folder)
+        return checked_arrays(folder)
     return None
 
 
-def checked(folder: Path) -> Cached | None:
+def checked_arrays(folder: Path) -> Cached | None:
     """The arrays in `folder`; None if they differ from what was written. Raises OSError if they cannot be read.
 
     Hashes the files (0.7 GB/s) only if their size or modification time has changed since they were written.
     """
     try:
         metadata = json.loads(read_text(folder / "about.json"))
-        if metadata.pop("check") != check_of(metadata):
+        if metadata.pop("check") != checksum_of(metadata):
             return None
-        stamps = {name: stamp(folder / f"{name}.npy") for name in metadata["stamps"]}
+        stamps = {name: file_state(folder / f"{name}.npy") for name in metadata["stamps"]}
         if stamps not in (metadata["stamps"], verified.get(folder)):
-            arrays = {name: mapped(folder / f"{name}.npy") for name in metadata["stamps"]}
+            arrays = {name: map_file(folder / f"{name}.npy") for name in metadata["stamps"]}
             if digest_of(arrays, metadata["extra"]) != metadata["sha256"]:
                 return None
             verified[folder] = stamps
@@ -155,11 +155,11 @@ def checked(folder: Path) -> Cached | None:
         return None
 
 
-def check_of(metadata: dict[str, Any]) -> str:
+def checksum_of(metadata: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
-def stamp(path: Path) -> list[int]:
+def file_state(path: Path) -> list[int]:
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns]
 
@@ -173,15 +173,15 @@ def digest_of(parts: Parts, extra: dict[str, Any]) -> str:
 def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
     """Writes arrays and plain values into `folder` atomically. Raises OSError."""
     arrays = {name: np.ascontiguousarray(values) for name, values in parts.items()}
-    with replacing(folder) as temporary:
+    with atomic_replace(folder) as temporary:
         stamps = {}
         for name, array in arrays.items():
             path = temporary / f"{name}.npy"
             path.parent.mkdir(parents=True, exist_ok=True)
             np.save(path, array)
-            stamps[name] = stamp(path)
+            stamps[name] = file_state(path)
         sha256 = digest_of(arrays, extra)
         metadata = {"sha256": sha256, "extra": extra, "stamps": stamps}
         temporary.mkdir(exist_ok=True)  # not created yet if there are no arrays
-        (temporary / "about.json").write_text(json.dumps(metadata | {"check": check_of(metadata)}))
+        (temporary / "about.json").write_text(json.dumps(metadata | {"check": checksum_of(metadata)}))
     return Cached(folder, sha256, extra)

@@ -12,44 +12,44 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
-from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, classes_of, listed, targets_of
-from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Places, Reader, ResumableLoader, is_numeric, timed
+from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, as_list, classes_of, targets_of
+from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Reader, ResumableLoader, WithEpoch, is_numeric, timed
 from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, evaluation_splits, splits
 from lockstep.errors import UserError, raise_problems
 
 VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `varied`, and for all
 ON_DEVICE_SHARE = 0.1  # the fraction of a GPU's free memory that on_device=auto may use
 # Maps targets and the number of names they may refer to, to the index and a description of the first invalid target.
-Judge = Callable[[Any, int], tuple[int, str] | None]
+TargetCheck = Callable[[Any, int], tuple[int, str] | None]
 
 # --- Targets are numbers or columns that refer to names, whose order may differ between parts and checkpoints ---
 
 # B batch · K name
 
-NAMES = ("classes", "labels", "targets", "inputs", "vocabulary")  # lists in `about` that numbers refer to by index
+NAMES = ("classes", "labels", "targets", "inputs", "vocabulary")  # lists in `metadata` that numbers refer to by index
 MATCHED = NAMES[:3]  # the lists that targets refer to; targets can be renumbered
 TRAIN, RENAME = "the train part", "For a torch Dataset, data.classes renames the classes of the train part."
 NEW_HEAD = "For new classes, export a timm network, then set model.checkpoint_path=<export>/model.safetensors model.pretrained=true."
 WIDE = (torch.uint16, torch.uint32, torch.uint64)  # torch supports few operations for these types
 
 
-def named(about: Mapping[str, Any], key: str) -> list[Any]:
-    """The list of names at `key` of `about`; empty if the value is not a list, such as a count or a dict."""
-    value = about.get(key)
+def names_at(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    """The list of names at `key` of `metadata`; empty if the value is not a list, such as a count or a dict."""
+    value = metadata.get(key)
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     return list(value) if is_list or getattr(value, "ndim", 0) == 1 else []  # type: ignore[arg-type]
 
 
-def places_in(reference: Sequence[Any], names: Sequence[Any], key: str, part: str, owner: str) -> Tensor | None:
+def match_indices(reference: Sequence[Any], names: Sequence[Any], key: str, part: str, owner: str) -> Tensor | None:
     """The index in `reference` of each of `names`; None for equal lists. Raises UserError if they cannot be matched."""
     texts, index = [*map(str, names)], {str(name): i for i, name in enumerate(reference)}
     if texts == [*map(str, reference)]:
         return None
     unknown, unique = [n for n in texts if n not in index], len({*texts}) == len(texts) and len(index) == len(reference)
     if unknown or not unique or key not in MATCHED or (key == "targets" and len(texts) < len(index)):
-        reason = f"{listed(unknown)} cannot be matched" if unknown else "they must be the same, in the same order"
+        reason = f"{as_list(unknown)} cannot be matched" if unknown else "they must be the same, in the same order"
         raise UserError(
-            f"the {part} part of this data has the {key} {listed(texts)}, but {owner} has {listed(reference)}: {reason}. Rename or remove them, or use different data. {RENAME if owner == TRAIN else NEW_HEAD}"
+            f"the {part} part of this data has the {key} {as_list(texts)}, but {owner} has {as_list(reference)}: {reason}. Rename or remove them, or use different data. {RENAME if owner == TRAIN else NEW_HEAD}"
         )
     return torch.tensor([index[name] for name in texts])
 
@@ -87,18 +87,17 @@ class DataModule(pl.LightningDataModule):
         self.problems: list[str] | None = None  # why samples of the current batch could not be read
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
         self.sets = evaluation_splits(dataset)
-        self.folds, self.about = parts.get("folds"), dict(dataset.about)
-        self.judge: Judge | None = None  # checks targets that refer to the names in `about[judged]`
+        self.folds, self.metadata = parts.get("folds"), dict(dataset.metadata)
+        self.judge: TargetCheck | None = None  # checks targets that refer to the names in `metadata[judged]`
         self.judged, self.whole = "", False
         self.settled: set[str] = set()  # parts whose targets have all been checked
-        # for parts whose targets are numbered differently than in `about`: new indices, key
-        self.numbering: dict[str, tuple[Tensor, str]] = {}
-        self.match_names(dataset.about, TRAIN)
+        self.numbering: dict[str, tuple[Tensor, str]] = {}  # for parts with different numbers: new indices, key
+        self.match_names(dataset.metadata, TRAIN)
         if balance:
             self.train_split = balanced(self.train_split, dataset.train, dataset.unit)
         self.val_part = "train" if dataset.val is None else "val"
         side = augment.crops_from if augment else None
-        self.to_crop = None if side is None else dataset.whole("train", side)  # training samples, uncropped
+        self.to_crop = None if side is None else dataset.uncropped("train", side)  # training samples, uncropped
         self.transforms: str | None = None  # which random numbers the transforms draw, and what they crop
         if augment and augment.reads:
             self.transforms = ", ".join([*augment.drawn, *["of whole images"] * (self.to_crop is not None)])
@@ -113,7 +112,7 @@ class DataModule(pl.LightningDataModule):
         return self.trainer.strategy.root_device
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """Data info for the report."""
         return {
             "unit": self.unit,
@@ -124,10 +123,10 @@ class DataModule(pl.LightningDataModule):
             "data/test": self.test_split.count,
             "data/notice": self.dataset.notice,
             **{f"data/{part}": split.count for part, split in self.sets.items()},
-            **{f"data/{name}": value for name, value in self.dataset.facts.items()},
+            **{f"data/{name}": value for name, value in self.dataset.info.items()},
         }
 
-    def home(self, arrays: Arrays) -> torch.device | None:
+    def memory_device(self, arrays: Arrays) -> torch.device | None:
         """The GPU, if loader.on_device is true, or auto and the arrays are small; None leaves them where they are."""
         device, on_device = self.device, self.on_device
         if on_device == "auto":
@@ -138,32 +137,34 @@ class DataModule(pl.LightningDataModule):
     def memory(self, arrays: Arrays) -> InMemory:
         """The arrays of a part on their device. They are moved once, because training and validation may share them."""
         if id(arrays) not in self.in_memory:
-            self.in_memory[id(arrays)] = InMemory(arrays, self.home(arrays))
+            self.in_memory[id(arrays)] = InMemory(arrays, self.memory_device(arrays))
         return self.in_memory[id(arrays)]
 
     def match_names(self, reference: Mapping[str, Any], owner: str, keys: Collection[str] = NAMES) -> list[str]:
-        """From now on, renumbers targets as in `reference`, the `about` of `owner`, for these `keys`. Returns warnings.
+        """From now on, renumbers targets as in `reference`, the `metadata` of `owner`, for these `keys`. Returns warnings.
 
         Raises:
             UserError: a part of the data has a name that is missing in `reference`. The message shows both lists.
         """
-        about, warnings, numbering = self.dataset.about, list[str](), dict[str, tuple[Tensor, str]]()
-        reference = {**about, **{key: names for key in keys if (names := named(reference, key))}}
-        shared_keys = [key for key in NAMES if named(reference, key) and named(about, key)]
+        metadata, warnings, numbering = self.dataset.metadata, list[str](), dict[str, tuple[Tensor, str]]()
+        reference = {**metadata, **{key: names for key in keys if (names := names_at(reference, key))}}
+        shared_keys = [key for key in NAMES if names_at(reference, key) and names_at(metadata, key)]
         for key in shared_keys:
-            parts = {part: self.dataset.part_names.get(part, {}).get(key, about[key]) for part in (*PARTS, *self.sets)}
+            named = self.dataset.part_names
+            parts = {part: named.get(part, {}).get(key, metadata[key]) for part in (*PARTS, *self.sets)}
             for part, names in parts.items():
-                if (indices := places_in(reference[key], names, key, part, owner)) is not None:
+                if (indices := match_indices(reference[key], names, key, part, owner)) is not None:
                     numbering[part] = indices, key
             present = {str(name) for names in parts.values() for name in names}
             if missing := [name for name in map(str, reference[key]) if name not in present]:
-                warnings.append(f"{owner} has {len(reference[key]):,} {key}; this data lacks {listed(missing)}")
+                warnings.append(f"{owner} has {len(reference[key]):,} {key}; this data lacks {as_list(missing)}")
         self.numbering = numbering
-        self.about |= {key: names for key in shared_keys if (names := named(reference, key)) != named(self.about, key)}
-        self.about |= class_counts(self.dataset, self.train_split, self.about, self.numbering.get("train"))
+        ours = self.metadata
+        ours |= {key: names for key in shared_keys if (names := names_at(reference, key)) != names_at(ours, key)}
+        self.metadata |= class_counts(self.dataset, self.train_split, self.metadata, self.numbering.get("train"))
         return warnings
 
-    def judge_targets(self, key: str, judge: Judge, whole: bool = False) -> None:
+    def check_targets(self, key: str, judge: TargetCheck, whole: bool = False) -> None:
         """Checks targets, which refer to the names in `about[key]`: stored arrays now, others when they are read.
         `whole`: converts targets of other types to integers.
 
@@ -183,11 +184,11 @@ class DataModule(pl.LightningDataModule):
         raise_problems(problems)
 
     def first_wrong(self, part: str, target_B: Any) -> tuple[int, str] | None:
-        names, _ = self.numbering.get(part, (self.about.get(self.judged, ()), ""))
+        names, _ = self.numbering.get(part, (self.metadata.get(self.judged, ()), ""))
         return self.judge(target_B, len(names)) if self.judge else None
 
-    def labelled(self, part: str, batch: Batch) -> Batch:
-        """The batch with targets numbered as in `about`. Raises UserError, with part and index, if one is wrong."""
+    def with_final_targets(self, part: str, batch: Batch) -> Batch:
+        """The batch with targets numbered as in `metadata`. Raises UserError, with part and index, if one is wrong."""
         target, (indices, key) = batch.get("target"), self.numbering.get(part, (None, ""))
         if self.judge and isinstance(target, Tensor) and target.layout == torch.strided:
             if part not in self.settled:
@@ -199,9 +200,9 @@ class DataModule(pl.LightningDataModule):
                 batch = {**batch, "target": (target := target.long())}
         if indices is None or target is None:
             return batch
-        names = self.about[key]
+        names = self.metadata[key]
         if not isinstance(target, Tensor):
-            raise UserError(f"the {part} part cannot be renumbered. Number its {key} in this order: {listed(names)}.")
+            raise UserError(f"the {part} part cannot be renumbered. Number its {key} in this order: {as_list(names)}.")
         return {**batch, "target": renumbered(target, indices, key, len(names))}
 
     def reader(self, part: str, data: Any = None, *, training: bool = False, repeats: int | None = None) -> Reader:
@@ -223,17 +224,17 @@ class DataModule(pl.LightningDataModule):
             persistent = self.num_workers > 0 and self.persistent_workers is not False
             options: dict[str, Any] = {"prefetch_factor": self.prefetch_factor, "persistent_workers": persistent}
             options |= {"num_workers": self.num_workers, "pin_memory": on_gpu}
-            workers = FromWorkers(Indexed(reader), sampler=Places(sampler), **options)
+            workers = FromWorkers(Indexed(reader), sampler=WithEpoch(sampler), **options)
             self.with_workers.append(workers)
             read = workers.batches
-        return ResumableLoader(lambda: map(partial(self.labelled, part), read()), sampler)
+        return ResumableLoader(lambda: map(partial(self.with_final_targets, part), read()), sampler)
 
     def train_dataloader(self) -> ResumableLoader:
         sampler = self.sampler(
             rank=self.trainer.global_rank,
             world=self.trainer.world_size,
             accumulate=self.trainer.accumulate_grad_batches,
-            in_blocks=getattr(self.trainer.strategy, "contiguous_micro_batches", False),
+            contiguous=getattr(self.trainer.strategy, "contiguous_micro_batches", False),
         )
         loader = self.loader("train", sampler, training=True)
         return ResumableLoader(partial(self.resumed, loader.batches, sampler), sampler)
@@ -306,13 +307,15 @@ class DataModule(pl.LightningDataModule):
         sampler.epoch, sampler.start = epoch, step
         return self.raw("train", next(iter(sampler)), epoch=epoch)
 
-    def finished(self, batch: Batch, *, training: bool, epoch: int = 0, repeats: int = 1, device: Any = None) -> Batch:
+    def preprocessed(
+        self, batch: Batch, *, training: bool, epoch: int = 0, repeats: int = 1, device: Any = None
+    ) -> Batch:
         """Augments a batch from `raw`, moves it to `device`, and preprocesses it for the network and the task."""
         augment = self.augment if training else None
         rng_kwargs: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "repeats": repeats}
         if augment and self.to_crop is not None:
             reader = self.reader("train", training=True, repeats=repeats)
-            batch = self.labelled("train", reader(batch["index"].numpy(), epoch))
+            batch = self.with_final_targets("train", reader(batch["index"].numpy(), epoch))
         elif augment:
             batch = augment.at_reading(batch, **rng_kwargs)
         batch = move_data_to_device(batch, device) if device else batch
@@ -322,14 +325,14 @@ class DataModule(pl.LightningDataModule):
     def raw(self, part: str, index_N: Any, epoch: int = 0) -> Batch:
         """Samples of a part as the data set returns them, before `finished`."""
         data = self.dataset if part == "train" else self.evaluated
-        return self.labelled(part, self.reader(part, data)(np.asarray(index_N), epoch))
+        return self.with_final_targets(part, self.reader(part, data)(np.asarray(index_N), epoch))
 
     def example(self, samples: int | Indices, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of training samples, augmented if `training`: at these indices, or the first, repeated if too few."""
         index_N = np.arange(samples) % len(self.dataset.train) if isinstance(samples, int) else samples
-        return self.finished(self.raw("train", index_N), training=training, device=torch.device(device))
+        return self.preprocessed(self.raw("train", index_N), training=training, device=torch.device(device))
 
-    def varied(self, count: int) -> Indices:
+    def diverse_samples(self, count: int) -> Indices:
         """Training samples whose halves differ most: the first has few missing, negative or zero values (padding)."""
         samples, total = self.dataset.train, count
         if isinstance(samples, Arrays):  # other samples are read one by one
@@ -337,7 +340,7 @@ class DataModule(pl.LightningDataModule):
         position_N = np.linspace(0, self.train_split.count - 1, max(count, total)).astype(np.int64)
         index_N = self.train_split.indices(position_N)
         values = [value for name, value in self.raw("train", index_N).items() if name != "index"]
-        absent_N = sum((absent(value, len(index_N)) for value in values), np.zeros(len(index_N)))
+        absent_N = sum((count_absent(value, len(index_N)) for value in values), np.zeros(len(index_N)))
         order = np.argsort(absent_N, kind="stable")
         return index_N[np.append(order[: count // 2], order[-(count - count // 2) :])]
 
@@ -351,7 +354,7 @@ class DataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Records which data a checkpoint was trained on. Raises DataChanged."""
         sizes = {"train": len(self.dataset.train), "test": len(self.dataset.test)}
-        state = {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.about}
+        state = {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.metadata}
         optional = {"folds": self.folds and "stratified", "transforms": self.transforms}
         return {**state, **{name: value for name, value in optional.items() if value}}
 
@@ -375,7 +378,7 @@ class DataModule(pl.LightningDataModule):
             )
 
 
-def absent(value: Any, count: int) -> Any:
+def count_absent(value: Any, count: int) -> Any:
     """The number of missing, negative or zero values in each of `count` samples; 0 without a tensor per sample."""
     with suppress(RuntimeError, TypeError):  # values that cannot be ordered, such as complex numbers
         if isinstance(value, torch.Tensor) and value.dim() and len(value) == count:
@@ -385,9 +388,9 @@ def absent(value: Any, count: int) -> Any:
     return 0
 
 
-def class_counts(dataset: DataSet, split: Split, about: Mapping[str, Any], numbering: Any) -> dict[str, list[int]]:
+def class_counts(dataset: DataSet, split: Split, metadata: Mapping[str, Any], numbering: Any) -> dict[str, list[int]]:
     """The number of training samples per class; empty if the classes are unknown or not stored as one array."""
-    names, classes = named(dataset.about, "classes"), named(about, "classes")
+    names, classes = names_at(dataset.metadata, "classes"), names_at(metadata, "classes")
     if not names or not classes or (class_N := classes_of(dataset.train)) is None:
         return {}
     train_N = class_N[split.indices(np.arange(split.count))]

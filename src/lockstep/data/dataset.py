@@ -80,17 +80,18 @@ class Items:
         return len(self.dataset)
 
     def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
-        return self.together([self.one(index) for index in indices])
+        return self.collate([self.one(index) for index in indices])
 
     def one(self, index: Any) -> dict[str, Any]:
-        return self.named(self.dataset[int(index)])
+        return self.as_batch(self.dataset[int(index)])
 
-    def together(self, samples: list[dict[str, Any]]) -> Mapping[str, Any]:
+    def collate(self, samples: list[dict[str, Any]]) -> Mapping[str, Any]:
         """Collates samples into a batch. Boxes, keypoints and PIL images stay a list with one value per sample."""
         from torch.utils.data import default_collate
 
         title = type(self.dataset).__name__
-        separate = [name for name, value in samples[0].items() if is_pillow(value) or any(map(is_boxes, flat(value)))]
+        first = samples[0].items()
+        separate = [name for name, value in first if is_pillow(value) or any(map(is_boxes, leaves_of(value)))]
         try:
             batch = default_collate([{n: v for n, v in sample.items() if n not in separate} for sample in samples])
         except (RuntimeError, TypeError) as e:
@@ -100,14 +101,14 @@ class Items:
             ) from None
         return {**batch, **{name: [sample[name] for sample in samples] for name in separate}}
 
-    def named(self, sample: Any) -> dict[str, Any]:
+    def as_batch(self, sample: Any) -> dict[str, Any]:
         pair = isinstance(sample, tuple | list) and len(sample) == 2
         if not pair and not isinstance(sample, Mapping):
             title, kind = type(self.dataset).__name__, type(sample).__name__
             raise UserError(f"a sample of {title} is a {kind}; expected a dict of named values, or (input, target).")
         values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
         if self.decoding and is_pillow(values["input"]):
-            from lockstep.data.places import in_frame
+            from lockstep.data.spatial import in_frame
 
             values = in_frame(values, **self.decoding)
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
@@ -120,10 +121,8 @@ def is_pillow(value: Any) -> bool:
 
 def is_boxes(value: Any) -> bool:
     """Whether a value is torchvision's BoundingBoxes or KeyPoints. Their number differs between samples."""
-    return type(value).__module__.startswith("torchvision.tv_tensors") and type(value).__name__ in (
-        "BoundingBoxes",
-        "KeyPoints",
-    )
+    kind = type(value)
+    return kind.__module__.startswith("torchvision.tv_tensors") and kind.__name__ in ("BoundingBoxes", "KeyPoints")
 
 
 def samples_of(part: Any) -> Samples:
@@ -164,7 +163,7 @@ def classes_of(part: Any) -> NDArray[np.int64] | None:
 LISTED = 12  # most names in a message
 
 
-def listed(names: Iterable[Any]) -> str:
+def as_list(names: Iterable[Any]) -> str:
     texts = [*map(str, names)]
     return ", ".join(texts[:LISTED]) + (f", ... ({len(texts):,} in all)" if len(texts) > LISTED else "")
 
@@ -207,13 +206,13 @@ def bytes_of(samples: Samples) -> bytes | None:
     for _ in range(2):
         digest = hashlib.sha256()
         for index in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
-            for value in flat(list(reader[np.array([index]), 0].values())):
+            for value in leaves_of(list(reader[np.array([index]), 0].values())):
                 digest.update(np.asarray(value).tobytes())
         digests.append(digest.digest())
     return digests[0] if digests[0] == digests[1] else None
 
 
-def flat(value: Any) -> Iterator[Any]:
+def leaves_of(value: Any) -> Iterator[Any]:
     """The leaves of a nested value: an array of dicts would contain only pointers."""
     if isinstance(value, Mapping):
         value = list(value.items())
@@ -221,7 +220,7 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
         return
     for item in value:
-        yield from flat(item)
+        yield from leaves_of(item)
 
 
 # --- The base class of data sets ---
@@ -266,7 +265,7 @@ class DataSet:
     source: str | None = None  # how the data was obtained: disk, download, ...
     eval_batch_size: int | None = None  # used if loader.eval_batch_size is null; None: as in training
     notice: str | None = None  # a warning printed before training, e.g. that only a subset is used
-    # By part: names such as `classes` in the order of the part's own numbers, if it differs from that in `about`.
+    # By part: names such as `classes` in the order of the part's own numbers, if it differs from that in `metadata`.
     part_names: Mapping[str, Mapping[str, Any]] = {}
     evaluation_sets: Mapping[str, Any] = {}
 
@@ -300,12 +299,12 @@ class DataSet:
         """Called once per machine before the processes start: download, decode, check. Cheap if called again."""
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """Metrics for the report, under data/, such as the number of skipped files."""
         return {}
 
     @cached_property
-    def about(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Plain values that a task needs, such as `classes`. Saved in checkpoints. May be set in `__init__`."""
         return {}
 
@@ -325,7 +324,7 @@ class DataSet:
         """The same data as used in evaluation, such as with images of a different size."""
         return self
 
-    def whole(self, part: str, least: int) -> Any:
+    def uncropped(self, part: str, least: int) -> Any:
         """Samples of a part with uncropped images of `least` pixels or more (0: all pixels); None if unsupported."""
         return None
 
@@ -336,16 +335,16 @@ class DataSet:
 
         Several samples are, for example, the rows of a table or the lines of a text.
 
-        `target` is optional. Any exception means that the file cannot be read. It needs no training data: `about`
-        comes from the checkpoint and `__init__` is not called, so `read`, `preprocess` and `show` can use only `about`.
+        `target` is optional. Any exception means that the file cannot be read. It needs no training data: `metadata`
+        comes from the checkpoint and `__init__` is not called, so `read`, `preprocess` and `show` can use only `metadata`.
         """
         raise NotImplementedError
 
     @classmethod
-    def for_files(cls, about: Mapping[str, Any]) -> Self:
-        """The data set without training data, to read files. Raises UserError if a checkpoint's `about` lacks keys."""
+    def for_files(cls, metadata: Mapping[str, Any]) -> Self:
+        """The data set without training data, to read files. Raises UserError if a checkpoint's `metadata` lacks keys."""
         dataset = cls.__new__(cls)
-        dataset.about = dict(about)
+        dataset.metadata = dict(metadata)
         return dataset
 
     def mask_size(self, path: Path) -> tuple[int, int] | None:
@@ -355,10 +354,10 @@ class DataSet:
     def show(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """What a page shows for a sample, by name: an `image` (uint8, CHW), a Sound, texts, numbers.
 
-        The default handles images of 1 or 3 channels, texts, and data described in `about`: sounds (`sample_rate`),
+        The default handles images of 1 or 3 channels, texts, and data described in `metadata`: sounds (`sample_rate`),
         tokens (`vocabulary`), table columns (`inputs`).
         """
-        value, about = sample.get("input"), self.about
+        value, metadata = sample.get("input"), self.metadata
         if isinstance(value, str):
             return {"text": value}
         if isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(hasattr(x, "shape") for x in value)):
@@ -366,16 +365,16 @@ class DataSet:
         if (image_CHW := picture(value)) is not None:
             return {"image": image_CHW}
         array = np.asarray(value)
-        if "sample_rate" in about and array.ndim in (1, 2):
+        if "sample_rate" in metadata and array.ndim in (1, 2):
             wave_T = array.reshape(-1, array.shape[-1])[0, :SHOWN]
             peak = 32768.0 if wave_T.dtype == np.int16 else max(1.0, float(np.abs(wave_T).max(initial=0)))
-            return {"sound": Sound((wave_T / peak * 32767).astype(np.int16), int(about["sample_rate"]))}
-        if "vocabulary" in about and array.ndim == 1 and array.dtype.kind in "iu":
-            return {"text": "".join(str(about["vocabulary"][token]) for token in array)}
-        names = about.get("inputs", ())
+            return {"sound": Sound((wave_T / peak * 32767).astype(np.int16), int(metadata["sample_rate"]))}
+        if "vocabulary" in metadata and array.ndim == 1 and array.dtype.kind in "iu":
+            return {"text": "".join(str(metadata["vocabulary"][token]) for token in array)}
+        names = metadata.get("inputs", ())
         return dict(zip(names, array.tolist(), strict=True)) if array.shape == (len(names),) else {}
 
-    def network_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         """Arguments for the network, such as `in_channels`. Only those in its signature are passed."""
         return {}
 

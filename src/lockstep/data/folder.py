@@ -15,40 +15,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.config.words import size
-from lockstep.data.cache import ROOM, Cached, Parts, cache_folder, decoded, intact, key_of, stamp
+from lockstep.config.formatting import size
+from lockstep.data.cache import ROOM, Cached, Parts, cache_folder, decode_once, file_state, intact_arrays, key_of
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import (
     Files,
     Images,
     Packed,
-    decoded_as,
-    only_check,
+    check_only,
+    keep_file,
+    keep_smaller_jpeg,
+    keep_square,
+    measure_decoding,
     read_all,
-    smaller,
-    square,
-    tried,
-    unchanged,
+    with_decode_arguments,
 )
-from lockstep.data.listing import SEPARATORS, SHOWN, Listing, class_folders, from_csv, reading, target_problem
+from lockstep.data.listing import SEPARATORS, SHOWN, Listing, class_folders, from_csv, root_errors, target_problem
 from lockstep.data.pixels import BACKGROUND, WHITE_16, Frame
-from lockstep.data.sampler import PARTS, divided
-from lockstep.errors import UserError, did_you_mean, explained, raise_problems
+from lockstep.data.sampler import PARTS, divide_parts
+from lockstep.errors import UserError, did_you_mean, disk_errors, raise_problems
 
 # --- Targets from CSV cells or folder names ---
 
 # N sample · L label
 
-TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and their key in `about`
+TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and their key in `metadata`
 COPY = re.compile(r" (- copy|\(\d\))$", re.I)  # how Windows names the copy of a folder
 
 
-def folded(name: str) -> str:
+def fold_name(name: str) -> str:
     """A key that is equal for names that look the same: ignores spaces, zero-width characters and Unicode forms."""
     return unicodedata.normalize("NFC", " ".join(re.sub("[\u200b\ufeff]", "", name).split()))
 
 
-def similar(name: str) -> str:
+def class_key(name: str) -> str:
     """A key that is equal for names that may mean the same class. Case matters for single letters, such as a and A."""
     return COPY.sub("", name).lower() if len(name) > 1 else name
 
@@ -70,7 +70,7 @@ def cell_problems(names: Sequence[str], kind: str, listing: Listing, where: str)
         yield f"{where} has {len(names):,} classes for {len(listing.targets):,} images: {', '.join(names[:SHOWN])}. If these are numbers, set data.target=number."
 
 
-def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
+def encode_targets(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
     """The names of classes or labels, and the target of each text: its class number, 0 or 1 per label, or its number.
 
     A cell may have several labels: `red|round` or `red;round`. Raises UserError if there is only one name.
@@ -80,7 +80,8 @@ def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDA
     labels_of = {text: [*filter(None, SEPARATORS.split(text))] if kind == "labels" else [text] for text in texts}
     names = sorted({label for labels in labels_of.values() for label in labels})
     problem = "look the same. Use one spelling, or names that are easy to tell apart."
-    raise_problems(f"{where} has {first!r} and {second!r}, which {problem}" for first, second in pairs(names, folded))
+    similar = pairs(names, fold_name)
+    raise_problems(f"{where} has {first!r} and {second!r}, which {problem}" for first, second in similar)
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
     index_of = {name: index for index, name in enumerate(names)}
@@ -137,13 +138,13 @@ class Folder(Images):
 
     @cached_property
     def listing(self) -> Listing:
-        with reading(self.root):
+        with root_errors(self.root):
             return from_csv(self.csv, self.kind) if self.csv else class_folders(self.root)
 
     @cached_property
     def encoded(self) -> tuple[list[str], NDArray[Any]]:
         """The names of classes or labels, in the order of their numbers, and the targets."""
-        result = encoded(self.listing.targets, self.kind, self.where)
+        result = encode_targets(self.listing.targets, self.kind, self.where)
         raise_problems(islice(cell_problems(result[0], self.kind, self.listing, self.where) if self.csv else (), SHOWN))
         return result
 
@@ -158,7 +159,7 @@ class Folder(Images):
         index_N = np.array([index_of.setdefault(path, len(index_of)) for path in self.listing.paths])
         first_U = np.unique(index_N, return_index=True)[1]
         strata = targets if self.kind == "class" else np.zeros(len(targets), np.int64)
-        parts = divided(np.array(self.listing.parts)[first_U], strata[first_U], self.fractions)[index_N]
+        parts = divide_parts(np.array(self.listing.parts)[first_U], strata[first_U], self.fractions)[index_N]
         for part in ("train", *self.fractions):
             if not (parts == part).any():
                 raise UserError(f"{self.where} has {len(parts)} images: too few for a {part} part. Add some.")
@@ -197,7 +198,7 @@ class Folder(Images):
             for path in (listing.paths[index] for index in indices):
                 file_stamp: list[int] = []  # stays empty for a missing file
                 with suppress(OSError):
-                    file_stamp = stamp(listing.base / path)
+                    file_stamp = file_state(listing.base / path)
                 digest.update(repr((path, *file_stamp)).encode())
             keys[part] = key_of(
                 "folder", [], str(listing.base.resolve()), BACKGROUND, self.channels, digest.hexdigest()
@@ -213,7 +214,7 @@ class Folder(Images):
         """The part in the cache, or None. If it need not be stored, any form will do: its files were checked then."""
         form = self.stored[part]
         folders = [self.cache_of(part, form)] if form else sorted(self.cache.glob(f"{self.keys[part]}-*"))
-        return next((cached for folder in folders if (cached := intact(folder))), None)
+        return next((cached for folder in folders if (cached := intact_arrays(folder))), None)
 
     @cached_property
     def cached(self) -> dict[str, Cached]:
@@ -221,7 +222,7 @@ class Folder(Images):
         parts = {}
         for part, form in self.stored.items():
             read = partial(self.read_files, part, form)
-            parts[part] = self.known(part) or decoded(self.cache_of(part, form), read)
+            parts[part] = self.known(part) or decode_once(self.cache_of(part, form), read)
         broken = {path: reason for cached in parts.values() for path, reason in cached.extra["broken"].items()}
         if broken and not self.skip_broken:
             lines = [f"\n  {path}: {reason}" for path, reason in list(broken.items())[:SHOWN]]
@@ -233,16 +234,15 @@ class Folder(Images):
 
     def read_files(self, part: str, form: Frame | int | None) -> tuple[Parts, dict[str, Any]]:
         """Reads all files of a part. Returns their hashes, and their images in the `form` to store."""
-        paths, keep = [self.listing.paths[index] for index in self.places[part]], only_check
+        paths, keep = [self.listing.paths[index] for index in self.places[part]], check_only
         if isinstance(form, Frame):
-            keep = partial(square, channels=self.channels, frame=form)
+            keep = partial(keep_square, channels=self.channels, frame=form)
         elif form:
-            keep = partial(smaller, side=form, channels=self.channels)
+            keep = partial(keep_smaller_jpeg, side=form, channels=self.channels)
         sha256_N, end_N, broken, brightest = [], [], dict[str, str](), 0
-        with explained(f"data.cache_dir={self.cache} cannot be written", ROOM), TemporaryFile(dir=self.cache) as file:
-            for path, read in zip(
-                paths, read_all(self.listing.base, paths, f"reading {part} images", keep), strict=True
-            ):
+        with disk_errors(f"data.cache_dir={self.cache} cannot be written", ROOM), TemporaryFile(dir=self.cache) as file:
+            contents = read_all(self.listing.base, paths, f"reading {part} images", keep)
+            for path, read in zip(paths, contents, strict=True):
                 sha256_N.append(np.frombuffer(read.sha256, np.uint8))
                 brightest = max(brightest, read.brightest)
                 if read.problem:
@@ -271,9 +271,9 @@ class Folder(Images):
         }
         by_workers = [part for part in self.places if part not in squares and not (part == "train" and self.evaluates)]
         side = self.stored["train"]
-        keep = partial(smaller, side=side, channels=self.channels) if isinstance(side, int) else unchanged
+        keep = partial(keep_smaller_jpeg, side=side, channels=self.channels) if isinstance(side, int) else keep_file
         files = (self.listing.base / self.listing.paths[index] for index in self.places["train"])
-        per_s, stored = tried(files, keep, **self.decoding)
+        per_s, stored = measure_decoding(files, keep, **self.decoding)
         jobs = [f"{', '.join(squares)}: decoded once, {size(sum(squares.values()))} in {self.cache}"] if squares else []
         if by_workers:
             space = size(stored * sum(count[part] for part in by_workers))
@@ -282,9 +282,9 @@ class Folder(Images):
         return f"{sum(count.values()):,} images. {'; '.join(jobs)}. A core decodes {per_s:,.0f} images/s."
 
     def prepare(self) -> None:
-        broken, brightest = self.facts["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
+        broken, brightest = self.info["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
         are_two, is_dark = f"are two separate {TARGETS[self.kind]}", 0 < brightest < DARK
-        variants = "; ".join(f"{first} and {second} {are_two}" for first, second in pairs(self.encoded[0], similar))
+        variants = "; ".join(f"{first} and {second} {are_two}" for first, second in pairs(self.encoded[0], class_key))
         all_squares = self.presize and all(isinstance(form, Frame) for form in self.stored.values())
         commas = next((name for name in self.encoded[0] if self.kind == "labels" and "," in name), None)
         notices = {
@@ -297,7 +297,7 @@ class Folder(Images):
         self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         skipped = sum(len(cached.extra["broken"]) for cached in self.cached.values())
         return {"skipped": skipped, "left_out": self.listing.left_out or None}
 
@@ -320,8 +320,8 @@ class Folder(Images):
         return self.digest
 
     @cached_property
-    def about(self) -> dict[str, Any]:
-        return {**super().about, TARGETS[self.kind]: self.encoded[0] or ["target"]}
+    def metadata(self) -> dict[str, Any]:
+        return {**super().metadata, TARGETS[self.kind]: self.encoded[0] or ["target"]}
 
     # --- parts ---
 
@@ -350,13 +350,13 @@ class Folder(Images):
             return Packed(arrays["content"], arrays["end"], target_N, **decoding)
         return Files(self.listing.base, self.paths(part), target_N, **decoding)
 
-    def whole(self, part: str, least: int) -> Any:
+    def uncropped(self, part: str, least: int) -> Any:
         """None with decode=cache: random crops then come from the cached squares, which is faster but less sharp."""
-        return None if self.asked == "cache" else decoded_as(self.files(part), least=least)
+        return None if self.asked == "cache" else with_decode_arguments(self.files(part), least=least)
 
     @property
     def evaluated(self) -> Images:
         dataset = super().evaluated
         if dataset is not self and "val" not in self.places:  # validation uses a part of the training samples
-            dataset.train = decoded_as(self.files("train"), frame=self.eval_frame)
+            dataset.train = with_decode_arguments(self.files("train"), frame=self.eval_frame)
         return dataset

@@ -10,9 +10,9 @@ import numpy as np
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lockstep.data.keyed import Apart
-from lockstep.data.loaders import Share, Told, digest_of
-from lockstep.data.sampler import BLOCK, key_of, permute, place_in_step
+from lockstep.data.keyed import IsolatedRandomState
+from lockstep.data.loaders import MicroBatchInfo, Share, digest_of
+from lockstep.data.sampler import BLOCK, index_in_step, key_of, permute
 from lockstep.errors import UserError
 
 # The batch of a loader is the global batch of a step. It is split into world x accumulate shares, whose sizes differ by
@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 AHEAD = 1024  # most indices drawn from a user's sampler at once: switching random states takes 80 us
 
 
-class Global(NamedTuple):
+class GlobalBatch(NamedTuple):
     """A batch of all processes."""
 
     place: int  # position of its first sample in the epoch
@@ -32,7 +32,7 @@ class Global(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ShareSpec:
     """Which part of each global batch this process computes."""
 
     rank: int = 0
@@ -45,7 +45,9 @@ class Cut:
     def parts(self) -> int:
         return self.world * self.accumulate
 
-    def shares(self, batches: Iterator[Global], done: int, seed: int, epoch: int, size: int | None) -> Iterator[Share]:
+    def shares(
+        self, batches: Iterator[GlobalBatch], done: int, seed: int, epoch: int, size: int | None
+    ) -> Iterator[Share]:
         """This process's shares of the remaining `batches` of an epoch, after `done` shares: equally many per process.
 
         A batch has `size` samples, if known; the last one may have fewer. It is not split into shares of one sample,
@@ -56,28 +58,30 @@ class Cut:
         for number, (start, batch, digest, _) in enumerate(batches, step):
             pieces = min(parts, max(1, len(batch) // min_size))
             for micro in range(part, self.accumulate):
-                index = place_in_step(self.rank, self.world, micro, self.accumulate, self.contiguous)
+                index = index_in_step(self.rank, self.world, micro, self.accumulate, self.contiguous)
                 begin, end = (-(-len(batch) * min(i, pieces) // pieces) for i in (index, index + 1))
                 keys, weight = batch[begin:end] or batch[:min_size], (end - begin) * parts / len(batch)
                 position = start + begin * (end > begin)
                 positions = range(position, position + len(keys))
-                info = Told(weight, digest, len(batch) / self.accumulate, positions, None if self.trains else keys)
+                info = MicroBatchInfo(
+                    weight, digest, len(batch) / self.accumulate, positions, None if self.trains else keys
+                )
                 yield Share(keys, position, number * parts + index, seed, epoch, info)
             part = 0
 
 
-def at_least(batches: Iterator[Global], world: int) -> Iterator[Global]:
+def join_small_batches(batches: Iterator[GlobalBatch], world: int) -> Iterator[GlobalBatch]:
     """For evaluation: joins batches that are too small for each process to get a sample without repeating any."""
-    ready: Global | None = None
-    small: Global | None = None
+    ready: GlobalBatch | None = None
+    small: GlobalBatch | None = None
     for batch in batches:
-        small = joined(small, batch)
+        small = join_two(small, batch)
         if len(small.batch) >= world:
             if ready:
                 yield ready
             ready, small = small, None
     if small:
-        ready = joined(ready, small)
+        ready = join_two(ready, small)
     if ready:
         require_one_each(len(ready.batch), world)
         yield ready
@@ -90,11 +94,11 @@ def require_one_each(samples: int, world: int) -> None:
         )
 
 
-def joined(first: Global | None, second: Global) -> Global:
-    return Global(first.place, first.batch + second.batch, second.digest, True) if first else second
+def join_two(first: GlobalBatch | None, second: GlobalBatch) -> GlobalBatch:
+    return GlobalBatch(first.place, first.batch + second.batch, second.digest, True) if first else second
 
 
-def digested(value: Any, previous: str, name: str) -> str:
+def digest_or_error(value: Any, previous: str, name: str) -> str:
     """The digest of a value and the one before. Raises UserError if the value, which `name` returned, has none."""
     try:
         return digest_of(value, previous)
@@ -108,7 +112,7 @@ def digested(value: Any, previous: str, name: str) -> str:
 # --- The global batches of an epoch ---
 
 
-class Order:
+class GlobalBatches:
     """The global batches of a loader. Iterates its sampler in a separate random state, keyed by seed and epoch.
 
     The order must depend only on random numbers and `set_epoch`. If the sampler counts epochs itself, resuming loses
@@ -119,7 +123,7 @@ class Order:
         divides = type(batch_sampler) is BatchSampler
         self.size: int | None = batch_sampler.batch_size if divides else None  # None: the batch sampler decides
         self.drop_last = divides and batch_sampler.drop_last
-        self.sampler, self.compare = whole(batch_sampler.sampler if divides else batch_sampler), compare
+        self.sampler, self.compare = undivided(batch_sampler.sampler if divides else batch_sampler), compare
         self.name = type(self.sampler).__name__
 
     @property
@@ -138,19 +142,19 @@ class Order:
             return elements
         return (elements if self.drop_last else elements + self.size - 1) // self.size
 
-    def batches(self, seed: int, epoch: int, begin: int = 0) -> Iterator[Global]:
+    def batches(self, seed: int, epoch: int, begin: int = 0) -> Iterator[GlobalBatch]:
         """The batches of an epoch, starting at batch `begin`."""
         if self.size is None:
             position = 0
             for number, (keys, digest) in enumerate(item for item in self.drawn(seed, epoch) if item[0]):
                 if number >= begin:
-                    yield Global(position, keys, digest)
+                    yield GlobalBatch(position, keys, digest)
                 position += len(keys)
             return
         for number, (keys, digest) in enumerate(self.in_batches(self.size, seed, epoch, begin), begin):
             if len(keys) < self.size and self.drop_last:
                 return
-            yield Global(number * self.size, keys, digest)
+            yield GlobalBatch(number * self.size, keys, digest)
 
     def in_batches(self, size: int, seed: int, epoch: int, begin: int) -> Iterator[tuple[list[Any], str]]:
         """The keys of each batch and a digest. A known order is computed, without drawing or storing an epoch."""
@@ -171,7 +175,7 @@ class Order:
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
-        random_state = Apart(int(key_of("order", seed, epoch)[0]), self.sampler)
+        random_state = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.sampler)
         with random_state:
             elements = iter(self.sampler) if self.size else map(list, self.sampler)
         digest, ahead = "", 1
@@ -181,12 +185,12 @@ class Order:
             if not chunk:
                 return
             if self.compare:
-                digest = digested(chunk, digest, self.name)
+                digest = digest_or_error(chunk, digest, self.name)
             yield from ((element, digest) for element in chunk)
             ahead = min(2 * ahead, AHEAD if self.size else 1 + AHEAD // max(1, len(chunk[0])))
 
 
-def whole(sampler: Any) -> Any:
+def undivided(sampler: Any) -> Any:
     """Makes torch's DistributedSampler, also in a batch sampler, return all samples: else they are divided twice."""
     if isinstance(sampler, DistributedSampler):
         sampler = copy.copy(sampler)
@@ -194,5 +198,5 @@ def whole(sampler: Any) -> Any:
         sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
     elif isinstance(inner := getattr(sampler, "sampler", None), DistributedSampler):
         sampler = copy.copy(sampler)
-        sampler.sampler = whole(inner)
+        sampler.sampler = undivided(inner)
     return sampler

@@ -25,12 +25,12 @@ from lockstep.data.pixels import (
     Preprocess,
     check_depth,
     original_size,
-    reason,
+    read_error_text,
     to_array,
     upright,
 )
-from lockstep.data.places import all_moved, lies_on, spatial
 from lockstep.data.sampler import PARTS
+from lockstep.data.spatial import all_match_image, move_all_into_frame, spatial
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes
 from lockstep.machine.world import cores, rank_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # --- Samples that workers decode ---
 
 
-def decoded(file: Any, *, channels: int, frame: Frame, least: int | None = None) -> Any:
+def decode(file: Any, *, channels: int, frame: Frame, least: int | None = None) -> Any:
     """image_CHW in the frame, of a path or an open file. `least`: the uncropped PIL image, see `pixels.upright`."""
     from PIL import Image
 
@@ -55,13 +55,13 @@ def decoded(file: Any, *, channels: int, frame: Frame, least: int | None = None)
         return to_array(image, channels=channels, frame=frame)
 
 
-def decoded_all(files: Sequence[Any], **pixels: Any) -> Any:
+def decode_all(files: Sequence[Any], **pixels: Any) -> Any:
     """image_BCHW of paths or open files; with `least`, a list of PIL images."""
-    images = [decoded(file, **pixels) for file in files]
+    images = [decode(file, **pixels) for file in files]
     return images if "least" in pixels else np.stack(images)
 
 
-def decoded_as(samples: Any, **pixels: Any) -> Any:
+def with_decode_arguments(samples: Any, **pixels: Any) -> Any:
     """A copy of the samples with other arguments for `decoded`; the same object if they are not decoded on access."""
     if not getattr(samples, "decoding", None):
         return samples
@@ -85,10 +85,7 @@ class Files:
         return self.base / os.fsdecode(self.name_N[index])
 
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
-        return {
-            "input": decoded_all([self.file(i) for i in indices], **self.decoding),
-            "target": self.target_N[indices],
-        }
+        return {"input": decode_all([self.file(i) for i in indices], **self.decoding), "target": self.target_N[indices]}
 
 
 class Packed(Files):
@@ -122,7 +119,7 @@ class FileRead:
     stored: bytes = b""
 
 
-def only_check(image: "Image", _content: bytes) -> bytes:
+def check_only(image: "Image", _content: bytes) -> bytes:
     """Checks that the image can be decoded. Stores nothing."""
     check_depth(image)
     image.draft("L", (1, 1))  # decodes a JPEG at 1/8 of its size, in 1/4 of the time
@@ -130,21 +127,21 @@ def only_check(image: "Image", _content: bytes) -> bytes:
     return b""
 
 
-def unchanged(_image: "Image", content: bytes) -> bytes:
+def keep_file(_image: "Image", content: bytes) -> bytes:
     return content
 
 
-def square(image: "Image", _content: bytes, **pixels: Any) -> bytes:
+def keep_square(image: "Image", _content: bytes, **pixels: Any) -> bytes:
     """The pixels of the square, as CHW."""
     return to_array(image, **pixels).tobytes()
 
 
-def smaller(image: "Image", content: bytes, *, side: int, channels: int) -> bytes:
+def keep_smaller_jpeg(image: "Image", content: bytes, *, side: int, channels: int) -> bytes:
     """A JPEG whose shorter side has `side` pixels; the original file if it is not larger."""
     from PIL import Image
 
     if min(image.size) <= side:
-        only_check(image, content)
+        check_only(image, content)
         return content
     whole = upright(image, channels=channels, least=2 * side)
     scale, file = side / min(whole.size), io.BytesIO()
@@ -153,7 +150,7 @@ def smaller(image: "Image", content: bytes, *, side: int, channels: int) -> byte
     return file.getvalue()
 
 
-def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = only_check) -> Iterator[FileRead]:
+def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_only) -> Iterator[FileRead]:
     """Reads the files in order. `keep` returns the bytes to store of each.
 
     Uses threads, because Pillow releases the GIL to decode and resize. Shows a progress bar on standard error.
@@ -171,7 +168,7 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = only_chec
                 stored = keep(image, content)
                 brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
         except Exception as e:  # Pillow raises almost any exception for a broken file
-            return FileRead(digest, reason(e))
+            return FileRead(digest, read_error_text(e))
         return FileRead(digest, None, brightest, stored)
 
     def in_order() -> Iterator[FileRead]:
@@ -188,10 +185,10 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = only_chec
         yield from track(in_order(), what, len(paths), console=console, disable=silent, transient=True)
 
 
-TRIED_S = 0.5
+MEASURE_S = 0.5
 
 
-def tried(files: Iterable[Path], keep: Keep, **pixels: Any) -> tuple[float, float]:
+def measure_decoding(files: Iterable[Path], keep: Keep, **pixels: Any) -> tuple[float, float]:
     """Measures the first files, as `keep` returns them: images decoded per core per second, mean size in bytes."""
     from PIL import Image
 
@@ -202,10 +199,10 @@ def tried(files: Iterable[Path], keep: Keep, **pixels: Any) -> tuple[float, floa
             with Image.open(io.BytesIO(content)) as image:
                 stored = keep(image, content)
             decode_began_s = time.perf_counter()
-            decoded(io.BytesIO(stored), **pixels)
+            decode(io.BytesIO(stored), **pixels)
             decode_s += time.perf_counter() - decode_began_s
             sizes.append(len(stored))
-        if time.perf_counter() - began_s > TRIED_S:
+        if time.perf_counter() - began_s > MEASURE_S:
             break
     count = max(1, len(sizes) - 1)
     return count / max(decode_s, 1e-9), sum(sizes) / count
@@ -215,7 +212,7 @@ def tried(files: Iterable[Path], keep: Keep, **pixels: Any) -> tuple[float, floa
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # means over ImageNet's three channels
-NEEDED = ("image_size", "channels", "mean", "std")  # keys of `about` to read files without training data
+NEEDED = ("image_size", "channels", "mean", "std")  # keys of `metadata` to read files without training data
 FRAMING = ("resize", "crop_pct", "interpolation")  # further keys; older checkpoints lack them
 USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # for pixels from 0 to 1; beyond, float32 yields infinities and NaN
 
@@ -271,7 +268,7 @@ class Images(DataSet):
         return len(self.pixel_mean)
 
     @cached_property
-    def about(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
         frame = asdict(self.eval_frame)  # the frame used to read files
         shape = {"channels": self.channels, "image_size": frame.pop("size")}
@@ -281,18 +278,18 @@ class Images(DataSet):
     def image_size(self) -> int:
         return self.frame.size
 
-    def network_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return {"in_channels": self.channels, "image_size": self.image_size}
 
-    def whole(self, part: str, least: int) -> Any:
+    def uncropped(self, part: str, least: int) -> Any:
         """None if the samples are not decoded on access, or if masks or boxes belong to the squares."""
         samples = getattr(self, part)
-        if (whole := decoded_as(samples, least=least)) is samples:
+        if (whole := with_decode_arguments(samples, least=least)) is samples:
             return None
         batch = whole[np.array([0])]
         spatial_values, (image, *_) = spatial(batch, nested=True).values(), batch["input"]
         shape = image.size[::-1] if is_pillow(image) else image.shape[-2:]
-        return whole if all(lies_on(value, shape) for value in spatial_values) else None
+        return whole if all(all_match_image(value, shape) for value in spatial_values) else None
 
     @property
     def evaluated(self) -> "Images":
@@ -301,9 +298,10 @@ class Images(DataSet):
         dataset = copy.copy(self)
         dataset.frame = self.eval_frame
         vars(dataset).pop("preprocessing", None)
-        vars(dataset).update({part: decoded_as(getattr(self, part), frame=dataset.frame) for part in PARTS})
+        vars(dataset).update({part: with_decode_arguments(getattr(self, part), frame=dataset.frame) for part in PARTS})
         dataset.evaluation_sets = {
-            n: decoded_as(samples, frame=dataset.frame) for n, samples in (self.evaluation_sets or {}).items()
+            n: with_decode_arguments(samples, frame=dataset.frame)
+            for n, samples in (self.evaluation_sets or {}).items()
         }
         return dataset
 
@@ -313,20 +311,20 @@ class Images(DataSet):
         return {"channels": self.channels, "frame": self.frame}
 
     def read(self, path: Path) -> dict[str, Any]:
-        return {"input": decoded(path, channels=self.channels, frame=self.eval_frame)}
+        return {"input": decode(path, channels=self.channels, frame=self.eval_frame)}
 
     @classmethod
-    def for_files(cls, about: Mapping[str, Any]) -> Self:
-        if missing := [key for key in NEEDED if not about.get(key)]:
+    def for_files(cls, metadata: Mapping[str, Any]) -> Self:
+        if missing := [key for key in NEEDED if not metadata.get(key)]:
             raise UserError(
-                f"input: reading image files needs {', '.join(NEEDED)} in the `about` of the training data, which lacks {', '.join(missing)}. Pass input=test, val or train for a part of the run's own data."
+                f"input: reading image files needs {', '.join(NEEDED)} in the `metadata` of the training data, which lacks {', '.join(missing)}. Pass input=test, val or train for a part of the run's own data."
             )
-        dataset = super().for_files(about)
+        dataset = super().for_files(metadata)
         dataset.frame = dataset.eval_frame = Frame(
-            about["image_size"], **{key: about[key] for key in FRAMING if key in about}
+            metadata["image_size"], **{key: metadata[key] for key in FRAMING if key in metadata}
         )
         dataset.channels_last = True
-        dataset.pixel_mean, dataset.pixel_std = about["mean"], about["std"]
+        dataset.pixel_mean, dataset.pixel_std = metadata["mean"], metadata["std"]
         return dataset
 
     def mask_size(self, path: Path) -> tuple[int, int]:
@@ -347,5 +345,5 @@ class Images(DataSet):
             )
         height, width = image_BCHW.shape[-2:]
         if (height, width) != (self.image_size, self.image_size):
-            batch = all_moved(batch, self.frame, (height, width), 2)
+            batch = move_all_into_frame(batch, self.frame, (height, width), 2)
         return {**batch, "input": self.preprocessing(image_BCHW)}

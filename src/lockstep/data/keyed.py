@@ -68,7 +68,7 @@ def memory_of_numpy() -> bytes:
     return ctypes.string_at(bits.ctypes.state_address, 624 * 4 + 4) if isinstance(bits, np.random.MT19937) else b""
 
 
-def inside(value: Any) -> Iterable[Any]:
+def contents_of(value: Any) -> Iterable[Any]:
     """An object's items, attributes, arguments and closure, and the generators of its class and module."""
     items = (
         value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set | deque) else ()
@@ -84,7 +84,7 @@ def inside(value: Any) -> Iterable[Any]:
         yield from [member for member in names.values() if isinstance(member, KINDS)]
 
 
-def held(*values: Any) -> list[Generator]:
+def generators_in(*values: Any) -> list[Generator]:
     """All generators among these objects and, recursively, their contents."""
     generators, seen, queue = [], dict[int, Any](), [*values]
     while queue and len(seen) < SEARCHED:
@@ -95,7 +95,7 @@ def held(*values: Any) -> list[Generator]:
         if generator := generator_of(value):
             generators.append(generator)
         if not isinstance(value, KINDS):
-            queue += inside(value)
+            queue += contents_of(value)
     return generators
 
 
@@ -112,7 +112,7 @@ class Generators:
     @cached_property
     def all(self) -> list[Generator]:
         """Searched lazily, in the process that reads."""
-        generators = held(*DEFAULTS, self.holder)
+        generators = generators_in(*DEFAULTS, self.holder)
         self.used = {index for index, generator in enumerate(generators) if not generator.tells}
         return generators
 
@@ -150,7 +150,7 @@ class Generators:
         return result
 
 
-class Apart:
+class IsolatedRandomState:
     """A separate random state for code that draws from time to time, such as a sampler.
 
     It covers the default generators and those that `holder` contains. Entering the context continues from the state at
@@ -158,7 +158,7 @@ class Apart:
     """
 
     def __init__(self, seed: int, holder: Any = None) -> None:
-        self.all, self.inside = held(*DEFAULTS, holder), list[Any]()
+        self.all, self.inside = generators_in(*DEFAULTS, holder), list[Any]()
         self.seeds: list[int] = mix(np.arange(len(self.all), dtype=np.uint64) * GOLDEN + np.uint64(seed)).tolist()
 
     def __enter__(self) -> Self:

@@ -14,9 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.pixels import ENDINGS, JUNK, Walk, spelled
+from lockstep.data.pixels import ENDINGS, JUNK, Walk, file_name_text
 from lockstep.data.sampler import PARTS
-from lockstep.errors import UserError, did_you_mean, explained, raise_problems
+from lockstep.errors import UserError, did_you_mean, disk_errors, raise_problems
 from lockstep.machine.files import read_bytes
 
 # --- Lists image files of a folder, a glob or a CSV ---
@@ -53,9 +53,9 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
     return by_part
 
 
-def reading(root: Path) -> AbstractContextManager[None]:
+def root_errors(root: Path) -> AbstractContextManager[None]:
     """Converts an OSError for a file or folder in data.root to a UserError."""
-    return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<a different folder>.")
+    return disk_errors(f"data.root={root} cannot be read", "Make it readable, or set data.root=<a different folder>.")
 
 
 def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) -> list[Row]:
@@ -126,7 +126,7 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
         UserError: the input does not exist, cannot be read, or has no files with these `endings`.
     """
     path, left_out = Path(source).expanduser(), ""
-    with explained(f"input={source} cannot be read", "Make it readable, or pass a different folder or file."):
+    with disk_errors(f"input={source} cannot be read", "Make it readable, or pass a different folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             rows = read_csv(path, ("path",), "path,target", check or (lambda *_: None))
             targets = [row["target"] for row in rows if "target" in row]
@@ -200,7 +200,7 @@ def class_folders(root: Path) -> Listing:
         )
     root = root.absolute()
     tops = part_tops(root)
-    classes = sorted({*map(spelled, folders(tops["train"]))})
+    classes = sorted({*map(file_name_text, folders(tops["train"]))})
     walk, listing, problems = Walk(map(str, tops.values())), Listing(root, []), list[str]()
     used = {top.relative_to(root).parts[0] for top in tops.values() if top != root}
     walk.left_out.update(f"{name}/" for name in folders(root) if used and name not in used)
@@ -213,7 +213,7 @@ def class_folders(root: Path) -> Listing:
                 continue
             inside[name][subpath.partition(os.sep)[0]] += len(files)
             listing.paths.extend([f"{folder[len(str(root)) + 1 :]}{os.sep}{file}" for file in files])
-            listing.targets.extend([spelled(name)] * len(files))
+            listing.targets.extend([file_name_text(name)] * len(files))
             listing.parts.extend([part] * len(files))
         problems += part_problems(part, top, classes, inside)
         problems += nested_problems(top, inside) if top == root else ()
@@ -229,8 +229,8 @@ def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str
     if part != "train" and not any(images.total() for images in inside.values()):
         yield f"{top} has no images in class folders. Move some into {top}/<class>/, or move the folder out of data.root."
     for name, images in inside.items():
-        if spelled(name) not in classes:
-            yield f"{top / name}: train/ has no class {name}{did_you_mean(spelled(name), classes)}. Rename or remove the folder."
+        if file_name_text(name) not in classes:
+            yield f"{top / name}: train/ has no class {name}{did_you_mean(file_name_text(name), classes)}. Rename or remove the folder."
         elif not images.total() and part == "train" and len(classes) > 1:
             yield f"{top / name} contains no images (files that end in {', '.join(ENDINGS)}), not counting links to listed files. Remove it, or set data.root=<the folder that contains the class folders>."
 
@@ -264,7 +264,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
             return f"path={file} is outside {path.parent}. Paths are relative to the CSV's folder."
         if (part := part_of(split)) is None:
             return f"split={split} is unknown; use one of {', '.join(PARTS)}."
-        target = spelled(row["target"].strip())
+        target = file_name_text(row["target"].strip())
         original = first_rows.setdefault(os.path.realpath(base / file), (line, file.as_posix(), target, part))
         row |= {"path": original[1], "target": target}
         parts.append(part)

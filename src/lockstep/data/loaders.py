@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from lockstep.data.dataset import Arrays, Batch, Indices, Items, flat, is_pillow, samples_of
+from lockstep.data.dataset import Arrays, Batch, Indices, Items, is_pillow, leaves_of, samples_of
 from lockstep.data.keyed import Generators
 from lockstep.data.sampler import FILLER, Sampler, sample_states
 from lockstep.errors import TrainingFailed, UserError, chain
@@ -37,7 +37,7 @@ def as_tensor(value: Any, name: str = "value") -> Any:
     try:
         array = np.asarray(value)
     except ValueError:
-        if not all(isinstance(item, int | float | np.number | np.ndarray) for item in flat(value)):
+        if not all(isinstance(item, int | float | np.number | np.ndarray) for item in leaves_of(value)):
             return value
         sizes = [getattr(item, "shape", None) or (len(item) if hasattr(item, "__len__") else 1) for item in value[:4]]
         raise UserError(
@@ -71,7 +71,7 @@ class Reader:
             return self.read(indices_B, epoch)
         starts = range(0, len(indices_B), self.repeats)
         samples = [self.read(indices_B[start : start + self.repeats], epoch) for start in starts]
-        return {name: together([sample[name] for sample in samples]) for name in samples[0]}
+        return {name: concatenate([sample[name] for sample in samples]) for name in samples[0]}
 
     def read(self, indices_B: Indices, epoch: int) -> Batch:
         rng_kwargs = {"seed": self.seed, "epoch": epoch, "repeats": self.repeats}
@@ -83,7 +83,7 @@ class Reader:
         """Reads samples, without `at_reading`. Copies of a sample are read once, unless the data set draws numbers."""
         (indices_B, epoch), repeats, items = key, self.repeats, self.samples
         if not isinstance(items, Items):
-            return items[indices_B] if repeats == 1 else repeated(items[indices_B[::repeats]], repeats)  # type: ignore[no-any-return]
+            return items[indices_B] if repeats == 1 else repeat_samples(items[indices_B[::repeats]], repeats)  # type: ignore[no-any-return]
 
         def read(index_N: Indices, copies: int) -> list[Any]:
             states = partial(sample_states, "data", index_N, seed=self.seed, epoch=epoch, repeats=copies)
@@ -91,23 +91,23 @@ class Reader:
 
         rows = read(indices_B[::repeats], 1)
         draws = repeats > 1 and self.generators.used
-        return items.together(read(indices_B, repeats) if draws else [row for row in rows for _ in range(repeats)])
+        return items.collate(read(indices_B, repeats) if draws else [row for row in rows for _ in range(repeats)])
 
 
-def together(values: list[Any]) -> Any:
+def concatenate(values: list[Any]) -> Any:
     """Concatenates the values of several parts of a batch."""
     example = values[0]
     if isinstance(example, Mapping):
-        return {name: together([value[name] for value in values]) for name in example}
+        return {name: concatenate([value[name] for value in values]) for name in example}
     if isinstance(example, Tensor):
         return torch.cat(values)
     return np.concatenate(values) if isinstance(example, np.ndarray) else sum(values[1:], example)
 
 
-def repeated(value: Any, times: int) -> Any:
+def repeat_samples(value: Any, times: int) -> Any:
     """Repeats the values of each sample `times` times in a row."""
     if isinstance(value, Mapping):
-        return {name: repeated(item, times) for name, item in value.items()}
+        return {name: repeat_samples(item, times) for name, item in value.items()}
     if isinstance(value, list):
         return [item for item in value for _ in range(times)]
     return value.repeat_interleave(times, 0) if isinstance(value, Tensor) else np.repeat(value, times, 0)
@@ -158,7 +158,7 @@ SHM = Path("/dev/shm")
 SHARED = 2**22  # with less free space, batches are pickled: workers need semaphores there to start
 
 
-def lost(error: BaseException) -> str | None:
+def dead_worker_advice(error: BaseException) -> str | None:
     """Advice if the error reports a worker that died; None otherwise. torch reports it from the main process."""
     messages = [str(exception) for exception in chain(error) if isinstance(exception, RuntimeError)]
     if not (reports := [message for message in messages if message.startswith("DataLoader worker (pid")]):
@@ -171,7 +171,7 @@ def lost(error: BaseException) -> str | None:
     )
 
 
-class Places:
+class WithEpoch:
     """The batches of a sampler, each with its epoch: workers have no other way to get it."""
 
     def __init__(self, sampler: Iterable[Indices]) -> None:
@@ -182,7 +182,7 @@ class Places:
             yield indices_B, getattr(self.sampler, "epoch", 0)
 
 
-class Packs:
+class SharedMemoryTransport:
     """Passes batches from a worker with tensors in shared memory, or pickled through a pipe if /dev/shm is full.
 
     torch would share them in a thread of the worker. If that fails, it loses the batch and waits for it forever.
@@ -196,7 +196,7 @@ class Packs:
             return batch
         if self.shares:
             try:
-                for value in flat(batch):
+                for value in leaves_of(batch):
                     if isinstance(value, Tensor):
                         value.share_memory_()
                 return batch
@@ -205,7 +205,7 @@ class Packs:
         return pickle.dumps(batch)
 
 
-class Indexed(Packs, Dataset[Any]):
+class Indexed(SharedMemoryTransport, Dataset[Any]):
     """A torch Dataset of batches, indexed by the arguments of `read`."""
 
     def __init__(self, read: Callable[..., Any]) -> None:
@@ -220,7 +220,7 @@ class Indexed(Packs, Dataset[Any]):
         return self.packed(self.read(*arguments))
 
 
-def as_it_is(batch: Any) -> Any:
+def identity(batch: Any) -> Any:
     return batch
 
 
@@ -230,7 +230,7 @@ class FromWorkers:
     warned = False
 
     def __init__(self, data: Dataset[Any], **options: Any) -> None:
-        self.loader = DataLoader(data, batch_size=None, collate_fn=as_it_is, **options)  # `data` returns whole batches
+        self.loader = DataLoader(data, batch_size=None, collate_fn=identity, **options)  # `data` returns whole batches
 
     def batches(self) -> Iterator[Any]:
         try:
@@ -279,7 +279,7 @@ def digest_of(value: Any, previous: str = "") -> str:
 
 
 @dataclass(frozen=True)
-class Told:
+class MicroBatchInfo:
     """Metadata of a micro-batch. Not a tuple: torch rebuilds tuples when it pins a batch, with lists for ranges."""
 
     weight: float  # of the loss, so that its mean over micro-batches and processes is the mean over the global batch
@@ -297,7 +297,7 @@ class Share(NamedTuple):
     number: int  # index among the micro-batches of all processes in the epoch
     seed: int
     epoch: int
-    told: Told
+    info: MicroBatchInfo
 
 
 class MicroBatches:
@@ -311,8 +311,8 @@ class MicroBatches:
         self.dataset, self.collate = dataset, collate
         self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
 
-    def __call__(self, share: Share) -> tuple[Any, Told]:
-        return self.collated(self.samples(share), share), share.told
+    def __call__(self, share: Share) -> tuple[Any, MicroBatchInfo]:
+        return self.collated(self.samples(share), share), share.info
 
     def collated(self, samples: list[Any], share: Share) -> Any:
         if self.collate is default_collate:

@@ -37,7 +37,7 @@ MASKED = 0.8  # files are treated as masks only if at least this fraction of the
 KINDS = 8  # most kinds of ignored files in a message
 
 
-def spelled(name: str) -> str:
+def file_name_text(name: str) -> str:
     """A file's name as text in one Unicode form, with bytes escaped that are not UTF-8."""
     return unicodedata.normalize("NFC", os.fsencode(name).decode(errors="backslashreplace"))
 
@@ -106,7 +106,7 @@ class Walk:
 
     def __str__(self) -> str:
         """The files that were left out, in one line."""
-        kinds = [f"{count:,} {spelled(label)}" for label, count in self.left_out.most_common()]
+        kinds = [f"{count:,} {file_name_text(label)}" for label, count in self.left_out.most_common()]
         kinds = [re.sub("^1 (link|image|mask)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # but not folder names
         return ", ".join(kinds[:KINDS]) + (f", and {len(kinds) - KINDS:,} more kinds" if kinds[KINDS:] else "")
 
@@ -232,7 +232,7 @@ def original_size(image: "Image") -> tuple[int, int]:
     return (width, height) if upright else (height, width)
 
 
-def reason(error: Exception) -> str:
+def read_error_text(error: Exception) -> str:
     """Why a file cannot be read, in one line."""
     from PIL import UnidentifiedImageError
 

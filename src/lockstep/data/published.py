@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, one_download
+from lockstep.data.cache import Cached, Parts, cache_folder, decode_once, key_of, one_download
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import Images
-from lockstep.data.listing import SHOWN, reading
-from lockstep.data.pixels import ENDINGS, JUNK, spelled
+from lockstep.data.listing import SHOWN, root_errors
+from lockstep.data.pixels import ENDINGS, JUNK, file_name_text
 from lockstep.errors import UserError
-from lockstep.machine.files import open_plain, read_bytes, replacing
+from lockstep.machine.files import atomic_replace, open_plain, read_bytes
 
 # --- Downloads files from mirrors and verifies their checksums ---
 
@@ -47,7 +47,7 @@ def download(urls: list[str], path: Path, checksum: str) -> bytes:
             continue
         if hashlib.md5(content).hexdigest() == checksum:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as part:
+            with atomic_replace(path) as part:
                 part.write_bytes(content)
             return bytes(content)
         reasons.append(f"{url}: wrong checksum")
@@ -82,11 +82,11 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 # --- Describes the contents of data.root for messages ---
 
 
-def contents(root: Path, ignored: Collection[str] = ()) -> tuple[list[str], str]:
+def folder_contents(root: Path, ignored: Collection[str] = ()) -> tuple[list[str], str]:
     """The names in the folder `root`, without hidden and `ignored` ones, and a description of them."""
     if root.is_file():
         return [root.name], "is a file"
-    names = [spelled(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in ignored]
+    names = [file_name_text(path.name) for path in sorted(root.glob("[!.]*")) if path.name not in ignored]
     return names, f"has {', '.join(names[:SHOWN]) or 'no files'}" if root.is_dir() else "does not exist"
 
 
@@ -153,18 +153,18 @@ class Published(Images):
     def cached(self) -> Cached:
         self.source, files = self.locate()
         kind = "embedded" if self.source == "embedded" else "disk"
-        return decoded(self.cache / key_of(self.name, files, kind), lambda: (self.read_files(files), {}))
+        return decode_once(self.cache / key_of(self.name, files, kind), lambda: (self.read_files(files), {}))
 
     def locate(self) -> tuple[str, list[Path]]:
         """The source of the data and its files."""
         root, needs = self.root, f"{self.folders[0]}/{', '.join(self.md5)}"
         if self.asked in ("auto", "disk"):
-            with reading(root):
+            with root_errors(root):
                 if files := self.find(root):
                     return "disk", files
                 # may be an unfinished download, perhaps of a different process
                 ignored = (self.folders[0].partition("/")[0], self.archive)
-                names, state = contents(root, ignored)
+                names, state = folder_contents(root, ignored)
                 is_users_folder = root != DEFAULT_ROOT or root.is_file() or has_photos(root)
             if self.asked == "disk" or (names and is_users_folder):
                 raise UserError(

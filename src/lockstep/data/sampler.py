@@ -35,7 +35,7 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
-def keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+def permutation_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     """Round keys of the permutation for (seed, epoch)."""
     start = mix(np.array([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(epoch))
     return mix(start + np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -59,7 +59,7 @@ def sample_states(name: str, index_B: Indices, *, seed: int, epoch: int, repeats
 @lru_cache(64)
 def key_of(name: str, seed: int, epoch: int) -> NDArray[np.uint64]:
     name_hash = np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
-    return mix(name_hash ^ keys(seed, epoch)[:1])
+    return mix(name_hash ^ permutation_keys(seed, epoch)[:1])
 
 
 def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
@@ -70,7 +70,7 @@ def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
     """
     a = max(1, int(np.ceil(np.sqrt(n))))
     b = -(-n // a)
-    round_keys = keys(seed, epoch)
+    round_keys = permutation_keys(seed, epoch)
     x = positions.astype(np.uint64)
     outside = np.ones(len(x), bool)
     while outside.any():
@@ -83,7 +83,7 @@ def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
     return x.astype(np.int64)
 
 
-def place_in_step(rank: int, world: int, part: Any, parts: int, in_blocks: bool) -> Any:
+def index_in_step(rank: int, world: int, part: Any, parts: int, in_blocks: bool) -> Any:
     """Which micro-batch of a global batch a process computes as the `part`-th of its `parts`.
 
     They are contiguous (`in_blocks`) or every world-th. `part` is a number or an array, and so is the result.
@@ -214,7 +214,7 @@ class TrainBatches:
     rank: int = 0
     world: int = 1
     accumulate: int = 1
-    in_blocks: bool = False
+    contiguous: bool = False
     repeats: int = 1  # consecutive copies of each sample; `batch` does not count them
     epoch: int = 0
     start: int = 0  # micro-batches to skip in the next iteration, to resume
@@ -239,7 +239,7 @@ class TrainBatches:
         for begin in range(first, len(self), block):
             micro = np.arange(begin, min(begin + block, len(self)))
             step, part = np.divmod(micro, self.accumulate)
-            slot = place_in_step(self.rank, self.world, part, self.accumulate, self.in_blocks)
+            slot = index_in_step(self.rank, self.world, part, self.accumulate, self.contiguous)
             starts = (step * self.world * self.accumulate + slot) * share
             order = (starts[:, None] + np.arange(share)).ravel()
             samples = self.split.ordered(order, self.seed, self.epoch)
@@ -301,7 +301,9 @@ def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
     return {name: Split(total=count, first=0, count=count) for name, count in sets.items()}
 
 
-def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:
+def divide_parts(
+    part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]
+) -> NDArray[np.str_]:
     """The part of each sample. Parts in `fractions` that are missing in `part_N` are split off from its train part.
 
     They get their fraction of each stratum: at least one sample, but never all.

@@ -13,14 +13,14 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, default_collate
 
-from lockstep.data.global_batches import Cut, Global, Order, at_least
+from lockstep.data.global_batches import GlobalBatch, GlobalBatches, ShareSpec, join_small_batches
 from lockstep.data.loaders import (
     FromWorkers,
     Indexed,
     MicroBatches,
+    MicroBatchInfo,
     ResumableLoader,
     Share,
-    Told,
     begin_worker,
     digest_of,
     timed,
@@ -28,13 +28,13 @@ from lockstep.data.loaders import (
 from lockstep.data.sampler import key_of
 from lockstep.errors import UserError
 
-Gets = Literal["a share", "all", "its own"]  # what a process gets of a loader's batches
+BatchScope = Literal["a share", "all", "its own"]  # what a process gets of a loader's batches
 OPTIONS = "num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division(Cut):
-    """A Cut, and the state of the run in this process."""
+class Division(ShareSpec):
+    """A ShareSpec, and the state of the run in this process."""
 
     seed: int
     position: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the epoch, and how many of its micro-batches are done
@@ -43,9 +43,9 @@ class Division(Cut):
     agree: Callable[[str], bool] = lambda _: True  # whether all processes pass the same text; all must call it
 
     @property
-    def cut(self) -> Cut:
+    def share_spec(self) -> ShareSpec:
         """The fields that can be sent to a worker process."""
-        return Cut(**{name: getattr(self, name) for name in Cut.__dataclass_fields__})
+        return ShareSpec(**{name: getattr(self, name) for name in ShareSpec.__dataclass_fields__})
 
     def seed_of(self, loader: Any, turn: int = 0) -> int:
         """Loaders that train together have different orders. A loader that restarts within an epoch has a new order."""
@@ -53,7 +53,7 @@ class Division(Cut):
         return int(key_of(f"loader {number}, turn {turn}", self.seed, 0)[0]) >> 1 if number or turn else self.seed
 
 
-class Turn(NamedTuple):
+class LoaderPosition(NamedTuple):
     """Where a loader resumes."""
 
     epoch: int
@@ -65,10 +65,10 @@ class Turn(NamedTuple):
 # --- What the Trainer gets instead of a user's loader ---
 
 
-class Brought(ResumableLoader):
+class WrappedLoader(ResumableLoader):
     """Wraps a user's loader for the Trainer, and has the attributes of the user's loader."""
 
-    gets: Gets = "a share"
+    batch_scope: BatchScope = "a share"
 
     def __init__(self, loader: Any, division: Division) -> None:
         self.given, self.division = loader, division
@@ -76,8 +76,8 @@ class Brought(ResumableLoader):
         self.size: int | None = None  # of a global batch, if known
         self.notes: list[str] = []  # limits of the guarantees, for the first lines of a run
         self.began: tuple[int, int] | None = None  # the Trainer's position when iteration last started there
-        self.ended: Turn | None = None  # where it restarts
-        self.told: dict[int, Told] = {}  # metadata of the last micro-batches, by index in the epoch
+        self.ended: LoaderPosition | None = None  # where it restarts
+        self.info: dict[int, MicroBatchInfo] = {}  # metadata of the last micro-batches, by index in the epoch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "given":
@@ -95,11 +95,11 @@ class Brought(ResumableLoader):
         except TypeError:
             return None
 
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
         """The micro-batches of an epoch, after the first `done`."""
         raise NotImplementedError
 
-    def counted(self, seed: int, epoch: int) -> int:
+    def count_batches(self, seed: int, epoch: int) -> int:
         """The number of micro-batches in an epoch, for loaders without a length."""
         return sum(1 for _ in self.items(seed, epoch, 0))
 
@@ -110,7 +110,7 @@ class Brought(ResumableLoader):
         # at the Trainer's position, or one behind it if Lightning prefetches
         continues = self.division.trains and turn and turn.epoch == epoch and turn.number - 1 <= done <= turn.number
         if turn is None or not continues:
-            self.began, turn = (epoch, done), Turn(epoch, done, *divmod(done, self.length or done + 1))
+            self.began, turn = (epoch, done), LoaderPosition(epoch, done, *divmod(done, self.length or done + 1))
             if turn.times:
                 self.ended = turn
                 return
@@ -118,13 +118,13 @@ class Brought(ResumableLoader):
         items = self.items(self.division.seed_of(self, turn.times), epoch, turn.done)
         remaining = None if self.length is None else self.length - turn.done
         for batch, info in timed(islice(items, remaining), self.division.waited):
-            self.told = {number: info} | {n: old for n, old in self.told.items() if n == number - 1}
+            self.info = {number: info} | {n: old for n, old in self.info.items() if n == number - 1}
             yield batch
             number += 1
-        self.ended = Turn(epoch, number, turn.times + 1, 0)
+        self.ended = LoaderPosition(epoch, number, turn.times + 1, 0)
         if number == done and done and self.length is None:  # resumed run: where it last restarted is unknown
-            length = self.counted(self.division.seed_of(self), epoch)
-            self.ended = Turn(epoch, done, *divmod(done, length)) if length else None
+            length = self.count_batches(self.division.seed_of(self), epoch)
+            self.ended = LoaderPosition(epoch, done, *divmod(done, length)) if length else None
 
     def require_agreement(self, digest: str) -> None:
         """All processes call this with the digest of what they have read."""
@@ -142,11 +142,11 @@ class Brought(ResumableLoader):
         """One line on the batches, for the first lines of a run."""
         division, size = self.division, self.size
         accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
-        if self.gets == "all" and division.world == 1:
+        if self.batch_scope == "all" and division.world == 1:
             return f"batches of {self.name}{accumulated}"
-        if self.gets == "all":
+        if self.batch_scope == "all":
             return f"each process computes the same batches{accumulated}"
-        if self.gets == "its own":
+        if self.batch_scope == "its own":
             return f"each process has its own batches{accumulated}"
         if size is None:
             return f"batches of {self.name}, divided by {division.world}{accumulated}"
@@ -165,7 +165,7 @@ class Brought(ResumableLoader):
             yield "the generator of the DataLoader is ignored: its order and its workers' random numbers are derived from seed"
 
 
-class Due:
+class ShareSampler:
     """The sampler of the DataLoader that reads: shares of each epoch in turn, so workers can persist."""
 
     def __init__(self) -> None:
@@ -185,15 +185,15 @@ def from_workers(loader: DataLoader[Any], data: Any, **options: Any) -> FromWork
     )
 
 
-class StandardLoader(Brought):
+class StandardLoader(WrappedLoader):
     """A DataLoader whose batches are divided among processes and accumulation steps."""
 
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
         super().__init__(loader, division)
-        self.order = Order(loader.batch_sampler, division.world > 1)
+        self.order = GlobalBatches(loader.batch_sampler, division.world > 1)
         self.name, self.size = f"{type(loader.dataset).__name__} with {self.order.name}", self.order.size
         self.notes = [*self.limits()]
-        self.data, self.due = MicroBatches(loader.dataset, loader.collate_fn), Due()
+        self.data, self.due = MicroBatches(loader.dataset, loader.collate_fn), ShareSampler()
         self.reader: FromWorkers | None = None
         self.count: int | None = None  # of the batches of an evaluation, if known
         if division.world > 1:
@@ -203,7 +203,7 @@ class StandardLoader(Brought):
 
     def read_apart(self, *keys: list[Any]) -> Iterator[Any]:
         """Micro-batches outside of an epoch. Uses a worker if the user does: only workers may have opened the data."""
-        info = Told(1.0, "", None)
+        info = MicroBatchInfo(1.0, "", None)
         shares = [(Share(share_keys, 0, 0, self.division.seed, 0, info),) for share_keys in keys]
         options = {"num_workers": min(1, self.given.num_workers), "persistent_workers": False}
         return (batch for batch, _ in from_workers(self.given, Indexed(self.data), sampler=shares, **options).batches())
@@ -226,8 +226,8 @@ class StandardLoader(Brought):
         division = self.division
         if self.length is None:
             return None
-        batches = enumerate(at_least(self.order.batches(division.seed, 0), division.world), 1)
-        ((count, last),) = deque(batches, 1) or [(0, Global(0, []))]
+        batches = enumerate(join_small_batches(self.order.batches(division.seed, 0), division.world), 1)
+        ((count, last),) = deque(batches, 1) or [(0, GlobalBatch(0, []))]
         self.require_agreement(last.digest)
         if last.joined:
             (share,) = division.shares(iter([last]), 0, division.seed, 0, None)
@@ -246,24 +246,24 @@ class StandardLoader(Brought):
     def shares(self, done: int, seed: int, epoch: int) -> Iterator[Share]:
         division, order = self.division, self.order
         batches = order.batches(seed, epoch, done // division.accumulate)
-        divided = batches if division.trains else at_least(batches, division.world)
+        divided = batches if division.trains else join_small_batches(batches, division.world)
         return division.shares(divided, done, seed, epoch, order.size)
 
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
         self.due.shares = self.shares(done, seed, epoch)
         self.reader = self.reader or from_workers(self.given, Indexed(self.data), sampler=self.due)
         self.reader.loader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
         return self.reader.batches()
 
-    def counted(self, seed: int, epoch: int) -> int:
+    def count_batches(self, seed: int, epoch: int) -> int:
         return sum(1 for _ in self.shares(0, seed, epoch))
 
     def close(self) -> None:
         self.reader, self.due.shares = None, iter(())
 
 
-def standard(loaders: Any) -> list[Brought]:
-    """The Brought loaders among the loaders of a Trainer, in any collection."""
+def wrapped_loaders(loaders: Any) -> list[WrappedLoader]:
+    """The WrappedLoaders among the loaders of a Trainer, in any collection."""
     wrapped: list[Any] = []
-    apply_to_collection(loaders, Brought, wrapped.append)
+    apply_to_collection(loaders, WrappedLoader, wrapped.append)
     return wrapped

@@ -9,35 +9,35 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.data.global_batches import Cut, Global, at_least, digested
-from lockstep.data.keyed import Apart
-from lockstep.data.loaders import OfStream, Packs, Told
+from lockstep.data.global_batches import GlobalBatch, ShareSpec, digest_or_error, join_small_batches
+from lockstep.data.keyed import IsolatedRandomState
+from lockstep.data.loaders import MicroBatchInfo, OfStream, SharedMemoryTransport
 from lockstep.data.sampler import key_of
-from lockstep.data.standard import Brought, Division, Gets, StandardLoader, from_workers
+from lockstep.data.standard import BatchScope, Division, StandardLoader, WrappedLoader, from_workers
 
 log = logging.getLogger("lockstep")
 AGAIN = "a resumed run rereads the earlier data"
 
 
-class Shares(Packs, IterableDataset[Any]):
+class StreamShares(SharedMemoryTransport, IterableDataset[Any]):
     """One process's micro-batches of a stream, which it reads entirely. Collates them too, as it runs in a worker."""
 
-    def __init__(self, loader: DataLoader[Any], cut: Cut) -> None:
+    def __init__(self, loader: DataLoader[Any], cut: ShareSpec) -> None:
         super().__init__()
-        self.dataset, self.collate, self.cut = loader.dataset, OfStream(loader.collate_fn), cut
+        self.dataset, self.collate, self.share_spec = loader.dataset, OfStream(loader.collate_fn), cut
         self.size, self.drop_last = loader.batch_size or 1, loader.drop_last
         # seed, epoch, micro-batches done; shared with persistent workers
         self.place = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
         seed, epoch, done = self.place.tolist()
-        cut, batches = self.cut, self.batches(seed, epoch)
-        rest = islice(batches if cut.trains else at_least(batches, cut.world), done // cut.accumulate, None)
+        cut, batches = self.share_spec, self.batches(seed, epoch)
+        rest = islice(batches if cut.trains else join_small_batches(batches, cut.world), done // cut.accumulate, None)
         for share in cut.shares(rest, done, seed, epoch, self.size):
             yield self.packed(self.collate(share))
 
-    def batches(self, seed: int, epoch: int) -> Iterator[Global]:
-        random_state, position, digest = Apart(int(key_of("order", seed, epoch)[0]), self.dataset), 0, ""
+    def batches(self, seed: int, epoch: int) -> Iterator[GlobalBatch]:
+        random_state, position, digest = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.dataset), 0, ""
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         with random_state:
@@ -47,13 +47,13 @@ class Shares(Packs, IterableDataset[Any]):
                 batch = [*islice(samples, self.size)]
             if not batch or (self.drop_last and len(batch) < self.size):
                 return
-            if self.cut.world > 1:
-                digest = digested(batch, digest, type(self.dataset).__name__)
-            yield Global(position, batch, digest)
+            if self.share_spec.world > 1:
+                digest = digest_or_error(batch, digest, type(self.dataset).__name__)
+            yield GlobalBatch(position, batch, digest)
             position += len(batch)
 
 
-class Compared(Brought):
+class ComparedLoader(WrappedLoader):
     """A loader whose first batch is compared between processes when batches are first requested.
 
     The result determines what each process gets. Processes with different batches end an epoch together: otherwise
@@ -69,13 +69,13 @@ class Compared(Brought):
         if self.undecided:
             first = [*islice(batches, 1)]
             self.undecided = False
-            restart = self.decide(self.division.agree(self.told[max(self.told)].digest if first else ""))
-            self.equally_long = self.gets != "its own" or self.division.agree(str(self.length))
+            restart = self.decide(self.division.agree(self.info[max(self.info)].digest if first else ""))
+            self.equally_long = self.batch_scope != "its own" or self.division.agree(str(self.length))
             if restart:
                 self.began = None
                 return iter(self)
             batches = chain(first, batches)
-        return self.together(batches) if self.gets == "its own" and self.division.world > 1 else batches
+        return self.together(batches) if self.batch_scope == "its own" and self.division.world > 1 else batches
 
     def decide(self, same: bool) -> bool:
         """Whether the batches must restart, because they are divided differently."""
@@ -90,7 +90,7 @@ class Compared(Brought):
         self.division.agree("no more")
 
 
-class StreamLoader(Compared):
+class StreamLoader(ComparedLoader):
     """Batches of an IterableDataset.
 
     Each process reads the whole stream and collates its share, unless the stream divides itself.
@@ -101,42 +101,42 @@ class StreamLoader(Compared):
         self.name, self.size = type(loader.dataset).__name__, loader.batch_size
         reads = "one worker per process reads" if loader.num_workers else "each process reads"
         self.notes = [f"{self.name} is a stream: {reads} all of it, and {AGAIN}", *self.limits()]
-        self.begin(division.cut)
+        self.begin(division.share_spec)
 
-    def begin(self, cut: Cut) -> None:
-        self.data = Shares(self.given, cut)
+    def begin(self, cut: ShareSpec) -> None:
+        self.data = StreamShares(self.given, cut)
         self.reader = from_workers(self.given, self.data, num_workers=min(1, self.given.num_workers))
 
     def decide(self, same: bool) -> bool:
         if not same:
-            self.gets, self.size = "its own", None
+            self.batch_scope, self.size = "its own", None
             self.notes = [
                 f"{self.name} is a stream with different samples in each process: its batches are not divided, and {AGAIN}"
             ]
-            self.begin(replace(self.division.cut, rank=0, world=1, accumulate=1))
+            self.begin(replace(self.division.share_spec, rank=0, world=1, accumulate=1))
         return not same
 
     def __len__(self) -> int:
         """Undefined until it is known whether the stream divides itself."""
         if not self.equally_long or (self.undecided and self.division.accumulate > 1):
             raise TypeError("a stream has no length")
-        return len(self.given) * (self.division.accumulate if self.gets == "a share" else 1)
+        return len(self.given) * (self.division.accumulate if self.batch_scope == "a share" else 1)
 
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
         self.data.place.copy_(torch.tensor([seed, epoch, done]))
         return self.reader.batches()
 
     def close(self) -> None:
-        self.begin(self.data.cut)
+        self.begin(self.data.share_spec)
 
 
-class LeftAlone(Compared):
+class UndividedLoader(ComparedLoader):
     """Batches of a custom loader, as it creates them, in a separate random state that is equal in all processes.
 
     To resume within an epoch, a run rereads the earlier batches.
     """
 
-    gets: Gets = "all"
+    batch_scope: BatchScope = "all"
 
     def __init__(self, loader: Any, division: Division, reason: str) -> None:
         super().__init__(loader, division)
@@ -148,15 +148,15 @@ class LeftAlone(Compared):
         return len(self.given)
 
     def decide(self, same: bool) -> bool:
-        self.gets = "all" if same else "its own"
+        self.batch_scope = "all" if same else "its own"
         return False
 
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, Told]]:
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
         for batch in islice(self.apart(seed, epoch), done, None):
-            yield batch, Told(1.0, digested(batch, "", self.name) if self.undecided else "", None)
+            yield batch, MicroBatchInfo(1.0, digest_or_error(batch, "", self.name) if self.undecided else "", None)
 
     def apart(self, seed: int, epoch: int) -> Iterator[Any]:
-        random_state, end = Apart(int(key_of("order", seed, epoch)[0]), self.given), object()
+        random_state, end = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.given), object()
         with random_state:
             batches = iter(self.given)
         while True:
@@ -167,15 +167,15 @@ class LeftAlone(Compared):
             yield batch
 
 
-def around(loader: Any, division: Division) -> Brought:
+def wrap_loader(loader: Any, division: Division) -> WrappedLoader:
     """Wraps a user's loader for the Trainer."""
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):
-        return LeftAlone(loader, division, f"{name} is not a DataLoader")
+        return UndividedLoader(loader, division, f"{name} is not a DataLoader")
     if type(loader).__iter__ is not DataLoader.__iter__:
-        return LeftAlone(loader, division, f"{name} overrides __iter__")
+        return UndividedLoader(loader, division, f"{name} overrides __iter__")
     if loader.batch_size is None and loader.batch_sampler is None:
-        return LeftAlone(loader, division, f"{name} has batch_size=None")
+        return UndividedLoader(loader, division, f"{name} has batch_size=None")
     if isinstance(loader.dataset, IterableDataset):
         return StreamLoader(loader, division)
     return StandardLoader(loader, division)

@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import problems
-from lockstep.config.words import shown
-from lockstep.data.cache import cache_folder, decoded, hash_of, key_of, one_download
-from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, holder_of, listed
-from lockstep.data.images import Images, decoded_all
-from lockstep.data.listing import part_names, reading
-from lockstep.data.pixels import reason
-from lockstep.data.published import contents, has_photos
-from lockstep.data.sampler import PARTS, divided
+from lockstep.data.cache import cache_folder, decode_once, file_hash, key_of, one_download
+from lockstep.data.dataset import Batch, Indices, Items, as_list, bytes_of, classes_of, holder_of
+from lockstep.data.images import Images, decode_all
+from lockstep.data.listing import part_names, root_errors
+from lockstep.data.pixels import read_error_text
+from lockstep.data.published import folder_contents, has_photos
+from lockstep.data.sampler import PARTS, divide_parts
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
 IMAGE_SIZE = 224
 
 
-class Wrapped(Images):
+class WrappedDataset(Images):
     """A data set from torch Datasets: `held` has one for each part; `val` may be None. A subclass may override `open_part` and `names` instead.
 
     Images are resized to `image_size` when they are decoded, and normalised on the device. Other samples reach the network
@@ -42,8 +42,8 @@ class Wrapped(Images):
         super().__init__(image_size=image_size, **images)
 
     @classmethod
-    def for_files(cls, about: Mapping[str, Any]) -> Any:
-        return Images.for_files(about)
+    def for_files(cls, metadata: Mapping[str, Any]) -> Any:
+        return Images.for_files(metadata)
 
     def open_part(self, part: str) -> Any:
         dataset = self.held[part]
@@ -72,7 +72,7 @@ class Wrapped(Images):
     def prepare(self) -> None:
         """Raises UserError if image options are set and the samples are not images."""
         defaults = {"image_size": IMAGE_SIZE, "channels": 3}
-        options = [f"data.{key}={shown(value)}" for key in defaults if (value := getattr(self, key)) != defaults[key]]
+        options = [f"data.{key}={to_text(value)}" for key in defaults if (value := getattr(self, key)) != defaults[key]]
         if options and not self.holds_images:
             raise UserError(
                 f"{' and '.join(options)} {'have' if len(options) > 1 else 'has'} no effect: `input` is {self.first.dtype} of shape {self.first.shape}, not a uint8 image (CHW). Remove {'them' if len(options) > 1 else 'it'}."
@@ -88,12 +88,12 @@ class Wrapped(Images):
         return "images" if self.holds_images else "samples"
 
     @cached_property
-    def about(self) -> dict[str, Any]:
-        return {**(super().about if self.holds_images else {}), **self.names}
+    def metadata(self) -> dict[str, Any]:
+        return {**(super().metadata if self.holds_images else {}), **self.names}
 
-    def network_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         if self.holds_images:
-            return super().network_arguments()
+            return super().model_kwargs()
         shape = self.first.shape
         if len(shape) == 3:
             return {"in_channels": shape[0], "image_size": shape[-1]}
@@ -113,7 +113,7 @@ def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
     lists = sorted({tuple(names) for child in inner if (names := class_names(child, numbers=False))})
     if len(lists) > 1:
         raise UserError(
-            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(listed, lists))}: class numbers would be ambiguous. Give them the same classes in the same order."
+            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(as_list, lists))}: class numbers would be ambiguous. Give them the same classes in the same order."
         )
     return [*lists[0]] if lists else max((class_names(child, numbers=numbers) for child in inner), key=len, default=[])
 
@@ -136,7 +136,7 @@ def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> lis
     return [*map(str, range(count))] if count <= max(samples, 2 * len(numbers)) else []
 
 
-class TorchDataset(Wrapped):
+class TorchDataset(WrappedDataset):
     """`train`, `test` and optionally `val` and `evaluation_sets`: Datasets whose samples are (input, target) or a dict; PIL images become bytes.
 
     Pass `classes` if the training Dataset has neither `classes` nor `targets`. A Dataset may have an attribute `fingerprint`; otherwise
@@ -169,7 +169,7 @@ class TorchDataset(Wrapped):
 SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "valid"), "test": ("test",)}
 
 
-class Torchvision(Wrapped):
+class Torchvision(WrappedDataset):
     """`torchvision.datasets.<dataset>(root, ...)` with its official splits. Without a test split, the validation split is the test set.
 
     Raises UserError: there is no such data set, it has no test split, or it is neither on disk nor downloadable.
@@ -233,14 +233,14 @@ class Torchvision(Wrapped):
         except (RuntimeError, OSError) as e:
             if self.asked == "disk" or not can_download or (self.asked == "auto" and has_photos(self.root)):
                 raise UserError(
-                    f"data.root={self.root} {contents(self.root)[1]}, not torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{', or data.source=download' * can_download}; for your own images, set data=folder data.root={self.root}."
+                    f"data.root={self.root} {folder_contents(self.root)[1]}, not torchvision's {self.dataset} ({read_error_text(e)}). Set data.root=<folder>{', or data.source=download' * can_download}; for your own images, set data=folder data.root={self.root}."
                 ) from None
         try:
             with one_download(self.cache, self.dataset, self.root):
                 dataset = dataset_class(**kwargs, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(
-                f"{self.dataset} is not in data.root={self.root} and could not be downloaded ({reason(e)}). Set data.root=<folder that contains it>; to create that folder, run torchvision.datasets.{self.dataset}(<folder>, download=True) on a machine with a network."
+                f"{self.dataset} is not in data.root={self.root} and could not be downloaded ({read_error_text(e)}). Set data.root=<folder that contains it>; to create that folder, run torchvision.datasets.{self.dataset}(<folder>, download=True) on a machine with a network."
             ) from None
         self.source = "download"
         return dataset
@@ -278,11 +278,11 @@ class Rows:
             values["target"] = self.target_N[indices]
         if isinstance(values["input"], list):  # encoded images, or paths of files
             files = [file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"]) for file in values["input"]]
-            values["input"] = decoded_all(files, **self.decoding)
+            values["input"] = decode_all(files, **self.decoding)
         return values
 
 
-class HuggingFace(Wrapped):
+class HuggingFace(WrappedDataset):
     """Two columns of the tables in `root`: images, which workers decode, or numbers. Raises UserError: a split, column or value is missing."""
 
     source = "disk"
@@ -308,12 +308,12 @@ class HuggingFace(Wrapped):
         import datasets
 
         where = f"data.root={self.root}"
-        with reading(self.root):
+        with root_errors(self.root):
             try:
                 saved: Any = datasets.load_from_disk(str(self.root))
             except FileNotFoundError:  # raised for any other folder
                 raise UserError(
-                    f"{where} {contents(self.root)[1]}: it is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>; for your own images, set data=folder {where}."
+                    f"{where} {folder_contents(self.root)[1]}: it is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>; for your own images, set data=folder {where}."
                 ) from None
         by_name = saved if isinstance(saved, dict) else {"train": saved}
         names = part_names(by_name, where)
@@ -366,7 +366,7 @@ class HuggingFace(Wrapped):
         train, target_N = self.tables["train"], {part: self.targets(part) for part in self.tables}
         strata: Any = target_N["train"] if "classes" in self.names else np.zeros(len(train), int)
         fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
-        part_N, train_N = divided(np.full(len(train), "train"), strata, fractions), target_N["train"]
+        part_N, train_N = divide_parts(np.full(len(train), "train"), strata, fractions), target_N["train"]
         whole = {part: (table, np.arange(len(table)), target_N[part]) for part, table in self.tables.items()}
         return whole | {part: (train, np.flatnonzero(part_N == part), train_N) for part in ("train", *fractions)}
 
@@ -393,6 +393,6 @@ class HuggingFace(Wrapped):
         """Hash of the Arrow files, which are read once per machine, and of the columns and rows in use."""
         files = sorted(self.root.rglob("*.arrow"))
         folder = self.cache / key_of("huggingface", files)
-        content = decoded(folder, lambda: ({}, {"sha256": [hash_of(path, "sha256") for path in files]})).extra
+        content = decode_once(folder, lambda: ({}, {"sha256": [file_hash(path, "sha256") for path in files]})).extra
         rows = {part: rows.tobytes() for part, (_, rows, _) in self.rows.items()}
         return hashlib.sha256(repr((content["sha256"], self.columns, self.names, rows)).encode()).hexdigest()

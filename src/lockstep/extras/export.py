@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.build import load_module
-from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, mapped
+from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, map_leaves
 from lockstep.checkpoints.saving import Position
 from lockstep.checkpoints.weights import load_into, read
 from lockstep.config.draft import as_yaml
-from lockstep.config.instantiate import WEIGHTS, create, create_data
+from lockstep.config.formatting import warn
+from lockstep.config.instantiate import WEIGHTS, create_data, create_object
 from lockstep.config.instantiate import network as make_network
 from lockstep.config.renames import overrides_of
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.config.settings import Settings
-from lockstep.config.targets import accepted, nodes, parameters, target_of
-from lockstep.config.words import warn
+from lockstep.config.targets import matching_kwargs, nodes, parameters, target_of
 from lockstep.data import dataset, pixels
 from lockstep.data.dataset import Batch, DataSet, samples_of
 from lockstep.data.images import FRAMING, NEEDED, Images
@@ -40,8 +40,8 @@ from lockstep.extras import exported
 from lockstep.extras.render import MARKDOWN
 from lockstep.extras.tables import input_files
 from lockstep.launch.resuming import config_of
-from lockstep.machine.files import remove, replacing
-from lockstep.run import RunFolder, tested, versions
+from lockstep.machine.files import atomic_replace, remove
+from lockstep.run import RunFolder, metrics_of_test, versions
 from lockstep.training.invariance import same_random_numbers
 from lockstep.training.losses import samples_at
 from lockstep.training.task import Task
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Exported:
+class NetworkToExport:
     """The network to export, with its task, its data, and samples to compare on. Raises UserError: it cannot be exported."""
 
     config: RunConfig
@@ -84,8 +84,7 @@ class Exported:
             reason = f"is not called when {type(self.whole).__name__} runs on a batch" if exists else "does not exist"
             rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             raise UserError(
-                f"--network={self.network} {reason}{did_you_mean(self.network, names)}. Pass the name of a network that is called: "
-                f"{', '.join(names[:SHOWN])}{rest}."
+                f"--network={self.network} {reason}{did_you_mean(self.network, names)}. Pass the name of a network that is called: {', '.join(names[:SHOWN])}{rest}."
             )
 
     @property
@@ -105,7 +104,7 @@ class Exported:
     def takes_images(self) -> bool:
         sample = self.batch["input"]  # a list for texts
         images = isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 4
-        images = images and all(self.task.about.get(key) for key in NEEDED)
+        images = images and all(self.task.metadata.get(key) for key in NEEDED)
         return images and (not self.network or self.call(self.data.preprocess(self.batch)).names == ["input"])
 
     @cached_property
@@ -125,7 +124,7 @@ class Exported:
 
         def pre_hook(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             values = [*inputs, *kwargs.values()]
-            names = mapped(values, lambda path, value: name_of.get(id(value), "_".join(map(str, path))))
+            names = map_leaves(values, lambda path, value: name_of.get(id(value), "_".join(map(str, path))))
             calls.append(Call(tuple(parts.cloned(values)), names, list(kwargs)))
 
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -140,8 +139,7 @@ class Exported:
             network = f"the network {self.network}".rstrip()
             caller, hint = (self.whole, "") if self.network else (self.task, " once per batch in the task's `outputs`,")
             raise UserError(
-                f"{network} cannot be exported: {type(caller).__name__} {reason}. Call it{hint} with tensors (in dicts, lists "
-                "and tuples), and return tensors from it."
+                f"{network} cannot be exported: {type(caller).__name__} {reason}. Call it{hint} with tensors (in dicts, lists and tuples), and return tensors from it."
             )
         calls[0].is_result = result is calls[0].output
         return calls[0]
@@ -155,7 +153,7 @@ class Exported:
     def examples(self) -> list[parts.Inputs]:
         """Arguments of a file for two batches, which differ in every size that may vary."""
         if self.takes_images:
-            channels, side = self.task.about["channels"], self.task.about["image_size"]
+            channels, side = self.task.metadata["channels"], self.task.metadata["image_size"]
             return [(torch.zeros(n, channels, side + n + 1, side + 2 * n, dtype=torch.uint8),) for n in (2, 3)]
         count = len(self.batch["index"])
         return [self.original(samples_at(self.batch, [index % count for index in range(n)], count))[0] for n in (2, 3)]
@@ -191,10 +189,10 @@ class Exported:
         kwargs |= {key: False if isinstance(kwargs[key], bool) else None for key in WEIGHTS if key in kwargs}
         factory: Any = target_of(target, "model")
         module, name = factory.__module__, factory.__qualname__
-        content = {"target": target, "arguments": {**accepted(target, self.offered), **kwargs}}
+        content = {"target": target, "arguments": {**matching_kwargs(target, self.offered), **kwargs}}
         if module.partition(".")[0] in parts.ALLOWED:
             return content
-        modules = parts.needed(module)
+        modules = parts.required_modules(module)
         if len(modules) == 1:
             shutil.copyfile(modules[module], folder / "network.py")
             return {**content, "target": f"network.{name}"}
@@ -210,16 +208,16 @@ class Exported:
         if content["reader"]:
             try:
                 # fails if `preprocess` needs an attribute that only `__init__` sets
-                type(self.data).for_files(task.about).preprocess(dict(self.batch))
-                parts.copy(parts.needed(type(self.data).__module__, parts.OFFERED), folder / "source")
+                type(self.data).for_files(task.metadata).preprocess(dict(self.batch))
+                parts.copy(parts.required_modules(type(self.data).__module__, parts.OFFERED), folder / "source")
                 files: dict[str, Any] = {"lockstep.data": dataset, "lockstep.errors": UserError}
                 parts.copy({name: Path(inspect.getfile(file)) for name, file in files.items()}, folder / "standin")
             except (UserError, AttributeError) as e:
                 warn(f"the exported load.py cannot read files: {e}")
                 content["reader"] = None
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
-        needed = [key for key in (*NEEDED, *FRAMING) if key in task.about] if self.takes_images else task.about
-        settings = {key: task.about[key] for key in needed}
+        needed = [key for key in (*NEEDED, *FRAMING) if key in task.metadata] if self.takes_images else task.metadata
+        settings = {key: task.metadata[key] for key in needed}
         files = {"model": content, "classes": [] if self.network else list(task.value_names), "preprocessing": settings}
         for name, values in files.items():
             (folder / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
@@ -233,7 +231,7 @@ class Exported:
         runners: dict[str, Any] = {"load.py": model.outputs}
         if formats:
             runners |= parts.write_graphs(model, formats, folder, self.examples())
-        differences = parts.compared(runners, self.original, self.batch)
+        differences = parts.compare_outputs(runners, self.original, self.batch)
         for cache in list(folder.rglob("__pycache__")):  # of the code that the comparison loaded
             remove(cache)
         return differences
@@ -258,8 +256,8 @@ class Exportable(pl.Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with same_random_numbers(torch.device("cpu")), TemporaryDirectory() as folder:
-            net, task = (module.cpu().eval() for module in (copied(pl_module.net), pl_module.copied()))
-            candidate = Exported(config, pl_module.parts.network_arguments, task, net, data.evaluated, batch)
+            net, task = (module.cpu().eval() for module in (copied(pl_module.net), pl_module.detached_copy()))
+            candidate = NetworkToExport(config, pl_module.parts.model_kwargs, task, net, data.evaluated, batch)
             candidate.write(Path(folder), self.formats)
 
 
@@ -268,7 +266,7 @@ def is_task(config: RunConfig) -> bool:
     return isinstance(task_class, type) and issubclass(task_class, Task)
 
 
-class OfModule(Task):
+class LightningModuleTask(Task):
     """Stands in for a LightningModule: the samples go to its `forward`, or without one, to the network `argument`."""
 
     def __init__(self, argument: str) -> None:
@@ -305,7 +303,7 @@ def network_of_module(config: RunConfig, path: Path, network: str) -> tuple[Task
             f"that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net"
             f"{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
         )
-    return OfModule(argument), module, argument
+    return LightningModuleTask(argument), module, argument
 
 
 def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | None = None, network: str = "") -> Path:
@@ -324,7 +322,7 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     config = config_of(checkpoint)
     metadata, network_kwargs, argument = checkpoint.metadata, checkpoint.network or {}, ""
     if is_task(config):
-        task: Task = create(config.task, "task")
+        task: Task = create_object(config.task, "task")
         net = make_network(config.model, network_kwargs, with_weights=False).eval()
         load_into(net.state_dict(), checkpoint.weights, path)
     else:
@@ -333,19 +331,19 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
         config = replace(config, model=Component.of(network_kwargs))
     task.bind(metadata)
     data, batch = samples_to_compare(config, metadata, files)
-    candidate = Exported(config, network_kwargs, task, net, data, batch, network, argument)
+    candidate = NetworkToExport(config, network_kwargs, task, net, data, batch, network, argument)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(folder) as new_folder:
+    with atomic_replace(folder) as new_folder:
         new_folder.mkdir()
         differences = candidate.write(new_folder, formats)
         (new_folder / "README.md").write_text(card(checkpoint, candidate, new_folder, differences))
     return folder
 
 
-def samples_to_compare(config: RunConfig, about: Mapping[str, Any], files: str | None) -> tuple[DataSet, Batch]:
+def samples_to_compare(config: RunConfig, metadata: Mapping[str, Any], files: str | None) -> tuple[DataSet, Batch]:
     """Raw samples to compare on, and the data set that prepares them. Raises UserError: they cannot be read."""
     if files is not None:
-        inputs = input_files(files, config.data, about, "remove --files to compare on the run's own data")
+        inputs = input_files(files, config.data, metadata, "remove --files to compare on the run's own data")
         batch = Reader(inputs, seed=0)(np.arange(min(COMPARED, len(inputs))))
         readable = [index for index, problem in enumerate(batch.pop("problem")) if not problem]
         return inputs.reader, samples_at(batch, readable, len(batch["index"]))
@@ -364,7 +362,7 @@ def samples_to_compare(config: RunConfig, about: Mapping[str, Any], files: str |
 # --- README.md of an exported folder, the model card: the network, its data, its metrics, how to load it ---
 
 
-def card(checkpoint: Checkpoint, exported_network: Exported, part: Path, differences: dict[str, float]) -> str:
+def card(checkpoint: Checkpoint, exported_network: NetworkToExport, part: Path, differences: dict[str, float]) -> str:
     """The model card. `differences`: by file, the largest difference of its outputs from the trained network's."""
     config = config_of(checkpoint)
     run = checkpoint.path.resolve().parent.parent
@@ -388,7 +386,7 @@ def card(checkpoint: Checkpoint, exported_network: Exported, part: Path, differe
         "data": checkpoint.values[DATA],
         "inputs": inputs,
         "reader": model["reader"],
-        "metrics": {name: report[name] for name in tested(report) if name != "test/count"},
+        "metrics": {name: report[name] for name in metrics_of_test(report) if name != "test/count"},
         "count": report.get("test/count", 0),
         "differences": differences,
         "library": model["target"].partition(".")[0],

@@ -18,7 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.checkpoints.finding import leaves, mapped
+from lockstep.checkpoints.finding import leaves, map_leaves
 from lockstep.data.dataset import Batch
 from lockstep.data.pixels import Frame
 from lockstep.errors import UserError
@@ -41,7 +41,7 @@ def source_of(module: str) -> Path | None:
     return None
 
 
-def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
+def required_modules(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
     """The modules that a module needs from its own package, itself first, with their files. The folder already has `offered`.
 
     Raises:
@@ -55,7 +55,7 @@ def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
         path = source_of(name)
         assert path is not None, name
         paths[name] = path
-        names = imported(path, name)
+        names = imported_names(path, name)
         ours = {dep for dep in names if dep.partition(".")[0] == package}
         if others := {dep.partition(".")[0] for dep in names - ours - offered} - ALLOWED - sys.stdlib_module_names:
             disallowed[path.name] = others
@@ -65,13 +65,12 @@ def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
     if disallowed:
         details = "; ".join(f"{file} imports {', '.join(sorted(names))}" for file, names in disallowed.items())
         raise UserError(
-            f"{details}: the files of an exported network may import only torch, torchvision, timm, numpy and each other. "
-            "Move other code that they need into your package."
+            f"{details}: the files of an exported network may import only torch, torchvision, timm, numpy and each other. Move other code that they need into your package."
         )
     return paths
 
 
-def imported(path: Path, module: str) -> set[str]:
+def imported_names(path: Path, module: str) -> set[str]:
     """Full names of the modules that a file imports, except under `if TYPE_CHECKING`."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     prefix, names = module.partition(".")[0] + ".", set[str]()
@@ -172,7 +171,7 @@ def write_graphs(model: Model, formats: Sequence[str], folder: Path, examples: S
     def dynamic_dims(path: Any, tensor: Tensor) -> dict[int, Any]:
         return {dim: dynamic for dim, size in enumerate(tensor.shape) if size != other[path].shape[dim]}
 
-    shapes = {"inputs": mapped(example, dynamic_dims)}
+    shapes = {"inputs": map_leaves(example, dynamic_dims)}
     runners: dict[str, Run] = {}
     flags = " ".join(f"--{name}" for name in formats)
     try:
@@ -223,7 +222,7 @@ cloned = partial(apply_to_collection, dtype=Tensor, function=Tensor.clone)
 
 
 @torch.inference_mode()
-def compared(runners: dict[str, Run], original: Original, batch: Batch) -> dict[str, float]:
+def compare_outputs(runners: dict[str, Run], original: Original, batch: Batch) -> dict[str, float]:
     """The largest difference between each file's outputs and those of the trained network, over all samples and BATCHES.
 
     Raises:
@@ -242,7 +241,6 @@ def compared(runners: dict[str, Run], original: Original, batch: Batch) -> dict[
                 largest[name] = max(largest[name], *differences)
                 if not largest[name] <= TOLERANCE:
                     raise UserError(
-                        f"{name} differs from the network by {largest[name]:.2g} on {count} samples in batches of {size}; the limit is "
-                        f"{TOLERANCE:g}. Nothing was kept."
+                        f"{name} differs from the network by {largest[name]:.2g} on {count} samples in batches of {size}; the limit is {TOLERANCE:g}. Nothing was kept."
                     )
     return largest

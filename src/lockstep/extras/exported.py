@@ -145,7 +145,7 @@ class Model:
         """The arguments of `predict` for samples from `samples`."""
         columns = {name: [sample[name] for sample in samples] for name in samples[0]}
         batch = {n: v if isinstance(v[0], str) else torch.tensor(np.stack(v)) for n, v in columns.items()}
-        return (batch["input"],) if self.inputs is None else filled(self.inputs, self.reader.preprocess(batch))
+        return (batch["input"],) if self.inputs is None else fill_names(self.inputs, self.reader.preprocess(batch))
 
     def predict_files(self, paths: Iterable[str]) -> Iterator[dict[str, Any]]:
         """A row for each file, or for each row of a table, in order; one that cannot be read has only its path and the `error`.
@@ -180,11 +180,11 @@ def odd_shape(sample: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> s
     return next((f"its {n} has shape {shapes.get(n)}, but in other files {expected[n]}" for n in names), "")
 
 
-def filled(names: Any, batch: dict[str, Any]) -> Any:
+def fill_names(names: Any, batch: dict[str, Any]) -> Any:
     """The values of a batch in place of their names."""
     if isinstance(names, dict):
-        return {key: filled(name, batch) for key, name in names.items()}
-    return tuple(filled(name, batch) for name in names) if isinstance(names, list) else batch[names]
+        return {key: fill_names(name, batch) for key, name in names.items()}
+    return tuple(fill_names(name, batch) for name in names) if isinstance(names, list) else batch[names]
 
 
 def digits(value: Any) -> Any:
@@ -202,7 +202,7 @@ def module(path: Path) -> ModuleType:
     return loaded
 
 
-def located(folder: Path, target: str) -> Any:
+def locate_class(folder: Path, target: str) -> Any:
     """The class that model.json names, in network.py, in a package in source/, or in an installed library."""
     name, _, attribute = target.rpartition(".")
     if name == "network":
@@ -227,7 +227,8 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     """The model of an exported folder, on the CPU."""
     folder = Path(folder).resolve()
     model, data = (json.loads((folder / name).read_text()) for name in ("model.json", "preprocessing.json"))
-    net = located(folder, model["target"])(**model["arguments"]).get_submodule(model["network"])  # empty: all of it
+    whole = locate_class(folder, model["target"])(**model["arguments"])
+    net = whole.get_submodule(model["network"])  # empty: all of it
     net.load_state_dict(load_file(folder / "model.safetensors"))
     pixels, reader = module(folder / "preprocess.py"), None
     if model["inputs"] is None:
@@ -236,7 +237,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
         installed = importlib.util.find_spec("lockstep")
         if installed is None or installed.origin is None:
             sys.path.append(str(folder / "standin"))  # for its class DataSet
-        reader = located(folder, model["reader"]).for_files(data)
+        reader = locate_class(folder, model["reader"]).for_files(data)
     return Model(
         net=net.eval(),
         reader=reader,

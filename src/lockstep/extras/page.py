@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 from lockstep.build_trainer import workload_of
-from lockstep.checkpoints.finding import found_in
-from lockstep.config.compose import typed
+from lockstep.checkpoints.finding import checkpoint_paths
+from lockstep.config.compose import to_hydra
 from lockstep.config.draft import as_yaml
+from lockstep.config.formatting import is_fraction, metric
 from lockstep.config.project import command
 from lockstep.config.renames import overrides_of
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.config.words import is_fraction, metric
 from lockstep.extras.panels import classes_of, is_right, write_panels
-from lockstep.extras.render import chart, coloured, render
+from lockstep.extras.render import chart, render, with_colours
 from lockstep.machine.files import write_text
 from lockstep.panel import Content, Gallery
-from lockstep.reporting.console import in_runs_dir, say, time_left, warnings_in
+from lockstep.reporting.console import in_runs_dir, print_line, time_left, warnings_in
 from lockstep.reporting.report import metric_series
-from lockstep.run import RunFolder, tested
+from lockstep.run import RunFolder, metrics_of_test
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
-from lockstep.training.workload import headline
+from lockstep.training.workload import primary_metric
 
 if TYPE_CHECKING:
     from lockstep.training.workload import Workload
@@ -46,7 +46,7 @@ Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs 
 
 def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str, Any]:
     """The primary metric as the page shows it: its name, number and unit, the rest of its text, and its interval."""
-    name, text, interval = work.headline(report) if work else (*headline(report), None)
+    name, text, interval = work.primary_metric(report) if work else (*primary_metric(report), None)
     value, _, rest = text.partition(" ")
     if not re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value):
         value, rest = "", ""
@@ -72,7 +72,7 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
         ("Speed", f"{unit}/s", (f"train/{unit}_per_s",)),
         ("Peak memory so far", "GiB, first process", ("train/peak_memory_gib",)),
     ]
-    excluded = {"epoch", *tested(report), *(name for _, _, names in rates for name in names)}
+    excluded = {"epoch", *metrics_of_test(report), *(name for _, _, names in rates for name in names)}
     curves = [*work.curves(name for name in columns if name not in excluded), *rates]
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     last_step = max((step for points in columns.values() for step, _ in points), default=1)
@@ -96,7 +96,7 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
             second_x=(f"{unit} seen", batch) if batch else None,
         )
         if svg:
-            yield panel | {"svg": svg, "keys": coloured(lines) if validated else []}
+            yield panel | {"svg": svg, "keys": with_colours(lines) if validated else []}
 
 
 def labels(names: Sequence[str]) -> list[str]:
@@ -129,7 +129,7 @@ def write_page(
     doubled = {"max_epochs": 2 * (report.get("train/epochs") or 1), "max_steps": 2 * (report.get("train/steps") or 1)}
     limits = [name for name in doubled if (config.get(f"trainer.{name}") or 0) > 0] or ["max_epochs"]
     values: dict[str, Any] = {
-        "run": typed(str(config.run)),
+        "run": to_hydra(str(config.run)),
         "folder": shlex.quote(str(folder.path)) if is_in_runs_dir else config.run,
         "there": is_in_runs_dir,
         "longer": " ".join(f"trainer.{name}={doubled[name]}" for name in limits),
@@ -152,7 +152,7 @@ def write_page(
     }
     write_text(folder.page_file, render("report.html.j2", str(report["run"]), values))
     if failed:
-        say(f"report: {folder.page_file}")
+        print_line(f"report: {folder.page_file}")
 
 
 class LivePage(pl.Callback):
@@ -200,7 +200,7 @@ class LivePage(pl.Callback):
     def progress(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The progress of the run, for the page."""
         step, total, time_format = steps_done(trainer), total_steps(trainer), "%H:%M:%S"
-        saved = [(path.stat().st_mtime, path.name) for path in found_in(self.folder.path)]
+        saved = [(path.stat().st_mtime, path.name) for path in checkpoint_paths(self.folder.path)]
         return {
             "step": step,
             "total": int(total) if math.isfinite(total) else None,

@@ -17,12 +17,12 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.config.words import metric
+from lockstep.config.formatting import metric
 from lockstep.data.dataset import Sound
-from lockstep.extras.render import ENVIRONMENT, chart, coloured, thinned
+from lockstep.extras.render import ENVIRONMENT, chart, thin_out, with_colours
 from lockstep.machine.files import write_text
 from lockstep.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Tokens
-from lockstep.reporting.saved_panels import ARRAY, IMAGE, KIND
+from lockstep.reporting.report import ARRAY, IMAGE, KIND
 
 # --- Small images for a page, as data URIs ---
 
@@ -46,16 +46,16 @@ def thumbnail(image_CHW: Any) -> Image.Image:
     return image
 
 
-def overlaid(image_CHW: Any, classes_HW: Any, ignored: int | None = None) -> Image.Image:
+def overlay_mask(image_CHW: Any, classes_HW: Any, ignored: int | None = None) -> Image.Image:
     """The mask over a thumbnail of the image."""
     image = np.asarray(thumbnail(image_CHW).convert("RGB"))
     height, width = image.shape[:2]
     classes = np.asarray(classes_HW)
     rows, columns = (np.arange(n) * size // n for n, size in ((height, classes.shape[0]), (width, classes.shape[1])))
-    return blended(image, classes[rows[:, None], columns], ignored)
+    return blend(image, classes[rows[:, None], columns], ignored)
 
 
-def blended(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | None = None) -> Image.Image:
+def blend(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | None = None) -> Image.Image:
     """The mask over the image; class 0 and the ignored class are transparent."""
     drawn = ((classes != 0) & (classes != ignored))[..., None]
     mixed = np.where(drawn, OPACITY * colour_of(classes) + (1 - OPACITY) * image_HW3, image_HW3)
@@ -73,19 +73,19 @@ def data_uri(image: Image.Image) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-# --- panels.json: the test-set panels of report.html as data. reporting/saved_panels.py reads it ---
+# --- panels.json: the test-set panels of report.html as data. reporting/report.py reads it ---
 
 
-def encoded(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """A value as JSON. As on the page, images (CHW) become thumbnails and a sample's curves are thinned out; other arrays keep all values."""
     if isinstance(value, Sample):
         value = replace(value, facts={**value.facts, **charts(value)})
     if is_dataclass(value) and not isinstance(value, type):
-        return {KIND: type(value).__name__} | {f.name: encoded(getattr(value, f.name)) for f in fields(value)}
+        return {KIND: type(value).__name__} | {f.name: encode(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): encoded(item) for key, item in value.items()}
+        return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encoded(item) for item in value]
+        return [encode(item) for item in value]
     if getattr(value, "ndim", 0) == 3:
         return {IMAGE: data_uri(thumbnail(value))}
     if getattr(value, "ndim", 0):
@@ -97,13 +97,13 @@ def encoded(value: Any) -> Any:
 
 
 def write_panels(path: Path, panels: Sequence[Content]) -> None:
-    write_text(path, json.dumps([encoded(panel) for panel in panels]) + "\n")
+    write_text(path, json.dumps([encode(panel) for panel in panels]) + "\n")
 
 
 # --- What the templates need to draw a panel ---
 
 
-def drawn(panel: Lines | Points | Bars) -> Markup:
+def panel_svg(panel: Lines | Points | Bars) -> Markup:
     if isinstance(panel, Lines):
         highest = 1.0 if all(y <= 1 for points in panel.series.values() for _, y in points) else math.inf
         return chart(panel.title, panel.x, panel.series, colours=dict(keys(panel)), highest=highest)
@@ -114,7 +114,7 @@ def drawn(panel: Lines | Points | Bars) -> Markup:
 
 def keys(panel: Lines) -> list[tuple[str, str]]:
     """The series and their colours; a single series has the colour of the test set."""
-    return coloured([name for name, points in panel.series.items() if points], one="test")
+    return with_colours([name for name, points in panel.series.items() if points], one="test")
 
 
 def most_errors(panel: Matrix) -> int:
@@ -155,7 +155,7 @@ def images(sample: Sample) -> list[tuple[str, str, bool]]:
     pictures, facts = list[tuple[str, Image.Image]](), sample.facts.items()
     if sample.image_CHW is not None:
         masks = [(name, v) for name, v in facts if isinstance(v, Mask)]
-        pictures = [(name, overlaid(sample.image_CHW, mask.classes_HW, mask.ignored)) for name, mask in masks]
+        pictures = [(name, overlay_mask(sample.image_CHW, mask.classes_HW, mask.ignored)) for name, mask in masks]
         pictures = pictures or [("sample", thumbnail(sample.image_CHW))]
     pictures += [(name, thumbnail(v.image_CHW)) for name, v in facts if isinstance(v, Picture)]
     return [(name, data_uri(image), max(image.size) <= FEW) for name, image in pictures]
@@ -165,7 +165,7 @@ def charts(sample: Sample) -> dict[str, Lines]:
     """A sample's curves, with as many points as a small chart shows."""
     curves = {name: value for name, value in sample.facts.items() if isinstance(value, Lines)}
     return {
-        name: replace(value, series={label: thinned(points, SMALL) for label, points in value.series.items()})
+        name: replace(value, series={label: thin_out(points, SMALL) for label, points in value.series.items()})
         for name, value in curves.items()
     }
 
@@ -224,6 +224,6 @@ def look(samples: Sequence[Sample]) -> str:
     return "masks" if is_long else "images"
 
 
-FILTERS = (drawn, keys, most_errors, is_right, classes, mask_legend, images, charts, sounds, tokens, texts, look)
+FILTERS = (panel_svg, keys, most_errors, is_right, classes, mask_legend, images, charts, sounds, tokens, texts, look)
 ENVIRONMENT.filters |= {function.__name__: function for function in FILTERS}
 ENVIRONMENT.filters["kind"] = lambda panel: type(panel).__name__

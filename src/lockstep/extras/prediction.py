@@ -21,22 +21,22 @@ from torch import Tensor
 from lockstep import build
 from lockstep.build_trainer import evaluator, workload
 from lockstep.checkpoints.weights import read
+from lockstep.config.formatting import warn, with_noun
 from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
-from lockstep.config.words import counted, warn
 from lockstep.data import DataSet, Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.pixels import Frame
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
-from lockstep.extras.panels import encoded
+from lockstep.extras.panels import encode
 from lockstep.extras.render import render
-from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
-from lockstep.launch.start import gallery_of
-from lockstep.machine.files import locked, part_folder, remove, replacing, write_json, write_text
+from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, list_errors, write_table
+from lockstep.launch.request import gallery_of
+from lockstep.machine.files import atomic_replace, locked, part_folder, remove, write_json, write_text
 from lockstep.panel import Lines, Mask, Picture, Sample
-from lockstep.reporting.console import say
-from lockstep.reporting.saved_panels import decoded
+from lockstep.reporting.console import print_line
+from lockstep.reporting.report import decode
 from lockstep.training.batches import Loaders
 from lockstep.training.losses import RESERVED, sample_at
 from lockstep.training.task import Task
@@ -57,8 +57,7 @@ def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool
         if len(value) != count or (isinstance(value, Tensor) and value.dim() > 2):
             size = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} values"
             raise UserError(
-                f"the predictions have a column `{name}` with {size} for a batch of {count}. Return one value per sample: a number, a string, "
-                "a list of either, or an integer image (HW)."
+                f"the predictions have a column `{name}` with {size} for a batch of {count}. Return one value per sample: a number, a string, a list of either, or an integer image (HW)."
             )
         if name == WIDE and names and isinstance(value, Tensor) and value.dim() == 2:
             labels = zip(names, value.unbind(1), strict=False) if wide else ()
@@ -94,7 +93,7 @@ def masks(output: Path, column: str) -> Path:
     return output.with_name(f"{output.stem}-{column}")
 
 
-class Parts:
+class PredictionParts:
     """The rows of all processes. `write` writes the table and counts `count`, `broken` and `wrong`; `gallery` writes a page."""
 
     def __init__(self, output: Path, folder: Path, world: int) -> None:
@@ -140,18 +139,18 @@ class Parts:
 
     def write(self) -> None:
         """Writes the table, whole or not at all, with its masks."""
-        with replacing(self.output) as new:
+        with atomic_replace(self.output) as new:
             write_table(new, self.output.suffix, self.example, self.counted())
             for name in self.masks:
                 remove(masks(self.output, name))
                 (self.folder / name).replace(masks(self.output, name))
 
-    def gallery(self, path: Path, data: DataModule, about: Mapping[str, str]) -> None:
+    def gallery(self, path: Path, data: DataModule, metadata: Mapping[str, str]) -> None:
         """Writes a page of `KEPT` samples with their predictions. It works offline, and needs the files of sounds only to play them."""
         readable = (item for item in self.rows() if not item[1].get(ERROR))
         chosen = heapq.nsmallest(KEPT, readable, lambda item: order(item[1]))
         lines = [line for path in self.folder.glob(DRAWN.format("*")) for line in path.read_text().splitlines()]
-        drawn = dict(json.loads(line, object_hook=decoded) for line in lines)
+        drawn = dict(json.loads(line, object_hook=decode) for line in lines)
         folders = [Path.cwd() / Path(row["path"]).parent for _, row in chosen if "path" in row]
         common = os.path.commonpath(folders) if folders else ""
         values = {
@@ -164,7 +163,7 @@ class Parts:
             "order": SORTED.get(str(self.key), "the first ones"),
             "unit": data.unit,
             "table": self,
-            "about": about,
+            "about": metadata,
         }
         write_text(path, render("gallery.html.j2", self.output.stem, values))
 
@@ -265,7 +264,7 @@ class Writer(pl.Callback):
                 warn(f"the gallery lacks pictures and curves, because `describe` failed: {type(e).__name__}: {e}")
             return
         first = heapq.nsmallest(KEPT, [*self.drawn, *new], itemgetter(0))
-        self.drawn = [(key, index, v if isinstance(v, str) else json.dumps(encoded(v))) for key, index, v in first]
+        self.drawn = [(key, index, v if isinstance(v, str) else json.dumps(encode(v))) for key, index, v in first]
 
     def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int]) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
@@ -318,7 +317,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
 
 
 @contextmanager
-def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
+def lock_output(output: Path, *, overwrite: bool) -> Iterator[None]:
     """Locks `output`. Raises UserError: another prediction is writing it, or wrote it in the meantime."""
     in_use = f"output={output}: another prediction is writing it. Set a different output=."
     with locked(output.with_name(f".{output.name}.lock"), in_use, 0):
@@ -327,7 +326,7 @@ def claimed(output: Path, *, overwrite: bool) -> Iterator[None]:
         yield
 
 
-def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Parts | None:
+def predict(settings: Settings, module: pl.LightningModule, data: Any) -> PredictionParts | None:
     """Writes the table; returns its rows and counts on rank 0, else None. Raises UserError: the module does not predict."""
     world, request, work = settings.world, settings.request, workload(settings, module, data)
     assert request and request.output
@@ -335,13 +334,13 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Parts 
     work.loaders.predict_on(request.part, gallery=request.gallery)
     writer = Writer(work.loaders, work.task, request, *work.columns(request.top_k))
     trainer = evaluator(settings, work, writer)
-    claim = nullcontext() if world.rank else claimed(output, overwrite=request.overwrite)
+    claim = nullcontext() if world.rank else lock_output(output, overwrite=request.overwrite)
     with claim, writer.own, closing(writer):
         with build.oom_advice(settings, trainer, work):
             trainer.predict(work.module, datamodule=data, return_predictions=False)
         if world.rank:
             return None
-        parts = Parts(output, writer.folder, world.size)
+        parts = PredictionParts(output, writer.folder, world.size)
         parts.write()
         if request.gallery:
             parts.gallery(
@@ -349,23 +348,23 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Parts 
             )
         if parts.broken:
             message = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
-            warn(f"{message}:{listed(parts.reasons, parts.broken)}")
+            warn(f"{message}:{list_errors(parts.reasons, parts.broken)}")
         return parts
 
 
-def show_predictions(settings: Settings, about: Mapping[str, Any], parts: Parts) -> None:
+def show_predictions(settings: Settings, metadata: Mapping[str, Any], parts: PredictionParts) -> None:
     """Prints the path of the table, and writes predict.json."""
     request, path, broken = settings.request, settings.evaluation_file("predict"), parts.broken
     assert request and request.output
     output, gallery = Path(request.output), request.gallery
     result = {"input": request.input, "output": request.output, "count": parts.count, "broken": broken}
-    rows = f"done: {counted(parts.count, 'row')}" + (f", {counted(broken, 'broken file')}" if broken else "")
-    say(f"{rows}; predictions by {about['checkpoint']}:")
-    say(str(output), copied=True)
+    rows = f"done: {with_noun(parts.count, 'row')}" + (f", {with_noun(broken, 'broken file')}" if broken else "")
+    print_line(f"{rows}; predictions by {metadata['checkpoint']}:")
+    print_line(str(output), copied=True)
     if gallery:
         page = output.with_name(f"{output.name}.html")
-        say(str(page), copied=True, link=page)
+        print_line(str(page), copied=True, link=page)
     try:
-        write_json(path, {**about, **result})
+        write_json(path, {**metadata, **result})
     except OSError as e:  # the run may be read-only; the table is complete, and may be elsewhere
         warn(f"{path} could not be written: {e.strerror}. The table is complete.")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lockstep.augment.operation import Checked, Count, Fraction, Probability
 from lockstep.data.dataset import Batch
 from lockstep.data.pixels import resize_nearest
-from lockstep.data.places import spatial
+from lockstep.data.spatial import spatial
 from lockstep.errors import UserError
 from lockstep.training.arithmetic import steps_done, total_steps
 
@@ -71,8 +71,7 @@ class ProgressiveResize(Checked, Callback):
         """Raises UserError: the module receives tuples."""
         if stage == "fit" and not getattr(pl_module, "named_batches", False):
             raise UserError(
-                f"callbacks.progressive_resize needs named batches, but {type(pl_module).__name__} receives tuples. Set named_batches = True in "
-                "the class, or remove the callback."
+                f"callbacks.progressive_resize needs named batches, but {type(pl_module).__name__} receives tuples. Set named_batches = True in the class, or remove the callback."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

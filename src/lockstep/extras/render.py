@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lockstep import __version__
-from lockstep.config.words import inline, is_fraction, metric, number, percent, seconds, shown, size
+from lockstep.config.formatting import inline, is_fraction, metric, number, percent, seconds, size, to_text
 
 # --- Charts as SVG, coloured by the page's CSS. Importing matplotlib would add more than a second to every run ---
 
@@ -48,7 +48,7 @@ def chart(
     axis ends at `highest`, the largest possible value. `second_x`: a second unit of the x axis, and its number per x; the page
     switches between the two.
     """
-    parts = {name: groupby(thinned(points, many), is_finite) for name, points in series.items()}
+    parts = {name: groupby(thin_out(points, many), is_finite) for name, points in series.items()}
     lines = {name: [list(part) for finite, part in groups if finite] for name, groups in parts.items()}
     lines = {name: parts for name, parts in lines.items() if parts}  # pieces of a curve, between its gaps
     scatter = [point for point in scatter if is_finite(point)]
@@ -56,8 +56,8 @@ def chart(
     corners += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
     if not corners:
         return Markup()
-    left, right = x_range or widened([x for x, _ in corners])
-    bottom, top = widened([y for _, y in corners])
+    left, right = x_range or value_range([x for x, _ in corners])
+    bottom, top = value_range([y for _, y in corners])
     bottom = 0.0 if bars else bottom
     top = min(top, highest) if max(y for _, y in corners) <= highest else top
     axes = [("in-x", xlabel, 1.0), ("in-per", *second_x)] if second_x else [("", xlabel, 1.0)]
@@ -76,13 +76,13 @@ def chart(
         "mark_at_end": mark and mark[1] > (left + right) / 2,
         "bars": bars,
         "dots": scatter,
-        "curves": [(name, (colours or dict(coloured(lines)))[name], parts) for name, parts in lines.items()],
+        "curves": [(name, (colours or dict(with_colours(lines)))[name], parts) for name, parts in lines.items()],
         "few": FEW,
     }
     return Markup(ENVIRONMENT.get_template("chart.svg.j2").render(values))
 
 
-def coloured(names: Collection[str], one: str = "c0") -> list[tuple[str, str]]:
+def with_colours(names: Collection[str], one: str = "c0") -> list[tuple[str, str]]:
     """Each series with its colour. A split has the same colour in every chart, and `perfect` a muted one. `one`: for a single series."""
     colour_of = {name: split for name in names for split in SPLITS if name.startswith(split)}
     colour_of |= {"perfect": "quiet"} if "perfect" in names else {}
@@ -103,7 +103,7 @@ def is_finite(point: tuple[float, float]) -> bool:
     return all(abs(value) < 1e300 for value in point)  # differences of larger values overflow
 
 
-def widened(values: Sequence[float]) -> tuple[float, float]:
+def value_range(values: Sequence[float]) -> tuple[float, float]:
     """From the smallest to the largest value, with a margin; never empty."""
     low, high = min(values), max(values)
     margin = 0.04 * (high - low) or 0.5 * abs(low) or 1.0
@@ -117,7 +117,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def thinned(points: Points, many: int = MANY) -> Points:
+def thin_out(points: Points, many: int = MANY) -> Points:
     """At most `many` points: the lowest and highest of each group of neighbours, so no peak is lost, and one gap per group."""
     group_size = math.ceil(2 * len(points) / many)
     if group_size <= 2:
@@ -136,17 +136,13 @@ def thinned(points: Points, many: int = MANY) -> Points:
 
 FOLDER = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
-    loader=FileSystemLoader(FOLDER),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
+    loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
 ENVIRONMENT.filters |= {
     "percent": percent,
     "seconds": seconds,
     "number": number,
-    "shown": shown,
+    "shown": to_text,
     "size": size,
     "compact": compact,
     "metric": lambda value, name: metric(name, value),

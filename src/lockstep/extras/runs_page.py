@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from lockstep.config.compose import PLACE
-from lockstep.config.words import is_fraction, metric, number, seconds, shown
+from lockstep.config.formatting import is_fraction, metric, number, seconds, to_text
 from lockstep.errors import UserError
 from lockstep.extras.render import COLOURS, chart, render
 from lockstep.machine.files import read_text
 from lockstep.reporting.report import Curve, Report
-from lockstep.run import tested
+from lockstep.run import metrics_of_test
 
 METRICS, POINTS, SETTINGS = 6, 100, 12  # with these limits, 100 runs stay below 5 MB
 # Keys that Lockstep sets, not the user.
@@ -32,9 +32,9 @@ class Column(NamedTuple):
     values: list[Any]  # one for each run
 
 
-def differing(runs: Sequence[Report]) -> list[str]:
+def differing_keys(runs: Sequence[Report]) -> list[str]:
     """The config keys whose values differ between the runs; those that name classes come last."""
-    texts = [{key: shown(value) for key, value in run.settings.items()} for run in runs]
+    texts = [{key: to_text(value) for key, value in run.settings.items()} for run in runs]
     keys = dict.fromkeys(key for settings in texts for key in settings)
     varying = [key for key in keys if not key.startswith((*PLACE, *DERIVED)) and len({t.get(key) for t in texts}) > 1]
     return sorted(varying, key=lambda key: key.endswith("_target_"))
@@ -65,7 +65,7 @@ def curve_charts(
         yield {"name": name, "svgs": svgs}
 
 
-def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
+def best_run(runs: Sequence[Report], monitor: str) -> Report | None:
     """The run with the best monitored value; None if the runs do not share a direction."""
     scored = [run for run in runs if isinstance(run.get(monitor), int | float)]
     modes = {run.get("monitor_mode") for run in scored if run.get("monitor") == monitor}
@@ -75,7 +75,7 @@ def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
 
 
 def confusion(run: Report) -> Values | None:
-    """The confusion matrix in the raw panels.json, because reporting/saved_panels.py, which decodes it, imports torch."""
+    """The confusion matrix in the raw panels.json: decoding it would import torch."""
     with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
         panels = json.loads(read_text(run.run_folder.panels_file))
         matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
@@ -89,7 +89,7 @@ def repeats(runs: Sequence[Report], settings: Sequence[str], metrics: Sequence[s
     others = [key for key in settings if key != "seed"]
     for run in runs:
         if run["status"] == "done":
-            groups.setdefault(tuple(shown(run.settings.get(key)) for key in others), []).append(run)
+            groups.setdefault(tuple(to_text(run.settings.get(key)) for key in others), []).append(run)
     rows = []
     for key, group in groups.items():
         cells: list[Any] = [len(group)]
@@ -104,9 +104,9 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     """What the page shows for the runs on one data set."""
     monitors = [name for name, _ in Counter(str(run["monitor"]) for run in runs if run.get("monitor")).most_common()]
     unit = next((str(run["unit"]) for run in runs if run.get("unit")), "samples")
-    test_metrics = [name for run in runs for name in tested(run) if not name.endswith("/count")]
+    test_metrics = [name for run in runs for name in metrics_of_test(run) if not name.endswith("/count")]
     metrics = [n for n in dict.fromkeys([*monitors, *test_metrics]) if any(n in run for run in runs)]
-    settings = differing(runs)
+    settings = differing_keys(runs)
     short = Counter(key.rpartition(".")[2] for key in settings[:SETTINGS])
     heads = {key: name if short[name := key.rpartition(".")[2]] == 1 else key for key in settings[:SETTINGS]}
     measured: list[tuple[str, str, Callable[[Any], str]]] = [
@@ -116,17 +116,17 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
         ("time", "wall_s", seconds),
     ]
     columns = [Column(head, key, form, [run.get(key) for run in runs]) for head, key, form in measured]
-    columns += [Column(head, key, shown, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
+    columns += [Column(head, key, to_text, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
     pages = [run.run_folder.page_file for run in runs]
     links = [
         quote(os.fsencode(os.path.relpath(page, out.parent).replace(os.sep, "/"))) if page.is_file() else ""
         for page in pages
     ]
     colours = {run["run"]: f"c{index % COLOURS}" for index, run in enumerate(runs)}
-    best = best_of(runs, monitors[0]) if monitors else None
+    best = best_run(runs, monitors[0]) if monitors else None
     compared = {
         run["run"]: {
-            "settings": {key: shown(run.settings.get(key)) for key in settings},
+            "settings": {key: to_text(run.settings.get(key)) for key in settings},
             "metrics": {head: form(run[key]) for head, key, form in measured if run.get(key) is not None},
             "confusion": confusion(run),
         }

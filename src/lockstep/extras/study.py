@@ -28,9 +28,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.config.compose import config_file, is_group
+from lockstep.config.formatting import to_text
 from lockstep.config.project import command
 from lockstep.config.schema import RECIPES
-from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.extras.pruning import STORAGE, trial_id
 from lockstep.machine.files import locked, write_csv
@@ -49,7 +49,7 @@ def directions(objective: Any, monitor: str | None, mode: str) -> dict[str, str]
     modes |= {name: "max" for name in names if str(name).endswith("_per_s")}
     invalid = [name for name in names if name is None or name not in modes] if names else [None]
     raise_problems(
-        f"hydra.sweeper.objective={shown(name)} is invalid; expected {shown(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed "
+        f"hydra.sweeper.objective={to_text(name)} is invalid; expected {to_text(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed "
         "(train/..._per_s). For a different validation metric, set checkpoint.monitor=<metric> checkpoint.mode=max (or min). "
         "Selecting on the test set would invalidate its metrics."
         for name in invalid
@@ -95,8 +95,7 @@ class StudySweeper(SweeperSteps):
         first = self.objectives[0]
         if self.pruner and (len(metrics) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
             raise UserError(
-                f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation "
-                "metric. Set hydra/sweeper/pruner=none."
+                f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation metric. Set hydra/sweeper/pruner=none."
             )
         if not options["n_jobs"] > 0:
             raise UserError(f"hydra.sweeper.n_jobs={options['n_jobs']} is invalid; expected at least 1.")

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.project import of_users_code
+from lockstep.config.formatting import inline
+from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import Component
 from lockstep.config.targets import target_of
-from lockstep.config.words import inline
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
-from lockstep.data.folder import folded
+from lockstep.data.folder import fold_name
 from lockstep.data.listing import MISSING, SEPARATORS, Check, Listing, find_inputs, target_problem
-from lockstep.data.pixels import reason, spelled
+from lockstep.data.pixels import file_name_text, read_error_text
 from lockstep.errors import UserError
 from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
-from lockstep.machine.files import finite
+from lockstep.machine.files import without_nan
 
 # --- Files to predict ---
 
@@ -29,12 +29,11 @@ BUGS = (NameError, AttributeError, TypeError, ImportError)  # in a custom `read`
 LISTED = 10  # files in a message
 
 
-def listed(reasons: list[tuple[str, str]], count: int) -> str:
+def list_errors(reasons: list[tuple[str, str]], count: int) -> str:
     """Lines with the reasons why `count` files cannot be read. `reasons`: path and reason of the first ones."""
     rest = count - len(reasons)
-    return "".join(f"\n  {inline(path)}: {inline(why)}" for path, why in reasons) + (
-        f"\n  and {rest:,} more" if rest else ""
-    )
+    more = [f"\n  and {rest:,} more"] if rest else []
+    return "".join([*(f"\n  {inline(path)}: {inline(why)}" for path, why in reasons), *more])
 
 
 class InputFiles:
@@ -62,11 +61,11 @@ class InputFiles:
         else:
             if self.bug:
                 self.bug.add_note(
-                    f"{type(reader).__name__}.read can use only self.about, because __init__ was not called."
+                    f"{type(reader).__name__}.read can use only self.metadata, because __init__ was not called."
                 )
                 raise self.bug
             reasons = [(self.name(file), why) for file, why in enumerate(problems[:LISTED])]
-            raise UserError(f"none of {count:,} files can be read:{listed(reasons, count)}\nNothing was written.")
+            raise UserError(f"none of {count:,} files can be read:{list_errors(reasons, count)}\nNothing was written.")
         self.example = sample_of(first, 0)
         self.shapes = shapes_of(self.example)
         counts = np.ones(count, np.int64)
@@ -95,8 +94,8 @@ class InputFiles:
             if several and self.several is False:
                 raise ValueError(f"it contains {len(content)} samples, but the first file has only one")
         except Exception as e:  # Pillow raises nearly anything for a broken file
-            self.bug = e if isinstance(e, BUGS) and of_users_code(e) else self.bug
-            return Arrays(input=np.empty(0)), reason(e)
+            self.bug = e if isinstance(e, BUGS) and is_user_code_error(e) else self.bug
+            return Arrays(input=np.empty(0)), read_error_text(e)
         self.several = several if self.several is None else self.several
         return content if several else Arrays(**{name: np.asarray(v)[None] for name, v in content.items()}), ""
 
@@ -120,31 +119,31 @@ class InputFiles:
         row = {"row": int(self.row_N[index])} if self.several else {}
         if not len(self.target_N):
             return {"path": self.name(file), **row}
-        cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.about.get("targets") or ())]
+        cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.metadata.get("targets") or ())]
         target = {f"target/{names[0]}": digits(float(cell)) if cell else None} if len(names) == 1 else {"target": cell}
         return {"path": self.name(file), **row, **target}
 
 
-def target_check(about: Mapping[str, Any]) -> Check:
-    """A check that spells a row's classes or labels as in `about`, and rejects targets that must be numbers and are not.
+def target_check(metadata: Mapping[str, Any]) -> Check:
+    """A check that spells a row's classes or labels as in `metadata`, and rejects targets that must be numbers and are not.
 
     A missing value becomes empty.
     """
-    names = [*map(str, about.get("classes") or about.get("labels") or ())]
-    is_number = len(about.get("targets") or ()) == 1
+    names = [*map(str, metadata.get("classes") or metadata.get("labels") or ())]
+    is_number = len(metadata.get("targets") or ()) == 1
     spelling = dict.fromkeys(MISSING if names or is_number else (), "")
-    spelling |= {folded(name).lower(): name for name in names} | {folded(name): name for name in names}
+    spelling |= {fold_name(name).lower(): name for name in names} | {fold_name(name): name for name in names}
     spelling |= {name: name for name in names}
 
     @cache
     def normalised(cell: str) -> str:
-        parts = [*filter(None, SEPARATORS.split(cell))] if about.get("labels") else [cell]
-        forms = [(part, folded(part), folded(part).lower()) for part in parts]
+        parts = [*filter(None, SEPARATORS.split(cell))] if metadata.get("labels") else [cell]
+        forms = [(part, fold_name(part), fold_name(part).lower()) for part in parts]
         return "|".join(next((spelling[key] for key in keys if key in spelling), keys[0]) for keys in forms)
 
     def check(_: int, row: dict[str, str]) -> str | None:
         if "target" in row:
-            row["target"] = cell = normalised(spelled(row["target"].strip()))
+            row["target"] = cell = normalised(file_name_text(row["target"].strip()))
             if is_number and cell and target_problem(cell, "number"):
                 return f"target={cell} is not a number, such as 1.5. Correct it, or leave it empty."
         return None
@@ -152,7 +151,7 @@ def target_check(about: Mapping[str, Any]) -> Check:
     return check
 
 
-def input_files(source: str, data: Component, about: Mapping[str, Any], hint: str) -> InputFiles:
+def input_files(source: str, data: Component, metadata: Mapping[str, Any], hint: str) -> InputFiles:
     """The files that `source` names, read by the class of a run's `data`. Raises UserError: it cannot read files, or there are none."""
     reader: Any = target_of(data.target, "data")
     if not hasattr(reader, "for_files"):
@@ -163,7 +162,8 @@ def input_files(source: str, data: Component, about: Mapping[str, Any], hint: st
         raise UserError(
             f"input={source}: data={data.title} cannot read files. Add a method read(path) to its class (docs/predict-export.md), or {hint}."
         )
-    return InputFiles(reader.for_files(about), find_inputs(source, reader.endings, reader.unit, target_check(about)))
+    files = find_inputs(source, reader.endings, reader.unit, target_check(metadata))
+    return InputFiles(reader.for_files(metadata), files)
 
 
 class Inputs(DataSet):
@@ -171,11 +171,11 @@ class Inputs(DataSet):
 
     def __init__(self, files: InputFiles, network: Mapping[str, Any]) -> None:
         self.reader, self.unit = files.reader, files.reader.unit  # type: ignore[misc]
-        self.about, self.network = self.reader.about, network
+        self.metadata, self.network = self.reader.metadata, network
         self.train = self.val = self.test = files
         self.preprocess, self.show = self.reader.preprocess, self.reader.show  # type: ignore[method-assign]
 
-    def network_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         return dict(self.network)
 
 
@@ -195,7 +195,7 @@ def write_json(
     """A list of objects, one per line; or JSON lines, if `first`, `between` and `last` do not make a list."""
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
-            line = json.dumps({name: finite(value) for name, value in row.items()})
+            line = json.dumps({name: without_nan(value) for name, value in row.items()})
             file.write((between if number else first) + line)
         file.write(last)
 

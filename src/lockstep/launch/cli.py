@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from lockstep import CONFIGS, PACKAGE
 from lockstep.config import compose, project
-from lockstep.config.draft import Draft, advice, wrong_values
+from lockstep.config.draft import Draft, advice, value_errors
 from lockstep.config.settings import Settings
 from lockstep.errors import RunFailed, UserError, chain, raise_problems
 from lockstep.launch import local
@@ -43,13 +43,13 @@ def main(job: Job) -> None:
     The process is a command, perhaps one of several that torchrun or SLURM started; or Lockstep started it for a rank
     of a run or for a job of a multirun.
     """
-    process.secure()
+    process.protect_streams()
     exit_codes: list[int] = []
     atexit.register(process.LastOfAll(exit_codes))
-    process.owned = True
+    process.is_command = True
     handover: local.Handover | None = None
     try:
-        handover = local.received()
+        handover = local.received_handover()
         problems = launcher_problems(os.environ) if handover is None else []
     except UserError as e:
         problems = list(e.problems)
@@ -67,26 +67,26 @@ def main(job: Job) -> None:
         if handover is None:
             command(job, sys.argv[1:])
         elif handover.world:
-            local.report_end(job, handover)
+            local.run_rank(job, handover)
         else:
             start(job, Draft.of_values(handover.config), list(handover.overrides or ()))
 
-    with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
-        exit_codes.append(exit_code(run_process, rank, again_of(job)))
-    if exit_codes[0] and (process.supervised or launcher):
+    with process.recording_signals(interrupt=process.end_once) if process.started_by_lockstep else nullcontext():
+        exit_codes.append(exit_code(run_process, rank, rerun_command(job)))
+    if exit_codes[0] and (process.started_by_lockstep or launcher):
         process.report_failure(rank)
         process.exit_process(exit_codes[0])  # at once, because exit handlers might wait for something of the failed job
     sys.exit(exit_codes[0])
 
 
-def again_of(job: Job) -> str:
+def rerun_command(job: Job) -> str:
     return f"{AGAIN} with resume=auto" if job.trains else AGAIN
 
 
 def command(job: Job, argv: list[str]) -> None:
     """Lets Hydra read the command line, then runs a single run or the jobs of a multirun."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises exceptions instead of printing its own report and exiting
-    raise_problems(refused_options(argv))
+    raise_problems(validate_options(argv))
     if {"-h", "--help"} & set(argv):
         from lockstep.launch import help
 
@@ -102,12 +102,12 @@ def command(job: Job, argv: list[str]) -> None:
         if not job.trains:
             raise UserError(f"{job.name}.py handles one run at a time. Remove -m.")
         # a study samples its trials, so its size is not checked
-        if "hydra/sweeper" not in map(compose.key_of, overrides) and compose.jobs(overrides) > compose.MOST_JOBS:
-            raise UserError(f"-m: this sweep has more than {compose.MOST_JOBS:,} jobs. Sweep over fewer values.")
-        raise_problems(compose.tried_alone(job.name, overrides, search_path)[0])
-        names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
+        if "hydra/sweeper" not in map(compose.key_of, overrides) and compose.jobs(overrides) > compose.MAX_JOBS:
+            raise UserError(f"-m: this sweep has more than {compose.MAX_JOBS:,} jobs. Sweep over fewer values.")
+        raise_problems(compose.compose_each(job.name, overrides, search_path)[0])
+        names = [compose.expand_sweep(override)[0] for override in overrides if compose.key_of(override) in FIRST]
         first = Draft(compose.compose_config(job.name, [*search_path, *names]))
-        raise_problems(filter(None, wrong_values(first, FIRST).values()))
+        raise_problems(filter(None, value_errors(first, FIRST).values()))
         from lockstep.launch import sweeps
 
         raise_problems(sweeps.numbering_problems(first.folder.path, overrides))
@@ -143,7 +143,7 @@ def command(job: Job, argv: list[str]) -> None:
 HYDRAS = re.compile("(hydra_)?help|version|cfg|resolve|package|(multi)?run|shell_.*|config_.*|info|experimental_.*")
 
 
-def refused_options(argv: list[str]) -> Iterator[str]:
+def validate_options(argv: list[str]) -> Iterator[str]:
     """Errors for options and keys of Hydra that would run a different config or have no effect."""
     multirun = {"-m", "--multirun"} & set(argv)
     for arg in argv:
@@ -175,8 +175,8 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
     if multirun:
         from lockstep.launch import sweeps  # imports rich; an invalid command need not wait for that
 
-        draft = sweeps.named(draft, hydra_cfg.sweep.dir, hydra_cfg.job.num)
-    code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of(), again_of(job))
+        draft = sweeps.job_draft(draft, hydra_cfg.sweep.dir, hydra_cfg.job.num)
+    code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of(), rerun_command(job))
     if not multirun:
         outcome.append(code)
         return None
@@ -195,9 +195,9 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
 def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` in this process and restores its state."""
     raise_problems(launcher_problems(os.environ))
-    with process.restored():
+    with process.process_state_restored():
         overrides = compose.renamed_command(name, overrides)
-        return start(guarded_job(name), Draft(compose.composed(name, overrides)), overrides)
+        return start(restoring_job(name), Draft(compose.composed(name, overrides)), overrides)
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
@@ -206,8 +206,8 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     from lockstep.launch import sweeps
 
     raise_problems(f"{o}: sweep accepts only key=value, no options." for o in overrides if o.startswith("-"))
-    with process.restored(), process.logging_restored(), compose.callers_hydra_restored():
-        job = guarded_job("train")
+    with process.process_state_restored(), process.logging_restored(), compose.hydra_state_restored():
+        job = restoring_job("train")
         sys.argv[:] = [str(job.script), "-m", *overrides]
         sweeps.last.clear()
         process.received.clear()  # a signal of an earlier call would end this sweep
@@ -219,7 +219,7 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
         return list(sweeps.last)
 
 
-def guarded_job(name: str) -> Job:
+def restoring_job(name: str) -> Job:
     """A job for a caller's process, which restores the state of the libraries."""
     job = local.load(local.script(name))
     return RestoringJob(**vars(job))

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.config.words import readable
+from lockstep.config.formatting import readable
 from lockstep.errors import RunFailed, TrainingFailed, UserError, outcome_of
 from lockstep.machine import process
 
@@ -19,8 +19,7 @@ MOST = 50  # maximum number of problems in a message
 SPOKEN_S = 5.0  # time for rank 0 to print the error: torchrun ends all processes as soon as one has ended
 # Messages of gloo and NCCL if another process has ended, or has not answered within strategy.timeout_s.
 LOST = re.compile(
-    "Connection closed by peer|Connection reset by peer|Broken pipe|Connection was likely closed|NCCL communicator was aborted"
-    "|Timed out waiting|Application timeout caused pair closure"
+    "Connection closed by peer|Connection reset by peer|Broken pipe|Connection was likely closed|NCCL communicator was aborted|Timed out waiting|Application timeout caused pair closure"
 )
 
 
@@ -28,21 +27,15 @@ def disk_error(error: BaseException, again: str) -> str:
     """A message about a full or read-only disk, with what to do `again`; empty for other errors."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return ""
-    return (
-        f"{error.filename or 'a file'} could not be written: {error.strerror}. Files saved earlier are intact. Free some "
-        f"space or repair the disk, then {again}."
-    )
+    return f"{error.filename or 'a file'} could not be written: {error.strerror}. Files saved earlier are intact. Free some space or repair the disk, then {again}."
 
 
-def lost_process(error: BaseException) -> str:
+def lost_connection(error: BaseException) -> str:
     """A message about a lost connection of gloo or NCCL; empty for other errors. The traceback is in train.log."""
     if process.store is None or not isinstance(error, RuntimeError) or not LOST.search(str(error)):
         return ""
     reason, _, _ = str(error).partition("\n")
-    return (
-        f"the connection to another process is lost: {reason}. That process printed the first error. If it printed none, it hangs or "
-        "the network to it is down."
-    )
+    return f"the connection to another process is lost: {reason}. That process printed the first error. If it printed none, it hangs or the network to it is down."
 
 
 def report(error: BaseException, rank: int, again: str = AGAIN) -> list[str]:
@@ -58,7 +51,7 @@ def report(error: BaseException, rank: int, again: str = AGAIN) -> list[str]:
         return [] if rank and error.alike else [f"error: {prefix}{error}"]
     if isinstance(error, RunFailed) or outcome_of(error).status == "interrupted":
         return []
-    if message := disk_error(error, again) or lost_process(error):
+    if message := disk_error(error, again) or lost_connection(error):
         return [f"error: {prefix}{message}"]
     return [prefix + line for line in readable("".join(traceback.format_exception(error))).splitlines()]
 

@@ -12,9 +12,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from lockstep.config import compose as configs
+from lockstep.config.formatting import to_text
 from lockstep.config.run_config import SEVERAL
 from lockstep.config.schema import GROUPS, KEYS, PREDICT
-from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean
 from lockstep.launch.local import Job
 from lockstep.run import LOADER
@@ -65,13 +65,13 @@ class Shown:
     def key(self, key: str, value: Any = None) -> Iterator[str]:
         """A key with its default or `value`, its comment, its valid values and an example."""
         value = value or self.values.get(key)
-        default = "<value>" if value == "???" else shown(value) if isinstance(value, str) else configs.typed(value)
+        default = "<value>" if value == "???" else to_text(value) if isinstance(value, str) else configs.to_hydra(value)
         kind = {**KEYS, **PREDICT}.get(key)
         values = ""
         if kind and not kind.takes.startswith("UTF-8 text"):
             example = "" if kind.takes.startswith("one of ") else f"; for example {kind.example}"
             values = f"[{kind.takes.removeprefix('one of ')}{example}]"
-        return hanging(f"  {key}={default}", f"{self.comments.get(key, '')} {values}".strip(), INDENT)
+        return hanging_indent(f"  {key}={default}", f"{self.comments.get(key, '')} {values}".strip(), INDENT)
 
     def group(self, name: str) -> Iterator[str]:
         """The keys of a group under its title, or a top-level key."""
@@ -93,7 +93,7 @@ class Shown:
         if options:
             yield f"{name}: choose with {name}={'[<option>,...]' if is_list else '<option>'}"
         for option in options:
-            yield from hanging(f"  {option}", headline(f"{name}/{option}"), 22)
+            yield from hanging_indent(f"  {option}", option_description(f"{name}/{option}"), 22)
         single = [option for option in options if not option_node(f"{name}/{option}").get("defaults")]
         yield from (Shown("train", [f"{name}=[{','.join(single)}]"]) if is_list else self).group(name)
 
@@ -110,7 +110,7 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
     else:
         yield "Groups. Choose with <group>=<option>, or [<option>,...]; `--help <group>` describes the options:"
         for group in filter(configs.options, GROUPS):
-            yield from hanging(f"  {group}", ", ".join(configs.options(group)), 14)
+            yield from hanging_indent(f"  {group}", ", ".join(configs.options(group)), 14)
         yield "\nKeys. Set with <key>=<value>:"
         names = dict.fromkeys(key.partition(".")[0] for key in config.values)
         for name in sorted(names, key=GROUPS.__contains__):  # single keys first
@@ -118,7 +118,7 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
     yield '\n--hydra-help shows Hydra\'s own options. Complete keys with TAB: eval "$(lockstep --completion)"'
 
 
-def hanging(name: str, text: str, indent: int) -> Iterator[str]:
+def hanging_indent(name: str, text: str, indent: int) -> Iterator[str]:
     """`text` to the right of `name`, or below a long name, in lines that fit the terminal."""
     lines = textwrap.wrap(text, max(60, shutil.get_terminal_size().columns) - indent)
     if lines and len(name) < indent:
@@ -135,7 +135,7 @@ def option_node(config: str) -> dict[str, Any]:
     return yaml.load(configs.config_file(config).read_text(), LOADER) or {}
 
 
-def headline(config: str) -> str:
+def option_description(config: str) -> str:
     """The description of an option: the comment at the top of its file, or else its class."""
     lines = configs.config_file(config).read_text().splitlines()
     doc = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]

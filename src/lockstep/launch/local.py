@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL
-from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
 from lockstep.config.run_config import Request, RunConfig
 from lockstep.config.settings import Settings
-from lockstep.errors import LostProcess, OutOfMemory, Preempted, RunFailed, UserError, did_you_mean, raise_problems
+from lockstep.errors import OutOfMemory, Preempted, ProcessDied, RunFailed, UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process
 from lockstep.machine.files import parts_in, write_text
 from lockstep.machine.world import World, cores
-from lockstep.run import RunFolder
 
 if TYPE_CHECKING:
     from lockstep.reporting.recorder import Page
@@ -60,7 +58,7 @@ class Job:
         build.process(settings)
         if self.trains:  # the config of an evaluation has already trained
             raise_problems(signature_problems(settings, shipped=False))
-        numbered = settings.with_numbers()
+        numbered = settings.with_pretraining_values()
         is_read = data is not None and numbered is settings
         return self.run(numbered, data if is_read else self.read_data(numbered, prepare=True))
 
@@ -70,7 +68,7 @@ class Job:
             return None
         from lockstep.augment.operation import Augmentation
 
-        with process.seeded(settings.seed):
+        with process.seeded_and_restored(settings.seed):
             if (data := self.data(settings)) is not None:
                 data.keeps_whole = Augmentation(settings.operations).crops_from is not None
                 data.evaluates = settings.evaluates
@@ -84,7 +82,7 @@ def data(settings: Settings) -> Any:
     from lockstep.config.instantiate import create_data
 
     assert settings.loader
-    settings.asked.add("data")
+    settings.built_groups.add("data")
     return create_data(settings.cfg.data, settings.loader)
 
 
@@ -165,7 +163,7 @@ def spawn(
     return subprocess.Popen([sys.executable, str(script)], env=env, **{"stdin": subprocess.PIPE, **options})
 
 
-def received() -> Handover | None:
+def received_handover() -> Handover | None:
     """The parent's hand-over; None in a process that a user started. Raises UserError if it is invalid."""
     file = os.environ.pop(VARIABLE, None)
     if file is None:
@@ -181,7 +179,7 @@ def received() -> Handover | None:
         raise UserError(
             f"{VARIABLE}={file[:40]} in the environment was not set by Lockstep. Run unset {VARIABLE}."
         ) from None
-    process.supervised, process.debug_rank = world is not None, handover.debug_rank
+    process.started_by_lockstep, process.debug_rank = world is not None, handover.debug_rank
     process.from_notebook = handover.from_notebook
     process.end_with_parent(has_pipe=world is None or world.rank != handover.debug_rank)
     return handover
@@ -197,7 +195,7 @@ GRACE_S = 10.0  # from a second Ctrl-C, or the report that memory ran out, until
 
 
 @contextmanager
-def held_port() -> Iterator[int]:
+def reserve_port() -> Iterator[int]:
     """Reserves a port of this machine until rank 0 opens it, which takes seconds because rank 0 imports torch first.
 
     Two sockets that both reuse addresses, as torch's do, can be bound to the same port as long as only one of them
@@ -222,11 +220,11 @@ def environment(world: World, port: int) -> dict[str, str]:
     return {**several, **os.environ, **here, **place}
 
 
-def in_run(job: Job, settings: Settings, data: Any = None, *, end_file: Path | None = None) -> Any:
+def run_job(job: Job, settings: Settings, data: Any = None, *, end_file: Path | None = None) -> Any:
     """Runs the job in this process and logs its output. Creates `end_file` before waiting for the other processes."""
-    log = process.RankLog(settings.folder.path, settings.world.rank) if process.owned else nullcontext()
+    log = process.RankLog(settings.folder.path, settings.world.rank) if process.is_command else nullcontext()
     with process.breakpoints(), log, ExitStack() as end:
-        end.push(lambda error, *_: process.monitor and process.monitor.leave(failed=error is not None))
+        end.push(lambda error, *_: process.monitor and process.monitor.finish(failed=error is not None))
         try:
             result = job(settings, data)
         except SystemExit as e:  # raised by Lightning after SIGTERM, in a job with its own Trainer
@@ -238,8 +236,8 @@ def in_run(job: Job, settings: Settings, data: Any = None, *, end_file: Path | N
         return result
 
 
-def report_end(job: Job, handover: Handover) -> None:
-    """Like `in_run`, but reports to the parent when the job is done or memory ran out, then waits for the other ranks.
+def run_rank(job: Job, handover: Handover) -> None:
+    """Like `run_job`, but reports to the parent when the job is done or memory ran out, then waits for the other ranks.
 
     If this process ended first, each other rank would fail with a traceback about a lost connection.
     """
@@ -249,7 +247,7 @@ def report_end(job: Job, handover: Handover) -> None:
     overrides = None if handover.overrides is None else tuple(handover.overrides)
     try:
         settings = Settings(RunConfig.of(handover.config), handover.world, request, overrides)
-        in_run(job, settings, end_file=end_file)
+        run_job(job, settings, end_file=end_file)
     except OutOfMemory as e:
         write_text(end_file, json.dumps(e.args))
         time.sleep(GRACE_S)
@@ -262,7 +260,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     Raises:
         RunFailed: a process failed; has the exit code of the first one.
         OutOfMemory: memory ran out in a process.
-        LostProcess: a signal ended a process.
+        ProcessDied: a signal ended a process.
         KeyboardInterrupt: after the processes have saved, or immediately after a second Ctrl-C.
     """
     world, debug_rank, kills = settings.world, process.debug_rank, kernel_kills()
@@ -272,7 +270,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     config, overrides = settings.cfg.plain(), settings.overrides
     job = Handover(config, overrides, request=request, debug_rank=debug_rank, from_notebook=process.in_notebook())
     processes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, held_port() as port:
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, reserve_port() as port:
         end_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
         try:
             for rank, end_file in enumerate(end_files, world.rank):
@@ -300,9 +298,9 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     if errors:  # an error without a remedy first, then the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
-        raise killed(settings, rank, by_kernel=kernel_kills() > kills, trains=trains)
+        raise killed_error(settings, rank, by_kernel=kernel_kills() > kills, trains=trains)
     if code < 0:
-        raise LostProcess(f"rank {rank} was killed by {signal.Signals(-code).name}; the other processes ended too.")
+        raise ProcessDied(f"rank {rank} was killed by {signal.Signals(-code).name}; the other processes ended too.")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
@@ -339,42 +337,9 @@ def wait(
         time.sleep(0.05)
 
 
-# --- Restarts with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch ---
+# --- Processes that SIGKILL ended ---
 
 VMSTAT = Path("/proc/vmstat")
-
-
-def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
-    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the newest checkpoint.
-
-    Raises:
-        OutOfMemory: a smaller micro-batch does not help, or does not exist.
-    """
-    folder, batch, key = settings.folder, settings.steps.batch_size, "trainer.accumulate_grad_batches"
-    had = max(1, folder.report().get("micro_batch") or batch)  # micro-batch of a resumed run
-    fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
-    settings = settings.but({key: next(fits)})
-    while True:
-        earlier = newest_saved(folder)
-        try:
-            return run(settings)
-        except OutOfMemory as e:
-            if e.accumulate is None or process.received:
-                raise
-            before, settings = settings.batches["micro_batch"], settings.but({key: e.accumulate})
-        if (newest := newest_saved(folder)) and newest != earlier:  # an old one may belong to an abandoned continuation
-            settings = settings.but({"resume": newest[0]})
-        if not settings.cfg.resume:
-            folder.discard()
-        now = settings.batches
-        words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
-        print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)
-
-
-def newest_saved(folder: RunFolder) -> tuple[str, int] | None:
-    """The newest checkpoint of a run and its modification time."""
-    newest = checkpoint_if_any(folder.path)
-    return (str(newest), newest.stat().st_mtime_ns) if newest else None
 
 
 def kernel_kills() -> int:
@@ -383,7 +348,7 @@ def kernel_kills() -> int:
     return int(found[1]) if found else 0
 
 
-def killed(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
+def killed_error(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
     """The error for a process that SIGKILL ended, which usually means that the machine ran out of memory."""
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
     who = f"rank {rank}" if settings.world.size > 1 else "the process"

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints import finding
-from lockstep.checkpoints.finding import Checkpoint, outline, step_of
-from lockstep.config.compose import compose_config, dotted, is_group, kept, key_of
-from lockstep.config.draft import Draft, name_of_job, restarted, structure_problems, values_of
-from lockstep.config.instantiate import is_a
+from lockstep.checkpoints.finding import Checkpoint, read_outline, step_of
+from lockstep.config.compose import compose_config, dotted, is_group, key_of, recorded_overrides
+from lockstep.config.draft import Draft, name_of_job, structure_problems, values_of, was_restarted
+from lockstep.config.formatting import plain, to_text, warn, with_noun
+from lockstep.config.instantiate import inherits_first
 from lockstep.config.project import command
 from lockstep.config.renames import LOADER_KEYS, overrides_of
-from lockstep.config.rules import without_effect
-from lockstep.config.run_config import CLOSED, Component, Refused, RunConfig
+from lockstep.config.rules import keys_without_effect
+from lockstep.config.run_config import CLOSED, Component, InvalidValueRead, RunConfig
 from lockstep.config.schema import KEYS, PREDICT, RECIPES
 from lockstep.config.settings import OF_NETWORK, Settings
-from lockstep.config.words import counted, plain, shown, warn
 from lockstep.errors import UserError, raise_problems
-from lockstep.machine.world import external_launcher, number, rank_of
+from lockstep.machine.world import external_launcher, number_from_env, rank_of
 from lockstep.run import RunFolder, find_run
 
 # --- The keys that cannot change when a run is resumed ---
@@ -37,12 +37,13 @@ FIXED = (
 AVERAGE = ("lockstep.callbacks.EMA", "lockstep.callbacks.weights.EMA")
 
 
-def changes(now: Draft, then: Draft) -> Iterator[str]:
+def resume_errors(now: Draft, then: Draft) -> Iterator[str]:
     """Errors for the keys that cannot change when a run is resumed."""
 
     def fixed_values(draft: Draft) -> dict[str, Any]:
         callbacks = {f"callbacks.{name}": Component.of(node) for name, node in draft.get("callbacks").items()}
-        averages = [key for key, item in callbacks.items() if item.target in AVERAGE or is_a(item, key, AVERAGE[1])]
+        items = callbacks.items()
+        averages = [key for key, item in items if item.target in AVERAGE or inherits_first(item, key, AVERAGE[1])]
         return {key: value for group in (*FIXED, *averages) for key, value in dotted(draft.get(group), group).items()}
 
     new, saved = fixed_values(now), fixed_values(then)
@@ -74,28 +75,28 @@ TRAINING = (  # keys without effect in an evaluation
 DATA_MODULE = "lightning.pytorch.core.datamodule.LightningDataModule"
 
 
-def completed(saved: Draft) -> Draft:
+def with_new_defaults(saved: Draft) -> Draft:
     """The config of a run, with defaults for keys that are newer than the run. Raises UserError if it is malformed."""
     data = Component.of(saved.group("data"))
     if saved.group("loader").keys() & data.kwargs.keys():  # a config of version 0.1, see renames.py
-        is_data_module = is_a(data, "data", DATA_MODULE)
-        saved = saved.but({"loader": {}} if is_data_module else {"data": data.without(*LOADER_KEYS).node})
+        is_data_module = inherits_first(data, "data", DATA_MODULE)
+        saved = saved.replace({"loader": {}} if is_data_module else {"data": data.without(*LOADER_KEYS).node})
     groups = [group for group in ("", *CLOSED) if not group or isinstance(saved.tree.get(group), Mapping)]
     if newer := [key for key in KEYS if key.rpartition(".")[0] in groups and not saved.has(key)]:
         defaults = Draft(compose_config("train", []))
-        saved = saved.but({key: defaults.get(key) for key in newer})
+        saved = saved.replace({key: defaults.get(key) for key in newer})
     raise_problems(structure_problems(saved))
     return saved
 
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
     """The config of the run that saved a checkpoint. Raises UserError if it is damaged."""
-    config, problems = values_of(completed(Draft.of_values(checkpoint.config)))
+    config, problems = values_of(with_new_defaults(Draft.of_values(checkpoint.config)))
     raise_problems(problems)
     return config
 
 
-def merged(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
+def merge_saved(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
     """The saved config of the run with the changes of this command line."""
     keys = [key_of(override) for override in overrides]
     if recipes := [key for key in keys if key in RECIPES]:
@@ -103,20 +104,21 @@ def merged(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
     new = {key: composed.node(key) for key in keys}
-    return saved.but(new, merge=[key for key in new if not is_group(key)])
+    return saved.replace(new, merge=[key for key in new if not is_group(key)])
 
 
-def named(draft: Draft) -> Draft:
+def with_job_name(draft: Draft) -> Draft:
     """Adds the name of the job, if there is one, and resume=auto if the system restarted this command."""
     if draft.run is None and draft.resume in (None, "auto"):
         name = name_of_job(draft.model_and_data)
         # a second command in the same SLURM job starts a new run
-        if not (name and has_begun(draft.but({"run": name})) and not draft.resume and not restarted() and is_alone()):
-            draft = draft.but({"run": name})
-    has_saved = continues_another(draft) and finding.found_in(draft.folder.path)
+        with_name = draft.replace({"run": name})
+        if not (name and has_begun(with_name) and not draft.resume and not was_restarted() and is_alone()):
+            draft = with_name
+    has_saved = continues_another(draft) and finding.checkpoint_paths(draft.folder.path)
     may_save = draft.get("trainer.enable_checkpointing")
-    if restarted() and draft.run is not None and (not draft.resume or has_saved) and may_save:
-        draft = draft.but({"resume": "auto"})  # continue in the same folder
+    if was_restarted() and draft.run is not None and (not draft.resume or has_saved) and may_save:
+        draft = draft.replace({"resume": "auto"})  # continue in the same folder
     return draft
 
 
@@ -127,7 +129,7 @@ def for_training(draft: Draft, overrides: list[str]) -> Draft:
         UserError: there is nothing to continue, or the run folder is in use.
     """
     raise_problems(contradictions(draft))
-    return resumed(draft, overrides) if draft.resume else draft
+    return resume_draft(draft, overrides) if draft.resume else draft
 
 
 def contradictions(draft: Draft) -> Iterator[str]:
@@ -147,7 +149,7 @@ def is_alone() -> bool:
 
 def is_first() -> bool:
     """Whether this is the first process. Only it checks the folder: the others may already see files of the first."""
-    return rank_of() == 0 and (not is_alone() or number(os.environ, "NODE_RANK", default=0) == 0)
+    return rank_of() == 0 and (not is_alone() or number_from_env(os.environ, "NODE_RANK", default=0) == 0)
 
 
 def has_begun(draft: Draft) -> bool:
@@ -159,7 +161,7 @@ def continues_another(draft: Draft) -> bool:
     return draft.run is not None and bool(draft.folder.report().get("resumed_from"))
 
 
-def begun(settings: Settings, *, again: bool) -> Settings:
+def new_run_settings(settings: Settings, *, again: bool) -> Settings:
     """The settings of a new run, with `init_from` as the path of a checkpoint.
 
     Raises:
@@ -171,11 +173,11 @@ def begun(settings: Settings, *, again: bool) -> Settings:
         raise UserError(f"{reason}. Pass resume=auto to continue it, or a different name.")
     if cfg.init_from is None:
         return settings
-    checkpoint = outline(finding.tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir)).path
-    return settings.but({"init_from": str(checkpoint)})
+    checkpoint = read_outline(finding.tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir)).path
+    return settings.replace({"init_from": str(checkpoint)})
 
 
-def resumed(draft: Draft, overrides: list[str]) -> Draft:
+def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     folder, checkpoint = finding.resume_point(str(draft.resume), draft.run, draft.runs_dir)
     previous = RunFolder(folder)
     if checkpoint is None:
@@ -189,16 +191,17 @@ def resumed(draft: Draft, overrides: list[str]) -> Draft:
             )
         if previous.has_config() and is_first():
             warn(f"{folder} has no checkpoint yet: training starts from step 0.")
-        return same_identity(draft.but({"resume": None}), previous)
+        return with_saved_identity(draft.replace({"resume": None}), previous)
     previous.validate()
-    saved, folder, runs_dir = completed(Draft.of_run(previous)), folder.resolve(), Path(draft.runs_dir).resolve()
+    saved = with_new_defaults(Draft.of_run(previous))
+    folder, runs_dir = folder.resolve(), Path(draft.runs_dir).resolve()
     new_overrides = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
     # A recipe on the command line defines the whole config. Otherwise, keys that are not passed keep saved values.
     recipe = draft.resume == "auto" and any(key_of(o) in RECIPES for o in new_overrides)
-    result = take_decided(draft if recipe else merged(saved, draft, new_overrides), saved)
+    result = restore_decided(draft if recipe else merge_saved(saved, draft, new_overrides), saved)
     inside = folder.is_relative_to(runs_dir)  # the run may have been moved there
     previous_name = str(folder.relative_to(runs_dir) if inside else saved.run)
-    result = result.but(
+    result = result.replace(
         {
             "run": str(draft.run or previous_name),
             "runs_dir": draft.runs_dir,
@@ -206,48 +209,48 @@ def resumed(draft: Draft, overrides: list[str]) -> Draft:
             "init_from": saved.init_from,  # for the record
         }
     )
-    result = set_aside(result, new_overrides)
-    is_restart = restarted() and continues_another(result)
+    result = drop_without_effect(result, new_overrides)
+    is_restart = was_restarted() and continues_another(result)
     if is_first() and result.run != previous_name and has_begun(result) and not is_restart:
         raise UserError(
             f"run={result.run}: {result.folder.path} is a different run. Remove run, or pass a different name."
         )
-    raise_problems(changes(result, saved))
-    return same_identity(result, previous) if result.run == previous_name else result
+    raise_problems(resume_errors(result, saved))
+    return with_saved_identity(result, previous) if result.run == previous_name else result
 
 
 def all_overrides(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...] | None:
     """The overrides of the run that this one continues and of this command; None if that run has not saved any."""
     if not draft.resume or any(key_of(o) in RECIPES for o in overrides):
-        return kept(overrides)
+        return recorded_overrides(overrides)
     previous = overrides_of(RunFolder(Path(draft.resume).resolve().parent.parent).report())
-    return None if previous is None else kept(overrides, previous)
+    return None if previous is None else recorded_overrides(overrides, previous)
 
 
-def take_decided(new: Draft, saved: Draft) -> Draft:
+def restore_decided(new: Draft, saved: Draft) -> Draft:
     """Restores the values that were decided at the first start of the run (AUTO)."""
     open_keys = [key for key, undecided in AUTO.items() if new.get(key) == undecided]
     # the saved config is of an older version that lacks the key, so the class's default applies
     absent = [key for key in open_keys if new.has(key) and not saved.has(key)]
-    return new.but({key: saved.get(key) for key in open_keys if saved.has(key)}, without=absent)
+    return new.replace({key: saved.get(key) for key in open_keys if saved.has(key)}, without=absent)
 
 
-def set_aside(draft: Draft, overrides: list[str]) -> Draft:
+def drop_without_effect(draft: Draft, overrides: list[str]) -> Draft:
     """Drops saved values without effect under the new strategy or device, with a warning. Passed ones stay an error."""
     passed, config = [key_of(override) for override in overrides], values_of(draft)[0]
     try:
-        idle = without_effect(Settings.of(config))
-    except Refused:  # the check of the whole config reports it
+        idle = keys_without_effect(Settings.of(config))
+    except InvalidValueRead:  # the check of the whole config reports it
         return draft
     for key in (key for key in idle if key not in passed):
         value = draft.get(key)
         if is_first():
-            warn(f"{key}={shown(value)} of the resumed run has no effect here and is ignored")
-        draft = draft.but({key: False if value is True else None})
+            warn(f"{key}={to_text(value)} of the resumed run has no effect here and is ignored")
+        draft = draft.replace({key: False if value is True else None})
     return draft
 
 
-def same_identity(draft: Draft, previous: RunFolder) -> Draft:
+def with_saved_identity(draft: Draft, previous: RunFolder) -> Draft:
     """Keeps the seed and the logger ids that were drawn at the first start of the run."""
     if not previous.has_config():
         return draft
@@ -257,7 +260,7 @@ def same_identity(draft: Draft, previous: RunFolder) -> Draft:
         for name, node in saved.get("logger").items()
         if "id" in node and name in loggers
     }
-    return draft.but(ids | ({"seed": saved.get("seed")} if draft.get("seed") is None else {}))
+    return draft.replace(ids | ({"seed": saved.get("seed")} if draft.get("seed") is None else {}))
 
 
 def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> Draft:
@@ -274,12 +277,12 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
         )
     if composed.run is not None:
         folder = find_run(str(composed.run), composed.runs_dir, key="run")
-        checkpoint = outline(finding.checkpoint_of_report(folder.path))
+        checkpoint = read_outline(finding.checkpoint_of_report(folder.path))
     else:
-        checkpoint = outline(finding.complete_checkpoint(Path(str(path)), "checkpoint"))
+        checkpoint = read_outline(finding.complete_checkpoint(Path(str(path)), "checkpoint"))
         folder = RunFolder(checkpoint.path.resolve().parent.parent)
     # a checkpoint that was moved out of its run folder contains the config too
-    saved = completed(Draft.of_run(folder) if folder.has_config() else Draft.of_values(checkpoint.config))
+    saved = with_new_defaults(Draft.of_run(folder) if folder.has_config() else Draft.of_values(checkpoint.config))
     if folder.has_config():
         folder.refuse_links()
     predicts = job == "predict"
@@ -288,10 +291,10 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
     if idle := [o for o in rest if key_of(o).startswith((*TRAINING, *(("trainer.limit_",) if predicts else ())))]:
         raise UserError(f"{idle[0]} has no effect in {'a prediction' if predicts else 'an evaluation'}. Remove it.")
     run = str(saved.run if composed.run is None else composed.run)
-    result = merged(saved, composed, [*rest, *MACHINE]).but(
+    result = merge_saved(saved, composed, [*rest, *MACHINE]).replace(
         {
             "run": run,
-            "runs_dir": composed.runs_dir if composed.run is not None else home_of(checkpoint.path, run),
+            "runs_dir": composed.runs_dir if composed.run is not None else runs_dir_of(checkpoint.path, run),
             "resume": None,
             "init_from": str(checkpoint.path),
             "checkpoint.sharded": False,
@@ -301,10 +304,10 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
             "trainer.limit_train_batches": 0,
         }
     )
-    return take_decided(result, saved)
+    return restore_decided(result, saved)
 
 
-def home_of(checkpoint: Path, run: str) -> str:
+def runs_dir_of(checkpoint: Path, run: str) -> str:
     """The runs_dir of the run `run` that contains this checkpoint.
 
     For a checkpoint outside of its run folder, the checkpoint's own path, which is not a folder: its config may name any
@@ -344,7 +347,7 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     if 0 < cfg.trainer.max_steps <= steps:
         extensions.append(f"trainer.max_steps={2 * steps}")
     limit_reached = bool(extensions and per_epoch)
-    saved = plain(completed(Draft.of_run(folder)).tree)
+    saved = plain(with_new_defaults(Draft.of_run(folder)).tree)
     # A config without a loader does not use the saved loader keys.
     new, old = dotted(cfg.plain()), dotted(saved if cfg.loader else saved | {"loader": {}})
     if not limit_reached and any(new.get(key) != old.get(key) for key in {**new, **old} if not key.startswith(PLACE)):
@@ -353,6 +356,6 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     stops += [f"callbacks.{name}.patience=<more>" for name, callback in cfg.callbacks.items() if "patience" in callback]
     keys = " ".join(extensions if limit_reached else stops or extensions)
     return (
-        f"{report.get('run', folder.path.name)} is already finished: {f'{steps:,} of ' if limit_reached else ''}{counted(steps, 'step')}"
+        f"{report.get('run', folder.path.name)} is already finished: {f'{steps:,} of ' if limit_reached else ''}{with_noun(steps, 'step')}"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
     )

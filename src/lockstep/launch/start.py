@@ -1,7 +1,6 @@
 """From a composed config to the processes of a run: checks the config, prepares the data, starts the processes."""
 
 import gc
-import importlib.util
 import json
 import sys
 import weakref
@@ -15,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
 from lockstep.config.checks import check, check_classes, step_problems
-from lockstep.config.compose import beyond_schema, fixed_keys, key_of, resolve, without_replaced_defaults
-from lockstep.config.draft import Draft, missing_keys, problem_of, restarted, wrong_values
-from lockstep.config.run_config import Request
+from lockstep.config.compose import fixed_keys, key_of, needs_signature_check, resolve, without_replaced_defaults
+from lockstep.config.draft import Draft, missing_keys, value_error, value_errors, was_restarted
+from lockstep.config.formatting import inline, warn
 from lockstep.config.schema import PREDICT
-from lockstep.config.settings import OF_NETWORK, Settings, workers
-from lockstep.config.words import inline, warn
-from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.config.settings import OF_NETWORK, Settings
+from lockstep.errors import UserError, raise_problems
 from lockstep.launch import local, resuming
+from lockstep.launch.accumulation import run_with_auto_accumulation
 from lockstep.launch.local import Job
+from lockstep.launch.request import with_request
 from lockstep.machine import files, process
 from lockstep.machine.world import World, rank_of, why_no_gpu
 from lockstep.run import PATIENCE_S, RunFolder
@@ -48,38 +48,38 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
 
     # How images become squares may depend on the network. Its library takes seconds to import.
     by_network = "model" in (settings.cfg.data.get(key) for key in OF_NETWORK[2:])
-    settings = settings.with_numbers() if by_network else settings
+    settings = settings.with_pretraining_values() if by_network else settings
     data: DataSet | None = job.read_data(settings)
     if data is None or settings.loader is None:
-        return settings.decided(None), None, None
+        return settings.with_auto_resolved(None), None, None
     if rank_of() == 0 and (plan := data.storage_plan()):
         print(plan, file=sys.stderr)
-    with process.seeded(settings.seed):
+    with process.seeded_and_restored(settings.seed):
         data.prepare()
     train, *_ = splits(data, **{key: getattr(settings.loader, key) for key in SPLITTING})
     if job.trains:
         raise_problems(step_problems(settings, train.count))
     if data.notice and rank_of() == 0:
         warn(data.notice)
-    if rank_of() == 0 and (left_out := data.facts.get("left_out")):
+    if rank_of() == 0 and (left_out := data.info.get("left_out")):
         warn(f"left out of the data: {left_out}")
-    settings, left = settings.decided(data, train.count if job.trains else None), weakref.ref(data)
-    if not runs_here(settings):  # each process reads its own copy
+    settings, left = settings.with_auto_resolved(data, train.count if job.trains else None), weakref.ref(data)
+    if not runs_in_this_process(settings):  # each process reads its own copy
         data = None
         if left() is not None:  # part of a reference cycle
             gc.collect()  # takes 0.26 s
     return settings, data, train.count
 
 
-def checked(overrides: list[str]) -> Settings:
+def checked_settings(overrides: list[str]) -> Settings:
     """The settings of a training run, for scripts that train differently. Raises UserError if they are invalid."""
     project.make_importable()
     settings = Settings.of(resolve(overrides))
-    raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
+    raise_problems(check_classes(settings, shipped=needs_signature_check(overrides)))
     return settings
 
 
-def runs_here(settings: Settings) -> bool:
+def runs_in_this_process(settings: Settings) -> bool:
     """Whether this process runs the job itself instead of starting other processes."""
     world, restarts = settings.world, settings.cfg.trainer.accumulate_grad_batches == "auto"
     return not restarts and (world.external is not None or world.one_process)
@@ -89,7 +89,7 @@ def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
     """Runs `job` in the configured number of processes. Returns the result that it wrote.
 
     Before the config and the data are checked, nothing is written to the run folder, and torch is imported only to
-    check the user's own classes and keys without a Kind.
+    check the user's own classes and keys without a Validator.
 
     Raises:
         UserError: the config or the input is wrong.
@@ -99,33 +99,33 @@ def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
     project.make_importable()
     raise_problems([*fixed_keys(overrides), *missing_keys(draft)])
     kinds = PREDICT if job.name == "predict" else {}
-    asked_for = (problem_of(draft.tree, key, key, kind) for key, kind in kinds.items())
-    raise_problems(filter(None, [*wrong_values(draft, FIRST).values(), *asked_for]))
+    asked_for = (value_error(draft.tree, key, key, kind) for key, kind in kinds.items())
+    raise_problems(filter(None, [*value_errors(draft, FIRST).values(), *asked_for]))
     # Use the values that were checked: `${now:%S}` would give a new name at each access. `run=0` is a name.
     first = {key: draft.get(key) for key in FIRST}
     named = {key: str(first[key]) for key in ("run", "resume", "init_from") if first[key] is not None}
     process.debug_rank = first["debug_rank"]  # belongs to this command, not to the run
-    draft = draft.but({**first, **named, "debug_rank": None})
+    draft = draft.replace({**first, **named, "debug_rank": None})
     return (start_training if job.trains else start_evaluation)(job, draft, overrides)
 
 
 def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
-    draft = resuming.named(without_replaced_defaults(draft, overrides))
+    draft = resuming.with_job_name(without_replaced_defaults(draft, overrides))
     again = draft.resume == "auto"
     draft = resuming.for_training(draft, overrides)
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
-    settings = replace(check(draft.identified(experiment)), overrides=resuming.all_overrides(draft, overrides))
+    settings = replace(check(draft.with_run_identity(experiment)), overrides=resuming.all_overrides(draft, overrides))
     if rank_of() == 0:
         files.refuse_unwritable(settings.folder.path, "runs_dir")
     if not settings.cfg.resume:
-        settings = resuming.begun(settings, again=again)
+        settings = resuming.new_run_settings(settings, again=again)
     cfg, world = settings.cfg, settings.world
     try:
-        raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
+        raise_problems(check_classes(settings, shipped=needs_signature_check(overrides)))
         raise_problems(debug_problems(world))
         settings, data, samples = prepare_data(job, settings)
     except Exception as e:
-        if project.of_users_code(e):
+        if project.is_user_code_error(e):
             from lockstep.reporting.recorder import Recorder
 
             recorder = Recorder(settings, job.page)
@@ -139,7 +139,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
             print(inline(told))
         return Report(RunFolder(Path(str(cfg.resume)).resolve().parent.parent))
     folder = settings.folder
-    lock = folder.locked(RESTART_S if restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
+    lock = folder.locked(RESTART_S if was_restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
     with lock:  # before any file is changed
         if again and not cfg.resume and world.rank == 0:
             if checkpoint_if_any(folder.path):  # saved since this command checked, by a run that has ended meanwhile
@@ -153,10 +153,10 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
 
 def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, Any]:
     draft = resuming.for_evaluation(asked, overrides, job.name)
-    settings = check(draft.identified(), evaluating=True)
+    settings = check(draft.with_run_identity(), evaluating=True)
     if job.name == "predict":
         settings = with_request(settings, asked, overrides)
-    raise_problems(check_classes(settings, evaluating=True, shipped=beyond_schema(overrides)))
+    raise_problems(check_classes(settings, evaluating=True, shipped=needs_signature_check(overrides)))
     raise_problems(debug_problems(settings.world))
     settings, data, _ = prepare_data(job, settings)
     path = settings.evaluation_file(job.name)
@@ -184,19 +184,17 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         warn(f"running on the CPU: {why}.")
     if process.debug_rank is not None and (cfg.loader or "num_workers" in cfg.data):  # workers have no terminal
-        settings = settings.but({f"{'loader' if cfg.loader else 'data'}.num_workers": 0})
+        settings = settings.replace({f"{'loader' if cfg.loader else 'data'}.num_workers": 0})
     if process.debug_rank is not None and world.size > 1:
         logs = folder.path / "logs"
-        print(
-            f"rank {process.debug_rank} controls the terminal; each rank also prints to {inline(logs)}", file=sys.stderr
-        )
+        print(f"rank {process.debug_rank} controls the terminal; each rank prints to {inline(logs)}", file=sys.stderr)
     in_processes = partial(local.run_processes, job.script, trains=job.trains)
-    with process.noted():
+    with process.recording_signals():
         try:
-            if runs_here(settings):
-                local.in_run(job, settings, data)
+            if runs_in_this_process(settings):
+                local.run_job(job, settings, data)
             elif cfg.trainer.accumulate_grad_batches == "auto":
-                local.until_it_fits(in_processes, settings)
+                run_with_auto_accumulation(in_processes, settings)
             else:
                 in_processes(settings)
         except BaseException as e:
@@ -205,62 +203,3 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
                     folder.record_end(e)
             process.requeue(world.rank)
             raise
-
-
-# --- The request of a predict.py command line, checked before anything is imported or read. Free of torch ---
-
-TABLES = (".csv", ".json", ".jsonl", ".parquet")  # extensions of the files that prediction writes
-FEW = 256  # up to this number of files, no workers are needed
-
-
-def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Settings:
-    """The settings of a run with the request of a command line.
-
-    Raises:
-        UserError: the request is invalid; lists all problems.
-    """
-    from lockstep.data.listing import LISTS, find_inputs
-    from lockstep.data.pixels import ENDINGS
-    from lockstep.data.sampler import PARTS
-
-    cfg, folder = settings.cfg, settings.folder.path
-    folder = folder if folder.is_dir() else Path(settings.tested_checkpoint).parent  # a checkpoint that was moved
-    request = Request(**{key: asked.get(key) for key in PREDICT})
-    output = Path(request.output or folder / "predictions.csv").expanduser()
-    part = request.input if request.input in (*PARTS, "predict") else None
-    problems, count = list(output_problems(output, request.overwrite, request.gallery)), 0
-    try:
-        shipped = cfg.data.target.startswith("lockstep.")
-        endings = ENDINGS if shipped else ("",)  # a user's class defines later which files it reads
-        count = 0 if part else len(find_inputs(request.input, endings).paths)
-        if (
-            count == 1 and not shipped and Path(request.input).suffix.lower() in LISTS
-        ):  # a list of files, or the data itself
-            with files.open_plain(Path(request.input).expanduser(), follows=True) as file:
-                count = sum(1 for _ in file)
-    except UserError as e:
-        problems += e.problems
-    raise_problems(problems)
-    files.refuse_unwritable(output.parent, "output")
-    typed = "loader.num_workers" in map(key_of, overrides) and cfg.loader and cfg.loader.num_workers != "auto"
-    if part is None and not typed:
-        settings = settings.but({"loader.num_workers": workers(None, settings.world) if count > FEW else 0})
-    return replace(settings, request=replace(request, output=str(output), part=part))
-
-
-def gallery_of(output: Path) -> Path:
-    return output.with_name(f"{output.name}.html")
-
-
-def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
-    page = gallery_of(output)
-    if output.suffix not in TABLES:
-        yield f"output={output}: the file extension must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, list(TABLES))}."
-    elif output.is_dir():
-        yield f"output={output} is a folder. Set output={output / 'predictions.csv'}."
-    elif output.exists() and not overwrite:
-        yield f"output={output} already exists. Set a different file, or overwrite=true."
-    elif gallery and page.exists() and not overwrite:
-        yield f"gallery=true: {page} already exists. Set a different output=, or overwrite=true."
-    if output.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        yield f"output={output}: Parquet needs pyarrow, which is not installed. Run uv pip install pyarrow, or set output={output.with_suffix('.csv')}."

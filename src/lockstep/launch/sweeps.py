@@ -14,20 +14,18 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from lockstep.config.compose import MOST_JOBS, kept, key_of, variants
+from lockstep.config.compose import MAX_JOBS, expand_sweep, key_of, recorded_overrides
 from lockstep.config.draft import Draft
+from lockstep.config.formatting import inline, number, with_noun
 from lockstep.config.renames import overrides_of, renamed_override
-from lockstep.config.run_config import Component
-from lockstep.config.settings import world_of
-from lockstep.config.words import counted, inline, number
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
 from lockstep.machine.files import open_log, read_text, write_csv
-from lockstep.machine.world import cores, visible_gpus
+from lockstep.machine.world import cores, visible_gpus, world_of
 from lockstep.reporting import console
 from lockstep.reporting.report import Report
-from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, tested, told_if_damaged
+from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, damage_as_user_error, metrics_of_test
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
@@ -35,10 +33,10 @@ REPEATS = ("seed=", "loader.fold=")  # jobs that differ only in these repeat one
 last: list[dict[str, Any]] = []  # the rows of the last multirun of this process, for lockstep.sweep
 
 
-def named(draft: Draft, sweep_dir: str, number: int) -> Draft:
+def job_draft(draft: Draft, sweep_dir: str, number: int) -> Draft:
     """The config of a job of a multirun. Its folder is inside the multirun's, unless the sweep is over `run` itself."""
     name = str(Path(sweep_dir).relative_to(draft.runs_dir))
-    return draft.but({"run": f"{name}/{number}"}) if draft.run is None or str(draft.run) == name else draft
+    return draft.replace({"run": f"{name}/{number}"}) if draft.run is None or str(draft.run) == name else draft
 
 
 def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
@@ -46,17 +44,17 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     file = folder / "multirun.yaml"
     if not file.is_file():
         return
-    with told_if_damaged(file, "Set run=<a different name>."):
+    with damage_as_user_error(file, "Set run=<a different name>."):
         # Plain YAML: OmegaConf would resolve it.
         multirun = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]
         grids = [[*map(renamed_override, grid)] for grid in (multirun["overrides"]["task"], overrides)]
         sweeper = multirun.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
         if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
             return
-        varied = {key_of(o) for o in chain(*grids) if len(variants(o)) > 1}
-        original = {renamed_override(variant): variant for o in overrides for variant in variants(o)}
-        jobs = [product(*(variants(o) for o in grid if key_of(o) in varied)) for grid in grids]
-    for index, (previous, new) in enumerate(islice(zip_longest(*jobs), MOST_JOBS)):
+        varied = {key_of(o) for o in chain(*grids) if len(expand_sweep(o)) > 1}
+        original = {renamed_override(variant): variant for o in overrides for variant in expand_sweep(o)}
+        jobs = [product(*(expand_sweep(o) for o in grid if key_of(o) in varied)) for grid in grids]
+    for index, (previous, new) in enumerate(islice(zip_longest(*jobs), MAX_JOBS)):
         job = RunFolder(folder / str(index))
         if recorded := overrides_of(job.report()):  # perhaps of a sweep before the one of multirun.yaml
             previous = [o for o in recorded if key_of(o) in varied]
@@ -71,7 +69,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Status, test metrics, the monitored metric, speed and time."""
-    test_metrics = [key for row in rows for key in tested(row) if not key.endswith("/count")]
+    test_metrics = [key for row in rows for key in metrics_of_test(row) if not key.endswith("/count")]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
     return list(dict.fromkeys(["status", *sorted(test_metrics), *monitored, "train/steps", *rates, "wall_s"]))
@@ -83,7 +81,7 @@ def record(folder: RunFolder, overrides: list[str], *, failed: bool) -> None:
     report = {"status": "failed"} | folder.report()
     if failed and report["status"] in ("done", "running"):
         return  # the report belongs to a different run, which kept its folder
-    entry = {"overrides": shlex.join(kept(overrides))}
+    entry = {"overrides": shlex.join(recorded_overrides(overrides))}
     has_overrides = not failed and report.get("overrides") is not None
     # A report that already has overrides belongs to a run that was done before.
     folder.write_report(entry | report if has_overrides else report | entry)
@@ -127,7 +125,7 @@ def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any
     out, any_width = console.out, console.out.options.update(max_width=1000)
     while out.file.isatty() and len(names) > 2 and out.measure(table(), options=any_width).maximum > out.width:
         names.pop()
-    console.print_wide(table(), f"done: {counted(len(rows), 'run')}; all columns are in")
+    console.print_wide(table(), f"done: {with_noun(len(rows), 'run')}; all columns are in")
     out.print(inline(path), soft_wrap=True)
 
 
@@ -161,7 +159,8 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
         advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<number per job>"
         raise UserError(f"trainer.devices={devices}: {advice}.")
     limits = [draft.get(f"trainer.{key}") for key in ("accelerator", "devices", "num_nodes")]
-    world = world_of(Component.of(draft.group("strategy")), *limits)
+    strategy = draft.group("strategy")
+    world = world_of(strategy["_target_"], strategy["name"], *limits)
     gpus = visible_gpus()
     on_gpus, per_job = world.accelerator == "cuda", world.devices
     available = len(gpus) if on_gpus else cores()
@@ -185,7 +184,7 @@ def run_job(script: Path, draft: Draft, overrides: list[str], slot: dict[str, st
     output = folder.path.with_name(f"{folder.path.name}.log")
     device = f" on GPU {slot['CUDA_VISIBLE_DEVICES']}" if "CUDA_VISIBLE_DEVICES" in slot else ""
     # One write with the newline, because several threads print.
-    print(f"{draft.run} begins{device}: {inline(' '.join(kept(overrides)))}\n", end="", flush=True)
+    print(f"{draft.run} begins{device}: {inline(' '.join(recorded_overrides(overrides)))}\n", end="", flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job that contains all jobs: the launcher requeues it.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}

@@ -157,7 +157,7 @@ PART, A_DAY_S = ".lockstep-", 86400.0
 
 
 @contextmanager
-def replacing(path: Path, *, over_folder: bool = False) -> Iterator[Path]:
+def atomic_replace(path: Path, *, over_folder: bool = False) -> Iterator[Path]:
     """Yields the path of a new file or folder, which replaces `path` if the block ends without an error.
 
     Readers see the old file or the new one, never a part. The new one is written to a hidden folder with a random name
@@ -246,24 +246,24 @@ def refuse_unwritable(folder: Path, key: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as part:
+    with atomic_replace(path) as part:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names may not be UTF-8
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes a table with a header. Missing values are empty, and values without a column are omitted."""
-    with replacing(path) as part, part.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+    with atomic_replace(path) as part, part.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, json.dumps({key: finite(value) for key, value in content.items()}, indent=1) + "\n")
+    write_text(path, json.dumps({key: without_nan(value) for key, value in content.items()}, indent=1) + "\n")
 
 
-def finite(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Replaces NaN and infinities by None: JSON has no NaN."""
     if isinstance(value, list):
-        return [finite(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

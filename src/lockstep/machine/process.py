@@ -41,9 +41,9 @@ END_S = 120.0  # how long to wait for SLURM: it ends a requeued job at once, a w
 
 Handler = Callable[[int, FrameType | None], None]
 received: list[signal.Signals] = []
-supervised = False  # whether Lockstep's launcher started this process and forwards signals to it
+started_by_lockstep = False  # whether Lockstep's launcher started this process and forwards signals to it
 debug_rank: int | None = None  # the rank whose debugger has the terminal: no time limits, no dry run, no progress bar
-before: dict[signal.Signals, Any] = {}  # handlers of REQUEUE from before the run, such as submitit's
+handlers_before: dict[signal.Signals, Any] = {}  # handlers of REQUEUE from before the run, such as submitit's
 
 
 def on_signal(number: int, _: FrameType | None) -> None:
@@ -97,10 +97,10 @@ def handlers_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted(*, interrupt: Handler | None = None) -> Iterator[None]:
+def recording_signals(*, interrupt: Handler | None = None) -> Iterator[None]:
     """Within the block, warning signals are recorded in `received` and do not end the process; see `install`."""
     received.clear()
-    before.update({warning: signal.getsignal(warning) for warning in REQUEUE})
+    handlers_before.update({warning: signal.getsignal(warning) for warning in REQUEUE})
     with handlers_restored():
         install(interrupt=interrupt)
         yield
@@ -117,7 +117,7 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
     if by_torchrun or "SLURM_JOB_ID" not in env or not set(received) & set(SYSTEM):
         return
     warning = next((number for number in received if number in REQUEUE), None)
-    if warning and rank == 0 and callable(handler := before.get(warning)):
+    if warning and rank == 0 and callable(handler := handlers_before.get(warning)):
         handler(warning, None)
     elif warning and rank == 0:
         job = env["SLURM_JOB_ID"]
@@ -220,7 +220,7 @@ def discard(descriptor: int) -> None:
     os.set_inheritable(descriptor, True)  # if it was closed, the null device was opened with its number
 
 
-def secure() -> None:
+def protect_streams() -> None:
     """Makes standard output and error safe. For processes that run a command, not for callers of `lockstep.train`."""
     if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":  # LC_ALL=C; the files of a run are UTF-8
         os.environ["PYTHONUTF8"] = "1"
@@ -315,7 +315,7 @@ FAILED = "failed"  # key in the store: a rank that failed
 monitor: Any = None  # the one of callbacks/hang_detector.py, from the setup of the first trainer to the end of the job
 store: Any = None  # the store of torch.distributed that the processes of this attempt share (strategies/rendezvous.py)
 trains = False  # whether this process writes the status of the run; false in an evaluation
-owned = False  # whether this process exists to run a command; false in a notebook or a caller of `lockstep.train`
+is_command = False  # whether this process exists to run a command; false in a notebook or a caller of `lockstep.train`
 
 
 def report_failure(rank: int) -> None:
@@ -326,7 +326,7 @@ def report_failure(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def restored() -> Iterator[None]:
+def process_state_restored() -> Iterator[None]:
     """Restores the environment, `sys.argv`, `sys.path`, the working directory and the signal handlers afterwards."""
     from unittest.mock import patch
 
@@ -336,7 +336,7 @@ def restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seeded_and_restored(seed: int) -> Iterator[None]:
     """Seeds Python, and NumPy and torch if they are imported, and restores their states afterwards. A data set that draws random numbers
     is then the same in every process and at every start, and does not change the network's initial weights."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

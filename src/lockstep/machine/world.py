@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +44,7 @@ def driver() -> ctypes.CDLL | None:
     return None
 
 
-def asked(function: str, *arguments: int) -> int:
+def query_driver(function: str, *arguments: int) -> int:
     """The result of a function of the driver; 0 without a driver or on an error."""
     call, answer = getattr(driver(), function, None), ctypes.c_int(0)
     return answer.value if call and call(ctypes.byref(answer), *arguments) == 0 else 0
@@ -53,8 +53,9 @@ def asked(function: str, *arguments: int) -> int:
 @cache
 def capabilities() -> list[int]:
     """Compute capabilities of the GPUs visible to this process: 90 for an H100; for AMD, the value as in torch."""
-    count, attribute, major, minor = CUDA if asked(CUDA[0]) else HIP
-    return [10 * asked(attribute, major, gpu) + asked(attribute, minor, gpu) for gpu in range(asked(count))]
+    count, attribute, major, minor = CUDA if query_driver(CUDA[0]) else HIP
+    gpus = range(query_driver(count))
+    return [10 * query_driver(attribute, major, gpu) + query_driver(attribute, minor, gpu) for gpu in gpus]
 
 
 # --- What the installed torch was built for, without importing it, which takes seconds ---
@@ -72,9 +73,8 @@ def torch_folder() -> Path:
 def version_of_torch(kind: str) -> str | None:
     """The version of `kind` (cuda, hip) that torch was built for, e.g. `13.0`; empty: without it; None: unknown."""
     file = torch_folder() / "version.py"
-    match = re.search(
-        rf"^{kind}\b.*= *(?:None|['\"]([\w.-]+)['\"])", file.read_text() if file.is_file() else "", re.MULTILINE
-    )
+    text = file.read_text() if file.is_file() else ""
+    match = re.search(rf"^{kind}\b.*= *(?:None|['\"]([\w.-]+)['\"])", text, re.MULTILINE)
     return match and (match[1] or "")
 
 
@@ -83,8 +83,8 @@ def why_no_gpu() -> str | None:
     """Why torch cannot use the visible GPUs; None if it can, or if there are none."""
     if not capabilities():
         return None
-    kind, name = ("cuda", "CUDA") if asked(CUDA[0]) else ("hip", "ROCm")
-    built_for, driver_version = version_of_torch(kind), asked("cuDriverGetVersion")
+    kind, name = ("cuda", "CUDA") if query_driver(CUDA[0]) else ("hip", "ROCm")
+    built_for, driver_version = version_of_torch(kind), query_driver("cuDriverGetVersion")
     if built_for == "":
         return f"the installed torch was built without {name}; see https://pytorch.org/get-started for a build with it"
     if built_for and kind == "cuda" and driver_version // 1000 < int(built_for.partition(".")[0]):
@@ -95,11 +95,19 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def multiplies_bf16(accelerator: str) -> bool:
+def has_bf16_units(accelerator: str) -> bool:
     """Whether the devices of that kind have bf16 units. Emulated bf16 is slower than float32."""
     if accelerator == "cpu":
         return CPUINFO.is_file() and BF16_ON_CPU.search(CPUINFO.read_text()) is not None
     return accelerator == "cuda" and min(capabilities(), default=0) >= AMPERE
+
+
+def fastest_precision(accelerator: str, supported: Sequence[str] | None) -> str:
+    """The fastest mixed precision with hardware units. `supported` by the strategy; None means all."""
+    if has_bf16_units(accelerator):
+        return "bf16-mixed"
+    has_fp16 = accelerator == "cuda" and min(capabilities(), default=0) >= VOLTA
+    return "16-mixed" if has_fp16 and "16-mixed" in (supported or ["16-mixed"]) else "32-true"
 
 
 def memory_bytes() -> int:
@@ -128,7 +136,7 @@ def keep_freed_memory() -> None:
     had 3.7 GiB after 8 steps, still growing, against 1.7 GiB without this function, where steps were 10 to 20% longer.
     """
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
-    if process.owned and not set_by_user and platform.libc_ver()[0] == "glibc":
+    if process.is_command and not set_by_user and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         if not libc.mallopt(M_MMAP_THRESHOLD, NEVER):
             libc.mallopt(M_MMAP_THRESHOLD, OLD_GLIBCS_MOST)
@@ -166,7 +174,7 @@ ALONE = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1,
          "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}  # fmt: skip
 
 
-def number(env: Mapping[str, str], *names: str, default: int = 1) -> int:
+def number_from_env(env: Mapping[str, str], *names: str, default: int = 1) -> int:
     """The first of the variables `names` that is set; `default` if none is, or if invalid (see `launcher_problems`)."""
     value = next((env[name] for name in names if name in env), "")
     return int(value) if value.isdecimal() else default
@@ -177,7 +185,7 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
     if LAUNCHERS[TORCHRUN][0] in env:
         return TORCHRUN
     # The number of tasks of the step: 1 for an interactive step. The batch script itself has no step id.
-    tasks = number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    tasks = number_from_env(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     return SLURM if tasks > 1 and LAUNCHERS[SLURM][0] in env else None
 
 
@@ -303,10 +311,10 @@ def available(accelerator: str) -> int | None:
 
 def rank_of(env: Mapping[str, str] = os.environ) -> int:
     """The rank of this process, available before the config; 0 if it is the only process."""
-    return number(env, "SLURM_PROCID" if external_launcher(env) == "slurm" else "RANK", default=0)
+    return number_from_env(env, "SLURM_PROCID" if external_launcher(env) == "slurm" else "RANK", default=0)
 
 
-def objects_of_all(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """Gathers `value` from all processes of a run, ordered by rank. Call it on every rank. Imports torch."""
     import torch
 
@@ -326,3 +334,25 @@ def device_count(devices: int | str | list[int], accelerator: str, *, one_device
         return int(devices) if int(devices) != -1 else available(accelerator) or 1
     ids = devices.split(",") if isinstance(devices, str) else devices
     return len([device_id for device_id in ids if str(device_id).strip()])
+
+
+def world_of(
+    strategy: str,
+    name: Any,
+    accelerator: Any,
+    devices: int | str | list[int],
+    nodes: int,
+    env: Mapping[str, str] = os.environ,
+) -> World:
+    """The processes that a config requests; under torchrun and SLURM, the ones they started. `strategy`: its target."""
+    spec, accelerator = spec_of(strategy), accelerator_of(str(accelerator))
+    count = device_count(devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
+    external, rank = external_launcher(env), rank_of(env)
+    if external == TORCHRUN:
+        count, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
+    elif external == SLURM:
+        nodes = number_from_env(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+        count = int(env["SLURM_NTASKS"]) // nodes
+    else:
+        rank = int(env.get("NODE_RANK", "0")) * count
+    return World(accelerator, count, nodes, str(name), rank, external, spec.one_process)

@@ -17,11 +17,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.style import Style
 from rich.table import Table
 
-from lockstep.config.compose import typed
+from lockstep.config.compose import to_hydra
+from lockstep.config.formatting import inline, number, seconds, size, with_noun
 from lockstep.config.project import command
 from lockstep.config.run_config import RunConfig
-from lockstep.config.words import counted, inline, number, seconds, size
-from lockstep.errors import NotSaved
+from lockstep.errors import SaveFailed
 from lockstep.machine import process
 from lockstep.machine.files import open_log, write_json
 from lockstep.machine.process import in_notebook
@@ -51,7 +51,7 @@ def time_left(began_s: float, first: int, done: int, total: float | None) -> str
     return clock((time.monotonic() - began_s) * (total - done) / (done - first))
 
 
-class Line:
+class ProgressLine:
     """Progress from `first` to `total`; None: unknown total."""
 
     def __init__(self, what: str, total: float | None, first: int = 0) -> None:
@@ -91,7 +91,7 @@ class Line:
             print(f"\r{text:{self.width}}", end="", flush=True)
             self.width = len(text)
         else:
-            say(text)
+            print_line(text)
 
     def end(self) -> None:
         process.before_prompt.pop(self, None)
@@ -146,7 +146,7 @@ def quiet(rank: int) -> None:
             target.addFilter(lambda record: not record.getMessage().lstrip("\n").startswith(CHATTER))
 
 
-def say(text: str, *, copied: bool = False, link: Path | None = None) -> None:
+def print_line(text: str, *, copied: bool = False, link: Path | None = None) -> None:
     """Prints a line and writes it to train.log. Call it on rank 0, or where the other ranks have no output.
 
     A terminal wraps the line between words, unless it is `copied`: a path or a command that people copy. A click opens
@@ -182,7 +182,7 @@ def print_wide(*renderables: Any, columns: int = 160) -> None:
 
 def in_runs_dir(config: RunConfig) -> str:
     """The override that commands need to find the run."""
-    return "" if config.runs_dir == "runs" else f" {shlex.quote(f'runs_dir={typed(str(config.runs_dir))}')}"
+    return "" if config.runs_dir == "runs" else f" {shlex.quote(f'runs_dir={to_hydra(str(config.runs_dir))}')}"
 
 
 def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work: "Workload") -> None:
@@ -194,7 +194,7 @@ def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work:
     speed += "" if wait is None else f", {wait:.1%} waiting for data"
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
-    primary = work.headline(report)[:2]
+    primary = work.primary_metric(report)[:2]
     test_metrics = [f"test/{name}" for name in ("loss", *config.task.parts("metrics"))]
     rows = [
         primary,
@@ -209,26 +209,27 @@ def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work:
     metrics_table(rows)
     checkpoint = report["checkpoint"]
     outputs = "checkpoint and report" if checkpoint else "report, without a checkpoint"
-    say(f"done: {counted(report['train/steps'], 'step')} in {seconds(report['wall_s'])}{compiling}; {outputs}:")
+    steps = with_noun(report["train/steps"], "step")
+    print_line(f"done: {steps} in {seconds(report['wall_s'])}{compiling}; {outputs}:")
     if checkpoint:
-        say(str(folder.path / checkpoint), copied=True)
+        print_line(str(folder.path / checkpoint), copied=True)
     page = folder.page_file if folder.page_file.is_file() else folder.report_file
-    say(str(page), copied=True, link=page)
+    print_line(str(page), copied=True, link=page)
     if sync := wandb_sync_line(folder.path):
-        say(f"upload it to W&B: {sync}", copied=True)
+        print_line(f"upload it to W&B: {sync}", copied=True)
     if checkpoint:
-        say(f"evaluate it: {command('eval')} run={config.run}{in_runs_dir(config)}", copied=True)
+        print_line(f"evaluate it: {command('eval')} run={config.run}{in_runs_dir(config)}", copied=True)
 
 
-def show_evaluation(path: Path, about: Mapping[str, Any], metrics: dict[str, Any]) -> None:
-    """Prints the metrics and writes them to `path`, with `about`: their run, checkpoint, strategy and world size."""
+def show_evaluation(path: Path, metadata: Mapping[str, Any], metrics: dict[str, Any]) -> None:
+    """Prints the metrics and writes them to `path`, with `metadata`: their run, checkpoint, strategy and world size."""
     rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in metrics.items()]
-    say(str(about["checkpoint"]), copied=True)
+    print_line(str(metadata["checkpoint"]), copied=True)
     metrics_table(rows)
     try:
-        write_json(path, {**about, **metrics})
+        write_json(path, {**metadata, **metrics})
     except OSError as e:
-        raise NotSaved(f"{path} could not be written: {e.strerror}. The metrics are above.") from None
+        raise SaveFailed(f"{path} could not be written: {e.strerror}. The metrics are above.") from None
 
 
 # --- train.log: the log messages of Lockstep and Lightning, and all warnings, which are also printed ---
@@ -246,7 +247,7 @@ class LogFile(logging.StreamHandler[IO[str]]):
 
 
 @contextmanager
-def logged(path: Path) -> Iterator[None]:
+def log_to_file(path: Path) -> Iterator[None]:
     """Within the block, messages and warnings go to the file `path`, and warnings also to the screen."""
     to_file, to_screen = LogFile(open_log(path, "a", encoding="utf-8")), logging.StreamHandler()
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

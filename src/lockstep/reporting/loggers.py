@@ -26,9 +26,9 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.compat.lightning import without_anonymous
+from lockstep.compat.lightning import without_anonymous_user
 from lockstep.config.compose import dotted
-from lockstep.config.project import of_users_code
+from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import RunConfig
 from lockstep.errors import UserError, chain
 from lockstep.panel import Content, Matrix, Share, Table
@@ -82,7 +82,7 @@ class Background:
                 is_external = any(
                     isinstance(x, OSError | http.client.HTTPException) and not isinstance(x, BUGS) for x in chain(e)
                 )
-                if of_users_code(e) and not is_external:
+                if is_user_code_error(e) and not is_external:
                     self.bug = e
                 else:
                     self.warn(f"failed with {type(e).__name__}: {e}")
@@ -126,7 +126,7 @@ def begin_run(name: str, logger: Logger, config: RunConfig, report: Mapping[str,
     try:
         _ = getattr(logger, "experiment", None)
     except Exception as e:
-        if isinstance(e, UserError) or of_users_code(e):
+        if isinstance(e, UserError) or is_user_code_error(e):
             raise
         variables = [variable for variable in os.environ if variable.startswith(f"{name.upper()}_")]
         local_option = f", or pass logger.{name}.{logger.local}" if hasattr(logger, "local") else ""
@@ -230,7 +230,7 @@ class MetricsCsv(Logger):
         self.log.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
 
-class CutAtResume(pl.Callback):
+class TruncateLogsOnResume(pl.Callback):
     """Truncates the logs at the checkpoint's step, so no row is written twice. W&B keeps what it has received."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -239,7 +239,7 @@ class CutAtResume(pl.Callback):
     @rank_zero_only
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if steps := steps_done(trainer):
-            self.folder.cut(steps)
+            self.folder.truncate_logs(steps)
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     writer = logger.experiment
@@ -355,7 +355,7 @@ def wandb(
     identity: dict[str, Any] = {"project": project, "entity": entity, "group": group, "name": run, "id": id}
     logger = Wandb(**identity, tags=list(tags), save_dir=str(run_dir), resume="allow", mode=mode, settings=settings)
     logger.log_model = log_model
-    without_anonymous(logger)
+    without_anonymous_user(logger)
     return logger
 
 

@@ -13,18 +13,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lockstep import ROOT, WHEEL
-from lockstep.checkpoints.finding import found_in, step_of
+from lockstep.checkpoints.finding import checkpoint_paths, step_of
 from lockstep.config import project
 from lockstep.config.draft import as_yaml
+from lockstep.config.formatting import warn
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.config.words import warn
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
-from lockstep.reporting.console import logged, show_run
-from lockstep.run import SEPARATOR, RunFolder, provenance, tested, validation_of
+from lockstep.reporting.console import log_to_file, show_run
+from lockstep.run import SEPARATOR, RunFolder, metrics_of_test, provenance, validation_metrics_at
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -113,7 +113,7 @@ class Recorder:
         self.work = work = next(callback.work for callback in trainer.callbacks if hasattr(callback, "work"))  # type: ignore[attr-defined]
         settings = self.settings.as_built()
         self.config = settings.cfg
-        self.report |= {"model": work.network_title(settings), **work.loaders.facts}
+        self.report |= {"model": work.network_title(settings), **work.loaders.info}
         if self.rank == 0:
             self.open()
             from lockstep.reporting.loggers import begin_run
@@ -130,11 +130,11 @@ class Recorder:
             if previous := folder.report():
                 self.report["started"] = previous.get("started", self.report["started"])
                 self.report["restarts"] = int(previous.get("restarts") or 0) + 1
-                self.tested_before = tested(previous)
+                self.tested_before = metrics_of_test(previous)
         elif folder.has_config():
             advice = "Set resume=auto to continue it, or use a different name."
             raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
-        self.restore = folder.restorer()
+        self.restore = folder.snapshot()
         self.open_log()
         folder.write_config(as_yaml(replace(self.config, resume=None)))
         folder.write_report(self.report)
@@ -142,7 +142,7 @@ class Recorder:
     def open_log(self) -> None:
         self.folder.path.mkdir(parents=True, exist_ok=True)
         make_folder(self.folder.checkpoints)
-        self.log.enter_context(logged(self.folder.log_file))
+        self.log.enter_context(log_to_file(self.folder.log_file))
 
     def add(self, **metrics: Any) -> None:
         """Adds metrics to the report and the loggers: of a validation if training had none, then of the test."""
@@ -189,7 +189,7 @@ class Recorder:
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
             **work.marked(
-                validation_of(self.folder.metrics() if self.rank == 0 else (), self.checkpoint_step, monitor)
+                validation_metrics_at(self.folder.metrics() if self.rank == 0 else (), self.checkpoint_step, monitor)
             ),
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
@@ -253,4 +253,4 @@ class Recorder:
 
         if self.trainer is None or self.trainer.lightning_module is None:
             return False
-        return steps_done(self.trainer) > self.resumed_at and bool(found_in(self.folder.path))
+        return steps_done(self.trainer) > self.resumed_at and bool(checkpoint_paths(self.folder.path))

@@ -1,18 +1,22 @@
 """The report of a run in Python: its metrics, curves and panels. Free of torch until the panels are read."""
 
+import base64
+import io
+import json
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 from lockstep.config.compose import dotted
-from lockstep.config.renames import renamed
-from lockstep.config.words import metric
+from lockstep.config.formatting import metric
+from lockstep.config.renames import with_new_keys
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
-from lockstep.run import RunFolder, tested
+from lockstep.run import RunFolder, damage_as_user_error, metrics_of_test
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +25,40 @@ if TYPE_CHECKING:
 
 # An iframe keeps the styles and the script of the page apart from those of the notebook.
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" height="640" style="border:0"></iframe>'
+
+
+KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"  # keys of panels.json, which extras/panels.py writes
+
+
+def decode(encoded: dict[str, Any]) -> Any:
+    """A value of panels.json."""
+    import numpy as np
+    from PIL import Image
+
+    from lockstep import panel
+    from lockstep.data.dataset import Sound
+
+    if IMAGE in encoded:
+        image = np.array(Image.open(io.BytesIO(base64.b64decode(encoded[IMAGE].partition(",")[2]))))
+        return image.transpose(2, 0, 1) if image.ndim == 3 else image[None]
+    if ARRAY in encoded:
+        dtype, shape, text = encoded[ARRAY]
+        return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
+    if KIND not in encoded:
+        return encoded
+    kinds = (*get_args(panel.Content), panel.Mask, panel.Picture, panel.Sample, panel.Share, Sound, panel.Tokens)
+    return {kind.__name__: kind for kind in kinds}[encoded.pop(KIND)](**encoded)
+
+
+def read_panels(path: Path) -> "list[Content]":
+    """The panels in `path`; empty without the file. Raises UserError if it is damaged."""
+    with damage_as_user_error(path, "Remove the file; report.html shows the same panels."):
+        panels = json.loads(read_text(path), object_hook=decode) if path.exists() else []
+        from lockstep.panel import Content
+
+        if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
+            raise ValueError("it does not contain panels")
+    return panels
 
 
 def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
@@ -59,7 +97,7 @@ class Report(dict[str, Any]):
     def settings(self) -> dict[str, Any]:
         """The config by dotted keys; empty if it is missing or damaged."""
         with suppress(UserError):
-            return dotted(renamed(self.run_folder.saved_config()[0]))
+            return dotted(with_new_keys(self.run_folder.saved_config()[0]))
         return {}
 
     @cached_property
@@ -71,8 +109,6 @@ class Report(dict[str, Any]):
     @cached_property
     def panels(self) -> "dict[str, Content]":
         """The page's panels about the test set by title, as in `report.panels["Largest losses"].samples`."""
-        from lockstep.reporting.saved_panels import read_panels
-
         return {panel.title: panel for panel in read_panels(self.run_folder.panels_file)}
 
     def frame(self) -> "pd.DataFrame":
@@ -85,7 +121,7 @@ class Report(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         """A table of the main metrics, for viewers that cannot show frames; then the page."""
-        names = ("run", "status", "error", *tested(self), str(self.get("monitor")), "train/steps", "wall_s")
+        names = ("run", "status", "error", *metrics_of_test(self), str(self.get("monitor")), "train/steps", "wall_s")
         rows = {name: metric(name, self[name]) for name in names if self.get(name) is not None}
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
         page = self.run_folder.page_file

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lockstep.checkpoints.weights import load_into, materialize, omit_hyperparameters, refused, sharded_like
+from lockstep.checkpoints.weights import load_into, materialize, omit_hyperparameters, sharded_like, unsafe_values
 from lockstep.compat.torch import tell_first_call
 from lockstep.data.loaders import ResumableLoader
-from lockstep.data.standard import Brought, Division, standard
-from lockstep.data.streams import around
-from lockstep.errors import NotLoadable, UserError
-from lockstep.machine.world import objects_of_all
+from lockstep.data.standard import Division, WrappedLoader, wrapped_loaders
+from lockstep.data.streams import wrap_loader
+from lockstep.errors import CheckpointNotLoadable, UserError
+from lockstep.machine.world import all_gather_objects
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.losses import float32
@@ -45,7 +45,7 @@ def parallelize(
     if sync_batchnorm:  # before sharding, because it replaces modules
         synchronise(net, strategy.root_device.type)
     if float32_head:
-        in_float32(head_of(net), strategy.root_device.type)
+        compute_in_float32(head_of(net), strategy.root_device.type)
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
         compile_in_place(strategy.blocks_of(net) or [net])
     return strategy.parallelize(net)
@@ -108,7 +108,7 @@ class Float32(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-def in_float32(head: nn.Module, device: str) -> None:
+def compute_in_float32(head: nn.Module, device: str) -> None:
     """Changes the class instead of adding a wrapper or hooks: keys, compiled graphs and replicas stay correct."""
     for module in head if isinstance(head, nn.ModuleList) else [head]:
         cls: Any = type(module)
@@ -137,7 +137,7 @@ def compile_in_place(parts: list[nn.Module]) -> None:
 OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def own_copy(value: Any, parameter: Tensor) -> Any:
+def copy_like(value: Any, parameter: Tensor) -> Any:
     """A copy of an optimizer's value for `parameter`, in the parameter's memory format.
 
     Without a copy, the optimizer would update the memory-mapped file, and some systems could then not replace that
@@ -166,7 +166,7 @@ class DividedBatches(Strategy):
     contiguous_micro_batches = False
     means: Means
     waited_s = 0.0  # how long training in this process has waited for users' loaders
-    training_loaders: list[Brought] | None = None  # users' loaders; None until a step needs them
+    training_loaders: list[WrappedLoader] | None = None  # users' loaders; None until a step needs them
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
@@ -174,7 +174,7 @@ class DividedBatches(Strategy):
             return dataloader
         common: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
         if not trainer.training:
-            return around(dataloader, Division(seed=self.seed, **common, trains=False))
+            return wrap_loader(dataloader, Division(seed=self.seed, **common, trains=False))
         self.training_loaders = None
         epochs: Any = loop.epoch_progress.current
         division = Division(
@@ -184,16 +184,16 @@ class DividedBatches(Strategy):
             accumulate=trainer.accumulate_grad_batches,
             contiguous=self.contiguous_micro_batches,
             position=lambda: (epochs.processed, loop.epoch_loop.batch_progress.current.ready),
-            number=lambda loader: [other is loader for other in standard(trainer.train_dataloader)].index(True),
+            number=lambda loader: [other is loader for other in wrapped_loaders(trainer.train_dataloader)].index(True),
         )
-        return around(dataloader, division)
+        return wrap_loader(dataloader, division)
 
     def wait(self, seconds: float) -> None:
         self.waited_s += seconds
 
     def agree(self, text: str) -> bool:
         """Whether all processes pass the same text. Every process must call it."""
-        texts = objects_of_all(text)
+        texts = all_gather_objects(text)
         return texts.count(text) == len(texts)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,8 +204,8 @@ class DividedBatches(Strategy):
         micro_batch = self.micro_batch
         if micro_batch & (micro_batch - 1) == 0 or micro_batch % COMPARED == 0:
             for loader in self.loaders_of(micro_batch):
-                if loader.gets == "a share":
-                    loader.require_agreement(loader.told[micro_batch].digest)
+                if loader.batch_scope == "a share":
+                    loader.require_agreement(loader.info[micro_batch].digest)
         result = super().training_step(*args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
             raise UserError(
@@ -220,11 +220,11 @@ class DividedBatches(Strategy):
         """The index of the current micro-batch in the epoch."""
         return self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
 
-    def loaders_of(self, micro_batch: int) -> list[Brought]:
+    def loaders_of(self, micro_batch: int) -> list[WrappedLoader]:
         """Users' loaders that returned this micro-batch."""
         if self.training_loaders is None:
-            self.training_loaders = standard(self.lightning_module.trainer.train_dataloader)
-        return [loader for loader in self.training_loaders if micro_batch in loader.told]
+            self.training_loaders = wrapped_loaders(self.lightning_module.trainer.train_dataloader)
+        return [loader for loader in self.training_loaders if micro_batch in loader.info]
 
     def samples(self, loader: int) -> int | None:
         """The number of this process's samples in the current batch; None if no user's loader reports it.
@@ -233,10 +233,10 @@ class DividedBatches(Strategy):
         """
         trainer = self.lightning_module.trainer
         if trainer.training:
-            records = [item.told[self.micro_batch] for item in self.loaders_of(self.micro_batch)]
+            records = [item.info[self.micro_batch] for item in self.loaders_of(self.micro_batch)]
         else:  # the last batch that was read, if nothing reads ahead
-            loaders = standard(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
-            records = [item.told[max(item.told)] for item in loaders[loader : loader + 1] if item.told and item.length]
+            loaders = wrapped_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
+            records = [item.info[max(item.info)] for item in loaders[loader : loader + 1] if item.info and item.length]
         if records and not any(record.weight for record in records):
             return 0
         return len(records[0].places) if len(records) == 1 and records[0].places is not None else None
@@ -246,7 +246,7 @@ class DividedBatches(Strategy):
 
     def share(self) -> float:
         """The weight of the current micro-batch in the mean of a step: 1, unless users' loaders divide unevenly."""
-        weights = [loader.told[self.micro_batch].weight for loader in self.loaders_of(self.micro_batch)]
+        weights = [loader.info[self.micro_batch].weight for loader in self.loaders_of(self.micro_batch)]
         return sum(weights) / len(weights) if weights else 1.0  # the mean of several loaders
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -262,7 +262,7 @@ class DividedBatches(Strategy):
 
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer
-        for loader in standard([trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders]):
+        for loader in wrapped_loaders([trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders]):
             loader.close()
 
     def teardown(self) -> None:
@@ -308,14 +308,14 @@ class PortableCheckpoint(DividedBatches):
         Every process must call it, after all hooks that write into the checkpoint: rank 0's content decides for all.
 
         Raises:
-            NotLoadable: torch.load rejects something else.
+            CheckpointNotLoadable: torch.load rejects something else.
         """
         if new := {*omit_hyperparameters(checkpoint)} - self.omitted:
             self.omitted |= new
             advice = "only plain values are saved. Pass them to load_from_checkpoint as arguments"
             log.warning("checkpoints omit %s: %s.", ", ".join(sorted(new)), advice)
-        if rejected := self.broadcast(next(refused(checkpoint), None)):
-            raise NotLoadable(
+        if rejected := self.broadcast(next(unsafe_values(checkpoint), None)):
+            raise CheckpointNotLoadable(
                 f"the checkpoint {path} could not be loaded: it has {rejected}, but only tensors and plain values can be loaded. Save those instead."
             )
 
@@ -359,10 +359,9 @@ def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved:
         # A fused kernel works element by element: with such a value it would read and write out of bounds.
         if "fused" in optimizer.defaults and isinstance(value, Tensor) and value.shape != expected:
             raise UserError(
-                f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}. "
-                "Pass init_from=<checkpoint> to start a new run from its weights."
+                f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}. Pass init_from=<checkpoint> to start a new run from its weights."
             )
-        return own_copy(value, p)
+        return copy_like(value, p)
 
     index = {name: i for i, name in enumerate(parameters)}
     state = {

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoints import weights
-from lockstep.checkpoints.finding import mapped
+from lockstep.checkpoints.finding import map_leaves
 from lockstep.checkpoints.saving import AtomicCheckpointIO
 from lockstep.compat.lightning import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.strategies.base import Float32, PortableCheckpoint
-from lockstep.strategies.rendezvous import meet
+from lockstep.strategies.rendezvous import rendezvous
 from lockstep.strategies.sharded_module import WHOLE, Root, shard_module
 from lockstep.training.arithmetic import StepArithmetic
 
@@ -99,7 +99,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         self.writers: Any = None  # the process group of the threads that write shards
 
     def setup_environment(self) -> None:
-        meet(self, self.timeout)
+        rendezvous(self, self.timeout)
         super().setup_environment()
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
@@ -183,7 +183,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
             return full.cpu() if self.is_global_zero else None
 
-        return state if self.sharded_checkpoints else mapped(state, unshard)
+        return state if self.sharded_checkpoints else map_leaves(state, unshard)
 
     def share_buffers(self) -> None:
         """Copies rank 0's running statistics to all processes, before validations and checkpoints.
@@ -242,7 +242,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             with self.all_or_none():
                 if self.is_global_zero:
                     self.checkpoint_io.make_parent(path)  # type: ignore[attr-defined]
-                    part = stack.enter_context(files.replacing(path))
+                    part = stack.enter_context(files.atomic_replace(path))
                     part.mkdir()
                     folder = [str(part)]
             torch.distributed.broadcast_object_list(folder, 0, self.writers)

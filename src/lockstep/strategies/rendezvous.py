@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from lockstep.config.words import readable
-from lockstep.errors import NoRendezvous, UserError
+from lockstep.config.formatting import readable
+from lockstep.errors import RendezvousFailed, UserError
 from lockstep.machine import process
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
@@ -28,11 +28,11 @@ dist: Any = torch.distributed  # its type stubs lack the stores
 group: Any = None  # initialised by an earlier fit of this process
 
 
-def meet(strategy: Any, timeout: timedelta) -> None:
+def rendezvous(strategy: Any, timeout: timedelta) -> None:
     """Initialises torch.distributed for a strategy with several processes. Lightning then leaves it unchanged.
 
     Raises:
-        NoRendezvous: the processes did not connect within `timeout`.
+        RendezvousFailed: the processes did not connect within `timeout`.
         UserError: the caller has already initialised it.
     """
     global group
@@ -51,12 +51,12 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     # torchrun's agent serves the store, otherwise rank 0
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     options = {"is_master": rank == 0 and not has_agent_store, "multi_tenant": not has_agent_store}
-    with connecting(2 * limit_s, failure):  # this connects, asks, and waits for the other ranks
+    with connect_within(2 * limit_s, failure):  # this connects, asks, and waits for the other ranks
         store = dist.TCPStore(
             environment.main_address, environment.main_port, size, timeout=timeout, wait_for_workers=False, **options
         )
         process.store = dist.PrefixStore(attempt(store, rank, size, address, timeout), store)
-    with connecting(
+    with connect_within(
         limit_s, f"rank {rank} of {size} reached the other ranks at {address} but lost them while connecting"
     ):
         dist.init_process_group(
@@ -71,8 +71,8 @@ def meet(strategy: Any, timeout: timedelta) -> None:
 
 
 @contextmanager
-def connecting(limit_s: float, failure: str) -> Iterator[None]:
-    """Ends this process if the block takes longer. Raises NoRendezvous for torch's errors.
+def connect_within(limit_s: float, failure: str) -> Iterator[None]:
+    """Ends this process if the block takes longer. Raises RendezvousFailed for torch's errors.
 
     Clients of a store, including gloo, wait forever if it stops answering (torch 2.13), because the server keeps their
     timeouts.
@@ -88,7 +88,7 @@ def connecting(limit_s: float, failure: str) -> Iterator[None]:
     try:
         yield
     except dist.DistError as e:
-        raise NoRendezvous(f"{failure}: {str(e).splitlines()[0]}", alike=False) from None
+        raise RendezvousFailed(f"{failure}: {str(e).splitlines()[0]}", alike=False) from None
     finally:
         timer.cancel()
 
@@ -104,7 +104,7 @@ def attempt(store: Any, rank: int, size: int, address: str, timeout: timedelta) 
         store.set(f"{name}/{rank}", "here")
     if missing := json.loads(store.get(f"{name}/missing")):
         ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-        raise NoRendezvous(
+        raise RendezvousFailed(
             f"{ranks} of {size} did not join at {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
             "processes with the same address and port.",
             alike=True,

@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lockstep.strategies.base import PortableCheckpoint
-from lockstep.strategies.rendezvous import meet
+from lockstep.strategies.rendezvous import rendezvous
 from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic
 
@@ -78,10 +78,7 @@ class DataParallel(SingleDevice):
 
 # --- One process per device; torch's DistributedDataParallel averages gradients ---
 
-UNUSED = (
-    "Some parameters did not contribute to the loss of the last step, but DDP waits for all gradients. If that is intended, set "
-    "strategy.find_unused_parameters=true."
-)
+UNUSED = "Some parameters did not contribute to the loss of the last step, but DDP waits for all gradients. If that is intended, set strategy.find_unused_parameters=true."
 
 
 class DDP(PortableCheckpoint, DDPStrategy):
@@ -114,7 +111,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
         )
 
     def setup_environment(self) -> None:
-        meet(self, self.timeout)
+        rendezvous(self, self.timeout)
         super().setup_environment()
 
     def configure_ddp(self) -> None:

@@ -55,10 +55,7 @@ class ShardedModule(pl.LightningModule):
             super().untoggle_optimizer(optimizer)
 
     def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         limit, kind = self.trainer.gradient_clip_val, gradient_clip_algorithm or self.trainer.gradient_clip_algorithm
         with self.root.sharded():
@@ -227,8 +224,7 @@ class Root:
         """Raises UserError if the optimizer has other parameters, whose updates would have no effect."""
         if not all(id(p) in self.shards for group in optimizer.param_groups for p in group["params"]):
             raise UserError(
-                f"an optimizer of {self.title} has parameters from before sharding, or from within a step. Pass it the module's parameters in "
-                "configure_optimizers, or set strategy=ddp."
+                f"an optimizer of {self.title} has parameters from before sharding, or from within a step. Pass it the module's parameters in configure_optimizers, or set strategy=ddp."
             )
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -248,7 +244,7 @@ def shard_module(
 ) -> Root:
     """Shards a LightningModule in place."""
     whole_values()
-    equal_to_rank_0(module, device)
+    broadcast_from_rank_0(module, device)
     metrics = {p for child in module.modules() if isinstance(child, Metric) for p in child.parameters()}
     parameters = [p for p in module.parameters() if p not in metrics]
     dtypes = [p.dtype for p in parameters if p.requires_grad]
@@ -343,7 +339,7 @@ def is_shared(block: nn.Module, module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def equal_to_rank_0(module: nn.Module, device: torch.device) -> None:
+def broadcast_from_rank_0(module: nn.Module, device: torch.device) -> None:
     """Broadcasts rank 0's tensors, as DDP does. One at a time, because the device may be too small for all."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:

@@ -27,7 +27,7 @@ class Classification(Task):
     """
 
     needs = ("classes",)
-    expects = Targets("one class number", dims=0, hint="; for one-hot rows, use argmax")
+    target_spec = Targets("one class number", dims=0, hint="; for one-hot rows, use argmax")
     titles: ClassVar = {"loss": ("Loss", "cross-entropy"), "acc": ("Accuracy", "fraction of samples")}
     activation = "softmax"
     class_weights_K: Tensor | None
@@ -47,21 +47,21 @@ class Classification(Task):
         self.binary, self.label_smoothing, self.class_weights = loss == "bce", label_smoothing, class_weights
         self.activation = "sigmoid" if self.binary else "softmax"
 
-    def bind(self, about: Mapping[str, Any]) -> None:
-        super().bind(about)
+    def bind(self, metadata: Mapping[str, Any]) -> None:
+        super().bind(metadata)
         weights: Any = self.class_weights
         if weights == "balanced":
-            weights = balanced(about.get("class_counts"), self.value_names)
+            weights = balanced(metadata.get("class_counts"), self.value_names)
         self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
-    def checked(self, output: Tensor, batch: Batch) -> Tensor:
+    def validated_target(self, output: Tensor, batch: Batch) -> Tensor:
         """target_B. Raises UserError if the outputs are not logits_BK for at least the classes of the data."""
         target_B = batch["target"].long()
         validate_outputs(output, len(target_B), max(len(self.value_names), *output.shape[-1:]))
         return target_B
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        target_B = self.checked(output, batch)
+        target_B = self.validated_target(output, batch)
         if self.binary:
             one_hot_BK = F.one_hot(target_B, output.shape[1]).to(output.dtype)
             target_BK = one_hot_BK * (1 - self.label_smoothing) + self.label_smoothing / output.shape[1]
@@ -95,9 +95,9 @@ class Classification(Task):
             columns[f"probability{suffix}"] = probability_B
         return columns
 
-    def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
+    def primary_metric(self, report: Mapping[str, Any]) -> tuple[str, str]:
         if report["monitor"] not in ACCURACY:
-            return super().headline(report)
+            return super().primary_metric(report)
         return "test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} {report['unit']}"
 
     def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:

@@ -24,7 +24,7 @@ class LanguageModel(Task):
 
     needs = ("vocabulary", "sequence_length")
     names = "vocabulary"
-    expects = Targets("a token number for each position", dims=1, ignored=-100)
+    target_spec = Targets("a token number for each position", dims=1, ignored=-100)
     activation = "next_token"
     titles: ClassVar = {
         "loss": ("Loss", "cross-entropy per token"),
@@ -35,10 +35,10 @@ class LanguageModel(Task):
     def __init__(self, *, ignore_index: int = -100) -> None:
         super().__init__()
         self.ignore_index = ignore_index
-        self.expects = self.expects and replace(self.expects, ignored=ignore_index)
+        self.target_spec = self.target_spec and replace(self.target_spec, ignored=ignore_index)
 
-    def network_arguments(self) -> dict[str, Any]:
-        return {"vocabulary_size": len(self.value_names), "sequence_length": self.about["sequence_length"]}
+    def model_kwargs(self) -> dict[str, Any]:
+        return {"vocabulary_size": len(self.value_names), "sequence_length": self.metadata["sequence_length"]}
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         size = max(len(self.value_names), *output.shape[-1:])  # a model's vocabulary may be padded for speed
@@ -54,7 +54,7 @@ class LanguageModel(Task):
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
         """The number of tokens that count, as a fraction of a full sequence."""
-        return (batch["target"] != self.ignore_index).sum(1) / self.about["sequence_length"]
+        return (batch["target"] != self.ignore_index).sum(1) / self.metadata["sequence_length"]
 
     def metrics(self) -> dict[str, Metric]:
         return {"perplexity": Perplexity(self.ignore_index), "acc": TokenAccuracy(self.ignore_index)}
@@ -78,7 +78,7 @@ class LanguageModel(Task):
         return {"target": [None if index == self.ignore_index else names[index] for index in indices]}
 
     def test_panels(self) -> dict[str, Panel]:
-        return {"position": ByPosition(self.about["sequence_length"], self.token_losses)}
+        return {"position": ByPosition(self.metadata["sequence_length"], self.token_losses)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Each target token, with its loss."""

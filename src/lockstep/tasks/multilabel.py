@@ -21,7 +21,7 @@ class Multilabel(Task):
 
     needs = ("labels",)
     names = "labels"
-    expects = Targets("0 or 1 for each label", dims=1, whole=False, most=1)
+    target_spec = Targets("0 or 1 for each label", dims=1, integer=False, maximum=1)
     titles: ClassVar = {
         "loss": ("Loss", "binary cross-entropy"),
         "f1": ("F1", "mean over labels that occur or are predicted"),
@@ -36,8 +36,8 @@ class Multilabel(Task):
             raise UserError(f"task.threshold={threshold} is invalid; expected a probability between 0 and 1.")
         self.threshold, self.pos_weight = threshold, pos_weight
 
-    def bind(self, about: Mapping[str, Any]) -> None:
-        super().bind(about)
+    def bind(self, metadata: Mapping[str, Any]) -> None:
+        super().bind(metadata)
         self.register_buffer("pos_weight_L", loss_factors(self, "pos_weight", self.pos_weight), persistent=False)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -48,10 +48,7 @@ class Multilabel(Task):
 
     def metrics(self) -> dict[str, Metric]:
         kwargs: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
-        return {
-            "f1": MacroF1(average=None, **kwargs),
-            "acc": MultilabelAccuracy(average="micro", **kwargs),
-        }
+        return {"f1": MacroF1(average=None, **kwargs), "acc": MultilabelAccuracy(average="micro", **kwargs)}
 
     def metric_arguments(self) -> dict[str, Any]:
         return {"num_labels": len(self.value_names), "threshold": self.threshold}

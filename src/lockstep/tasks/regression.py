@@ -26,7 +26,7 @@ class Regression(Task):
 
     needs = ("targets",)
     names = "targets"
-    expects = Targets("finite numbers", dims=None, whole=False, least=-math.inf, most=math.inf)
+    target_spec = Targets("finite numbers", dims=None, integer=False, minimum=-math.inf, maximum=math.inf)
     activation = "identity"
     float32_head = True  # near 1,500, bf16 only has multiples of 8
 

@@ -30,13 +30,13 @@ class Segmentation(Task):
         "iou": ("Intersection over union", "mean over classes"),
         "acc": ("Accuracy", "fraction of pixels"),
     }
-    expects = Targets("a class number for each pixel", dims=2, ignored=255)
+    target_spec = Targets("a class number for each pixel", dims=2, ignored=255)
     activation = "softmax"
 
     def __init__(self, *, ignore_index: int = 255, dice: float = 0.0) -> None:
         super().__init__()
         self.ignore_index, self.dice = ignore_index, dice
-        self.expects = self.expects and replace(self.expects, ignored=ignore_index)
+        self.target_spec = self.target_spec and replace(self.target_spec, ignored=ignore_index)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BHW = batch["target"].long()
@@ -50,7 +50,7 @@ class Segmentation(Task):
 
         The fraction keeps sums of gradients within the range of half precision.
         """
-        side = self.about.get("image_size")
+        side = self.metadata.get("image_size")
         return (batch["target"] != self.ignore_index).sum((1, 2)) / (side**2 if isinstance(side, int) else 1)
 
     def metrics(self) -> dict[str, Metric]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lockstep.config.rules import COUNTED
-from lockstep.data.sampler import place_in_step
+from lockstep.data.sampler import index_in_step
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 from lockstep.training.optim import local_parts, padded_fused
@@ -53,7 +53,7 @@ def micro_batch_index(trainer: pl.Trainer, batch_idx: int) -> int:
     """The index within the global batch of this process's micro-batch `batch_idx` of an epoch."""
     accumulate = trainer.accumulate_grad_batches
     contiguous: bool = trainer.strategy.contiguous_micro_batches  # type: ignore[attr-defined]
-    return place_in_step(trainer.global_rank, trainer.world_size, batch_idx % accumulate, accumulate, contiguous)
+    return index_in_step(trainer.global_rank, trainer.world_size, batch_idx % accumulate, accumulate, contiguous)
 
 
 def total_steps(trainer: pl.Trainer) -> float:
@@ -62,7 +62,7 @@ def total_steps(trainer: pl.Trainer) -> float:
     return math.inf if steps < 0 else steps
 
 
-def has_row(trainer: pl.Trainer, step: int) -> bool:
+def is_logging_step(trainer: pl.Trainer, step: int) -> bool:
     """Whether a row is logged after `step` optimizer steps."""
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by the Trainer's connector
     return step % interval == 0
@@ -112,7 +112,7 @@ class StepArithmetic:
         all_reduce(total, torch.distributed.ReduceOp.SUM, grads)
         return (total + squared_norm(unsharded) if shards and unsharded else total).sqrt()
 
-    def key_of(self, accumulate: int, world: int) -> str | None:
+    def accumulation_setting(self, accumulate: int, world: int) -> str | None:
         """The setting that gives each process `accumulate` micro-batches per step; None if no setting does."""
         return f"trainer.accumulate_grad_batches={accumulate}"
 
@@ -248,7 +248,7 @@ class LogicalRanks(StepArithmetic):
         norm = (total.double() / grid * (unit / unit.max()).square()).sum().sqrt() * unit.max()
         return norm.where(largest.isfinite().all(), torch.inf)
 
-    def key_of(self, accumulate: int, world: int) -> str | None:
+    def accumulation_setting(self, accumulate: int, world: int) -> str | None:
         return f"exact.logical_ranks={world * accumulate} in a new run" if accumulate.bit_count() == 1 else None
 
     def add_shards_of(self, modules: list[FSDPModule]) -> None:

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.datamodule import DataModule
 from lockstep.data.global_batches import require_one_each
-from lockstep.data.keyed import Apart
+from lockstep.data.keyed import IsolatedRandomState
 from lockstep.data.sampler import FILLER, key_of
-from lockstep.data.standard import Brought, standard
+from lockstep.data.standard import WrappedLoader, wrapped_loaders
 from lockstep.errors import UserError
 from lockstep.training.arithmetic import micro_batch_index
 
@@ -43,23 +43,23 @@ class Loaders:
         self.data, self.module = data, module
         self.holder: Any = data or module  # without data, Lightning uses the module's dataloaders
         # A random split made in `setup` is the same in training and in each evaluation.
-        draw_apart(self.holder, "setup", lambda: ("setup", module.trainer.strategy.seed, 0))  # type: ignore[attr-defined]
+        seed_hook(self.holder, "setup", lambda: ("setup", module.trainer.strategy.seed, 0))  # type: ignore[attr-defined]
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """What the report shows about the data."""
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": "custom dataloaders", **unknown}
 
     @property
-    def training(self) -> list[Brought]:
+    def training(self) -> list[WrappedLoader]:
         """The user's training loaders, once the Trainer has them."""
-        return standard(self.module.trainer.train_dataloader)
+        return wrapped_loaders(self.module.trainer.train_dataloader)
 
     @property
     def divided(self) -> bool:
         """Whether all batches are divided among the processes."""
-        return {loader.gets for loader in self.training} == {"a share"}
+        return {loader.batch_scope for loader in self.training} == {"a share"}
 
     def title(self, trainer: pl.Trainer) -> str:
         """The description of the batches in the first lines of a run's output."""
@@ -87,12 +87,12 @@ class Loaders:
     def begin(self, trainer: pl.Trainer) -> None:
         """Called before the Trainer requests a loader."""
         for hook in (f"{part}_dataloader" for part in STAGE_OF):
-            draw_apart(self.holder, hook, partial(key_of_loader, trainer, hook))
+            seed_hook(self.holder, hook, partial(key_of_loader, trainer, hook))
 
     def rows(self, trainer: pl.Trainer, batch_idx: int) -> range | None:
         """The positions of the micro-batch's samples in the global batch, if known."""
         strategy: Any = trainer.strategy
-        positions = {loader.told[strategy.micro_batch].places for loader in strategy.loaders_of(strategy.micro_batch)}
+        positions = {loader.info[strategy.micro_batch].places for loader in strategy.loaders_of(strategy.micro_batch)}
         return positions.pop() if len(positions) == 1 else None
 
     # --- Prediction ---
@@ -121,8 +121,8 @@ class Loaders:
 
     def predicted(self, trainer: pl.Trainer) -> Iterator[list[int]]:
         """The samples of each prediction batch: their indices in the data, or their positions."""
-        loaders = standard(trainer.predict_dataloaders)
-        if len(loaders) != 1 or loaders[0].gets != "a share":
+        loaders = wrapped_loaders(trainer.predict_dataloaders)
+        if len(loaders) != 1 or loaders[0].batch_scope != "a share":
             name, why = (
                 loaders[0].name,
                 "is one of several dataloaders" if len(loaders) > 1 else "has batches that cannot be divided",
@@ -131,7 +131,7 @@ class Loaders:
                 f"input: {name} {why}. Return one DataLoader from the hook, or call lockstep.load_model and predict in your own loop."
             )
         for batch_idx in count():
-            record = loaders[0].told[batch_idx]
+            record = loaders[0].info[batch_idx]
             # a stream's keys are samples
             are_indices = all(isinstance(key, int | np.integer) for key in record.keys or [None])
             yield [*map(int, (record.keys if are_indices else record.places) or [])]
@@ -150,8 +150,8 @@ class DataSetLoaders(Loaders):
         data.fills = False  # a task sets it
 
     @property
-    def facts(self) -> dict[str, Any]:
-        return self.data.facts
+    def info(self) -> dict[str, Any]:
+        return self.data.info
 
     def title(self, trainer: pl.Trainer) -> str:
         world, accumulate, copies = trainer.world_size, trainer.accumulate_grad_batches, self.data.repeats
@@ -185,7 +185,7 @@ class DataSetLoaders(Loaders):
             yield index_B[index_B != FILLER].tolist()
 
 
-def draw_apart(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) -> None:
+def seed_hook(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) -> None:
     """Makes a hook draw the same random numbers in each process and after each resume.
 
     A dataloader hook may draw a subset, and `setup` may draw a split.
@@ -197,7 +197,7 @@ def draw_apart(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) 
 
     @wraps(method)
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        with Apart(int(key_of(*key())[0])):
+        with IsolatedRandomState(int(key_of(*key())[0])):
             return method(*args, **kwargs)
 
     seeded.draws_apart = True  # type: ignore[attr-defined]

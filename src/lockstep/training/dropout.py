@@ -67,7 +67,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Place:
+class MaskPosition:
     """What a mask belongs to: the call of a layer, rows of the global batch, and the number of neighbours per row."""
 
     key: int  # hash of seed and step
@@ -85,7 +85,7 @@ def begin(micro_batch: MicroBatch | None) -> None:
     current = micro_batch
 
 
-def words(place: Place, sizes: Sequence[int], device: torch.device, *, on_host: bool) -> Tensor:
+def random_words(place: MaskPosition, sizes: Sequence[int], device: torch.device, *, on_host: bool) -> Tensor:
     """(N, K, *sizes) random int64; without K if there is one neighbour.
 
     `on_host`: computes with NumPy, which takes a quarter of torch's time for a small layer.
@@ -130,7 +130,7 @@ def kept_rows(words_NW: Tensor, elements: int, bits: int, limit: int) -> Tensor:
     return torch.from_numpy((numbers.numpy() >= limit).view(np.int8)) if numbers.is_cpu else numbers >= limit
 
 
-class ByRow:
+class RowDropout:
     """A dropout layer with a mask per row: the first base of a class whose second base is the layer's class."""
 
     layer: str  # its name in the network
@@ -155,9 +155,9 @@ class ByRow:
         bits = 8 if (p * 256).is_integer() else 16  # enough to represent `p`, or to round it
         dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
         rows, neighbours, dim = (range(1), 1, 0) if self.whole_batch else current.rows_of(x.device, shape)
-        place = Place(current.key, key_of(self.layer, current.call(self.layer, x.device)), rows, neighbours)
+        place = MaskPosition(current.key, key_of(self.layer, current.call(self.layer, x.device)), rows, neighbours)
         *outer, elements = (*shape[:dim], *shape[dim + 1 :]) or (1,)
-        words_NW = words(place, (*outer, -(-elements * bits // 64)), x.device, on_host=x.is_cpu)
+        words_NW = random_words(place, (*outer, -(-elements * bits // 64)), x.device, on_host=x.is_cpu)
         keep_mask = kept_rows(words_NW, elements, bits, dropped - 2 ** (bits - 1))  # numbers are signed
         keep_mask = keep_mask.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :], *[1] * (x.dim() - len(shape)))
         return self.masked(x, keep_mask.transpose(0, dim), dropped / 2**bits)
@@ -167,7 +167,7 @@ class ByRow:
         return object.__new__, (self.original,), vars(self)
 
 
-class ByChannel(ByRow):
+class ChannelDropout(RowDropout):
     """Drops whole channels."""
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
@@ -175,7 +175,7 @@ class ByChannel(ByRow):
         return tuple(x.shape[:2]) if x.dim() == batched_dims else ()
 
 
-class Alpha(ByRow):
+class AlphaRowDropout(RowDropout):
     """Keeps the mean and variance of SELU's outputs (Klambauer et al., "Self-Normalizing Neural Networks", 2017)."""
 
     def masked(self, x: Tensor, keep_mask: Tensor, p: float) -> Tensor:
@@ -183,11 +183,11 @@ class Alpha(ByRow):
         return x.where(keep_mask.bool(), SELU) * scale - SELU * p * scale
 
 
-class AlphaByChannel(Alpha, ByChannel):
+class AlphaChannelDropout(AlphaRowDropout, ChannelDropout):
     """Keeps or drops whole channels (`FeatureAlphaDropout`)."""
 
 
-class BySample(ByRow):
+class StochasticDepth(RowDropout):
     """Drops a branch per sample, as timm's and torchvision's layers do.
 
     Huang et al., "Deep Networks with Stochastic Depth", 2016.
@@ -205,31 +205,32 @@ class BySample(ByRow):
 
 
 WITH_SAMPLES = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}  # number of dimensions of a batched input
-LAYERS: dict[type[nn.Module], type[ByRow]] = {
-    nn.Dropout: ByRow,
-    **dict.fromkeys(WITH_SAMPLES, ByChannel),
-    nn.AlphaDropout: Alpha,
-    nn.FeatureAlphaDropout: AlphaByChannel,
+LAYERS: dict[type[nn.Module], type[RowDropout]] = {
+    nn.Dropout: RowDropout,
+    **dict.fromkeys(WITH_SAMPLES, ChannelDropout),
+    nn.AlphaDropout: AlphaRowDropout,
+    nn.FeatureAlphaDropout: AlphaChannelDropout,
 }
 OF_LIBRARIES = {"timm.layers": "DropPath", "torchvision.ops": "StochasticDepth"}
 
 
 @cache
-def with_rows(cls: Any, base: type[ByRow]) -> type[nn.Module]:
+def row_dropout_class(cls: Any, base: type[RowDropout]) -> type[nn.Module]:
     return type(cls.__name__, (base, cls), {"__module__": cls.__module__, "original": cls})
 
 
-def by_row(net: nn.Module) -> None:
+def use_row_masks(net: nn.Module) -> None:
     """Gives the dropout layers of a network a mask per row, in place. Hooks, sharing and state keys do not change.
 
     Subclasses of these layers do not change: they may draw differently.
     """
-    imported = {getattr(sys.modules[lib], name): BySample for lib, name in OF_LIBRARIES.items() if lib in sys.modules}
+    libraries = [(sys.modules[lib], name) for lib, name in OF_LIBRARIES.items() if lib in sys.modules]
+    imported = {getattr(library, name): StochasticDepth for library, name in libraries}
     layers: dict[Any, Any] = LAYERS | imported
     for name, module in net.named_modules():
         cls: Any = type(module)
         if cls in layers:
-            module.__class__ = with_rows(cls, layers[cls])
+            module.__class__ = row_dropout_class(cls, layers[cls])
             module.layer = name
 
 
@@ -241,6 +242,6 @@ def rand(x: Tensor, *shape: int) -> Tensor:
     if current is None or 0 in (len(x), *shape):
         return torch.rand(len(x), *shape, device=x.device)
     rows, neighbours, _ = current.rows_of(x.device, (len(x),))
-    place = Place(current.key, key_of("rand", current.call("rand", x.device)), rows, neighbours)
-    words_BW = words(place, shape or (1,), x.device, on_host=x.is_cpu)
+    place = MaskPosition(current.key, key_of("rand", current.call("rand", x.device)), rows, neighbours)
+    words_BW = random_words(place, shape or (1,), x.device, on_host=x.is_cpu)
     return ((words_BW >> 40) & (2**24 - 1)).float().mul_(2**-24).reshape(len(x), *shape)

@@ -27,9 +27,9 @@ from lockstep.compat.torch import copy_hooks
 from lockstep.data.dataset import Batch, Indices
 from lockstep.errors import UserError
 from lockstep.training import invariance
-from lockstep.training.losses import first_rows, float32, one_per_sample, validated_columns, weight_of
-from lockstep.training.metrics import named
-from lockstep.training.oom import ran_out
+from lockstep.training.losses import first_rows, float32, one_per_sample, sample_weights, validated_columns
+from lockstep.training.metrics import named_values
+from lockstep.training.oom import is_oom
 from lockstep.training.schedules import scheduler
 from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload
@@ -99,7 +99,7 @@ class DryRun:
             needs_numbers = not self.is_small and (training or is_user_error)
             cannot_run = (
                 not isinstance(e, UserError)
-                or ran_out(cause)
+                or is_oom(cause)
                 or any(text in str(cause) for text in ("process group", "not attached to a"))
             )
             if needs_numbers or cannot_run or (training and not self.shipped):
@@ -120,29 +120,29 @@ class DryRun:
         else:
             device, source, net = META, torch.device("cpu"), on_meta(module.net)
         batch = self.work.data.example(samples, source, training=training)
-        return net.to(device).train(training), module.copied().to(device), move_data_to_device(batch, device)
+        return net.to(device).train(training), module.detached_copy().to(device), move_data_to_device(batch, device)
 
     def step(self, net: nn.Module, task: Task, batch: Batch) -> None:
         device, module = batch["index"].device, self.work.module
         previous_states = invariance.generators(device)
         attention = sdpa_kernel(SDPBackend.MATH)  # torch 2.13 does not count the operations of its CPU kernel
         with attention, FlopCounterMode(display=False) as counter, invariance.Draws() as draws:
-            with refused(self.misfit(batch)):
+            with as_user_error(self.misfit(batch)):
                 loss_B = task.loss(task.outputs(net, batch), batch)
             loss = one_per_sample(loss_B, task, batch).sum()
-            weight_of(task, batch)
-            with refused(self.misfit(batch)):
+            sample_weights(task, batch)
+            with as_user_error(self.misfit(batch)):
                 loss.backward()
         self.draws = draws.any or invariance.generators(device) != previous_states
         self.work.flops_per_sample = int(counter.get_total_flops()) // len(batch["index"])
-        with refused("optim: {}."):
+        with as_user_error("optim: {}."):
             optimizer = module.new_optimizer(net)
-        with refused("schedule: {}."):
+        with as_user_error("schedule: {}."):
             scheduler(module.parts.schedule, optimizer, self.steps)
         for parameter in list(net.parameters())[FEW:]:
             parameter.grad = None
         closure: Any = loss.detach  # Lightning passes a closure too
-        with refused("optim: {}."):
+        with as_user_error("optim: {}."):
             optimizer.step(closure)
 
     def try_callback(self, callback: Any) -> None:
@@ -150,10 +150,10 @@ class DryRun:
         message = (
             f"{type(callback).__name__} does not fit model={self.titles['model']} and data={self.titles['data']}: {{}}."
         )
-        with refused(message):
+        with as_user_error(message):
             net, task, batch = self.copies(training=True, samples=min(SAMPLES, self.samples))
             batch = callback.dry_run(batch, self.steps)
-        with refused(f"{message}{getattr(callback, 'needs', '')}"):
+        with as_user_error(f"{message}{getattr(callback, 'needs', '')}"):
             task.outputs(net, batch)
 
     @torch.no_grad()
@@ -168,31 +168,31 @@ class DryRun:
             return torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
 
         # A network that fails on the meta device may still run on a real one.
-        with nullcontext() if batch["index"].is_meta else refused(self.misfit(batch)):
+        with nullcontext() if batch["index"].is_meta else as_user_error(self.misfit(batch)):
             outputs = apply_to_collection(task.outputs(net, batch), Tensor, on_cpu)
         count, title = len(batch["index"]), f"task={self.titles['task']}"
         # The same task where possible: it may keep state for its loss.
-        task = module.copied() if batch["index"].is_meta else task.cpu()
+        task = module.detached_copy() if batch["index"].is_meta else task.cpu()
         batch = data.example(count, training=False)
-        with refused(self.misfit(batch)):
+        with as_user_error(self.misfit(batch)):
             outputs = float32(first_rows(outputs, count, count))
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
         logged: list[str] = []
-        with refused(f"{title}: {{}}."):
+        with as_user_error(f"{title}: {{}}."):
             inputs_by_name = task.inputs_by_metric(outputs, batch)
             if unknown := sorted(inputs_by_name.keys() - module.parts.metrics.keys()):
                 raise UserError(
                     f"`inputs_by_metric` has {unknown[0]}, but the metrics are {', '.join(module.parts.metrics)}"
                 )
         for name, metric in module.parts.metrics.items():
-            with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
+            with as_user_error(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
                 inputs = inputs_by_name[name] if name in inputs_by_name else task.metric_inputs(outputs, batch)
                 if not isinstance(inputs, tuple):
                     raise UserError(f"its inputs are a {type(inputs).__name__}, not a tuple of arguments")
-                value = computed(metric, inputs, count, data.val_split.count)
-                logged += named(name, value, task.value_names)
-        with refused(f"{title}: {{}}."):
+                value = compute_metric(metric, inputs, count, data.val_split.count)
+                logged += named_values(name, value, task.value_names)
+        with as_user_error(f"{title}: {{}}."):
             predicted = validated_columns(task.predictions(outputs))
             columns = {"describe": task.describe(outputs, batch), **(task.targets(batch) if "target" in batch else {})}
             columns |= {} if type(task).predictions is Task.predictions else predicted  # the user's own columns
@@ -246,7 +246,7 @@ class DryRun:
         task, data = self.work.module, self.work.data
         shapes: dict[str, set[torch.Size]] = {}
         if self.world > 1 and task.between_samples:
-            for index in data.varied(ALONE):
+            for index in data.diverse_samples(ALONE):
                 batch = data.example(np.array([index]), training=False)
                 for name, value in batch.items():
                     if isinstance(value, Tensor):
@@ -265,7 +265,7 @@ class DryRun:
 
     def division(self, count: int) -> invariance.Division:
         """Compares a batch with its halves, in double precision if the network is small enough and supports it."""
-        same_bits, index_N = self.work.arithmetic.same_bits, self.work.data.varied(count)
+        same_bits, index_N = self.work.arithmetic.same_bits, self.work.data.diverse_samples(count)
         orders = [index_N] if self.shipped else [index_N, index_N[::-1].copy()]  # a sort by length changes one of them
         steps = [self.divided(order) for order in orders]
         parameters = sum(p.numel() for p in self.work.module.net.parameters())
@@ -273,9 +273,9 @@ class DryRun:
             net, task, _ = self.copies(training=False, samples=1)
             with suppress(RuntimeError, TypeError):  # code that creates float32 tensors
                 doubled = apply_to_collection(steps, Tensor, lambda x: x.double() if x.is_floating_point() else x)
-                return invariance.why_not(net.double(), task.double(), doubled, exact=same_bits)
+                return invariance.process_dependence(net.double(), task.double(), doubled, exact=same_bits)
         net, task, _ = self.copies(training=False, samples=1)
-        return invariance.why_not(net, task, steps, exact=same_bits)
+        return invariance.process_dependence(net, task, steps, exact=same_bits)
 
     def misfit(self, batch: Batch) -> str:
         shapes = [f"{name} {list(v.shape)}" for name, v in batch.items() if isinstance(v, Tensor) and name != "index"]
@@ -298,7 +298,7 @@ def on_meta(net: nn.Module) -> nn.Module:
     return copy_hooks(net, copy.deepcopy(net, copies))
 
 
-def computed(metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> Any:
+def compute_metric(metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> Any:
     """The value of a metric. If a few samples are not enough, it gets as many as a validation has, at most MOST."""
     trial_metric = copy.deepcopy(metric)
     trial_metric.update(*inputs)
@@ -318,7 +318,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 @contextmanager
-def refused(message: str) -> Iterator[None]:
+def as_user_error(message: str) -> Iterator[None]:
     """Turns an error into a UserError with `message`, in which {} is replaced by the error."""
     try:
         yield

@@ -89,7 +89,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Passed:
+class ModuleValue:
     """The input or output of a module, and the code that computed it: that of a module, or the loss."""
 
     source: nn.Module
@@ -99,11 +99,11 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Computed:
+class StepResult:
     """The results of a network and a task for a batch."""
 
     # The last entry is the result to compare: the loss and its weight, or the outputs if the loss is between samples.
-    passed: list[Passed]
+    passed: list[ModuleValue]
     noise: float  # size of the rounding errors that the result may have
     gradients: list[Tensor]  # of the sum of the result
     buffers: dict[str, Tensor]
@@ -111,7 +111,7 @@ class Computed:
     @property
     def drawing(self) -> str:
         """The first code that draws random numbers; empty if none does."""
-        return next((named(passed) for passed in self.passed if passed.drew), "")
+        return next((describe_module(passed) for passed in self.passed if passed.drew), "")
 
 
 class Process:
@@ -124,21 +124,21 @@ class Process:
         values = (value for module in both.modules() for value in vars(module).values())
         shared = [*both.parameters(), *(value for value in values if isinstance(value, GENERATORS))]
         self.both: Any = copy.deepcopy(both, {id(value): value for value in shared})
-        if any(isinstance(module, dropout.ByRow) for module in both.modules()):
-            dropout.by_row(self.both)  # a copy has torch's layers
+        if any(isinstance(module, dropout.RowDropout) for module in both.modules()):
+            dropout.use_row_masks(self.both)  # a copy has torch's layers
 
-    def __call__(self, batch: Batch, first: int = 0) -> Computed:
+    def __call__(self, batch: Batch, first: int = 0) -> StepResult:
         """Each call starts with the same random numbers. `first`: the index of the first sample in the global batch."""
         net, task = self.both
         batch = dict(batch)
         device, count = batch["index"].device, len(batch["index"])
-        passed, stack, state = list[Passed](), [net], generators(device)
+        passed, stack, state = list[ModuleValue](), [net], generators(device)
 
         def record(source: nn.Module, tree: Any, method: str = "forward") -> None:
             nonlocal state
             previous_state, state = state, generators(device)
             values = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
-            passed.append(Passed(source, method, values, state != previous_state))
+            passed.append(ModuleValue(source, method, values, state != previous_state))
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             record(stack[-1], (args, kwargs))
@@ -164,7 +164,7 @@ class Process:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.both.parameters()]
             self.both.zero_grad()
         buffers = {name: buffer.clone() for name, buffer in self.both.named_buffers()}
-        return Computed(passed, NOISE * largest(outputs), gradients, buffers)
+        return StepResult(passed, NOISE * largest_number(outputs), gradients, buffers)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -174,7 +174,7 @@ def tensors(tree: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in tensors(value)]
 
 
-def joined(halves: Sequence[Tensor], like: Tensor) -> Tensor:
+def join_halves(halves: Sequence[Tensor], like: Tensor) -> Tensor:
     """The tensors of two halves, concatenated along the dimension that depends on the number of samples."""
     a, b = halves[0], halves[-1]
     for dim in range(like.dim() if a.dim() == b.dim() == like.dim() and a.shape != like.shape else 0):
@@ -184,7 +184,7 @@ def joined(halves: Sequence[Tensor], like: Tensor) -> Tensor:
     return a
 
 
-def largest(tree: Any) -> float:
+def largest_number(tree: Any) -> float:
     """The largest finite number of a tree of tensors."""
     finite = ((x[x.isfinite()] * 1.0).abs().double() for x in tensors(tree))  # bool tensors have no abs
     return max((x.max().item() for x in finite if x.numel()), default=0.0)
@@ -200,8 +200,8 @@ def differ(whole: Any, parts: Sequence[Any], noise: float = 0.0) -> bool:
         return len(entries) != len(whole) or any(differ(*pair, noise) for pair in zip(whole, entries, strict=True))
     if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts):
         return isinstance(whole, Tensor)
-    a, b = whole.double(), joined(parts, whole).double()
-    tolerance = noise + TOLERANCE[whole.dtype == torch.float64] * largest(a)
+    a, b = whole.double(), join_halves(parts, whole).double()
+    tolerance = noise + TOLERANCE[whole.dtype == torch.float64] * largest_number(a)
     return a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
 
 
@@ -215,9 +215,9 @@ def steps_differ(whole: list[Tensor], *parts: list[Tensor]) -> bool:
     return False
 
 
-def named(passed: Passed) -> str:
+def describe_module(passed: ModuleValue) -> str:
     """The class of a module, with the file and line of the code that computes."""
-    cls: Any = passed.source.original if isinstance(passed.source, dropout.ByRow) else type(passed.source)
+    cls: Any = passed.source.original if isinstance(passed.source, dropout.RowDropout) else type(passed.source)
     function: Any = getattr(cls, passed.method)
     try:
         file, line = Path(str(inspect.getsourcefile(function))), inspect.getsourcelines(function)[1]
@@ -238,7 +238,7 @@ class Division:
     nbytes: int = 0  # of the tensors that passed between modules
 
 
-def why_differ(whole: Computed, *parts: Computed, as_stored: bool = True) -> str:
+def why_differ(whole: StepResult, *parts: StepResult, as_stored: bool = True) -> str:
     """What differs between a forward pass and a second one, or its two halves; empty if nothing differs.
 
     `as_stored`: the halves hold their samples in the same form as the whole. Otherwise the form differs, for example in
@@ -249,19 +249,19 @@ def why_differ(whole: Computed, *parts: Computed, as_stored: bool = True) -> str
         types = [[type(record.source) for record in computed.passed] for computed in (whole, *parts)]
         pairs = zip(passed, *others, strict=False) if as_stored and types.count(types[0]) == len(types) else ()
         index = next((index for index, (tree, *other_trees) in enumerate(pairs) if differ(tree, other_trees)), -1)
-        return f"the result of {named(whole.passed[index])} for a sample"
-    if largest(result) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
-        return f"the gradient of a sample in {named(whole.passed[0])} or its loss"
+        return f"the result of {describe_module(whole.passed[index])} for a sample"
+    if largest_number(result) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
+        return f"the gradient of a sample in {describe_module(whole.passed[0])} or its loss"
     return ""
 
 
-def all_computed(processes: Sequence[Process], batches: Sequence[Batch]) -> list[Computed]:
+def compute_all(processes: Sequence[Process], batches: Sequence[Batch]) -> list[StepResult]:
     """One process computes the whole batch, two processes compute a half each."""
     offsets = 0, 0, len(batches[1]["index"])
     return [process(batch, offset) for process, batch, offset in zip(processes, batches, offsets, strict=True)]
 
 
-def not_repeated(both: nn.Module, whole: Batch) -> str:
+def why_not_repeatable(both: nn.Module, whole: Batch) -> str:
     """Why a second forward pass from the same random numbers and buffers differs; empty if it does not."""
     process = Process(both)
     first = process(whole)
@@ -272,7 +272,9 @@ def not_repeated(both: nn.Module, whole: Batch) -> str:
     return f"{source} depends on its own random generator, or on state kept between batches" if source else ""
 
 
-def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exact: bool = False) -> Division:
+def process_dependence(
+    net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exact: bool = False
+) -> Division:
     """Why the result depends on the number of processes, from trial steps and an evaluation.
 
     `net` and `task` are copies. Each of `steps` has a batch and its two halves, read separately. Parameters change
@@ -287,15 +289,15 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
         if isinstance(module, NORMS):
             module.eval()  # batch statistics are not checked here
     if exact:
-        return Division(not_repeated(both, steps[0][0]))
-    dropout.by_row(both)
+        return Division(why_not_repeatable(both, steps[0][0]))
+    dropout.use_row_masks(both)
     as_stored = not any(differ(whole, halves) for whole, *halves in steps)
 
-    def compare_processes() -> tuple[list[Process], list[Computed], str]:
+    def compare_processes() -> tuple[list[Process], list[StepResult], str]:
         """Compares one process with two, up to the first step that differs."""
         processes = [Process(both) for _ in range(3)]
         for batches in steps:
-            computed = all_computed(processes, batches)
+            computed = compute_all(processes, batches)
             if difference := why_differ(*computed, as_stored=as_stored):
                 break
             with torch.no_grad():
@@ -316,21 +318,20 @@ def why_not(net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exa
         )
     dependence = f"{{}} depends on the other samples of its process{'' if as_stored else ', such as their padding'}"
     if difference:
-        if reason := not_repeated(both, steps[0][0]):
+        if reason := why_not_repeatable(both, steps[0][0]):
             return Division(reason)
         for module in both.modules():
-            if isinstance(module, dropout.ByRow):
+            if isinstance(module, dropout.RowDropout):
                 module.eval()
         if source := compare_processes()[2]:  # without masks
             return Division(f"{dependence.format(source)}. Set exact.logical_ranks=8")
         return Division(
-            f"{difference} depends on dropout masks that do not follow the samples. Keep the samples in the first dimension, in the order of the "
-            f"batch{OR_EXACT}"
+            f"{difference} depends on dropout masks that do not follow the samples. Keep the samples in the first dimension, in the order of the batch{OR_EXACT}"
         )
     for process in processes:
         process.both.eval()
     nbytes = sum(tensor.nbytes for tensor in tensors([passed.tree for passed in first.passed]))
-    evaluation, *parts = all_computed(processes, steps[-1])
+    evaluation, *parts = compute_all(processes, steps[-1])
     if drawing := evaluation.drawing:
         return Division("", f"{drawing} draws random numbers during evaluation", nbytes)
     source = why_differ(evaluation, *parts, as_stored=as_stored)

@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.data.dataset import Batch
 from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
-from lockstep.machine.world import objects_of_all
+from lockstep.machine.world import all_gather_objects
 
 if TYPE_CHECKING:
     from lockstep.training.task import Task
@@ -126,10 +126,10 @@ def float32(tree: Any) -> Any:
     return apply_to_collection(tree, Tensor, to_float32)
 
 
-# --- The loss of samples that augmentation has mixed with a partner (augment/mixing.py) ---
+# --- The loss of samples that augmentation has mixed with a partner (augment/transforms.py) ---
 
 
-def of_partners(batch: Batch) -> Batch:
+def partner_batch(batch: Batch) -> Batch:
     """The batch with everything except `input` taken from each sample's partner."""
     rest = {name: value for name, value in batch.items() if name != "input"}
     return {**batch, **samples_at(rest, batch["partner"], len(batch["partner"]))}
@@ -148,7 +148,7 @@ def one_per_sample(value_B: Any, task: "Task", batch: Batch, method: str = "loss
     )
 
 
-def weight_of(task: "Task", batch: Batch) -> Tensor | None:
+def sample_weights(task: "Task", batch: Batch) -> Tensor | None:
     """weight_B, if samples differ in weight. Rejects (B, 1): it would broadcast to (B, B) and average the weights."""
     weight_B = task.weight(batch)
     return None if weight_B is None else one_per_sample(weight_B, task, batch, "weight")
@@ -160,12 +160,13 @@ def weighted_loss(task: "Task", output: Any, batch: Batch) -> tuple[Tensor, Tens
     Exact for losses that are linear in the target, such as cross-entropy with label smoothing. For other losses, this
     is the definition of mixup.
     """
-    loss_B, weight_B = one_per_sample(task.loss(output, batch), task, batch), weight_of(task, batch)
+    loss_B, weight_B = one_per_sample(task.loss(output, batch), task, batch), sample_weights(task, batch)
     loss_B = loss_B if weight_B is None else loss_B * weight_B
     if "share" not in batch:
         return loss_B, weight_B
-    share_B, partners = batch["share"], of_partners(batch)
-    other_loss_B, other_weight_B = one_per_sample(task.loss(output, partners), task, batch), weight_of(task, partners)
+    share_B, partners = batch["share"], partner_batch(batch)
+    other_loss_B = one_per_sample(task.loss(output, partners), task, batch)
+    other_weight_B = sample_weights(task, partners)
     if weight_B is None or other_weight_B is None:
         return share_B * loss_B + (1 - share_B) * other_loss_B, None
     loss_B = share_B * loss_B + (1 - share_B) * other_loss_B * other_weight_B
@@ -178,7 +179,7 @@ def weighted_loss(task: "Task", output: Any, batch: Batch) -> tuple[Tensor, Tens
 # gradient with respect to its own outputs is complete: backward communicates nothing more.
 
 
-def whole_batch(task: "Task", output: Any, batch: Batch) -> tuple[Any, Batch]:
+def join_global_batch(task: "Task", output: Any, batch: Batch) -> tuple[Any, Batch]:
     """The outputs, with gradients, and the batch of all processes, for a task with `between_samples`.
 
     For other tasks, returns `output` and `batch` as they are.
@@ -200,7 +201,7 @@ def whole_batch(task: "Task", output: Any, batch: Batch) -> tuple[Any, Batch]:
     def gather_value(value: Any, _: str) -> Any:
         if isinstance(value, Tensor):
             return gather(value)
-        per_process = objects_of_all(move_data_to_device(value, "cpu"))  # a tensor would arrive on the sender's GPU
+        per_process = all_gather_objects(move_data_to_device(value, "cpu"))  # a tensor would arrive on the sender's GPU
         return move_data_to_device([item for part in per_process for item in part], batch["index"].device)
 
     def check(value: Any, name: str) -> Any:
@@ -230,7 +231,7 @@ def evaluation_loss(task: "Task", output: Any, batch: Batch) -> Tensor | None:
     """
     if not task.between_samples or task.trainer.world_size == 1:
         return None
-    output, gathered = whole_batch(task, float32(output), batch)
+    output, gathered = join_global_batch(task, float32(output), batch)
     count = int((gathered["index"] != FILLER).sum())  # the fillers are last
     output = apply_to_collection(output, Tensor, lambda tensor: tensor[:count])
     real_samples = {**samples_at(gathered, slice(count), gathered["count"]), "count": count}
@@ -247,28 +248,29 @@ AT_ONCE = 2**22  # numbers checked at once
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets that a task expects. Whole numbers start at `least` and index the names, unless `most` is set."""
+    """The targets that a task expects. Whole numbers start at `minimum` and index the names, unless `maximum` is set."""
 
     what: str  # description of one sample's target, for messages
     dims: int | None  # dimensions of one sample's target; None: any
-    whole: bool = True
-    least: float = 0
-    most: float | None = None
+    integer: bool = True
+    minimum: float = 0
+    maximum: float | None = None
     ignored: int | None = None  # a number that is excluded from loss and metrics
     hint: str = ""
 
     def wrong(self, target_N: NDArray[Any], names: int) -> tuple[int, str] | None:
         """The index of the first sample with an invalid target, and a description of that target."""
-        high = names - 1 if self.most is None else self.most
-        limits = (f" from 0 to {high}" if self.whole else "") + ("" if self.ignored is None else f", or {self.ignored}")
+        high = names - 1 if self.maximum is None else self.maximum
+        ignored = "" if self.ignored is None else f", or {self.ignored}"
+        limits = f"{f' from 0 to {high}' if self.integer else ''}{ignored}"
         expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}; for different targets, set a different task."
         if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in "biuf":
             return 0, f"{target_N.dtype} of shape {target_N.shape[1:]}; {expected}"
         rows = max(1, AT_ONCE * len(target_N) // max(1, target_N.size))  # masks may be too large for memory
         for first in range(0, len(target_N), rows):
             block = target_N[first : first + rows]
-            is_wrong = ~(np.isfinite(block) & (block >= self.least) & (block <= high) | (block == self.ignored))
-            if self.whole and block.dtype.kind == "f":
+            is_wrong = ~(np.isfinite(block) & (block >= self.minimum) & (block <= high) | (block == self.ignored))
+            if self.integer and block.dtype.kind == "f":
                 is_wrong |= block != np.trunc(block)
             if is_wrong.any():
                 return first + int(np.argwhere(is_wrong)[0, 0]), f"{block[is_wrong][0]}; {expected}"
@@ -280,8 +282,7 @@ def validated_columns(columns: Mapping[str, Any], *, targets: bool = False) -> d
     reserved = [name for name in columns if name in RESERVED or name.startswith("target/")]
     if reserved := [name for name in reserved if not targets or name.partition("/")[0] != "target"]:
         raise UserError(
-            f"the predictions have a column {reserved[0]}, a name that Lockstep uses in tables of predictions. Reserved names: "
-            f"{', '.join(RESERVED)} and target/... Rename the column."
+            f"the predictions have a column {reserved[0]}, a name that Lockstep uses in tables of predictions. Reserved names: {', '.join(RESERVED)} and target/... Rename the column."
         )
     return dict(columns)
 
@@ -297,8 +298,7 @@ def validate_outputs(output: Tensor, *shape: int) -> None:
     """Raises UserError if a network's output has a different shape."""
     if output.shape != shape:
         raise UserError(
-            f"the network returns shape {tuple(output.shape)}, but the task and the data need {shape}. Choose a different model, or set "
-            "its number of outputs to what the data needs."
+            f"the network returns shape {tuple(output.shape)}, but the task and the data need {shape}. Choose a different model, or set its number of outputs to what the data needs."
         )
 
 
@@ -314,10 +314,11 @@ def loss_factors(task: "Task", name: str, factors: Sequence[float] | None) -> Te
 
 
 # A task's step must call one of these for Lockstep's promises to hold.
-STEP_PARTS = {"training_step": ("mean_loss", "mean"), "validation_step": ("measure",), "test_step": ("measure",)}
+EVALUATES = ("update_metrics",)
+STEP_PARTS = {"training_step": ("mean_loss", "mean"), "validation_step": EVALUATES, "test_step": EVALUATES}
 
 
-def without_super(kind: type["Task"], base: type["Task"]) -> str:
+def unsafe_override(kind: type["Task"], base: type["Task"]) -> str:
     """The first of Task's LightningModule methods that a class overrides without `super` or the calls in STEP_PARTS.
 
     Empty if there is none.

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
-from lockstep.machine.world import objects_of_all
+from lockstep.machine.world import all_gather_objects
 from lockstep.panel import Content, Gallery, Kept, Panel, Sample
 from lockstep.training.arithmetic import tree_sum
 from lockstep.training.losses import sample_at, samples_at, without_fillers
@@ -57,13 +57,14 @@ class MeanLoss(Metric):
         return {"loss": loss.float(), "count": self.count.to(self.loss_sum.dtype)}
 
 
-def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
+def named_values(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
     """The values of a metric, by name: from a number, a dict, or a tensor with several values, such as one per class.
 
     Values of a tensor are named by `names`, or numbered if the counts differ.
     """
     if isinstance(value, Mapping):
-        return {metric: v for key, entry in value.items() for metric, v in named(f"{name}/{key}", entry, names).items()}
+        entries = [named_values(f"{name}/{key}", entry, names) for key, entry in value.items()]
+        return {metric: v for entry in entries for metric, v in entry.items()}
     if not isinstance(value, Tensor | int | float):
         raise UserError(
             f"the metric {name} returns a {type(value).__name__}, which cannot be logged; expected a number, a tensor, or a dict of these. "
@@ -118,7 +119,7 @@ class TestPanels:
 
     def finish(self) -> None:
         """Called on every rank."""
-        failed = set[str]().union(*objects_of_all(self.failed))
+        failed = set[str]().union(*all_gather_objects(self.failed))
         for name, panel in self.panels.items():
             if not failed & {name, "test_panels"}:
                 with of_all_processes([panel]), self.attempt(name):
@@ -149,7 +150,7 @@ class TestPanels:
             index_N = np.take(indices, np.arange(first, first + size), mode="wrap")
             raw = data.raw("test", index_N)
             device_batch = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
-            batch = trainer.precision_plugin.convert_input(data.finished(device_batch, training=False))
+            batch = trainer.precision_plugin.convert_input(data.preprocessed(device_batch, training=False))
             batch["count"] = min(size, len(indices) - first)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = self.task(batch)

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lockstep.compat.metric_states import exact_on
 from lockstep.errors import UserError
-from lockstep.machine.world import objects_of_all
+from lockstep.machine.world import all_gather_objects
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.metrics import MeanLoss, TestPanels
 
@@ -55,9 +55,8 @@ class Means:
         sums = self.train if module.trainer.training else self.evaluation
         # On the host: Lightning rereads the progress bar's values in each step, which would wait for a GPU.
         totals = sum_over_processes(sums).items()
-        log_whole(
-            module, {name: torch.tensor(total / weight if weight else torch.nan) for name, (total, weight) in totals}
-        )
+        means = {name: torch.tensor(total / weight if weight else torch.nan) for name, (total, weight) in totals}
+        log_reduced(module, means)
         sums.clear()
 
     def collect(self, *, keeps: bool) -> Sums:
@@ -77,7 +76,7 @@ class Means:
         self.train = dict(window) if keeps else {}
 
 
-def log_whole(module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
+def log_reduced(module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
     """Logs values that are already combined over all processes, without Lightning's warning."""
     for name, value in values.items():
         module.log(name, value, prog_bar=name == "train/loss")
@@ -85,7 +84,7 @@ def log_whole(module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
 
 
 @dataclass(kw_only=True)
-class Parts:
+class RunParts:
     """What a run passes to its task, in addition to the network.
 
     This is not a module, so metrics are not children of the task: otherwise checkpoints would hold a metric's own
@@ -99,7 +98,7 @@ class Parts:
     parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]]
     metrics: dict[str, Metric]
     sets: Sequence[str] = ()  # additional evaluation sets, such as val/night
-    network_arguments: dict[str, Any]
+    model_kwargs: dict[str, Any]
     arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
     test_panels: TestPanels | None = None  # for the test at the end of a run
     call_net: Callable[..., Any] | None = None
@@ -193,16 +192,13 @@ class Module(pl.LightningModule):
 def changed_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
     """A message for each frozen network whose weights differ from the checkpoint with these digests."""
     digests = {name: m.frozen_digest for name, m in module.named_modules() if hasattr(m, "frozen_digest")}
-    message = (
-        "the weights of the frozen network {} differ from those of the checkpoint's run, and checkpoints omit them. "
-        "Load the same weights, or start a new run."
-    )
+    message = "the weights of the frozen network {} differ from those of the checkpoint's run, and checkpoints omit them. Load the same weights, or start a new run."
     return [message.format(name) for name, digest in digests.items() if saved.get(name, digest) != digest]
 
 
 def sum_over_processes(sums: Sums) -> Sums:
     """The sums of all processes, by name. Some processes may lack a name."""
-    per_process = objects_of_all({name: (float(total), float(weight)) for name, (total, weight) in sums.items()})
+    per_process = all_gather_objects({name: (float(total), float(weight)) for name, (total, weight) in sums.items()})
     result: Sums = {}
     for name, (total, weight) in (item for process_sums in per_process for item in process_sums.items()):
         previous = result.get(name, (0.0, 0.0))

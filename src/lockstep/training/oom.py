@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.data import loaders
-from lockstep.errors import LostProcess, OutOfMemory
+from lockstep.errors import OutOfMemory, ProcessDied
 from lockstep.training.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ ONEDNN = "could not create a primitive"
 OTHERWISE = "Try trainer.precision=bf16-mixed, a smaller data.image_size or model, or strategy=fsdp on several GPUs."
 
 
-def ran_out(error: BaseException) -> bool:
+def is_oom(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and (str(error) == ONEDNN or any(sign in str(error) for sign in SIGNS))
@@ -41,7 +41,7 @@ def ran_out(error: BaseException) -> bool:
 def oom_advice(
     trainer: pl.Trainer, work: Workload, *, accumulations: Callable[[], list[int]], alone: bool
 ) -> Iterator[None]:
-    """Replaces torch's out-of-memory errors by OutOfMemory, and errors from the death of a data worker by LostProcess.
+    """Replaces torch's out-of-memory errors by OutOfMemory, and errors from the death of a data worker by ProcessDied.
 
     Args:
         accumulations: the possible numbers of micro-batches per process and step, smallest first.
@@ -50,10 +50,10 @@ def oom_advice(
     try:
         yield
     except Exception as e:
-        if lost_worker := loaders.lost(e):
+        if lost_worker := loaders.dead_worker_advice(e):
             log.info("%s: %s", type(e).__name__, e)
-            raise LostProcess(lost_worker) from None
-        if not ran_out(e):
+            raise ProcessDied(lost_worker) from None
+        if not is_oom(e):
             raise
         log.info("%s: %s", type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)  # they hold the activations
@@ -81,7 +81,7 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
     text = f"a micro-batch of {batch // (world * accumulate)} does not fit in memory."
     if why := work.needs_whole:
         return OutOfMemory(f"{text} {why} {OTHERWISE}")
-    keys = {n: key for n in accumulations() if n > accumulate and (key := arithmetic.key_of(n, world))}
+    keys = {n: key for n in accumulations() if n > accumulate and (key := arithmetic.accumulation_setting(n, world))}
     results = ((n, fits(trainer, work, batch // (world * n)) if alone else None) for n in keys)
     count, fits_memory = next((item for item in results if item[1] is not False), (None, None))
     if count is None:

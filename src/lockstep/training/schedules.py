@@ -16,7 +16,7 @@ def scheduler(make: Callable[..., LRScheduler], optimizer: Optimizer, total_step
     return make(optimizer, **({"total_steps": total_steps} if unset else {}))
 
 
-def scheduled(
+def with_warmup(
     optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float] | None = None
 ) -> LambdaLR:
     """Linear warm-up to optim.lr, then the schedule given by `shape`.
@@ -41,7 +41,7 @@ def scheduled(
 
 
 def constant(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0) -> LambdaLR:
-    return scheduled(optimizer, total_steps, warmup_steps)
+    return with_warmup(optimizer, total_steps, warmup_steps)
 
 
 def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, final_fraction: float = 0.0) -> LambdaLR:
@@ -50,11 +50,11 @@ def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, f
     def shape(t: float) -> float:
         return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * t)) / 2
 
-    return scheduled(optimizer, total_steps, warmup_steps, shape)
+    return with_warmup(optimizer, total_steps, warmup_steps, shape)
 
 
 def linear(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, final_fraction: float = 0.0) -> LambdaLR:
-    return scheduled(optimizer, total_steps, warmup_steps, lambda t: 1 - (1 - final_fraction) * t)
+    return with_warmup(optimizer, total_steps, warmup_steps, lambda t: 1 - (1 - final_fraction) * t)
 
 
 def exponential(
@@ -68,7 +68,7 @@ def exponential(
     """The learning rate changes by the same factor in each step."""
     if not (initial_fraction > 0 and final_fraction > 0):
         raise UserError("schedule.initial_fraction and schedule.final_fraction must be above 0, for example 0.001.")
-    return scheduled(optimizer, total_steps, warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t)
+    return with_warmup(optimizer, total_steps, warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t)
 
 
 def step(
@@ -84,4 +84,4 @@ def step(
     def shape(t: float) -> float:
         return float(gamma ** sum(t >= m for m in milestones))
 
-    return scheduled(optimizer, total_steps, warmup_steps, shape)
+    return with_warmup(optimizer, total_steps, warmup_steps, shape)

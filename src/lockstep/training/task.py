@@ -22,26 +22,21 @@ from lockstep.compat.metric_states import exact_on, of_all_processes, prepare, u
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.panel import Panel
-from lockstep.training.arithmetic import (
-    clip_by_norm,
-    has_row,
-    scale_gradients,
-    total_steps,
-)
+from lockstep.training.arithmetic import clip_by_norm, is_logging_step, scale_gradients, total_steps
 from lockstep.training.losses import (
     Plain,
     Targets,
     evaluation_loss,
     is_small,
+    join_global_batch,
     one_per_sample,
-    weight_of,
+    sample_weights,
+    unsafe_override,
     weighted_loss,
-    whole_batch,
     without_fillers,
-    without_super,
 )
-from lockstep.training.metrics import named
-from lockstep.training.module import Module, Parts, call_own_train, log_whole
+from lockstep.training.metrics import named_values
+from lockstep.training.module import Module, RunParts, call_own_train, log_reduced
 from lockstep.training.optim import begin_momentum, head_of
 from lockstep.training.schedules import scheduler
 
@@ -51,7 +46,7 @@ log = logging.getLogger("lockstep")
 class Task(Module):
     """Subclass it in your own file: override `loss`, and whatever else differs.
 
-    The engine sets `about`, the data set's metadata, before it calls any method. It averages `loss` over the whole
+    The engine sets `metadata`, the data set's metadata, before it calls any method. It averages `loss` over the whole
     global batch and passes real samples only. Buffers move to the device; register them with persistent=False, so
     checkpoints contain only the network. A task is a LightningModule with automatic optimization: `self.trainer`,
     `self.global_step`, `self.current_epoch` and hooks such as `on_train_epoch_start` are Lightning's.
@@ -60,8 +55,8 @@ class Task(Module):
     weights_later = True
     named_batches = True
 
-    needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
-    names: ClassVar[str] = "classes"  # the key of `about` that names the values of outputs and metrics
+    needs: ClassVar[tuple[str, ...]] = ()  # keys that `metadata` must have
+    names: ClassVar[str] = "classes"  # the key of `metadata` that names the values of outputs and metrics
     titles: ClassVar[Mapping[str, tuple[str, str]]] = {}  # title and unit of curves in the report, by metric or `loss`
     # Turns outputs into predictions in exported networks: softmax, next_token, sigmoid or identity. Set it in a class
     # with different `predictions`. None: an exported network returns its outputs unchanged.
@@ -71,27 +66,27 @@ class Task(Module):
     between_samples: bool = False
     # Under mixed precision, the network's last layer computes in float32, for outputs with more than 3 digits.
     float32_head: bool = False
-    expects: Targets | None = None  # checked before training, or when targets are read; None: any `target`
-    about: Mapping[str, Any]
+    target_spec: Targets | None = None  # checked before training, or when targets are read; None: any `target`
+    metadata: Mapping[str, Any]
     net: nn.Module
-    parts: Parts
+    parts: RunParts
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """A class that overrides `loss` accepts any `target`, unless it also sets `expects`."""
+        """A class that overrides `loss` accepts any `target`, unless it also sets `target_spec`."""
         super().__init_subclass__(**arguments)
-        defining_class = next(base for base in cls.__mro__ if {"loss", "expects"} & vars(base).keys())
-        if "expects" not in vars(defining_class):
-            cls.expects = None
+        defining_class = next(base for base in cls.__mro__ if {"loss", "target_spec"} & vars(base).keys())
+        if "target_spec" not in vars(defining_class):
+            cls.target_spec = None
 
-    def bind(self, about: Mapping[str, Any]) -> None:
-        """Raises UserError if `about` lacks a key that the task needs."""
-        if missing := [name for name in self.needs if not about.get(name)]:
+    def bind(self, metadata: Mapping[str, Any]) -> None:
+        """Raises UserError if `metadata` lacks a key that the task needs."""
+        if missing := [name for name in self.needs if not metadata.get(name)]:
             raise UserError(
-                f"the task {type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has "
-                f"{', '.join(k for k in about if about[k]) or 'nothing'}. Choose a different task or data, or add it to the `about` of your "
+                f"the task {type(self).__name__} needs {', '.join(missing)} in the `metadata` of the data; this data has "
+                f"{', '.join(k for k in metadata if metadata[k]) or 'nothing'}. Choose a different task or data, or add it to the `metadata` of your "
                 "data set. The classes of a torch Dataset are data.classes; those of a table are texts, or numbers from 0."
             )
-        self.about = about
+        self.metadata = metadata
 
     @property
     def stage(self) -> str:
@@ -101,9 +96,9 @@ class Task(Module):
     @property
     def value_names(self) -> Sequence[Any]:
         """The names of the classes, labels, ...; empty if the data has none."""
-        return self.about.get(self.names) or ()
+        return self.metadata.get(self.names) or ()
 
-    def network_arguments(self) -> dict[str, Any]:
+    def model_kwargs(self) -> dict[str, Any]:
         """Arguments available to the network. It gets those that its signature has."""
         return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
@@ -125,7 +120,7 @@ class Task(Module):
 
     def metric_arguments(self) -> dict[str, Any]:
         """Arguments available to the metrics of the config."""
-        return Task.network_arguments(self)
+        return Task.model_kwargs(self)
 
     def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a metric's `update`."""
@@ -152,7 +147,7 @@ class Task(Module):
         """Columns of the `count` most probable classes, for tasks that rank them: class, probability, class_2, ..."""
         raise NotImplementedError
 
-    def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
+    def primary_metric(self, report: Mapping[str, Any]) -> tuple[str, str]:
         """The name and value of the primary metric.
 
         This is the monitored metric, or the first of `metrics` if the loss or nothing is monitored.
@@ -201,15 +196,15 @@ class Task(Module):
                 f"{title} sets automatic_optimization=False, but a task has one optimizer, set by optim. For several, subclass LightningModule and "
                 "set task=lightning_module. For a different learning rate of the last layer, set optim.head_lr."
             )
-        if replaced := without_super(type(self), Task):
+        if replaced := unsafe_override(type(self), Task):
             raise UserError(
                 f"{title}: `{replaced}` replaces Lockstep's method. Call super().{replaced} in it, or remove it."
             )
         call_own_train((module, module.training) for module in net.modules())
-        self.net, self.parts = net, Parts(**parts)
+        self.net, self.parts = net, RunParts(**parts)
         return self
 
-    def copied(self) -> Self:
+    def detached_copy(self) -> Self:
         """A copy without the network and the run's `Parts`."""
         return copy.deepcopy(self, {id(self.net): None, id(self.parts): None})
 
@@ -251,7 +246,7 @@ class Task(Module):
         if not parts.began:
             parts.began = True
             self.warn_of_rounding(output)
-        loss_B, weight_B = weighted_loss(self, *whole_batch(self, output, batch))
+        loss_B, weight_B = weighted_loss(self, *join_global_batch(self, output, batch))
         loss = loss_B.mean()
         count, weight = len(loss_B), None if weight_B is None else weight_B.float().mean().to(exact_on(self.device))
         strategy.means.add(self, "train/loss", loss * count, count if weight is None else weight * count)
@@ -293,11 +288,11 @@ class Task(Module):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         begin_momentum(optimizer)
-        if has_row(self.trainer, self.trainer.global_step + 1):
+        if is_logging_step(self.trainer, self.trainer.global_step + 1):
             self.log("train/lr", optimizer.param_groups[0]["lr"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["network"] = self.parts.network_arguments
+        checkpoint["network"] = self.parts.model_kwargs
 
     def on_validation_start(self) -> None:
         """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
@@ -312,9 +307,9 @@ class Task(Module):
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         output = self(batch)
-        self.measure(output, batch, batch_idx, dataloader_idx)
+        self.update_metrics(output, batch, batch_idx, dataloader_idx)
 
-    def measure(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def update_metrics(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Updates the mean loss and the metrics with real samples. Fillers are removed first."""
         parts, gathered_loss_B = self.parts, evaluation_loss(self, output, batch)
         if not batch["count"]:
@@ -322,7 +317,7 @@ class Task(Module):
         mean_loss, metrics = parts.evaluated[parts.current or "val"]
         output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.loss(output, batch), self, batch) if gathered_loss_B is None else gathered_loss_B
-        mean_loss.update(loss_B, weight_of(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
+        mean_loss.update(loss_B, sample_weights(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
         inputs = self.inputs_by_metric(output, batch)
         for name, metric in metrics.items():
             update(metric, batch_idx, *(inputs[name] if name in inputs else self.metric_inputs(output, batch)))
@@ -332,7 +327,7 @@ class Task(Module):
     test_step = validation_step
 
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sets the evaluation set that `stage` and `measure` use."""
+        """Sets the evaluation set that `stage` and `update_metrics` use."""
         self.parts.current = self.parts.of_stage(super().stage)[dataloader_idx] if dataloader_idx else ""
 
     on_test_batch_start = on_validation_batch_start
@@ -344,8 +339,8 @@ class Task(Module):
             with of_all_processes([mean_loss, *metrics.values()]):
                 values = mean_loss.compute()
                 for name, metric in metrics.items():
-                    values |= named(name, metric.compute(), self.value_names)
-            log_whole(self, {f"{part}/{name}": value for name, value in values.items()})
+                    values |= named_values(name, metric.compute(), self.value_names)
+            log_reduced(self, {f"{part}/{name}": value for name, value in values.items()})
             for metric in (mean_loss, *metrics.values()):
                 metric.reset()
 

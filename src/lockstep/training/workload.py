@@ -18,12 +18,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.config.formatting import metric
 from lockstep.config.settings import Settings
-from lockstep.config.words import metric
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
 from lockstep.panel import Content
-from lockstep.run import tested
+from lockstep.run import metrics_of_test
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.batches import HOOKS, DataSetLoaders, Loaders
 from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, SAME_BITS, UNKNOWN
@@ -40,13 +40,13 @@ STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
 
 
-def headline(report: Mapping[str, Any]) -> tuple[str, str]:
+def primary_metric(report: Mapping[str, Any]) -> tuple[str, str]:
     """Name and value of a run's primary metric.
 
     This is the test metric that corresponds to the monitored one, else the first test metric, else the monitored
     metric. Without any metric: the run's progress.
     """
-    monitor, metrics = str(report.get("monitor")), tested(report)
+    monitor, metrics = str(report.get("monitor")), metrics_of_test(report)
     names_without_stage = {name: STAGES.sub("", name).strip("/_") for name in (*metrics, monitor)}
     metrics = [name for name in metrics if not name.endswith(OF_RANK_0)]
     names = [name for name in metrics if names_without_stage[name] == names_without_stage[monitor]]
@@ -69,7 +69,7 @@ class Workload:
     sanity_val_steps = 2  # Lightning's sanity check before training
     task: Task | None = None
     flops_per_sample: int | None = None  # forward and backward, counted by dry_run.py
-    network_arguments: Mapping[str, Any] = {}
+    model_kwargs: Mapping[str, Any] = {}
 
     def __init__(
         self, module: pl.LightningModule, data: pl.LightningDataModule, arithmetic: StepArithmetic | None = None
@@ -83,7 +83,7 @@ class Workload:
 
     def network_title(self, settings: Settings) -> str:
         """The display name of the network, or of the module if it creates its own network."""
-        return settings.model_title if "task" in settings.asked else self.title
+        return settings.model_title if "task" in settings.built_groups else self.title
 
     def marked(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """`metrics` with names that are marked if their values are from rank 0 only."""
@@ -94,13 +94,10 @@ class Workload:
         if not self.loaders.divided:
             return UNKNOWN.format("Lockstep does not divide the batches")
         if self.arithmetic.same_bits:
-            return (
-                f"{SAME_BITS}, if a step of {self.title} depends only on its batch, parameters, buffers and torch's random numbers; "
-                "its own counters count each logical rank"
-            )
+            return f"{SAME_BITS}, if a step of {self.title} depends only on its batch, parameters, buffers and torch's random numbers; its own counters count each logical rank"
         return UNKNOWN.format(f"{self.title} defines its own steps, which were not tested")
 
-    def promises(self, world: int, precision: str) -> list[str]:
+    def guarantees(self, world: int, precision: str) -> list[str]:
         """Lines that list which of Lockstep's promises hold, if not all of them do."""
         module_results = f"the module averages its loss, computes its own test metrics, and runs in {precision}"
         resume = f"{'exact resume' if world < 3 else 'resume up to rounding'} of state_dict"  # see DDP.rebuild_buckets
@@ -125,9 +122,9 @@ class Workload:
             )
         return columns_of_module, ()
 
-    def headline(self, report: Mapping[str, Any]) -> Headline:
+    def primary_metric(self, report: Mapping[str, Any]) -> Headline:
         """The report's primary metric."""
-        return *headline(report), None
+        return *primary_metric(report), None
 
     def curves(self, logged: Iterable[str]) -> list[Curve]:
         """The report's curves, from the logged names: training and validation by metric, then all others."""
@@ -137,9 +134,7 @@ class Workload:
                 match = STAGE.fullmatch(name)
                 groups.setdefault((not match, match[2] if match else name), []).append(name)
         charts = [(name, groups[key, name][:LINES]) for key, name in sorted(groups, key=itemgetter(0))[:CURVES]]
-        return [
-            (f"{name}{OF_RANK_0}" if self.of_rank_0 & {*names} else name, "", tuple(names)) for name, names in charts
-        ]
+        return [(f"{n}{OF_RANK_0}" if self.of_rank_0 & {*names} else n, "", tuple(names)) for n, names in charts]
 
     def highest(self, name: str) -> float:
         """The largest value that a logged metric can have."""
@@ -163,10 +158,7 @@ class Workload:
         """Messages about what the module and the data define that would be ignored or is not supported."""
         cfg, is_manual = settings.cfg, not self.module.automatic_optimization
         if not any(map(self.loaders.provides, HOOKS)):
-            yield (
-                f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or set the data: data=mnist, "
-                "or data=own data._target_=<your LightningDataModule>."
-            )
+            yield f"data=none has no batches, and {self.title} has no train_dataloader. Add it to the module, or set the data: data=mnist, or data=own data._target_=<your LightningDataModule>."
         if self.arithmetic.same_bits and is_manual:
             yield f"exact.logical_ranks computes each step several times, but {self.title} uses manual optimization, whose steps change the weights. Remove it."
         for key in ("accumulate_grad_batches", "gradient_clip_val") if is_manual else ():
@@ -189,11 +181,11 @@ class TaskWorkload(Workload):
         super().__init__(module, data, module.parts.arithmetic)
         data.fills = True
         self.needs_whole = f"{self.title}.between_samples needs it whole." if module.between_samples else ""
-        self.task, self.network_arguments = module, module.parts.network_arguments
+        self.task, self.model_kwargs = module, module.parts.model_kwargs
         self.trial = UNKNOWN.format("it was not tested")  # how processes change the result, set by dry_run.py
 
     def network_title(self, settings: Settings) -> str:
-        return settings.model_title if "model" in settings.asked else type(self.module.net).__name__
+        return settings.model_title if "model" in settings.built_groups else type(self.module.net).__name__
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
         norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
@@ -206,7 +198,7 @@ class TaskWorkload(Workload):
         error = torch.finfo(torch.bfloat16 if "bf16" in precision else torch.float16).eps / 2
         return self.trial.replace(ROUNDING, ROUNDING + IN_HALF.format(error=error, precision=precision))
 
-    def promises(self, world: int, precision: str) -> list[str]:
+    def guarantees(self, world: int, precision: str) -> list[str]:
         rounding_line = (
             f"task: predictions have about 3 significant digits in {precision}; with trainer.precision=bf16-mixed, 7"
         )
@@ -243,10 +235,10 @@ class TaskWorkload(Workload):
             raise UserError(f"top_k={top_k} has no effect: {self.title} does not rank classes. Remove it.")
         return partial(columns_of_task, self.task, top_k), self.task.value_names
 
-    def headline(self, report: Mapping[str, Any]) -> Headline:
+    def primary_metric(self, report: Mapping[str, Any]) -> Headline:
         if "test/count" not in report:
-            return super().headline(report)
-        return *self.task.headline(report), self.task.interval(report)
+            return super().primary_metric(report)
+        return *self.task.primary_metric(report), self.task.interval(report)
 
     def curves(self, logged: Iterable[str]) -> list[Curve]:
         sets = self.module.parts.of_stage("val")

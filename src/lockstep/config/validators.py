@@ -6,38 +6,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.words import shown
+from lockstep.config.formatting import to_text
 
-MOST = 2**63 - 1  # the largest integer that the libraries can hold
-LONGEST = 255  # bytes in a file name
+MAX_INTEGER = 2**63 - 1  # the largest integer that the libraries can hold
+MAX_PATH_BYTES = 255  # bytes in a file name
 TIME_UNITS = ("weeks", "days", "hours", "minutes", "seconds")  # of timedelta
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*")
 
 
 @dataclass(frozen=True)
-class Kind:
+class Validator:
     """What a key accepts: a test, its description and an example value."""
 
     accepts: Callable[[Any], bool]
     takes: str
     example: str
 
-    def or_word(self, word: str | None) -> "Kind":
-        return Kind(lambda v: v == word or self.accepts(v), f"{self.takes}, or {shown(word)}", self.example)
+    def or_word(self, word: str | None) -> "Validator":
+        return Validator(lambda v: v == word or self.accepts(v), f"{self.takes}, or {to_text(word)}", self.example)
 
-    def or_null(self) -> "Kind":
+    def or_null(self) -> "Validator":
         return self.or_word(None)
 
 
-def whole(low: int, example: int, noun: str = "a whole number", high: int = MOST) -> Kind:
-    text = f"{noun} of at least {low}" + (f" and at most {high}" if high < MOST else "")
-    return Kind(lambda v: type(v) is int and low <= v <= high, text, str(example))
+def integer(low: int, example: int, noun: str = "a whole number", high: int = MAX_INTEGER) -> Validator:
+    text = f"{noun} of at least {low}" + (f" and at most {high}" if high < MAX_INTEGER else "")
+    return Validator(lambda v: type(v) is int and low <= v <= high, text, str(example))
 
 
-def counted(example: int) -> Kind:
+def limit_or_endless(example: int) -> Validator:
     """A number of epochs or steps; -1 means no limit. 0 is invalid, because it would train nothing."""
-    return Kind(
-        lambda v: type(v) is int and (v == -1 or 1 <= v <= MOST),
+    return Validator(
+        lambda v: type(v) is int and (v == -1 or 1 <= v <= MAX_INTEGER),
         "a whole number of at least 1, or -1 for no limit",
         str(example),
     )
@@ -45,12 +45,12 @@ def counted(example: int) -> Kind:
 
 def is_number(v: Any) -> bool:
     """Whether `v` is a number that a float can represent: neither infinite nor too large."""
-    return (type(v) is int and abs(v) <= MOST) or (type(v) is float and math.isfinite(v))
+    return (type(v) is int and abs(v) <= MAX_INTEGER) or (type(v) is float and math.isfinite(v))
 
 
 def number(
     low: float, example: float | str, *, above: bool = False, below: float = math.inf, high: float = math.inf
-) -> Kind:
+) -> Validator:
     """A finite number within bounds: `below` is exclusive, `high` inclusive, `low` inclusive unless `above` is set."""
 
     def accepts(v: Any) -> bool:
@@ -58,27 +58,27 @@ def number(
 
     bounds = [f"{'above' if above else 'of at least'} {low:g}", *([f"below {below:g}"] if below < math.inf else ()),
               *([f"at most {high:g}"] if high < math.inf else ())]  # fmt: skip
-    return Kind(accepts, f"a number {' and '.join(bounds)}", str(example))
+    return Validator(accepts, f"a number {' and '.join(bounds)}", str(example))
 
 
-def numbers(element: Kind, example: str, count: int | None = None, *, rising: bool = False) -> Kind:
+def numbers(element: Validator, example: str, count: int | None = None, *, rising: bool = False) -> Validator:
     def accepts(v: Any) -> bool:
         is_valid = isinstance(v, list) and count in (None, len(v)) and all(map(element.accepts, v))
         return is_valid and (not rising or v == sorted(set(v)))
 
     takes = element.takes.removeprefix("a number ")
-    return Kind(
+    return Validator(
         accepts, f"a list of {'increasing ' if rising else ''}{count or ''} numbers {takes}".replace("  ", " "), example
     )
 
 
-def one_of(*values: Any, example: Any = None) -> Kind:
-    takes = f"one of {', '.join(map(shown, values))}"
-    return Kind(lambda v: any(v == a and type(v) is type(a) for a in values), takes, str(example or values[0]))
+def one_of(*values: Any, example: Any = None) -> Validator:
+    takes = f"one of {', '.join(map(to_text, values))}"
+    return Validator(lambda v: any(v == a and type(v) is type(a) for a in values), takes, str(example or values[0]))
 
 
 def is_batches(v: Any) -> bool:
-    return (type(v) is int and 0 <= v <= MOST) or (type(v) is float and 0 <= v <= 1)
+    return (type(v) is int and 0 <= v <= MAX_INTEGER) or (type(v) is float and 0 <= v <= 1)
 
 
 def is_devices(v: Any) -> bool:
@@ -99,7 +99,7 @@ def is_duration(v: Any) -> bool:
 def is_text(v: Any) -> bool:
     """Whether `v` is text that can be a path: UTF-8, as the config is saved, with parts short enough for file names."""
     is_utf8 = isinstance(v, str) and v != "" and "\0" not in v and v.encode(errors="replace").decode() == v
-    return is_utf8 and all(len(n.encode()) <= LONGEST for n in v.split("/"))
+    return is_utf8 and all(len(n.encode()) <= MAX_PATH_BYTES for n in v.split("/"))
 
 
 def is_texts(v: Any) -> bool:
@@ -108,7 +108,7 @@ def is_texts(v: Any) -> bool:
 
 def is_unfrozen(v: Any) -> bool:
     pairs = isinstance(v, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in v)
-    return pairs and all(is_text(pattern) and whole(0, 1).accepts(epoch) for pattern, epoch in v)
+    return pairs and all(is_text(pattern) and integer(0, 1).accepts(epoch) for pattern, epoch in v)
 
 
 # --- Kinds of several keys ---
@@ -116,38 +116,38 @@ def is_unfrozen(v: Any) -> bool:
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
 
 FLAG = one_of(True, False, example="true")
-TEXT = Kind(is_text, f"UTF-8 text with at most {LONGEST} bytes between slashes", "name")
-TRAINED = Kind(
+TEXT = Validator(is_text, f"UTF-8 text with at most {MAX_PATH_BYTES} bytes between slashes", "name")
+TRAINED = Validator(
     lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
 ).or_null()
-BATCHES = Kind(is_batches, "a number of batches (an integer) or a fraction of them (0.0 to 1.0)", "10").or_null()
+BATCHES = Validator(is_batches, "a number of batches (an integer) or a fraction of them (0.0 to 1.0)", "10").or_null()
 SHARE = number(0, 0.5, high=1)
 TIMEOUT = number(1, 1800, high=1e8)  # seconds; NCCL counts milliseconds, timedelta at most 1e9 days
-CHANNELS = Kind(
+CHANNELS = Validator(
     lambda v: v == "model" or (isinstance(v, list) and len(v) in (1, 3) and all(map(is_number, v))),
     "`model`, or one number for each channel",
     "[0.5]",
 )
-MONITOR = Kind(TEXT.accepts, "the name of a validation metric", "val/loss").or_null()
-DEVICES = Kind(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2")
-NAME = Kind(
+MONITOR = Validator(TEXT.accepts, "the name of a validation metric", "val/loss").or_null()
+DEVICES = Validator(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2")
+NAME = Validator(
     lambda v: type(v) in (str, int) and bool(RUN_NAME.fullmatch(str(v))) and is_text(str(v)),
-    f"a name of letters, digits and . _ - +, with at most {LONGEST} characters between slashes",
+    f"a name of letters, digits and . _ - +, with at most {MAX_PATH_BYTES} characters between slashes",
     "first",
 ).or_null()
-PRECISION = Kind(lambda v: str(v) in PRECISIONS, f"one of {', '.join(PRECISIONS[:7])}", "bf16-mixed")
-DURATION = Kind(
+PRECISION = Validator(lambda v: str(v) in PRECISIONS, f"one of {', '.join(PRECISIONS[:7])}", "bf16-mixed")
+DURATION = Validator(
     is_duration, f"days:hours:minutes:seconds above 0, or numbers of {', '.join(TIME_UNITS)}", "00:01:30:00"
 ).or_null()
-INTERVAL = Kind(
+INTERVAL = Validator(
     lambda v: is_batches(v) and v > 0,
     "a number of batches (an integer) or a fraction of an epoch (up to 1.0), above 0",
     "0.5",
 ).or_null()
-POWER_OF_TWO = Kind(
+POWER_OF_TWO = Validator(
     lambda v: type(v) is int and 1 <= v <= 1024 and v.bit_count() == 1, "a power of two, up to 1024", "8"
 ).or_null()
-INPUT = Kind(
+INPUT = Validator(
     lambda v: isinstance(v, str) and v != "" and "\0" not in v,
     "a folder, a glob, a CSV, a file, or one of test, val, train",
     "photos",

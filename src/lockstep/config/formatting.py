@@ -13,7 +13,7 @@ def plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
 
 
-def shown(value: Any) -> str:
+def to_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -23,7 +23,7 @@ def number(value: Any) -> str:
     return f"{value:,}" if type(value) is int else "" if value is None else str(value)
 
 
-def counted(count: float, noun: str) -> str:
+def with_noun(count: float, noun: str) -> str:
     """`1 step`, `2,000 steps`."""
     return f"{count:,.0f} {noun}" + ("" if count == 1 else "s")
 

@@ -29,32 +29,32 @@ def has_places(value: Any, sizes: int = 2) -> bool:
     return bool(getattr(value, "ndim", 0) > sizes)
 
 
-def inner(value: Any, sizes: int) -> list[tuple[Any, int]]:
+def nested_values(value: Any, sizes: int) -> list[tuple[Any, int]]:
     """The values with image coordinates in a dict or list, each with its `sizes` for `has_places`; or the value."""
     if isinstance(value, Mapping):
-        return [pair for item in value.values() if has_places(item, sizes) for pair in inner(item, sizes)]
+        return [pair for item in value.values() if has_places(item, sizes) for pair in nested_values(item, sizes)]
     if isinstance(value, list | tuple):
-        return [pair for item in value if has_places(item, sizes - 1) for pair in inner(item, sizes - 1)]
+        return [pair for item in value if has_places(item, sizes - 1) for pair in nested_values(item, sizes - 1)]
     return [(value, sizes)]
 
 
-def is_on(value: Any, shape: Sequence[int]) -> bool:
+def matches_image(value: Any, shape: Sequence[int]) -> bool:
     """Whether a mask, or torchvision's boxes or keypoints, match an image of `shape` (H, W)."""
     return tuple(getattr(value, "canvas_size", None) or value.shape[-2:]) == tuple(shape)
 
 
-def lies_on(value: Any, shape: Sequence[int]) -> bool:
+def all_match_image(value: Any, shape: Sequence[int]) -> bool:
     """Whether everything in a value of a batch belongs to images of `shape`."""
-    return all(is_on(item, shape) for item, _ in inner(value, 2))
+    return all(matches_image(item, shape) for item, _ in nested_values(value, 2))
 
 
-def moved(value: Any, frame: Frame, shape: Size, sizes: int) -> Any:
+def move_into_frame(value: Any, frame: Frame, shape: Size, sizes: int) -> Any:
     """Moves values that belong to an image of `shape` into its frame; returns other values unchanged."""
     if isinstance(value, Mapping):
-        return {name: moved(item, frame, shape, sizes) for name, item in value.items()}
+        return {name: move_into_frame(item, frame, shape, sizes) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [moved(item, frame, shape, sizes - 1) for item in value]
-    if not has_places(value, sizes) or not is_on(value, shape):
+        return [move_into_frame(item, frame, shape, sizes - 1) for item in value]
+    if not has_places(value, sizes) or not matches_image(value, shape):
         return value
     import torch
     from torchvision.transforms.v2 import functional as F
@@ -65,7 +65,7 @@ def moved(value: Any, frame: Frame, shape: Size, sizes: int) -> Any:
     return F.crop(F.resize(value, [*size]), *corner, frame.size, frame.size)
 
 
-def all_moved(values: Batch, frame: Frame, shape: Size, sizes: int) -> Batch:
+def move_all_into_frame(values: Batch, frame: Frame, shape: Size, sizes: int) -> Batch:
     """Moves the values of a batch (`sizes` 2) or a sample (1) that belong to images of `shape` into the frame.
 
     Raises:
@@ -75,12 +75,10 @@ def all_moved(values: Batch, frame: Frame, shape: Size, sizes: int) -> Batch:
     _, corner = frame.fitted(*shape)
     for name, value in spatial_values.items() if any(corner) else ():
         # the class of padded pixels is undefined
-        can_move = (
-            is_on(item, shape) and (min(corner) >= 0 or hasattr(item, "canvas_size")) for item, _ in inner(value, sizes)
-        )
-        if not all(can_move):
+        items, is_padded = [item for item, _ in nested_values(value, sizes)], min(corner) < 0
+        if not all(matches_image(item, shape) and (hasattr(item, "canvas_size") or not is_padded) for item in items):
             raise UserError(STAY.format(shape[1], shape[0], frame.resize, frame.crop_pct, name))
-    return {**values, **{name: moved(value, frame, shape, sizes) for name, value in spatial_values.items()}}
+    return {**values, **{name: move_into_frame(value, frame, shape, sizes) for name, value in spatial_values.items()}}
 
 
 def in_frame(values: dict[str, Any], *, channels: int, frame: Frame, least: int | None = None) -> dict[str, Any]:
@@ -95,4 +93,5 @@ def in_frame(values: dict[str, Any], *, channels: int, frame: Frame, least: int 
         has_masks = any(has_places(value, 1) for name, value in values.items() if name != "input")
         return {**values, "input": upright(image, channels=channels, least=0 if has_masks else least)}
     width, height = original_size(image)
-    return {**all_moved(values, frame, (height, width), 1), "input": to_array(image, channels=channels, frame=frame)}
+    moved = move_all_into_frame(values, frame, (height, width), 1)
+    return {**moved, "input": to_array(image, channels=channels, frame=frame)}

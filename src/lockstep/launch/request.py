@@ -1,0 +1,70 @@
+"""The request of a predict.py command line, checked before anything is imported or read. Free of torch."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.config.compose import key_of
+from lockstep.config.draft import Draft
+from lockstep.config.run_config import Request
+from lockstep.config.schema import PREDICT
+from lockstep.config.settings import Settings, workers
+from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.machine import files
+
+TABLES = (".csv", ".json", ".jsonl", ".parquet")  # extensions of the files that prediction writes
+FEW = 256  # up to this number of files, no workers are needed
+
+
+def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Settings:
+    """The settings of a run with the request of a command line.
+
+    Raises:
+        UserError: the request is invalid; lists all problems.
+    """
+    from lockstep.data.listing import LISTS, find_inputs
+    from lockstep.data.pixels import ENDINGS
+    from lockstep.data.sampler import PARTS
+
+    cfg, folder = settings.cfg, settings.folder.path
+    folder = folder if folder.is_dir() else Path(settings.tested_checkpoint).parent  # a checkpoint that was moved
+    request = Request(**{key: asked.get(key) for key in PREDICT})
+    output = Path(request.output or folder / "predictions.csv").expanduser()
+    part = request.input if request.input in (*PARTS, "predict") else None
+    problems, count = list(output_problems(output, request.overwrite, request.gallery)), 0
+    try:
+        shipped = cfg.data.target.startswith("lockstep.")
+        endings = ENDINGS if shipped else ("",)  # a user's class defines later which files it reads
+        count = 0 if part else len(find_inputs(request.input, endings).paths)
+        if (
+            count == 1 and not shipped and Path(request.input).suffix.lower() in LISTS
+        ):  # a list of files, or the data itself
+            with files.open_plain(Path(request.input).expanduser(), follows=True) as file:
+                count = sum(1 for _ in file)
+    except UserError as e:
+        problems += e.problems
+    raise_problems(problems)
+    files.refuse_unwritable(output.parent, "output")
+    typed = "loader.num_workers" in map(key_of, overrides) and cfg.loader and cfg.loader.num_workers != "auto"
+    if part is None and not typed:
+        settings = settings.replace({"loader.num_workers": workers(None, settings.world) if count > FEW else 0})
+    return replace(settings, request=replace(request, output=str(output), part=part))
+
+
+def gallery_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.html")
+
+
+def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
+    page = gallery_of(output)
+    if output.suffix not in TABLES:
+        yield f"output={output}: the file extension must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, list(TABLES))}."
+    elif output.is_dir():
+        yield f"output={output} is a folder. Set output={output / 'predictions.csv'}."
+    elif output.exists() and not overwrite:
+        yield f"output={output} already exists. Set a different file, or overwrite=true."
+    elif gallery and page.exists() and not overwrite:
+        yield f"gallery=true: {page} already exists. Set a different output=, or overwrite=true."
+    if output.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        yield f"output={output}: Parquet needs pyarrow, which is not installed. Run uv pip install pyarrow, or set output={output.with_suffix('.csv')}."
