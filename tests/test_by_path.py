@@ -43,13 +43,13 @@ class Temperature(Classification):
 class NumPy(Mnist):
     @property
     def metadata(self):
-        return {**super().about, "classes": np.arange(10).astype(str), "priors": {"all": np.float64(0.1)}}
+        return {**super().metadata, "classes": np.arange(10).astype(str), "priors": {"all": np.float64(0.1)}}
 
 
 class Odd(Mnist):
     @property
     def metadata(self):
-        return {**super().about, "source": slice(3)}
+        return {**super().metadata, "source": slice(3)}
 '''
 CONFIGS = {
     "schedule/drops.yaml": "_target_: torch.optim.lr_scheduler.StepLR\n_partial_: true\nstep_size: 5\n",

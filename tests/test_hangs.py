@@ -177,11 +177,11 @@ from pathlib import Path
 from lockstep import launch
 def job(settings, data):
     from lockstep.strategies import rendezvous
-    connecting = rendezvous.connecting
+    connecting = rendezvous.connect_within
     def waits(*args):
         Path("waits").touch()
         return connecting(*args)
-    rendezvous.connecting = waits
+    rendezvous.connect_within = waits
     launch.job("train").run(settings, data)
 launch.main(launch.Job("train", job, launch.data))
 """

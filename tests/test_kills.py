@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 def train(folder, mnist, cache, monkeypatch, forked):
     """Trains in processes that can be killed, one process alone included."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("lockstep.launch.start.runs_here", lambda _: False)
+    monkeypatch.setattr("lockstep.launch.start.runs_in_this_process", lambda _: False)
     monkeypatch.setenv(kills.AT, "0")
     base = [f"data.root={mnist}", f"data.cache_dir={cache}", *OPTIONS]
     return lambda *overrides: lockstep.train([*base, *overrides])

@@ -115,6 +115,6 @@ def test_torchvision_gets_an_interpolation_of_its_own_type(option, name, monkeyp
 def test_copies_lengthen_an_epoch_and_stay_in_one_micro_batch(repeats):
     found = settings(f"loader.repeats={repeats}", "trainer.accumulate_grad_batches=2", "augment=mixup")
     assert found.steps.epoch(640) == 640 // (64 // repeats) * 2
-    assert found.unit[0] == 2 * repeats
+    assert found.micro_batch_divisor[0] == 2 * repeats
     expected = [count for count in range(1, 25) if 24 % count == 0 and 24 // count % (2 * repeats) == 0]
     assert accumulations(48, 2, 2 * repeats) == expected

@@ -47,7 +47,7 @@ def test_fractions_that_are_no_parts_of_a_run_are_refused(wrong):
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    (RESIZED[:2], "It needs a network that takes images of any size."),
+    (RESIZED[:2], "It needs a network that accepts images of any size."),
     ([*RESIZED, "trainer.max_steps=-1", "trainer.max_epochs=-1", "schedule=constant"], "trainer.max_steps=<n>"),
 ])  # fmt: skip
 def test_it_is_refused_before_a_run_directory_is_made(train, tmp_path, given, told):

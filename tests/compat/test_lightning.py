@@ -166,7 +166,7 @@ def test_lightning_logs_the_mean_of_one_process(monkeypatch):
         assert own == dict.fromkeys(("validation_step.mean", "validation_step.own", "validation_step.nan"), (6, 3))
         return [own, {"validation_step.mean": (30.0, 5.0), "validation_step.nan": (math.nan, 1.0)}]
 
-    monkeypatch.setattr("lockstep.compat.lightning.objects_of_all", of_all)
+    monkeypatch.setattr("lockstep.compat.lightning.all_gather_objects", of_all)
     for item in results.values():
         item._computed = None
     MeansOfAllProcesses(Mock(_results=results, world_size=2)).epoch_end_reached()

@@ -59,7 +59,9 @@ def test_what_is_no_image_goes_to_the_network_as_it_is():
     assert data.preprocess(batch) is batch
     described = (data.unit, data.metadata, data.model_kwargs())
     assert described == ("samples", {"classes": ["a", "b", "c"]}, {"in_features": 5})
-    message = r"data.image_size=64 and data.channels=1 have no effect: `input` is float32 of shape \(5,\), not an image"
+    message = (
+        r"data.image_size=64 and data.channels=1 have no effect: `input` is float32 of shape \(5,\), not a uint8 image"
+    )
     with pytest.raises(UserError, match=message):
         torch_data(vectors(12), channels=1, image_size=64).prepare()
 

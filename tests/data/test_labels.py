@@ -240,9 +240,9 @@ def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, m
     (lambda _: arrays(), one, {"classes": ["cat", "dog", "cow"]}, "has the classes cat, dog, wolf, but runs/a has cat, dog, cow: wolf cannot be matched"),
     (lambda _: arrays(), one, {"classes": ["cat", "dog"]}, "cat, dog, wolf, but runs/a has cat, dog: wolf"),
     (lambda _: arrays({"classes": ["a", "a", "b"]}), one, {"classes": ["b", "a", "a"]}, "a, a, b, but runs/a has b, a, a: they must be the same, in the same order"),
-    (lambda _: arrays(TOKENS, target=np.ones((24, 4), int)), text, {"vocabulary": list("bca")}, "vocabulary a, b, c, and runs/a has b, c, a: they must"),
-    (lambda _: arrays({**PRICE, "inputs": ["w", "h"]}, target=NUMBERS / 2), number, {**PRICE, "inputs": ["h", "w"]}, "inputs w, h, and runs/a has h, w"),
-    (lambda _: arrays(PRICE, target=NUMBERS / 2), number, {"targets": ["price", "size"]}, "targets price, and runs/a has price, size: they must"),
+    (lambda _: arrays(TOKENS, target=np.ones((24, 4), int)), text, {"vocabulary": list("bca")}, "vocabulary a, b, c, but runs/a has b, c, a: they must"),
+    (lambda _: arrays({**PRICE, "inputs": ["w", "h"]}, target=NUMBERS / 2), number, {**PRICE, "inputs": ["h", "w"]}, "inputs w, h, but runs/a has h, w"),
+    (lambda _: arrays(PRICE, target=NUMBERS / 2), number, {"targets": ["price", "size"]}, "targets price, but runs/a has price, size: they must"),
     (lambda _: arrays(at={5: 4}), one, {"classes": ["ant", "wolf", "cat", "cow", "dog"]}, "sample 5 of the train part is 4; expected .* from 0 to 2"),
 ])  # fmt: skip
 def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, task, known, expected):
@@ -312,7 +312,7 @@ def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkey
     """None: a LightningModule, of which nobody knows what it reads."""
     module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
     cfg = resolve(["checkpoint.monitor=null"])
-    settings: Any = SimpleNamespace(custom_module=needs is None, cfg=cfg, weights="weights.ckpt", asked=set())
+    settings: Any = SimpleNamespace(custom_module=needs is None, cfg=cfg, weights="weights.ckpt", built_groups=set())
     monkeypatch.setattr(build, "read_outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
     monkeypatch.setattr(build, "load_module_weights", lambda *_: None)
     task: Any = pl.LightningModule()
@@ -331,7 +331,7 @@ def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkey
 def test_a_module_may_predict_a_target_beside_its_prediction():
     assert list(columns_of_module({"prediction": [1], "target": [2]})) == ["prediction", "target"]
     for name in ("index", "path", "row", "error"):
-        with pytest.raises(UserError, match=f"column {name}, which"):
+        with pytest.raises(UserError, match=f"column {name}, a name that"):
             columns_of_module({name: [1]})
 
 

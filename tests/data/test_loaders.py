@@ -85,7 +85,7 @@ def test_images_live_on_the_gpu_if_they_are_asked_to_or_take_little_of_it(device
     ("value", "sizes"), [([[1.0], [2.0, 3.0]], "1, 2"), ([np.ones((2, 4)), np.ones((3, 4))], r"\(2, 4\), \(3, 4\)")]
 )
 def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, value, sizes):
-    with pytest.raises(ValueError, match=r"a row for each sample, .*'input': 103, 'target': 102"):
+    with pytest.raises(ValueError, match=r"one row per sample, .*'input': 103, 'target': 102"):
         Arrays(input=arrays.arrays["input"], target=arrays.arrays["target"][1:])
 
     class Ragged:

@@ -228,7 +228,7 @@ def scenes(target, shape=(48, 24), **options) -> TorchDataset:
 def test_masks_and_boxes_of_pil_images_are_refused_where_they_would_not_move(target):
     with pytest.raises(UserError, match=r"images of 48 x 24 pixels are cropped .* but `mask` would not move with them"):
         scenes(target, resize="crop").train[np.arange(2)]
-    with pytest.raises(UserError, match=r"48 x 48 pixels .*crop_pct=0\.8\), and `mask`"):
+    with pytest.raises(UserError, match=r"48 x 48 pixels .*crop_pct=0\.8\), but `mask`"):
         scenes(target, (48, 48), resize="crop", crop_pct=0.8).train[np.arange(2)]
     for resize, shape in (("squash", (48, 24)), ("crop", (48, 48))):
         assert torch.equal(scenes(target, shape, resize=resize).train[np.arange(2)]["mask"][0], target)

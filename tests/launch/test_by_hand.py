@@ -36,7 +36,7 @@ LIGHTNING = (
 )
 DATA = (
     "return launch.data(config)",
-    "import numpy as np; from lockstep.data import Arrays, DataSet; made = DataSet(); made.about = {'classes': list('0123456789')}; "
+    "import numpy as np; from lockstep.data import Arrays, DataSet; made = DataSet(); made.metadata = {'classes': list('0123456789')}; "
     "made.train = made.test = Arrays(input=np.ones((480, 1, 12, 12), np.float32), target=np.arange(480) % 10); return made",
 )
 

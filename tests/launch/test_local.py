@@ -31,7 +31,7 @@ from pathlib import Path
 from lockstep.errors import OutOfMemory
 from lockstep.launch import accumulation, local
 from lockstep.machine import files, process
-job, local_rank, folder = local.received(), os.environ["LOCAL_RANK"], Path(__file__).parent
+job, local_rank, folder = local.received_handover(), os.environ["LOCAL_RANK"], Path(__file__).parent
 files.write_json(folder / f"rank{local_rank}", {"pid": os.getpid(), "run": job.config["run"], "rank": job.world.rank,
                                                 "notebook": process.in_notebook()})
 while not all((folder / f"rank{other}").exists() for other in range(job.world.size)):
@@ -45,7 +45,7 @@ if told("fail"):
     sys.exit(int(told("fail")))
 if told("memory"):
     local.GRACE_S = 600  # the parent ends it before
-    local.report_end(out_of_memory, job)
+    local.run_rank(out_of_memory, job)
 if told("killed"):
     (folder / "vmstat").write_text(told("killed"))
     os.kill(os.getpid(), 9)
@@ -63,7 +63,7 @@ from lockstep.launch.exits import exit_code
 from lockstep.machine import process
 from lockstep.machine.world import World
 def run():
-    with process.noted():
+    with process.recording_signals():
         local.run_processes(Path(sys.argv[1]), Settings(resolve(["run=r"]), World("cpu", 2, 1, "ddp")))
 sys.exit(exit_code(run))
 """
@@ -164,7 +164,7 @@ def test_a_screen_that_fails_changes_neither_the_run_nor_its_exit_code(output, c
 import sys
 from pathlib import Path
 from lockstep.machine import process
-process.secure()
+process.protect_streams()
 for stream in (sys.stdout, sys.stderr) * 999:
     print("a word \u00b7", file=stream, flush=stream is sys.stderr)
 Path("done").write_text("not the screen")

@@ -32,7 +32,7 @@ def test_a_kill_keeps_the_old_file_and_a_write_a_day_later_leaves_no_part(tmp_pa
     files.write_text(path, "old")
     killed = (
         "import os, pathlib, signal; from lockstep.machine import files\n"
-        f"with files.replacing(pathlib.Path({str(path)!r})) as part:\n"
+        f"with files.atomic_replace(pathlib.Path({str(path)!r})) as part:\n"
         "    part.write_text('half of'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9

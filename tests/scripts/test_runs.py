@@ -380,7 +380,7 @@ def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
 @example("it's \\")
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")) | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none())  # fmt: skip
 def test_hydra_reads_a_value_back(value):
-    typed = ledger.typed([value])
+    typed = ledger.to_hydra([value])
     (back,) = OverridesParser.create().parse_override(f"key={typed}").value()
     back = getattr(back, "text", back)
     assert (type(back), back) == (type(value), value)

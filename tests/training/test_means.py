@@ -244,7 +244,7 @@ def test_a_teacher_is_in_no_checkpoint_and_another_one_is_told(capsys, monkeypat
         with pytest.raises(UserError, match=r"resume: the weights of the frozen network teacher differ from those"):
             train("teacher", "resume=auto", module="Distilled")
         lockstep.evaluate(["run=teacher", "trainer.accelerator=cpu"])
-        assert "WARNING: the weights of teacher" in capsys.readouterr().out
+        assert "WARNING: the weights of the frozen network teacher" in capsys.readouterr().out
     assert train("teacher", "resume=auto", module="Distilled")[2]["train/steps"] == STEPS
 
 

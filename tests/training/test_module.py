@@ -235,7 +235,7 @@ def test_the_sums_of_a_version_until_november_2026_are_those_of_samples():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_checkpoint_has_the_sums_of_all_processes_of_which_one_may_have_none(rank, monkeypatch):
     """The other processes would wait for one that does not take part."""
-    monkeypatch.setattr("lockstep.training.module.objects_of_all", lambda own: [{"train/loss": (3.0, 2.0)}, own])
+    monkeypatch.setattr("lockstep.training.module.all_gather_objects", lambda own: [{"train/loss": (3.0, 2.0)}, own])
     means, sums = Means(), {"train/loss": (1.0, 4.0), "train/l1": (5.0, 4.0)}
     assert means.collect(keeps=rank == 0) == {"train/loss": (3.0, 2.0)}
     means.train = dict(sums)
