@@ -105,7 +105,7 @@ class Folds(DataSet):
 class Cells(DataSet):
     train = Arrays(input=np.zeros((40, 3), np.float32), target=np.zeros(40, np.int64))
     test = Arrays(input=np.zeros((9, 3), np.float32), target=np.zeros(9, np.int64))
-    about = {"classes": ["one", "two"]}
+    metadata = {"classes": ["one", "two"]}
 
     def __init__(self, channels=1, image_size: list[int] | None = None, mean=None, csv: list[str] | None = None, source="disk"):
         self.source = source

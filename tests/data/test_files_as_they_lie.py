@@ -290,7 +290,7 @@ def test_a_list_of_files_to_predict_is_read_in_the_same_way(tmp_path):
         find_inputs(str(tmp_path / "new.csv"))
 
 
-@pytest.mark.parametrize(("about", "written", "expected"), [
+@pytest.mark.parametrize(("metadata", "written", "expected"), [
     ({"classes": ["Big cat", "dog"]}, ["big  cat ", "DOG", "dog\u200b", "zebra", "nan", "", "dog|Big cat"], ["Big cat", "dog", "dog", "zebra", "", "", "dog|Big cat"]),
     ({"classes": ["1", "10"]}, ["1.0", "01", "10", "100"], ["1.0", "01", "10", "100"]),
     ({"classes": ["A", "a", "None"]}, ["a", "A", "None"], ["a", "A", "None"]),
