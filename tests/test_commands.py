@@ -78,7 +78,7 @@ def test_a_multirun_is_as_many_runs_as_jobs_and_a_table_and_typed_twice_harms_no
     assert figures["test/loss"] == pytest.approx(reports[2]["test/loss"], rel=1e-6)
     done = command("train.py", *args)
     assert done.code == 2, done
-    assert "runs/sweep/0 exists" in done.err
+    assert "runs/sweep/0 already exists" in done.err
     assert [report(command, f"sweep/{job}") for job in range(4)] == reports
 
 

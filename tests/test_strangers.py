@@ -166,7 +166,7 @@ def test_what_changed_since_the_checkpoint_is_told(run_a, capsys):
         "model.dropout_fc was 0.5 and is now 0.25",
         "data.mean was [0.1307] and is now [0.2]",
         "network argument image_size was 14 and is now 12",
-        f"torch was 1.0 and is {torch.__version__.partition('+')[0]}",
+        f"torch was 1.0 and is now {torch.__version__.partition('+')[0]}",
     ]
 
 

@@ -177,7 +177,7 @@ def test_the_gallery_of_predictions_shows_the_same(place, tmp_path, more):
             assert ends[0] == pytest.approx(ends[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(("task", "said"), [("Logits", "lacks pictures and curves: `describe` failed: UserError: Picture: the"), ("Untold", "")])  # fmt: skip
+@pytest.mark.parametrize(("task", "said"), [("Logits", "lacks pictures and curves, because `describe` failed: UserError: Picture: the"), ("Untold", "")])  # fmt: skip
 def test_a_gallery_without_pictures_says_why(place, tmp_path, task, said, capsys):
     """A `describe` that needs the target of files is no mistake."""
     asked = ["run=coder", "input=test", "gallery=true", f"output={tmp_path}/a.csv", "trainer.accelerator=cpu"]

@@ -87,7 +87,7 @@ def test_further_arguments_go_to_the_networks_class():
 @pytest.mark.parametrize(("given", "told"), [
     ("resnt50d", r"resnt50d is not a timm model.*\bresnet50d\b"),
     ("qqqq", r"qqqq is not a timm model. Similar: none. timm\.list_models\(\) lists all"),
-    (f"{SMALL}.nonsense", rf"{SMALL}\.nonsense is unknown"),  # a tag behind a known name
+    (f"{SMALL}.nonsense", rf"{SMALL}\.nonsense is not a timm model"),  # a tag behind a known name
 ])  # fmt: skip
 def test_an_unknown_name_is_answered_with_near_ones(given, told):
     with pytest.raises(UserError, match=rf"model\.name={told}"):

@@ -303,7 +303,7 @@ def complete_checkpoint(path: Path, key: str) -> Path:
         )
     path = path.resolve() if path.is_symlink() else path
     if not path.exists():
-        raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or run=<name>.")
+        raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or a run by its name.")
     if not is_checkpoint(path):
         raise UserError(
             f"{key}={path} is not a complete checkpoint: it is truncated, damaged, or not a checkpoint. Try a different file in that folder."

@@ -124,7 +124,7 @@ class Model:
                 if not samples:
                     raise ValueError("it contains no samples")
             except Exception as e:  # Pillow raises nearly anything for a broken file
-                yield {"path": path, "error": self.pixels.reason(e)}, None
+                yield {"path": path, "error": self.pixels.read_error_text(e)}, None
                 continue
             for row, sample in enumerate(samples):
                 facts = {"path": path} if single else {"path": path, "row": row}
@@ -134,12 +134,9 @@ class Model:
 
     def files(self, names: Iterable[str]) -> list[str]:
         """The files, and the files in the folders."""
-        walk, paths = self.pixels.Walk, map(Path, names)
-        return [
-            file
-            for path in paths
-            for file in (walk([str(path)], self.reader.endings) if path.is_dir() else [str(path)])
-        ]
+        walk, endings = self.pixels.Walk, self.reader.endings
+        listed = (walk([str(path)], endings) if path.is_dir() else [str(path)] for path in map(Path, names))
+        return [file for files in listed for file in files]
 
     def arguments(self, samples: list[dict[str, Any]]) -> Any:
         """The arguments of `predict` for samples from `samples`."""

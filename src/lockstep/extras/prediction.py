@@ -302,7 +302,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     if request.part:
         return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
-    hint = "pass input=test, val or train (parts of the run's own data)"
+    hint = "pass input=test, val or train (parts of the run's own data), or input=predict for a predict_dataloader"
     files = input_files(request.input, cfg.data, checkpoint.metadata, hint)
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")

@@ -151,16 +151,16 @@ def target_check(metadata: Mapping[str, Any]) -> Check:
     return check
 
 
-def input_files(source: str, data: Component, metadata: Mapping[str, Any], hint: str) -> InputFiles:
+def input_files(source: str, data: Component, metadata: Mapping[str, Any], hint: str, key: str = "input") -> InputFiles:
     """The files that `source` names, read by the class of a run's `data`. Raises UserError: it cannot read files, or there are none."""
     reader: Any = target_of(data.target, "data")
     if not hasattr(reader, "for_files"):
         raise UserError(
-            f"input={source} needs a data set that can read files, but data={data.title} has its own dataloaders: {hint}, or input=predict."
+            f"{key}={source} needs a data set that can read files, but data={data.title} has its own dataloaders. To continue, {hint}."
         )
     if reader.read is DataSet.read:
         raise UserError(
-            f"input={source}: data={data.title} cannot read files. Add a method read(path) to its class (docs/predict-export.md), or {hint}."
+            f"{key}={source}: data={data.title} cannot read files. Add a method read(path) to its class (docs/predict-export.md), or {hint}."
         )
     files = find_inputs(source, reader.endings, reader.unit, target_check(metadata))
     return InputFiles(reader.for_files(metadata), files)

@@ -105,10 +105,9 @@ class Loaders:
             )
         hook, stage = f"{part}_dataloader", STAGE_OF[str(part)]
         if not self.provides(hook):
-            available = [name for name in STAGE_OF if self.provides(f"{name}_dataloader")]
-            raise UserError(
-                f"input={part}: {type(self.holder).__name__} has no {hook}. Add it, or set input to one of {', '.join(available)}."
-            )
+            available = [f"input={name}" for name in STAGE_OF if self.provides(f"{name}_dataloader")]
+            advice = f"Add it{', or set ' * bool(available)}{' or '.join(available)}"
+            raise UserError(f"input={part}: {type(self.holder).__name__} has no {hook}. {advice}.")
         set_up = self.holder.setup
         self.holder.setup = lambda *_, **__: set_up(stage)
         make_loader = getattr(self.holder, hook)
