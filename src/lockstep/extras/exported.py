@@ -134,8 +134,8 @@ class Model:
 
     def files(self, names: Iterable[str]) -> list[str]:
         """The files, and the files in the folders."""
-        walk, endings = self.pixels.Walk, self.reader.endings
-        listed = (walk([str(path)], endings) if path.is_dir() else [str(path)] for path in map(Path, names))
+        walk, paths = self.pixels.Walk, map(Path, names)
+        listed = (walk([str(path)], self.reader.endings) if path.is_dir() else [str(path)] for path in paths)
         return [file for files in listed for file in files]
 
     def arguments(self, samples: list[dict[str, Any]]) -> Any:

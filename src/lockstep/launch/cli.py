@@ -195,7 +195,7 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
 def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` in this process and restores its state."""
     raise_problems(launcher_problems(os.environ))
-    with process.process_state_restored():
+    with process.state_restored():
         overrides = compose.renamed_command(name, overrides)
         return start(restoring_job(name), Draft(compose.composed(name, overrides)), overrides)
 
@@ -206,7 +206,7 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     from lockstep.launch import sweeps
 
     raise_problems(f"{o}: sweep accepts only key=value, no options." for o in overrides if o.startswith("-"))
-    with process.process_state_restored(), process.logging_restored(), compose.hydra_state_restored():
+    with process.state_restored(), process.logging_restored(), compose.hydra_state_restored():
         job = restoring_job("train")
         sys.argv[:] = [str(job.script), "-m", *overrides]
         sweeps.last.clear()

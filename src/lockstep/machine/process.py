@@ -326,7 +326,7 @@ def report_failure(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def process_state_restored() -> Iterator[None]:
+def state_restored() -> Iterator[None]:
     """Restores the environment, `sys.argv`, `sys.path`, the working directory and the signal handlers afterwards."""
     from unittest.mock import patch
 
