@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from lockstep.errors import UserError
+from lockstep.errors import Interrupted, UserError
 from lockstep.launch import exits, local
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
@@ -42,6 +42,24 @@ def test_an_exit_after_sigterm_is_not_silent(code, monkeypatch, capsys):
     monkeypatch.setattr(process, "received", [])
     with pytest.raises(SystemExit):
         exit_code(lambda: local.run_job(Mock(side_effect=SystemExit(code)), Mock()))
+
+
+def test_a_ctrl_c_that_the_launcher_forwards_late_does_not_hide_how_the_run_ended(capsys, monkeypatch):
+    """The terminal's Ctrl-C ends the training, and Lightning restores the handlers before the forwarded one arrives."""
+
+    def run() -> None:
+        process.install(interrupt=process.on_signal)  # as callbacks/stopping.py does in training
+        signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGINT, process.end_once)
+        try:
+            raise Interrupted("ended by SIGINT after 3 steps.")
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(process, "received", [])
+    with process.recording_signals(interrupt=process.end_once):
+        assert exit_code(run) == 130
+    assert capsys.readouterr().err == "error: ended by SIGINT after 3 steps.\n"
 
 
 def row(folder: Path) -> None:

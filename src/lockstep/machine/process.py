@@ -67,9 +67,13 @@ def on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def end_once(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt at the first Ctrl-C only: the parent process then forwards the same Ctrl-C."""
+    """Raises KeyboardInterrupt at the first Ctrl-C only: the parent process then forwards the same Ctrl-C.
+
+    The first one may have been recorded in training. Lightning restores this handler when training ends.
+    """
     signal.signal(number, signal.SIG_IGN)
-    signal.default_int_handler(number, frame)
+    if signal.SIGINT not in received:
+        signal.default_int_handler(number, frame)
 
 
 def install(*, interrupt: Handler | None = None) -> None:
