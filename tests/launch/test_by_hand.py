@@ -94,6 +94,10 @@ def test_a_data_set_by_hand_is_trained_on(change, monkeypatch, tmp_path):
     assert (found["data/train"], found["status"]) == (432, "done")
     with pytest.raises(UserError, match=r"data\.root=x has no effect"):
         lockstep.train(["run=other", *some, *linear, "data.root=x"])
+    monkeypatch.setattr(local, "script", lambda name: ROOT / f"{name}.py")
+    Path("x.png").write_bytes(b"")
+    with pytest.raises(UserError, match="cannot read files"):  # MNIST, the default of the config, could
+        lockstep.predict(["run=hand", "input=x.png"])
 
 
 @pytest.mark.slow  # two processes of Python's own

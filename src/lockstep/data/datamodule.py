@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
+from lockstep.config.targets import definition_path
 from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, as_list, classes_of, targets_of
 from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Reader, ResumableLoader, WithEpoch, is_numeric, timed
 from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, evaluation_splits, splits
@@ -347,16 +348,15 @@ class DataModule(pl.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Ends workers after training, validation and test. Raises DataChanged if the decoded data has changed."""
         while self.with_workers:
-            # ends persistent workers; Lightning ends only those of loaders that it created
-            del self.with_workers.pop().loader
+            del self.with_workers.pop().loader  # ends persistent workers; Lightning ends only those of its own loaders
         _ = self.dataset.fingerprint
 
     def state_dict(self) -> dict[str, Any]:
         """Records which data a checkpoint was trained on. Raises DataChanged."""
-        sizes = {"train": len(self.dataset.train), "test": len(self.dataset.test)}
-        state = {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.metadata}
-        optional = {"folds": self.folds and "stratified", "transforms": self.transforms}
-        return {**state, **{name: value for name, value in optional.items() if value}}
+        data, optional = self.dataset, {"folds": self.folds and "stratified", "transforms": self.transforms}
+        described = {"class": definition_path(data), "source": data.source, "about": self.metadata}
+        contents = {"sha256": data.fingerprint, "train": len(data.train), "test": len(data.test)}
+        return {**described, **contents, **{name: value for name, value in optional.items() if value}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError if the run trained on different data, or on samples that this run would validate."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep import build
 from lockstep.build_trainer import evaluator, workload
+from lockstep.checkpoints.finding import DATA
 from lockstep.checkpoints.weights import read
 from lockstep.config.formatting import warn, with_noun
 from lockstep.config.run_config import Request
@@ -303,7 +304,9 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
         return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
     hint = "pass input=test, val or train (parts of the run's own data), or input=predict for a predict_dataloader"
-    files = input_files(request.input, cfg.data, checkpoint.metadata, hint)
+    # train.py may have created a data set of a different class than the config's
+    trained_on = replace(cfg.data, target=checkpoint.values.get(DATA, {}).get("class") or cfg.data.target)
+    files = input_files(request.input, trained_on, checkpoint.metadata, hint)
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")
     if isinstance(files.reader, Images):

@@ -31,8 +31,7 @@ LISTED = 10  # files in a message
 
 def list_errors(reasons: list[tuple[str, str]], count: int) -> str:
     """Lines with the reasons why `count` files cannot be read. `reasons`: path and reason of the first ones."""
-    rest = count - len(reasons)
-    more = [f"\n  and {rest:,} more"] if rest else []
+    more = [f"\n  and {count - len(reasons):,} more"] if count > len(reasons) else []
     return "".join([*(f"\n  {inline(path)}: {inline(why)}" for path, why in reasons), *more])
 
 

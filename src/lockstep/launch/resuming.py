@@ -42,8 +42,7 @@ def resume_errors(now: Draft, then: Draft) -> Iterator[str]:
 
     def fixed_values(draft: Draft) -> dict[str, Any]:
         callbacks = {f"callbacks.{name}": Component.of(node) for name, node in draft.get("callbacks").items()}
-        items = callbacks.items()
-        averages = [key for key, item in items if item.target in AVERAGE or inherits_first(item, key, AVERAGE[1])]
+        averages = [k for k, v in callbacks.items() if v.target in AVERAGE or inherits_first(v, k, AVERAGE[1])]
         return {key: value for group in (*FIXED, *averages) for key, value in dotted(draft.get(group), group).items()}
 
     new, saved = fixed_values(now), fixed_values(then)
