@@ -38,7 +38,7 @@ from lockstep.data import DataSet
 from lockstep.data.datamodule import MATCHED, NAMES, DataModule, names_at
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
-from lockstep.machine.world import gpu_count, keep_freed_memory, threads
+from lockstep.machine.world import gpu_count, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Page, Recorder
 from lockstep.training import oom, optim
@@ -63,8 +63,6 @@ def process(settings: Settings) -> None:
     cfg, world = settings.cfg, settings.world
     console.quiet(world.rank)
     if world.accelerator == "cpu":
-        if not settings.spec.is_sharded:  # Not when sharding: gathered blocks fragment the heap.
-            keep_freed_memory()
         if fp32_kernels_before_exact:
             set_threads(*fp32_kernels_before_exact.pop())
         if number := threads(world):

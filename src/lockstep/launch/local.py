@@ -24,7 +24,7 @@ from lockstep.errors import OutOfMemory, Preempted, ProcessDied, RunFailed, User
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process
 from lockstep.machine.files import parts_in, write_text
-from lockstep.machine.world import World, cores
+from lockstep.machine.world import World, cores, keep_freed_memory
 
 if TYPE_CHECKING:
     from lockstep.reporting.recorder import Page
@@ -64,6 +64,10 @@ class Job:
 
     def read_data(self, settings: Settings, *, prepare: bool = False) -> Any:
         """The data set, ready to be read; None for data with its own dataloaders, or if the job needs no data set."""
+        # Not when sharding: gathered blocks fragment the heap. Before the data is read: the default recipe ran at 5,089
+        # images/s, and at 4,924 with this call after it (medians of 12 runs in turns, two threads).
+        if settings.world.accelerator == "cpu" and not settings.spec.is_sharded:
+            keep_freed_memory()
         if settings.loader is None or (settings.request and settings.request.part is None):  # files are predicted
             return None
         from lockstep.augment.operation import Augmentation
