@@ -80,11 +80,28 @@ def test_what_a_list_lacks_is_named_alone():
 
 
 @pytest.mark.parametrize(("argv", "typed"), [
-    (["--lr", "0.1"], "optim.lr=<value>"), (["--batch-size=32"], "loader.batch_size=<value>"), (["--epochs", "5"], "trainer.max_epochs=<value>"),
+    (["--lr", "0.1"], "optim.lr=0.1"), (["--batch-size=32"], "loader.batch_size=32"), (["--epochs"], "trainer.max_epochs=<value>"),
     (["--nosuch"], "nosuch=<value>"),
 ])  # fmt: skip
 def test_an_option_with_dashes_leads_to_the_key(argv, typed):
     assert [*validate_options(argv)] == [f"{argv[0].partition('=')[0]}: keys are written without dashes. Pass {typed}."]
+
+
+@pytest.mark.parametrize(("argv", "typed"), [
+    (["trainer.max_epochs", "5"], ["trainer.max_epochs=5"]), (["seed=1", "lr", "0.1", "epochs:", "3"], ["optim.lr=0.1", "trainer.max_epochs=3"]),
+    (["optim.lr", "=", "0.1"], ["optim.lr=<value>"]), (["--config-dir", "mine", "epochs"], ["trainer.max_epochs=<value>"]),
+])  # fmt: skip
+def test_a_key_without_an_equals_sign_leads_to_the_override(argv, typed):
+    errors = [*validate_options(argv)]
+    assert [error.partition("equals sign. Pass ")[2] for error in errors] == [f"{each}." for each in typed]
+
+
+def test_a_typo_in_a_key_that_moved_leads_to_the_key_of_today():
+    assert "did you mean loader.batch_size? " in told("data.batch_sise=3")
+
+
+def test_a_short_name_with_one_wrong_letter_leads_to_one_of_its_length():
+    assert "(did you mean ddp?)" in told("strategy=dpp")
 
 
 def test_hydras_options_stay():

@@ -105,6 +105,18 @@ def test_a_folder_a_glob_and_a_csv_of_its_files_say_what_its_test_part_says(pred
     assert predict("run=photos", f"input={place}/photos/red/0.png")[0]["class"] in COLOURS
 
 
+def test_the_samples_of_a_report_name_their_files(predict):
+    files = {"/".join(Path(row["path"]).parts[-2:]): row for row in predict("run=photos", "input=test")}
+    panels = lockstep.load_report("runs/photos").panels
+    galleries = [
+        panels["Largest losses"].samples,
+        *(g.samples for title, g in panels.items() if title == "Random samples"),
+    ]
+    samples = [sample for gallery in galleries for sample in gallery]
+    assert samples
+    assert all(files[sample.facts["file"]]["target"] == sample.facts["target"] for sample in samples)
+
+
 def test_the_most_probable_classes_and_all_probabilities_come_on_request(predict, place):
     rows = predict("run=photos", "input=test", "top_k=5", "probabilities=true")
     for row in rows:

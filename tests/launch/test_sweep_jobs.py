@@ -114,7 +114,7 @@ def test_the_table_has_the_figures_that_were_tested_whatever_they_are_called():
     module = {"monitor": "val_loss", "val_loss": 0.5, "test_loss": 0.2, "evaluated": "test_loss | test_count"}
     task = {"monitor": "val/acc", "test/acc": 0.9, "test/count": 9, "evaluated": "test/acc | test/count"}
     assert sweeps.columns([module, task, {"status": "failed"}]) == [
-        "status", "test/acc", "test_loss", "val_loss", "val/acc", "train/steps", "wall_s",
+        "status", "val_loss", "val/acc", "test/acc", "test_loss", "train/steps", "wall_s",
     ]  # fmt: skip
 
 

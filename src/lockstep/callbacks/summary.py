@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from lockstep.config.formatting import with_noun
+from lockstep.config.formatting import metric, with_noun
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
@@ -107,6 +107,7 @@ def comparable(
 # --- Progress of training, and of an evaluation or a prediction; reporting/console.py shows it ---
 
 
+LOSSES = ("train/loss", "train_loss", "val/loss", "val_loss")  # of a Task, of a LightningModule
 # Lightning's attributes for the number of batches of a standalone evaluation or prediction
 BATCHES = {"validate": "num_val_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
 
@@ -183,6 +184,22 @@ class Progress(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.what != "fit":
             self.end(trainer)
+        elif self.line is not None and not trainer.sanity_checking:
+            self.line.print_above(self.validation_row(trainer))
+
+    def validation_row(self, trainer: Trainer) -> str:
+        """The losses and the monitored metric, which is marked if it is the best so far."""
+        metrics, saver = trainer.callback_metrics, cast(Any, trainer.checkpoint_callback)
+        texts = {name: metric(name, float(metrics[name])) for name in (*LOSSES, self.monitor) if name in metrics}
+        if saver is not None and saver.monitor == self.monitor in texts:
+            best, value = saver.best_model_score, metrics[self.monitor]
+            texts[self.monitor] += " best" * bool(
+                best is None or (value > best if saver.mode == "max" else value < best)
+            )
+        position = [f"epoch {trainer.current_epoch + 1}", f"step {steps_done(trainer):,}"]
+        assert self.line
+        elapsed = clock(time.monotonic() - self.line.began_s)
+        return " · ".join([*position, *(f"{name} {text}" for name, text in texts.items()), elapsed])
 
     on_validation_start = on_test_start = on_predict_start = begin_pass
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = cast(Any, pass_on)

@@ -188,10 +188,11 @@ def config_file(name: str) -> Path:
 def nearest_key(key: str, candidates: Sequence[str] = ()) -> str:
     """The most similar key: a similar name in the same group, the same name in a similar group, or a candidate."""
     group, _, name = key.rpartition(".")
-    known_keys = [known_key.rpartition(".") for known_key in (*KEYS, *GROUPS)]
+    known_keys = [known_key.rpartition(".") for known_key in (*KEYS, *GROUPS, *RENAMES)]
     similar = [f"{g}.{n}".lstrip(".") for g, _, n in known_keys
                if (g == group and did_you_mean(name, [n])) or (n == name and (not group or did_you_mean(group, [g])))] + [*candidates]  # fmt: skip
-    return max(similar, key=lambda k: SequenceMatcher(None, k, key).ratio(), default="")
+    nearest = max(similar, key=lambda k: SequenceMatcher(None, k, key).ratio(), default="")
+    return RENAMES.get(nearest, nearest)
 
 
 def message(error: BaseException, override: str) -> str:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,20 +141,33 @@ def command(job: Job, argv: list[str]) -> None:
 
 
 # Hydra's options. Those that are not supported have their own message.
+WORD = re.compile("[^-~=+][^=]*")  # neither an option nor an override
 HYDRAS = re.compile("(hydra_)?help|version|cfg|resolve|package|(multi)?run|shell_.*|config_.*|info|experimental_.*")
+
+
+def misspelt_overrides(argv: list[str]) -> Iterator[str]:
+    """Errors for keys as other tools accept them: `--lr 0.1`, `lr 0.1`."""
+    is_value = False  # whether a word belongs to the one before it
+    for arg, after in pairwise([*argv, ""]):
+        (option, _, value), was_value = arg.partition("="), is_value
+        is_value = not was_value and not value and WORD.fullmatch(after) is not None
+        key = option.lstrip("-").rstrip(":").replace("-", "_")
+        instead = advice()["keys"].get(key) or f"{compose.nearest_key(key) or key}={{value}}"
+        instead = instead.format(value=value or (after if is_value else "<value>"))
+        if option.startswith("--") and not HYDRAS.fullmatch(key):
+            yield f"{option}: keys are written without dashes. Pass {instead}."
+        elif WORD.fullmatch(arg) and not was_value:
+            yield f"{arg}: keys and values are joined by an equals sign. Pass {instead}."
 
 
 def validate_options(argv: list[str]) -> Iterator[str]:
     """Errors for options and keys of Hydra that would run a different config or have no effect."""
     multirun = {"-m", "--multirun"} & set(argv)
+    yield from misspelt_overrides(argv)
     for arg in argv:
         name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
         if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
             yield f"{name} cannot be set: each command has its own config. Pass experiment=<name>, with --config-dir=<folder> for your own configs."
-        key = name.removeprefix("--").replace("-", "_")
-        if name.startswith("--") and not HYDRAS.fullmatch(key):  # a dashed key, as with argparse
-            replacement = advice()["keys"].get(key, f"{compose.nearest_key(key) or key}={{value}}")
-            yield f"{name}: keys are written without dashes. Pass {replacement.format(value='<value>')}."
         if name == "debug_rank" and multirun:
             yield f"{arg}: jobs of a multirun have no terminal. Run one job, without -m."
         if name == "hydra.mode":

@@ -68,11 +68,11 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Status, test metrics, the monitored metric, speed and time."""
+    """Status, the monitored metric, test metrics, steps, speed and time: a narrow terminal shows the first ones."""
     test_metrics = [key for row in rows for key in metrics_of_test(row) if not key.endswith("/count")]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
-    return list(dict.fromkeys(["status", *sorted(test_metrics), *monitored, "train/steps", *rates, "wall_s"]))
+    return list(dict.fromkeys(["status", *monitored, *sorted(test_metrics), "train/steps", *rates, "wall_s"]))
 
 
 def record(folder: RunFolder, overrides: list[str], *, failed: bool) -> None:

@@ -93,6 +93,13 @@ class ProgressLine:
         else:
             print_line(text)
 
+    def print_above(self, text: str) -> None:
+        """Prints a line that stays."""
+        if self.width:  # in a notebook: the line that is rewritten
+            print(flush=True)
+            self.width = 0
+        print_line(text)
+
     def end(self) -> None:
         process.before_prompt.pop(self, None)
         if self.bar is not None:

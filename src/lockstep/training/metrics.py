@@ -5,6 +5,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,6 +145,7 @@ class TestPanels:
         """
         results, indices = dict[int, Sample](), list(losses)
         trainer, data = self.task.trainer, self.task.trainer.datamodule  # type: ignore[attr-defined]
+        files = data.dataset.paths("test")
         per_process = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
         size = per_process if self.compiled else min(per_process, len(indices))
         for first in range(0, len(indices), size):
@@ -157,7 +159,8 @@ class TestPanels:
             with self.attempt("worst"):
                 descriptions = self.task.describe(*without_fillers(output, batch))
                 for row, (index, description) in enumerate(zip(index_N.tolist(), descriptions, strict=False)):
-                    values = {"loss": losses[index], **description}
+                    file = {"file": "/".join(Path(files[index]).parts[-2:])} if files is not None else {}
+                    values = {"loss": losses[index], **file, **description}
                     columns = data.dataset.show(sample_at(raw, row, size))
                     image = columns.pop("image", None)
                     # a column of the data may have the same name
