@@ -27,6 +27,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -45,7 +46,7 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras.runs_page import runs_page
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
-from lockstep.reporting.console import print_wide
+from lockstep.reporting.console import out, print_wide
 from lockstep.reporting.report import Report
 from lockstep.run import run_folders
 
@@ -160,6 +161,19 @@ def age(since_s: float) -> str:
     return f"{age_min:.0f} min" if h < 1 else f"{h:.0f} h" if h < 48 else f"{h / 24:.0f} d"
 
 
+def table(runs: list[Report], keys: list[str], headings: Mapping[str, str]) -> Table:
+    table = Table(*(inline(headings.get(key, key)) for key in keys), "age")
+    table.columns[0].overflow = "fold"  # do not wrap names: people copy them
+    for run in runs:
+        # The requested keys keep all digits, because learning rates need them.
+        table.add_row(*(inline(cell(run, key, digits=key not in headings)) for key in keys), age(began_s(run)))
+    return table
+
+
+def fits(table: Table) -> bool:
+    return out.measure(table, options=out.options.update(max_width=10_000)).maximum <= out.width
+
+
 def print_runs(runs: list[Report], extra_keys: list[str], form: str) -> None:
     headings = columns(runs)
     keys = list(dict.fromkeys([*headings, *extra_keys]))
@@ -171,12 +185,15 @@ def print_runs(runs: list[Report], extra_keys: list[str], form: str) -> None:
         writer.writerow({key: inline(key) for key in writer.fieldnames})
         writer.writerows({key: inline(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows)
     else:
-        table = Table(*(inline(headings.get(key, key)) for key in keys), "age")
-        table.columns[0].overflow = "fold"  # do not wrap names: people copy them
-        for run in runs:
-            # The requested keys keep all digits, because learning rates need them.
-            table.add_row(*(inline(cell(run, key, digits=key not in headings)) for key in keys), age(began_s(run)))
-        print_wide(table, columns=10_000)
+        least = [*(key for key in headings if key.endswith("_per_s")), *reversed(list(COLUMNS)[2:])]
+        hidden = list[str]()
+        while (wide := table(runs, keys, headings)) and out.is_terminal and least and not fits(wide):
+            if (key := least.pop(0)) not in extra_keys:
+                keys.remove(key)
+                hidden.append(headings[key])
+        print_wide(wide, columns=10_000)
+        if hidden:
+            print_wide(f"not shown: {', '.join(hidden)}. A wider terminal or --format csv shows them.")
 
 
 def show(run: Report) -> None:
