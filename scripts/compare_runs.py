@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.config.formatting import inline, readable
 from lockstep.errors import UserError
-from lockstep.extras.comparison import ENDS, agree, compare, find, is_grown_rounding
+from lockstep.extras.comparison import ENDS, agree, compare, find, rounding_verdict
 
 
 def main() -> int:
@@ -43,7 +43,7 @@ def main() -> int:
     if args.exact:
         print("the results differ")
         return 1
-    grown, reason = is_grown_rounding(a, b)
+    grown, reason = rounding_verdict(a, b)
     grown = grown and agree(compare(a, b, exact=False, tolerance=ENDS))
     print(f"the results differ only by accumulated rounding: {reason}" if grown else f"the results differ ({reason})")
     return 0 if grown else 1

@@ -34,7 +34,7 @@ class Process:
         """Weight and rows of each micro-batch, as the Trainer takes them."""
         found, self.done = [], done
         for batch in self.loader:
-            found.append((self.loader.info[self.done].weight, rows(batch)))
+            found.append((self.loader.batch_info[self.done].weight, rows(batch)))
             self.done += 1
         return found
 
@@ -59,6 +59,6 @@ def digests(given: DataLoader, rank: int = 0) -> list[str]:
     process = Process(given, rank, 2, 1)
     found = []
     for _ in process.loader:
-        found.append(process.loader.info[process.done].digest)
+        found.append(process.loader.batch_info[process.done].digest)
         process.done += 1
     return found

@@ -18,7 +18,6 @@ from lockstep import build
 from lockstep.config import compose
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
-from lockstep.launch import local
 from lockstep.machine.world import World
 from lockstep.training.schedules import scheduler
 from lockstep.training.workload import Workload
@@ -108,11 +107,10 @@ def test_optimizers_are_fused_where_they_can_be(overrides, expected):
 @pytest.mark.parametrize(("strategy", "tf32", "kept"), [("single", True, 1), ("ddp", False, 1), ("fsdp", True, 0)])
 def test_a_process_multiplies_as_tf32_says_and_keeps_freed_memory_unless_it_shards(strategy, tf32, kept, monkeypatch):
     calls = []
-    monkeypatch.setattr(local, "keep_freed_memory", lambda: calls.append(1))
+    monkeypatch.setattr(build, "keep_freed_memory", lambda: calls.append(1))
     monkeypatch.setattr(build, "threads", lambda _: None)
     settings = Settings(config_of(f"strategy={strategy}", f"tf32={str(tf32).lower()}"), World("cpu", 2, 1, strategy))
     build.process(settings)
-    local.Job("train", None, lambda _: None).read_data(settings)
     assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
     assert len(calls) == kept
 

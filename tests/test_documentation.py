@@ -23,7 +23,7 @@ from lockstep.config.checks import check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, expand_sweep, explain, without_replaced_defaults
 from lockstep.config.draft import Draft
 from lockstep.errors import UserError
-from lockstep.launch.cli import validate_options
+from lockstep.launch.cli import option_errors
 from lockstep.machine import world
 
 PAGES = [Text(path) for path in [*MARKDOWN, *HEADERS]]
@@ -32,7 +32,7 @@ PAGES = [Text(path) for path in [*MARKDOWN, *HEADERS]]
 @cache
 def config_problems(config: str, args: tuple[str, ...], overrides: tuple[str, ...], project: Path) -> list[str]:
     """What the command would say before it imports torch; of a multirun, for the first and the last value of each key."""
-    found = list(validate_options(list(args)))
+    found = list(option_errors(list(args)))
     there = "hydra/launcher=slurm" in overrides  # several nodes need a launcher, which the job will have
     given = [
         expand_sweep(override) for override in overrides if not (there and override.startswith("trainer.num_nodes="))

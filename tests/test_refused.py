@@ -267,7 +267,7 @@ def test_the_error_of_a_job_is_recorded_by_its_run_alone(train, run_a, monkeypat
         settings.folder.report_file.write_text(reports[settings.folder.path.name])
         raise RuntimeError("the real error")
 
-    monkeypatch.setattr(local, "run_job", fail)
+    monkeypatch.setattr(local, "run_in_this_process", fail)
     for call, run in ((evaluate, "a"), (train, "b"), (train, "c")):
         with pytest.raises(RuntimeError, match="the real error"):
             call(f"run={run}")

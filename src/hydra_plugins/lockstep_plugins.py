@@ -73,7 +73,7 @@ class SlotsLauncher(Launcher):
         def run(job: tuple[Draft, list[str]]) -> JobReturn:
             slot = free_slots.get()
             try:
-                return sweeps.run_job(self.script, *job, slot)
+                return sweeps.run_in_subprocess(self.script, *job, slot)
             finally:
                 free_slots.put(slot)
 

@@ -97,7 +97,7 @@ def load_model(what: str | Path) -> "nn.Module":
     from lockstep.checkpoints.weights import load_network, read
     from lockstep.machine import process
 
-    with process.state_restored():
+    with process.restore_process_state():
         path = tested_checkpoint(str(what), "load_model")
         if (net := load_network(path)) is not None:
             return net

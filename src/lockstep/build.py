@@ -38,7 +38,7 @@ from lockstep.data import DataSet
 from lockstep.data.datamodule import MATCHED, NAMES, DataModule, names_at
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as this_process
-from lockstep.machine.world import gpu_count, threads
+from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Page, Recorder
 from lockstep.training import oom, optim
@@ -51,7 +51,7 @@ __all__ = [
     "attach", "datamodule", "dry_run", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
 ]  # fmt: skip
 # Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
-fp32_kernels_before_exact: list[tuple[int, str | None]] = []
+threads_before_exact: list[tuple[int, str | None]] = []
 IN_DRY_RUN = (
     "This is the dry run: one step of two samples, on copies. Enter c to continue, or set debug_rank=0 to skip it."
 )
@@ -63,12 +63,14 @@ def process(settings: Settings) -> None:
     cfg, world = settings.cfg, settings.world
     console.quiet(world.rank)
     if world.accelerator == "cpu":
-        if fp32_kernels_before_exact:
-            set_threads(*fp32_kernels_before_exact.pop())
+        if not settings.spec.is_sharded:  # Not when sharding: gathered blocks fragment the heap.
+            keep_freed_memory()
+        if threads_before_exact:
+            set_threads(*threads_before_exact.pop())
         if number := threads(world):
             set_threads(number, str(number))
         if cfg.exact.logical_ranks:
-            fp32_kernels_before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
+            threads_before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
             set_threads(cfg.exact.threads, str(cfg.exact.threads))
     if not gpu_count():
         # Optimizers check for GPUs at each step. Lightning makes torch query the driver, which is slow to fail if there is none:
@@ -107,6 +109,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     settings.built_groups.update(("loader", "augment"))
     augment = Augmentation(settings.operations) if cfg.augment else None
     module = DataModule(data, seed=settings.seed, augment=augment, shards=cfg.exact.logical_ranks, **vars(cfg.loader))
+    module.is_by_hand = "data" not in settings.built_groups
     module.metadata = plain(module.metadata, "metadata")
     return module
 
@@ -222,8 +225,8 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
 def match_names(settings: Settings, data: Any, weights: str | None, keys: Collection[str]) -> None:
     """Targets get the numbers of the checkpoint that the weights are from. Raises UserError."""
     if (source := weights or settings.cfg.resume) and hasattr(data, "match_names"):
-        for told in data.match_names(read_outline(Path(source)).metadata, str(source), keys):
-            console.print_line(f"WARNING: {told}")
+        for warning in data.match_names(read_outline(Path(source)).metadata, str(source), keys):
+            console.print_line(f"WARNING: {warning}")
 
 
 def load_module(component: Component, path: Path | None) -> pl.LightningModule:
@@ -340,13 +343,13 @@ def evaluate(
     step, verb = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
     if settings.cfg.get(f"trainer.limit_{stage}_batches") == 0:
         return {}
-    saved = None
-    if isinstance(tested, str):
-        saved, tested = tested, make(settings.replace({"init_from": tested, "resume": None}), data)
-    work = workload(settings, tested, data)
+    saved = tested if isinstance(tested, str) else None
+    start = settings.replace({"init_from": saved, "resume": None})
+    module = tested if not isinstance(tested, str) else make(start, data)
+    work = workload(settings, module, data)
     if saved:
-        for told in changed_frozen(tested, read_outline(Path(saved)).values.get("frozen", {})):
-            console.print_line(f"WARNING: {told}")
+        for warning in changed_frozen(module, read_outline(Path(saved)).values.get("frozen", {})):
+            console.print_line(f"WARNING: {warning}")
     if not work.evaluates(step, stage):
         console.print_line(f"no {verb}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
@@ -364,7 +367,7 @@ def evaluate(
     metrics = metrics_of(work)
     raw = read(Path(saved)).raw_state_dict if saved else None
     if saved and raw is not None:  # the run averaged its weights: training continues from these
-        work = workload(settings, make(settings.replace({"init_from": saved, "resume": None}), data), data)
+        work = workload(settings, make(start, data), data)
         load_into(work.module.state_dict(), raw, saved)
         of_raw = metrics_of(work)
         names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}

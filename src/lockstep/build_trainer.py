@@ -114,7 +114,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     cfg, folder = settings.cfg, settings.folder
     if cfg.resume:
         read_outline(Path(cfg.resume)).require_position(*work.position, *work.loaders.position)
-    data_info = work.loaders.info
+    data_info = work.loaders.data_info
     shared = {
         "is the run": cfg.run,
         "has the seed": cfg.seed,

@@ -173,7 +173,7 @@ def oom_with_path(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def disk_errors(what: str, advice: str) -> Iterator[None]:
+def explain_os_error(what: str, advice: str) -> Iterator[None]:
     """Raises UserError in place of an OSError, such as an unreadable folder or a full disk."""
     try:
         yield

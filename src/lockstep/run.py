@@ -32,7 +32,7 @@ log = logging.getLogger("lockstep")
 
 
 @contextmanager
-def damage_as_user_error(path: Path, advice: str) -> Iterator[None]:
+def explain_damage(path: Path, advice: str) -> Iterator[None]:
     """Turns any error of the block that reads `path` into a UserError: the file may contain anything."""
     try:
         with oom_with_path(path):
@@ -47,11 +47,11 @@ def damage_as_user_error(path: Path, advice: str) -> Iterator[None]:
 MOST_VALUES, DEEPEST = 1_000_000, 50  # limits of a config
 BUSY_S = 0.2  # an evaluation may write to the folder of a run that trains
 CONFIG_BYTES, LOG_BYTES, MOST_STEPS = 2**23, 2**26, 2**53
-CONFIG_ADVICE = "Restore the file, or set run=<a different name> to start over."
+CONFIG_ADVICE = "Restore the file, or set run=<new name> to start over."
 ROWS_ADVICE = "Repair the file, or move it away to continue the run without its earlier rows."
 
 
-def why_not_a_config(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
+def why_not_plain(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
     """Why a saved config cannot have been written by a run; None if it can. A run writes only values.
 
     OmegaConf would resolve a `${` of an untrusted file, and YAML aliases can make a small file expand without end.
@@ -82,7 +82,7 @@ class CsvLog:
         Raises:
             UserError: the file is damaged, e.g. a step is not a whole number.
         """
-        with damage_as_user_error(self.path, ROWS_ADVICE):
+        with explain_damage(self.path, ROWS_ADVICE):
             text = files.read_text(self.path) if self.path.exists() else ""
             reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
             self.columns, rows, step = list(reader.fieldnames or ()), list(reader), 0.0
@@ -137,22 +137,22 @@ class RunFolder:
 
     def saved_config(self) -> tuple[dict[str, Any], str]:
         """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
-        with damage_as_user_error(self.config_file, CONFIG_ADVICE):
+        with explain_damage(self.config_file, CONFIG_ADVICE):
             values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
-            if (reason := why_not_a_config(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
+            if (reason := why_not_plain(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
                 raise ValueError(reason or "it is not a config")
         return values, text
 
     def report(self) -> dict[str, Any]:
         """The report; empty without a file. A run is `died` if it is `running` on this machine but its lock is free."""
-        with damage_as_user_error(self.report_file, "Remove the file: the run continues without it."):
-            report = checked_report(json.loads(files.read_text(self.report_file))) if self.report_file.exists() else {}
+        with explain_damage(self.report_file, "Remove the file: the run continues without it."):
+            report = validate_report(json.loads(files.read_text(self.report_file))) if self.report_file.exists() else {}
         is_local = report.get("status") == "running" and report.get("host") == socket.gethostname()
         return report | {"status": "died"} if is_local and not self.is_locked() else report
 
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, without empty cells; no rows without a file."""
-        with damage_as_user_error(self.metrics_log.path, ROWS_ADVICE):
+        with explain_damage(self.metrics_log.path, ROWS_ADVICE):
             rows = [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
         return rows
 
@@ -218,7 +218,7 @@ class RunFolder:
             file.unlink(missing_ok=True)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
-    def snapshot(self) -> Callable[[], None]:
+    def snapshot_restorer(self) -> Callable[[], None]:
         """A function that restores the current state of the folder, for a run that cannot start."""
         if not self.path.exists() or {file.name for file in self.path.iterdir()} <= {self.lock_file.name}:
             return partial(files.remove, self.path)
@@ -243,7 +243,7 @@ class RunFolder:
         self.refuse_links()
         new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        in_use = f"{self.path} is in use: another process is training there. Wait until it ends or stop it, then rerun the command with resume=auto. Or set a different run=<name>."
+        in_use = f"{self.path} is in use: another process is training there. Wait until it ends or stop it, then rerun the command with resume=auto. Or set run=<new name>."
         try:
             with files.locked(self.lock_file, in_use, patience_s):
                 files.remove_parts(self.checkpoints, age_s=0)  # left by a run that was killed while saving
@@ -319,7 +319,7 @@ TEXTS = ("status", "run", "host", "started", "monitor", "monitor_mode", "unit", 
 NUMBERS = ("batch_size", "micro_batch", "world_size", "restarts", "wall_s", "train/steps", "train/epochs")
 
 
-def checked_report(report: Any) -> dict[str, Any]:
+def validate_report(report: Any) -> dict[str, Any]:
     """The report with checked value types, because anyone may have written it. Raises ValueError: a type is wrong."""
     if not isinstance(report, dict):
         raise ValueError("it is not a report")

@@ -31,7 +31,7 @@ import numpy as np
 
 from lockstep.data import Published, download, read_idx
 from lockstep.data.cache import Parts
-from lockstep.data.listing import root_errors
+from lockstep.data.listing import explain_root_error
 from lockstep.errors import UserError
 from lockstep.machine.files import read_bytes
 
@@ -132,7 +132,7 @@ class Cifar10(Published):
     @classmethod
     def read_files(cls, files: list[Path]) -> Parts:
         """The files are pickles, which can run code, so each is opened only if its MD5 matches the published one."""
-        with root_errors(files[0].parent):
+        with explain_root_error(files[0].parent):
             # read once: a file may change between two reads
             raw = [read_bytes(path, follows=True) for path in files]
             if names := cls.changed(files, raw):

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from lockstep.config import compose
 from lockstep.config.draft import advice
 from lockstep.errors import UserError
-from lockstep.launch.cli import validate_options
+from lockstep.launch.cli import option_errors
 
 VALUES = {
     "optim={value}": "adam", "schedule={value}": "cosine", "data={value}": "cifar10", "model={value}": "resnet50d", "logger=[csv,{value}]": "wandb",
@@ -84,7 +84,7 @@ def test_what_a_list_lacks_is_named_alone():
     (["--nosuch"], "nosuch=<value>"),
 ])  # fmt: skip
 def test_an_option_with_dashes_leads_to_the_key(argv, typed):
-    assert [*validate_options(argv)] == [f"{argv[0].partition('=')[0]}: keys are written without dashes. Pass {typed}."]
+    assert [*option_errors(argv)] == [f"{argv[0].partition('=')[0]}: keys are written without dashes. Pass {typed}."]
 
 
 @pytest.mark.parametrize(("argv", "typed"), [
@@ -92,7 +92,7 @@ def test_an_option_with_dashes_leads_to_the_key(argv, typed):
     (["optim.lr", "=", "0.1"], ["optim.lr=<value>"]), (["--config-dir", "mine", "epochs"], ["trainer.max_epochs=<value>"]),
 ])  # fmt: skip
 def test_a_key_without_an_equals_sign_leads_to_the_override(argv, typed):
-    errors = [*validate_options(argv)]
+    errors = [*option_errors(argv)]
     assert [error.partition("equals sign. Pass ")[2] for error in errors] == [f"{each}." for each in typed]
 
 
@@ -105,6 +105,4 @@ def test_a_short_name_with_one_wrong_letter_leads_to_one_of_its_length():
 
 
 def test_hydras_options_stay():
-    assert not [
-        *validate_options(["--cfg", "job", "--info", "--hydra-help", "--multirun", "--config-dir=x", "--resolve"])
-    ]
+    assert not [*option_errors(["--cfg", "job", "--info", "--hydra-help", "--multirun", "--config-dir=x", "--resolve"])]

@@ -29,7 +29,7 @@ from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.config.targets import parameters
 from lockstep.errors import UserError
 from lockstep.launch import resuming
-from lockstep.launch.cli import restoring_job, validate_options
+from lockstep.launch.cli import option_errors, restoring_job
 from lockstep.launch.start import start
 from lockstep.machine import world
 
@@ -305,8 +305,8 @@ def test_options_and_facts_that_would_do_something_else_are_refused():
         ["hydra.run.dir=x"],
         ["hydra/launcher=slots"],
     )
-    assert [len(list(validate_options(argv))) for argv in hydra] == [1] * len(hydra)
-    assert list(validate_options(["-m", "hydra/launcher=slots", "--config-dir=x", "optim.lr=1"])) == []
+    assert [len(list(option_errors(argv))) for argv in hydra] == [1] * len(hydra)
+    assert list(option_errors(["-m", "hydra/launcher=slots", "--config-dir=x", "optim.lr=1"])) == []
     told = list(fixed_keys(["strategy.name=abc", "task.replaces=[]", "strategy=ddp"]))
     assert ["strategy.name cannot be set" in told[0], len(told)] == [True, 2]
 
@@ -366,7 +366,7 @@ def test_what_is_not_there_cannot_be_continued_or_evaluated(job, overrides, told
 
 def test_what_a_resumed_run_recalls_without_effect_is_set_aside(capsys):
     cpu = ["trainer.accelerator=cpu", "strategy=single"]
-    left = resuming.drop_without_effect(draft(*cpu, "checkpoint.sharded=true", "tf32=true"), [*cpu, "tf32=true"])
+    left = resuming.drop_ineffective_keys(draft(*cpu, "checkpoint.sharded=true", "tf32=true"), [*cpu, "tf32=true"])
     assert (left.get("checkpoint.sharded"), left.get("tf32")) == (False, True)  # typed ones stay an error
     assert "checkpoint.sharded=true of the resumed run has no effect here" in capsys.readouterr().err
 

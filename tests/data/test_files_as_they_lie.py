@@ -179,7 +179,7 @@ def test_a_folder_as_it_lies(tmp_path, name):
             opened(root)
         return
     data = opened(root)
-    assert (sizes(data), data.info["left_out"]) == (expected, left_out)
+    assert (sizes(data), data.data_info["left_out"]) == (expected, left_out)
     assert len({*data.listing.paths}) == sum(expected)
     assert all(label.encode() for label in data.metadata["classes"])  # which a name with escaped bytes is
 
@@ -418,7 +418,7 @@ def transparent(mode: str, background: int | tuple[int, ...]) -> Image.Image:
     image.paste({"P": 0, "L": 0, "RGB": (0, 0, 0)}[mode], (2, 2, 6, 6))
     if mode == "P":
         image.putpalette([0] * 768)
-    image.info["transparency"] = hidden
+    image.data_info["transparency"] = hidden
     return image
 
 
@@ -426,7 +426,7 @@ def transparent(mode: str, background: int | tuple[int, ...]) -> Image.Image:
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB"])
 def test_transparency_is_composited_on_white(tmp_path, mode, channels):
     image = transparent(mode, 0)
-    image.save(tmp_path / "a.png", **({"transparency": image.info["transparency"]} if image.info else {}))
+    image.save(tmp_path / "a.png", **({"transparency": image.data_info["transparency"]} if image.data_info else {}))
     found = images.decode(tmp_path / "a.png", channels=channels, frame=Frame(8))
     expected = np.full((8, 8), 255)
     expected[2:6, 2:6] = 0

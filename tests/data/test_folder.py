@@ -50,7 +50,7 @@ def counts(data: Folder) -> list[list[int]]:
 def test_a_part_of_every_class_is_held_out_as_long_as_it_lasts(root, tmp_path):
     data = made(root)
     data.prepare()
-    assert (data.notice, data.info) == (None, {"skipped": 0, "left_out": None})
+    assert (data.notice, data.data_info) == (None, {"skipped": 0, "left_out": None})
     assert counts(data) == [[16] * 3, [2] * 3, [2] * 3]
     assert len({sample for part in (data.train, data.val, data.test) for sample in content(part)}) == 60
     write_pictures(root / "green", "green", 40)
@@ -260,7 +260,7 @@ def test_broken_files_are_skipped_where_that_is_asked_for(root):
     assert digests[0] == digests[1]  # a reason holds nothing of the process
     for data in by_mode:
         data.prepare()
-        assert data.info["skipped"] == 5
+        assert data.data_info["skipped"] == 5
         assert "5 broken image files of data.root=" in data.notice
         assert sum(sizes(data)) == 55
         assert {sample for part in (data.train, data.val, data.test) for sample in content(part)} < before

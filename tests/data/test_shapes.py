@@ -26,7 +26,7 @@ from lockstep.errors import UserError
 from lockstep.extras import exported
 from lockstep.extras.adapters import TorchDataset
 from lockstep.extras.export_parts import in_frame
-from lockstep.launch.resuming import restore_decided, with_new_defaults
+from lockstep.launch.resuming import restore_auto_values, with_new_defaults
 from lockstep.launch.start import prepare_data
 
 SIDE = 24
@@ -201,7 +201,7 @@ def test_an_evaluation_on_other_files_frames_them_as_its_run():
     composed = Draft(compose_config("train", ["data=folder", "model=timm", "model.name=test_vit"]))
     own = {"resize": "squash", "crop_pct": 0.9, "interpolation": "bicubic", "mean": [0.5] * 3}
     saved = composed.replace({f"data.{key}": value for key, value in own.items()}, without=["data.std"])
-    found = restore_decided(composed, saved)
+    found = restore_auto_values(composed, saved)
     assert {key: found.get(f"data.{key}") for key in own} == own and {*own} == {*FRAMING, "mean"}
     assert not found.has("data.std")
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
@@ -200,7 +201,7 @@ def test_one_process_may_look_at_its_batches(name):
     process = Process(LOADERS[name](), 0, 2, 2, agree=lambda _: others.pop())
     for weight, share in whole:
         assert rows(next(iter(process.loader))) == share
-        assert process.loader.info[process.done].weight == weight
+        assert process.loader.batch_info[process.done].weight == weight
         process.done += 1
 
 
@@ -210,7 +211,10 @@ def test_a_sampler_without_an_end():
     for trains in (True, False):
         with pytest.raises(TypeError):
             len(Process(loader(), 0, 2, 1, trains=trains).loader)
-    first = [[(each.loader.info[i].weight, rows(batch)) for i, batch in zip(range(9), each.loader)] for each in ranks]  # noqa: B905
+    first = [
+        [(each.loader.batch_info[i].weight, rows(batch)) for i, batch in enumerate(islice(each.loader, 9))]
+        for each in ranks
+    ]
     single = Process(loader(), 0, 1, 1)
     batches = [rows(batch) for _, batch in zip(range(9), single.loader)]  # noqa: B905
     assert joined(first, 1, True) == batches
@@ -262,11 +266,11 @@ class Batch(list):
 
 def shows_worker(samples: list[Row]) -> list[tuple[int, float, float]]:
     info = get_worker_info()
-    return [(info.id, info.dataset.info, index) for index, _ in samples]
+    return [(info.id, info.dataset.batch_info, index) for index, _ in samples]
 
 
 def tells(number: float, worker: int) -> None:
-    get_worker_info().dataset.info = number + worker
+    get_worker_info().dataset.batch_info = number + worker
 
 
 def test_pinning_rebuilds_tuples_and_leaves_what_is_known_of_a_micro_batch(monkeypatch):
@@ -276,7 +280,7 @@ def test_pinning_rebuilds_tuples_and_leaves_what_is_known_of_a_micro_batch(monke
     data = TensorDataset(torch.arange(4), torch.arange(4))
     loader = Process(DataLoader(data, batch_size=2, pin_memory=True), 0, 1, 1).loader
     assert [type(batch) for batch in loader] == [list, list]
-    assert {each.places for each in loader.info.values()} == {range(2), range(2, 4)}
+    assert {each.places for each in loader.batch_info.values()} == {range(2), range(2, 4)}
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lockstep.extras.comparison import compare, is_grown_rounding
+from lockstep.extras.comparison import compare, rounding_verdict
 from lockstep.reporting.report import Report
 from lockstep.run import RunFolder
 
@@ -51,6 +51,6 @@ def test_rounding_is_told_from_a_real_difference(run, apart, precision, told):
         run(name, [{"step": i, "train/loss": loss} for i, loss in enumerate(column)], precision)
         for name, column in zip("ab", losses, strict=True)
     ]
-    grown, why = is_grown_rounding(*both)
+    grown, why = rounding_verdict(*both)
     assert told in why
     assert grown is told.startswith("differs")

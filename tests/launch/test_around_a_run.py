@@ -137,7 +137,7 @@ def test_the_parent_of_several_processes_keeps_no_data(prepared, train, monkeypa
 
 @pytest.mark.parametrize(("trains", "advised"), [(True, True), (False, False)])
 def test_only_a_command_that_has_the_key_is_advised_to_resume(trains, advised, capsys):
-    again = cli.rerun_command(local.Job("train" if trains else "eval", Mock(), Mock(), script=Path("x.py")))
+    again = cli.rerun_advice(local.Job("train" if trains else "eval", Mock(), Mock(), script=Path("x.py")))
     full = OSError(28, "No space left on device", "a.csv")
     assert exits.exit_code(Mock(side_effect=full), again=again) == 1
     assert ("resume=auto" in capsys.readouterr().err) == advised

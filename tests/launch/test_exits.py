@@ -37,11 +37,11 @@ def test_a_lost_process_is_told_in_one_line(capsys, monkeypatch):
 def test_an_exit_after_sigterm_is_not_silent(code, monkeypatch, capsys):
     """Lightning's own handler raises SystemExit: with code 0 in 2.6.6, with 143 in later ones."""
     monkeypatch.setattr(process, "received", [signal.SIGTERM])
-    assert exit_code(lambda: local.run_job(Mock(side_effect=SystemExit(code)), Mock())) == 1
+    assert exit_code(lambda: local.run_in_this_process(Mock(side_effect=SystemExit(code)), Mock())) == 1
     assert capsys.readouterr().err == "error: ended by SIGTERM; rerun the command.\n"
     monkeypatch.setattr(process, "received", [])
     with pytest.raises(SystemExit):
-        exit_code(lambda: local.run_job(Mock(side_effect=SystemExit(code)), Mock()))
+        exit_code(lambda: local.run_in_this_process(Mock(side_effect=SystemExit(code)), Mock()))
 
 
 def test_a_ctrl_c_that_the_launcher_forwards_late_does_not_hide_how_the_run_ended(capsys, monkeypatch):

@@ -97,7 +97,7 @@ launch.main(launch.Job("train", job, lambda settings: None))
 def no_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A run clears them when it starts; these tests start only its processes, and leave handlers behind."""
     monkeypatch.setattr(process, "received", [])
-    with process.state_restored():
+    with process.restore_process_state():
         yield
 
 

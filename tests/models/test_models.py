@@ -112,7 +112,7 @@ def test_images_are_normalised_as_in_pretraining():
 def test_pretrained_weights_without_a_network_are_answered_with_what_to_type():
     with pytest.raises(UserError, match=rf"model\.pretrained=true for {SMALL}") as error:
         small(pretrained=True)
-    assert all(key in str(error.value) for key in ("Remove it", "model.checkpoint_path=<file>"))
+    assert all(key in str(error.value) for key in ("model.pretrained=false", "model.checkpoint_path=<file>"))
 
 
 @pytest.fixture(scope="module")

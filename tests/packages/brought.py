@@ -266,7 +266,7 @@ class Sees(pl.LightningModule):
         parts = [self.rows(each) for each in (batch if together else [batch]) if each is not None]
         with Path(f"{self.notes}-{self.global_rank}").open("a") as file:
             for loader, rows in zip(loaders, parts, strict=True):
-                for index, number in rows.tolist() if loader.info[batch_idx].weight else ():
+                for index, number in rows.tolist() if loader.batch_info[batch_idx].weight else ():
                     file.write(f"{self.current_epoch} {self.global_step} {index:g} {number:.6f}\n")
         rows = torch.cat(parts)
         x = torch.cat([rows, rows[:, :1] * rows[:, 1:]], 1) / 10

@@ -132,7 +132,7 @@ def test_masks_do_not_depend_on_the_order_in_memory():
 
 def test_a_device_draws_what_numpy_draws():
     for sizes, neighbours, key, call in (((1,), 1, 5, 9), ((3, 2, 13), 1, 2**64 - 1, 2**63 + 5), ((2, 7), 3, 1, 2**63)):
-        place = dropout.MaskPosition(key, call, range(40, 60), neighbours)
+        place = dropout.MaskKey(key, call, range(40, 60), neighbours)
         numbers = dropout.random_words(place, sizes, CPU, on_host=True)
         assert torch.equal(numbers, dropout.random_words(place, sizes, CPU, on_host=False))
     for bits in (8, 16):

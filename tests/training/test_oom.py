@@ -203,7 +203,9 @@ def test_what_counts_as_out_of_memory(error, expected):
 
 
 def test_auto_goes_on_with_a_micro_batch_that_fits_and_a_resumed_run_begins_with_it(train, fits, monkeypatch, capsys):
-    monkeypatch.setattr(local, "run_processes", lambda _, settings, **__: local.run_job(local.job("train"), settings))
+    monkeypatch.setattr(
+        local, "run_processes", lambda _, settings, **__: local.run_in_this_process(local.job("train"), settings)
+    )
     fits("training", 20)
     for more in ("trainer.max_steps=1", "trainer.max_steps=2"):
         found = train("run=a", AUTO, "loader.batch_size=60", "resume=auto", more)

@@ -92,7 +92,7 @@ def to_device(device: "device | str", array: NDArray[Any]) -> "Tensor":
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-def is_rising(pair: Sequence[float]) -> Sequence[float]:
+def require_rising(pair: Sequence[float]) -> Sequence[float]:
     if pair[0] > pair[1]:
         raise ValueError("the lower number must come first")
     return pair
@@ -105,7 +105,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 MaskValue = Annotated[int, Field(ge=-(2**31), lt=2**31)] | None
-PAIR = (Field(min_length=2, max_length=2), AfterValidator(is_rising))
+PAIR = (Field(min_length=2, max_length=2), AfterValidator(require_rising))
 
 
 class Checked:

@@ -25,7 +25,7 @@ from lockstep.run import RunFolder
 
 QUIET, PATIENCE = 0.75, 0.1  # fractions of strategy.timeout_s: without a batch, and without an answer; sum below 1
 LOOK_S = 2.0  # seconds between two checks, at most
-NEVER_S = timedelta(days=20)  # torch counts milliseconds in 32 bits
+NO_TIMEOUT = timedelta(days=20)  # torch counts milliseconds in 32 bits
 END_S = 6.0  # seconds for a process to end by itself after another process failed
 LIBRARIES = f"lib{os.sep}python"
 WAITING = tuple(f"torch{os.sep}{part}{os.sep}" for part in ("distributed", "autograd"))  # DDP waits in backward
@@ -95,7 +95,7 @@ class Monitor:
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             process.store.set(f"{self.name}/left/{self.rank}", "")
             if not failed:
-                process.store.wait([f"{self.name}/left/{rank}" for rank in range(self.size)], NEVER_S)
+                process.store.wait([f"{self.name}/left/{rank}" for rank in range(self.size)], NO_TIMEOUT)
         self.over.set()  # only now: if rank 0 is stopped, the requests above wait forever
         process.monitor = None
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoints, leaves, step_of
-from lockstep.config.formatting import with_noun
+from lockstep.config.formatting import pluralize
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed
 from lockstep.machine import process
 from lockstep.machine.world import all_gather_objects
@@ -80,7 +80,7 @@ class Preemption(Callback):
             return
         if self.save:
             self.save(trainer)
-        raise self.ended(f"after {with_noun(steps_done(trainer), 'step')}" + f"; {AGAIN} to continue" * bool(self.save))
+        raise self.ended(f"after {pluralize(steps_done(trainer), 'step')}" + f"; {AGAIN} to continue" * bool(self.save))
 
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Everything is saved already, so processes need not agree."""

@@ -15,8 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from lockstep.config.formatting import metric, with_noun
+from lockstep.config.formatting import metric, pluralize
 from lockstep.config.run_config import Component, RunConfig
+from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
 from lockstep.panel import Content, Gallery, Sample
@@ -65,7 +66,7 @@ class RunSummary(Callback):
         parameters = sum(p.numel() for p in pl_module.parameters())
         done = f", {steps_done(trainer)} already done" if steps_done(trainer) else ""
         steps = total_steps(trainer)
-        length = "no fixed number of steps" if math.isinf(steps) else with_noun(steps, "step")
+        length = "no fixed number of steps" if math.isinf(steps) else pluralize(steps, "step")
         print_line(
             f"{self.config.run}: {self.model} ({parameters:,} parameters) · {self.data_name}{self.samples()} · "
             f"{self.config.strategy.name}, {replicas} · {work.loaders.title(trainer)} · {trainer.precision} · {length}{done}"
@@ -218,7 +219,8 @@ class FirstBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.samples is None:
-            metadata = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            metadata = data.metadata if isinstance(data, DataModule) else {}
             self.samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:
@@ -320,7 +322,7 @@ def samples_in_all(trainer: Trainer, batch: Any) -> float:
     """
     strategy: Any = trainer.strategy
     loaders = strategy.loaders_of(strategy.micro_batch)
-    counts = [samples for loader in loaders if (samples := loader.info[strategy.micro_batch].samples) is not None]
+    counts = [samples for loader in loaders if (samples := loader.batch_info[strategy.micro_batch].samples) is not None]
     return (
         sum(counts)
         if counts

@@ -17,7 +17,7 @@ from lockstep.config.schema import GROUPS, RECIPES
 from lockstep.errors import OutOfMemory, UnsafeCheckpoint, UserError, oom_with_path
 from lockstep.machine.files import open_plain
 from lockstep.machine.world import rank_of
-from lockstep.run import MOST_VALUES, RunFolder, find_run, why_not_a_config
+from lockstep.run import MOST_VALUES, RunFolder, find_run, why_not_plain
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 SHARD = re.compile(r"shard-\d+-of-\d+\.pt")
@@ -103,11 +103,11 @@ class Checkpoint:
             reason = f"it has no {' and no '.join(missing)}"
         elif invalid := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
             reason = f"its {invalid[0]} is a {type(values[invalid[0]]).__name__}"
-        elif (why := why_not_a_config(config := values["config"], most=most)) or not is_config(with_new_keys(config)):
+        elif (why := why_not_plain(config := values["config"], most=most)) or not is_config(with_new_keys(config)):
             reason = f"its config is not the config of a run{f': {why}' if why else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             reason = "it does not describe its data"
-        elif why := why_not_a_config([values.get(DATA), values.get("network")], references=True, most=most):
+        elif why := why_not_plain([values.get(DATA), values.get("network")], references=True, most=most):
             reason = f"its data or network is invalid: {why}"
         if reason:
             raise UserError(
@@ -303,7 +303,8 @@ def complete_checkpoint(path: Path, key: str) -> Path:
         )
     path = path.resolve() if path.is_symlink() else path
     if not path.exists():
-        raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or a run by its name.")
+        run = "run=<name> with" if key == "checkpoint" else f"{key}=<name> with"
+        raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or {run} the name of a run.")
     if not is_checkpoint(path):
         raise UserError(
             f"{key}={path} is not a complete checkpoint: it is truncated, damaged, or not a checkpoint. Try a different file in that folder."

@@ -23,7 +23,7 @@ from lockstep.config import formatting
 from lockstep.config.instantiate import network
 from lockstep.errors import UnsafeCheckpoint, UserError, oom_with_path
 from lockstep.machine.files import open_plain
-from lockstep.run import damage_as_user_error, why_not_a_config
+from lockstep.run import explain_damage, why_not_plain
 
 # --- Values that torch.load accepts with weights_only=True, as checkpoints are loaded ---
 
@@ -95,7 +95,7 @@ def open_file(path: Path) -> Any:
         try:
             open_plain(path).close()  # torch memory-maps by path only
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if problem := why_not_a_config(content, references=True, most=max_values(path)):
+            if problem := why_not_plain(content, references=True, most=max_values(path)):
                 raise ValueError(problem)
             return content
         except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
@@ -160,7 +160,7 @@ def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
     if not path.is_dir():
         return open_file(path)
     shards: dict[str, list[dict[str, Any]]] = {}  # by note, in the order of their rows, memory-mapped
-    with damage_as_user_error(path, "Restore it from a copy."):
+    with explain_damage(path, "Restore it from a copy."):
         for file in shard_files(path):
             for note, shard in open_file(file).items():
                 shards.setdefault(note, []).append(shard)
@@ -243,11 +243,11 @@ def differences(target: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> It
     for kind, names in (("missing", target.keys() - saved.keys()), ("unexpected", saved.keys() - target.keys())):
         if names:
             yield f"{kind}: {', '.join(sorted(names)[:SHOWN])}"
-    pairs = [(name, *map(describe_form, (saved[name], tensor))) for name, tensor in target.items() if name in saved]
+    pairs = [(name, *map(describe_tensor, (saved[name], tensor))) for name, tensor in target.items() if name in saved]
     yield from [f"{name} is {got} instead of {expected}" for name, got, expected in pairs if got != expected][:SHOWN]
 
 
-def describe_form(value: Any) -> str:
+def describe_tensor(value: Any) -> str:
     """What must agree between a weight and its saved value: copying one form into another fails or loses a part."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"

@@ -160,7 +160,7 @@ def module_errors(settings: Settings) -> Iterator[str]:
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
     if settings.spec.is_sharded:
         reason = f"needs an optimizer from the group optim with strategy={cfg.strategy.name}, but {name} creates its own. Set strategy=ddp"
-        yield from settings.exclusion_errors({"exact.logical_ranks": (None, reason)})
+        yield from settings.exact_conflicts({"exact.logical_ranks": (None, reason)})
     if settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called, but {name} calls its network itself. Set strategy=ddp."
 

@@ -24,7 +24,7 @@ from lockstep.config.schema import GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.targets import target_error
 from lockstep.config.validators import RUN_NAME, Validator
 from lockstep.errors import UserError, did_you_mean
-from lockstep.run import CONFIG_ADVICE, LOADER, RunFolder, damage_as_user_error
+from lockstep.run import CONFIG_ADVICE, LOADER, RunFolder, explain_damage
 
 # --- Names of runs and sweeps ---
 
@@ -74,7 +74,7 @@ class Draft:
     def of_run(cls, folder: RunFolder) -> "Draft":
         """The config.yaml of a run. Raises UserError: it is damaged or not the config of a run."""
         values, text = folder.saved_config()
-        with damage_as_user_error(folder.config_file, CONFIG_ADVICE):
+        with explain_damage(folder.config_file, CONFIG_ADVICE):
             tree: Any = OmegaConf.create(text)
             if any(part not in values for part in WHOLE):
                 raise ValueError("it is not the complete config of a run")

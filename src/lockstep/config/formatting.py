@@ -23,7 +23,7 @@ def number(value: Any) -> str:
     return f"{value:,}" if type(value) is int else "" if value is None else str(value)
 
 
-def with_noun(count: float, noun: str) -> str:
+def pluralize(count: float, noun: str) -> str:
     """`1 step`, `2,000 steps`."""
     return f"{count:,.0f} {noun}" + ("" if count == 1 else "s")
 

@@ -73,7 +73,7 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         raise
 
 
-def inherits_first(component: Component, key: str, base: str, *alternatives: str) -> bool:
+def has_nearest_base(component: Component, key: str, base: str, *alternatives: str) -> bool:
     """Whether `base` is the first of `base` and `alternatives` (dotted names) among the bases of a component's class.
 
     Reads the source, and imports the class only if its source does not show all bases.
@@ -81,7 +81,7 @@ def inherits_first(component: Component, key: str, base: str, *alternatives: str
     homes = targets.source_bases(component.target)
     if homes is None:
         target = targets.target_of(component.target, key) if component and not component.is_shipped else None
-        homes = [*map(targets.definition_path, getattr(target, "__mro__", ()))]
+        homes = [*map(targets.qualified_name, getattr(target, "__mro__", ()))]
     return [home for home in homes if home in (base, *alternatives)][:1] == [base]
 
 
@@ -144,7 +144,7 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
     if named is None:
         return
     engine = ENGINE.get(key, ())
-    names = [name for name, parameter in named.items() if targets.takes_name(parameter)]
+    names = [name for name, parameter in named.items() if targets.accepts_keyword(parameter)]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
     for name in (name for name in node if name not in (*SPECIAL, *engine)):
         if name in names:

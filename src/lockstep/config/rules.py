@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.config.formatting import to_text
-from lockstep.config.instantiate import inherits_first
+from lockstep.config.instantiate import has_nearest_base
 from lockstep.config.settings import Settings
 from lockstep.config.targets import source_constant
 from lockstep.config.validators import is_devices
@@ -153,20 +153,20 @@ def processes(settings: Settings) -> Iterator[str]:
         yield f"trainer.benchmark=true chooses kernels by their speed in this run, which is incompatible with {exact}. Remove trainer.benchmark."
     if world.accelerator != "cpu" and cfg.exact.threads != 1:
         yield f"{settings.setting_text('exact.threads')} has no effect on {world.accelerator}: it applies only to CPUs. Remove it."
-    yield from settings.exclusion_errors(EXACT)
+    yield from settings.exact_conflicts(EXACT)
 
 
 def exact_training(settings: Settings) -> Iterator[str]:
     trainer, exact = settings.cfg.trainer, settings.setting_text("exact.logical_ranks")
     if settings.cfg.exact.logical_ranks is None:
         reason = "has no effect without exact.logical_ranks. Set exact.logical_ranks=8 as well, or remove it"
-        yield from settings.exclusion_errors({"exact.threads": (1, reason), "exact.digests": (False, reason)})
+        yield from settings.exact_conflicts({"exact.threads": (1, reason), "exact.digests": (False, reason)})
         return
     for key in COUNTED:
         count = settings.cfg.get(f"trainer.{key}")
         if isinstance(count, float) and count not in (0.0, 1.0):
             yield f"trainer.{key}={count} is a fraction of a process's micro-batches; with {exact} it must be a number of steps. Set trainer.{key}=10."
-    yield from settings.exclusion_errors(EXACT_TRAINING)
+    yield from settings.exact_conflicts(EXACT_TRAINING)
     if settings.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
         yield (
             f"trainer.precision={trainer.precision} rounds the last elements of a shard differently, so {exact} is not supported with "
@@ -265,7 +265,7 @@ def why_not_fused(settings: Settings) -> str | None:
         return None  # training/arithmetic.py
     if exact and is_sharded:
         return f"has not been tested on GPU shards, so it is not supported with exact.logical_ranks={exact}"
-    if cfg.optim.target not in SGD and not inherits_first(cfg.optim, "optim", SGD[1]):
+    if cfg.optim.target not in SGD and not has_nearest_base(cfg.optim, "optim", SGD[1]):
         return None
     if is_sharded:
         return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"

@@ -64,7 +64,7 @@ class Component:
     def title(self) -> str:
         """Its display name: its `name`, or its class name in the same form."""
         name = (self.target or "none").rpartition(".")[2]
-        return str(self.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[a-z0-9]{2})(?=[A-Z])", "_", name).lower())
+        return str(self.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z][A-Za-z])|(?<=[a-z0-9]{2})(?=[A-Z])", "_", name).lower())
 
     def __bool__(self) -> bool:
         return bool(self.target)

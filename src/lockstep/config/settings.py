@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.formatting import to_text
-from lockstep.config.instantiate import inherits_first, operations, pretraining
+from lockstep.config.instantiate import has_nearest_base, operations, pretraining
 from lockstep.config.run_config import Component, Loader, Request, RunConfig
 from lockstep.config.schema import OPTIONAL
 from lockstep.config.targets import imports_no_torch, source_bases
@@ -128,7 +128,7 @@ class Settings:
 
     @property
     def seed(self) -> int:
-        assert self.cfg.seed is not None  # set by Draft.identified
+        assert self.cfg.seed is not None  # set by Draft.with_run_identity
         return self.cfg.seed
 
     @property
@@ -177,7 +177,7 @@ class Settings:
     @cached_property
     def own_loaders(self) -> bool:
         """Whether `data` is a LightningDataModule, which has its own dataloaders."""
-        return inherits_first(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
+        return has_nearest_base(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
 
     @cached_property
     def loader(self) -> Loader | None:
@@ -189,8 +189,8 @@ class Settings:
         """Whether the task is the user's LightningModule, as declared by task=lightning_module or the task's class."""
         task, base, ours = self.cfg.task, "lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"
         if "replaces" in task:
-            return not inherits_first(task, "task", ours, base)
-        return inherits_first(task, "task", base, ours)
+            return not has_nearest_base(task, "task", ours, base)
+        return has_nearest_base(task, "task", base, ours)
 
     @cached_property
     def operations(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class Settings:
         """A key and its value, as messages show them."""
         return f"{key}={to_text(self.cfg.get(key))}"
 
-    def exclusion_errors(self, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    def exact_conflicts(self, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
         """A message for each key of a table that differs from its default, with the reason why it must not."""
         for key, (default, reason) in table.items():
             if self.cfg.get(key, default) not in (default, None):

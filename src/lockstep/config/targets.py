@@ -91,7 +91,7 @@ def component_types(key: str) -> tuple[str, ...] | None:
     return COMPONENT_TYPES.get(key) or COMPONENT_TYPES.get(f"{key.rpartition('.')[0]}.*")
 
 
-def definition_path(target: Any) -> str:
+def qualified_name(target: Any) -> str:
     """The dotted path where a class or function is defined, regardless of the path that it was imported from."""
     return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
@@ -100,7 +100,7 @@ def is_allowed(target: Any, key: str) -> bool:
     """Whether a config may name `target` at `key`. Does not call `target`."""
     while isinstance(target, partial):
         target = target.func
-    path, kinds = definition_path(target), component_types(key)
+    path, kinds = qualified_name(target), component_types(key)
     # In a checkout, the project's packages include those of Lockstep.
     packages = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
     if path.startswith(UNPICKLING) or not callable(target):
@@ -115,7 +115,7 @@ def is_allowed(target: Any, key: str) -> bool:
             cls = None
         if not isinstance(cls, type) or cls is Any:
             return path.startswith(packages)
-    bases = {definition_path(base) for base in cls.__mro__}
+    bases = {qualified_name(base) for base in cls.__mro__}
     return any(
         base in bases
         and path.startswith(modules if base == "builtins.object" else (*modules, f"{PACKAGE.name}.", *packages))
@@ -202,7 +202,7 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (component_types(key) or ())]
         transforms = "a transform of torchvision, timm or albumentations"
         kinds = " or ".join(transforms if name == "object" else f"{library}'s {name}" for library, *_, name in bases)
-        if any(definition_path(base).startswith("pytorch_lightning.") for base in getattr(target, "__mro__", ())):
+        if any(qualified_name(base).startswith("pytorch_lightning.") for base in getattr(target, "__mro__", ())):
             raise UserError(
                 f"{key}._target_={path} is a class of the package pytorch_lightning. Lockstep supports the package lightning, which has the "
                 "same modules: replace `import pytorch_lightning` with `import lightning.pytorch`."
@@ -225,11 +225,11 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
         result = signature(target)
         for init, base in pairwise(constructors(target)):
             rest = [name for name, p in result.items() if p.kind is p.VAR_KEYWORD]
-            if not rest or consumes_rest(init, rest[0]):
+            if not rest or consumes_kwargs(init, rest[0]):
                 break
             inherited = list(signature(base).values())[1:]  # without `self`
             named = {k: p for k, p in result.items() if k not in rest}
-            result = {p.name: p.replace(default=None) if takes_name(p) else p for p in inherited} | named
+            result = {p.name: p.replace(default=None) if accepts_keyword(p) else p for p in inherited} | named
     except (LookupError, TypeError, ValueError):
         return None
     return result
@@ -354,7 +354,7 @@ def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: p.replace(annotation=types.get(name, p.annotation)) for name, p in named.items()}
 
 
-def takes_name(parameter: inspect.Parameter) -> bool:
+def accepts_keyword(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
@@ -364,7 +364,7 @@ def constructors(target: Any) -> list[Callable[..., Any]]:
     return [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
 
 
-def consumes_rest(constructor: Callable[..., Any], rest: str) -> bool:
+def consumes_kwargs(constructor: Callable[..., Any], rest: str) -> bool:
     """Whether a constructor passes its `**rest` to no other constructor, so it may use any of the names itself."""
     try:
         parts = ast.walk(ast.parse(f"if True:\n{inspect.getsource(constructor)}"))  # a method is indented

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config.formatting import to_text
 
 MAX_INTEGER = 2**63 - 1  # the largest integer that the libraries can hold
-MAX_PATH_BYTES = 255  # bytes in a file name
+MAX_NAME_BYTES = 255  # bytes in a file name
 TIME_UNITS = ("weeks", "days", "hours", "minutes", "seconds")  # of timedelta
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*")
 
@@ -99,7 +99,7 @@ def is_duration(v: Any) -> bool:
 def is_text(v: Any) -> bool:
     """Whether `v` is text that can be a path: UTF-8, as the config is saved, with parts short enough for file names."""
     is_utf8 = isinstance(v, str) and v != "" and "\0" not in v and v.encode(errors="replace").decode() == v
-    return is_utf8 and all(len(n.encode()) <= MAX_PATH_BYTES for n in v.split("/"))
+    return is_utf8 and all(len(n.encode()) <= MAX_NAME_BYTES for n in v.split("/"))
 
 
 def is_texts(v: Any) -> bool:
@@ -116,7 +116,7 @@ def is_unfrozen(v: Any) -> bool:
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
 
 FLAG = one_of(True, False, example="true")
-TEXT = Validator(is_text, f"UTF-8 text with at most {MAX_PATH_BYTES} bytes between slashes", "name")
+TEXT = Validator(is_text, f"UTF-8 text with at most {MAX_NAME_BYTES} bytes between slashes", "name")
 TRAINED = Validator(
     lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
 ).or_null()
@@ -132,7 +132,7 @@ MONITOR = Validator(TEXT.accepts, "the name of a validation metric", "val/loss")
 DEVICES = Validator(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2")
 NAME = Validator(
     lambda v: type(v) in (str, int) and bool(RUN_NAME.fullmatch(str(v))) and is_text(str(v)),
-    f"a name of letters, digits and . _ - +, with at most {MAX_PATH_BYTES} characters between slashes",
+    f"a name of letters, digits and . _ - +, with at most {MAX_NAME_BYTES} characters between slashes",
     "first",
 ).or_null()
 PRECISION = Validator(lambda v: str(v) in PRECISIONS, f"one of {', '.join(PRECISIONS[:7])}", "bf16-mixed")

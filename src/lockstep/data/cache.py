@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep.config.formatting import warn
 from lockstep.data.dataset import add_arrays
-from lockstep.errors import DataChanged, UserError, disk_errors
+from lockstep.errors import DataChanged, UserError, explain_os_error
 from lockstep.machine.files import atomic_replace, locked, open_plain, read_text, refuse_unwritable, remove
 
 FORMAT = 4  # version of the cache; increment it when the format of the files changes
@@ -41,7 +41,7 @@ class Cached:
     def unchanged(self) -> "Cached":
         """Returns itself. Raises DataChanged if the mapped files have changed since they were decoded."""
         with contextlib.suppress(OSError):  # removed or unreadable: the mapped arrays stay valid
-            if checked_arrays(self.folder) != self:
+            if load_cache(self.folder) != self:
                 raise DataChanged(
                     f"the decoded data in {self.folder} changed while this run used it. Rerun the command with resume=auto: it decodes "
                     "the data again and continues from the last checkpoint, which was saved before the change."
@@ -113,29 +113,29 @@ def decode_once(folder: Path, decode: Decode) -> Cached:
     Raises:
         UserError: the cache cannot be written, or its disk is full.
     """
-    if cached := intact_arrays(folder):
+    if cached := load_cache_or_none(folder):
         return cached
     refuse_unwritable(folder.parent, "data.cache_dir")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
-        if cached := intact_arrays(folder):
+        if cached := load_cache_or_none(folder):
             return cached
         if folder.exists():
             warn(f"the decoded data in {folder} is damaged and will be decoded again.")
             remove(folder)  # processes that have mapped its files can still read them
         parts, extra = decode()
-        with disk_errors(f"data.cache_dir={folder.parent} cannot be written", ROOM):
+        with explain_os_error(f"data.cache_dir={folder.parent} cannot be written", ROOM):
             return write(parts, extra, folder)
 
 
-def intact_arrays(folder: Path) -> Cached | None:
+def load_cache_or_none(folder: Path) -> Cached | None:
     """The arrays in `folder`; None if they are missing or damaged."""
     with contextlib.suppress(OSError):
-        return checked_arrays(folder)
+        return load_cache(folder)
     return None
 
 
-def checked_arrays(folder: Path) -> Cached | None:
+def load_cache(folder: Path) -> Cached | None:
     """The arrays in `folder`; None if they differ from what was written. Raises OSError if they cannot be read.
 
     Hashes the files (0.7 GB/s) only if their size or modification time has changed since they were written.

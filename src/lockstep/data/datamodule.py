@@ -12,13 +12,13 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
-from lockstep.config.targets import definition_path
-from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, as_list, classes_of, targets_of
+from lockstep.config.targets import qualified_name
+from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, classes_of, join_names, targets_of
 from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Reader, ResumableLoader, WithEpoch, is_numeric, timed
 from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, evaluation_splits, splits
 from lockstep.errors import UserError, raise_problems
 
-VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `varied`, and for all
+VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `diverse_samples`, and for all
 ON_DEVICE_SHARE = 0.1  # the fraction of a GPU's free memory that on_device=auto may use
 # Maps targets and the number of names they may refer to, to the index and a description of the first invalid target.
 TargetCheck = Callable[[Any, int], tuple[int, str] | None]
@@ -48,9 +48,9 @@ def match_indices(reference: Sequence[Any], names: Sequence[Any], key: str, part
         return None
     unknown, unique = [n for n in texts if n not in index], len({*texts}) == len(texts) and len(index) == len(reference)
     if unknown or not unique or key not in MATCHED or (key == "targets" and len(texts) < len(index)):
-        reason = f"{as_list(unknown)} cannot be matched" if unknown else "they must be the same, in the same order"
+        reason = f"{join_names(unknown)} cannot be matched" if unknown else "they must be the same, in the same order"
         raise UserError(
-            f"the {part} part of this data has the {key} {as_list(texts)}, but {owner} has {as_list(reference)}: {reason}. Rename or remove them, or use different data. {RENAME if owner == TRAIN else NEW_HEAD}"
+            f"the {part} part of this data has the {key} {join_names(texts)}, but {owner} has {join_names(reference)}: {reason}. Rename or remove them, or use different data. {RENAME if owner == TRAIN else NEW_HEAD}"
         )
     return torch.tensor([index[name] for name in texts])
 
@@ -83,7 +83,9 @@ class DataModule(pl.LightningDataModule):
         self.with_workers: list[FromWorkers] = []
         self.waited_s = 0.0  # how long training in this process has waited for batches and their preprocessing
         self.predicted = "test"  # the part that predict_dataloader loads
-        self.fills = False  # whether the module needs equally many samples in each process, so some are fillers
+        self.is_by_hand = self.fills = (
+            False  # train.py created the data set; each process gets equally many, with fillers
+        )
         self.index_B: Indices | None = None  # indices of the batch that is being transferred, on the host
         self.problems: list[str] | None = None  # why samples of the current batch could not be read
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
@@ -113,7 +115,7 @@ class DataModule(pl.LightningDataModule):
         return self.trainer.strategy.root_device
 
     @property
-    def info(self) -> dict[str, Any]:
+    def data_info(self) -> dict[str, Any]:
         """Data info for the report."""
         return {
             "unit": self.unit,
@@ -124,7 +126,7 @@ class DataModule(pl.LightningDataModule):
             "data/test": self.test_split.count,
             "data/notice": self.dataset.notice,
             **{f"data/{part}": split.count for part, split in self.sets.items()},
-            **{f"data/{name}": value for name, value in self.dataset.info.items()},
+            **{f"data/{name}": value for name, value in self.dataset.data_info.items()},
         }
 
     def memory_device(self, arrays: Arrays) -> torch.device | None:
@@ -158,15 +160,15 @@ class DataModule(pl.LightningDataModule):
                     numbering[part] = indices, key
             present = {str(name) for names in parts.values() for name in names}
             if missing := [name for name in map(str, reference[key]) if name not in present]:
-                warnings.append(f"{owner} has {len(reference[key]):,} {key}; this data lacks {as_list(missing)}")
+                warnings.append(f"{owner} has {len(reference[key]):,} {key}; this data lacks {join_names(missing)}")
         self.numbering = numbering
-        ours = self.metadata
-        ours |= {key: names for key in shared_keys if (names := names_at(reference, key)) != names_at(ours, key)}
+        known = self.metadata
+        known |= {key: names for key in shared_keys if (names := names_at(reference, key)) != names_at(known, key)}
         self.metadata |= class_counts(self.dataset, self.train_split, self.metadata, self.numbering.get("train"))
         return warnings
 
     def check_targets(self, key: str, judge: TargetCheck, whole: bool = False) -> None:
-        """Checks targets, which refer to the names in `about[key]`: stored arrays now, others when they are read.
+        """Checks targets, which refer to the names in `metadata[key]`: stored arrays now, others when they are read.
         `whole`: converts targets of other types to integers.
 
         Raises:
@@ -188,7 +190,7 @@ class DataModule(pl.LightningDataModule):
         names, _ = self.numbering.get(part, (self.metadata.get(self.judged, ()), ""))
         return self.judge(target_B, len(names)) if self.judge else None
 
-    def with_final_targets(self, part: str, batch: Batch) -> Batch:
+    def renumber_targets(self, part: str, batch: Batch) -> Batch:
         """The batch with targets numbered as in `metadata`. Raises UserError, with part and index, if one is wrong."""
         target, (indices, key) = batch.get("target"), self.numbering.get(part, (None, ""))
         if self.judge and isinstance(target, Tensor) and target.layout == torch.strided:
@@ -203,7 +205,7 @@ class DataModule(pl.LightningDataModule):
             return batch
         names = self.metadata[key]
         if not isinstance(target, Tensor):
-            raise UserError(f"the {part} part cannot be renumbered. Number its {key} in this order: {as_list(names)}.")
+            raise UserError(f"the {part} part cannot be renumbered. Number its {key} as in {join_names(names)}.")
         return {**batch, "target": renumbered(target, indices, key, len(names))}
 
     def reader(self, part: str, data: Any = None, *, training: bool = False, repeats: int | None = None) -> Reader:
@@ -228,7 +230,7 @@ class DataModule(pl.LightningDataModule):
             workers = FromWorkers(Indexed(reader), sampler=WithEpoch(sampler), **options)
             self.with_workers.append(workers)
             read = workers.batches
-        return ResumableLoader(lambda: map(partial(self.with_final_targets, part), read()), sampler)
+        return ResumableLoader(lambda: map(partial(self.renumber_targets, part), read()), sampler)
 
     def train_dataloader(self) -> ResumableLoader:
         sampler = self.sampler(
@@ -316,7 +318,7 @@ class DataModule(pl.LightningDataModule):
         rng_kwargs: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "repeats": repeats}
         if augment and self.to_crop is not None:
             reader = self.reader("train", training=True, repeats=repeats)
-            batch = self.with_final_targets("train", reader(batch["index"].numpy(), epoch))
+            batch = self.renumber_targets("train", reader(batch["index"].numpy(), epoch))
         elif augment:
             batch = augment.at_reading(batch, **rng_kwargs)
         batch = move_data_to_device(batch, device) if device else batch
@@ -324,9 +326,9 @@ class DataModule(pl.LightningDataModule):
         return data.preprocess(augment.on_device(batch, **rng_kwargs) if augment else batch)
 
     def raw(self, part: str, index_N: Any, epoch: int = 0) -> Batch:
-        """Samples of a part as the data set returns them, before `finished`."""
+        """Samples of a part as the data set returns them, before `preprocessed`."""
         data = self.dataset if part == "train" else self.evaluated
-        return self.with_final_targets(part, self.reader(part, data)(np.asarray(index_N), epoch))
+        return self.renumber_targets(part, self.reader(part, data)(np.asarray(index_N), epoch))
 
     def example(self, samples: int | Indices, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of training samples, augmented if `training`: at these indices, or the first, repeated if too few."""
@@ -354,9 +356,9 @@ class DataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Records which data a checkpoint was trained on. Raises DataChanged."""
         data, optional = self.dataset, {"folds": self.folds and "stratified", "transforms": self.transforms}
-        described = {"class": definition_path(data), "source": data.source, "about": self.metadata}
-        contents = {"sha256": data.fingerprint, "train": len(data.train), "test": len(data.test)}
-        return {**described, **contents, **{name: value for name, value in optional.items() if value}}
+        optional["class"] = self.is_by_hand and qualified_name(data)
+        state = {"source": data.source, "sha256": data.fingerprint, "train": len(data.train), "test": len(data.test)}
+        return {**state, "about": self.metadata, **{name: value for name, value in optional.items() if value}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError if the run trained on different data, or on samples that this run would validate."""

@@ -163,7 +163,7 @@ def classes_of(part: Any) -> NDArray[np.int64] | None:
 LISTED = 12  # most names in a message
 
 
-def as_list(names: Iterable[Any]) -> str:
+def join_names(names: Iterable[Any]) -> str:
     texts = [*map(str, names)]
     return ", ".join(texts[:LISTED]) + (f", ... ({len(texts):,} in all)" if len(texts) > LISTED else "")
 
@@ -299,7 +299,7 @@ class DataSet:
         """Called once per machine before the processes start: download, decode, check. Cheap if called again."""
 
     @property
-    def info(self) -> dict[str, Any]:
+    def data_info(self) -> dict[str, Any]:
         """Metrics for the report, under data/, such as the number of skipped files."""
         return {}
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.formatting import size
-from lockstep.data.cache import ROOM, Cached, Parts, cache_folder, decode_once, file_state, intact_arrays, key_of
+from lockstep.data.cache import ROOM, Cached, Parts, cache_folder, decode_once, file_state, key_of, load_cache_or_none
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import (
     Files,
@@ -30,10 +30,18 @@ from lockstep.data.images import (
     read_all,
     with_decode_arguments,
 )
-from lockstep.data.listing import SEPARATORS, SHOWN, Listing, class_folders, from_csv, root_errors, target_problem
+from lockstep.data.listing import (
+    SEPARATORS,
+    SHOWN,
+    Listing,
+    class_folders,
+    explain_root_error,
+    from_csv,
+    target_problem,
+)
 from lockstep.data.pixels import BACKGROUND, WHITE_16, Frame
 from lockstep.data.sampler import PARTS, divide_parts
-from lockstep.errors import UserError, did_you_mean, disk_errors, raise_problems
+from lockstep.errors import UserError, did_you_mean, explain_os_error, raise_problems
 
 # --- Targets from CSV cells or folder names ---
 
@@ -138,7 +146,7 @@ class Folder(Images):
 
     @cached_property
     def listing(self) -> Listing:
-        with root_errors(self.root):
+        with explain_root_error(self.root):
             return from_csv(self.csv, self.kind) if self.csv else class_folders(self.root)
 
     @cached_property
@@ -214,7 +222,7 @@ class Folder(Images):
         """The part in the cache, or None. If it need not be stored, any form will do: its files were checked then."""
         form = self.stored[part]
         folders = [self.cache_of(part, form)] if form else sorted(self.cache.glob(f"{self.keys[part]}-*"))
-        return next((cached for folder in folders if (cached := intact_arrays(folder))), None)
+        return next((cached for folder in folders if (cached := load_cache_or_none(folder))), None)
 
     @cached_property
     def cached(self) -> dict[str, Cached]:
@@ -240,7 +248,10 @@ class Folder(Images):
         elif form:
             keep = partial(keep_smaller_jpeg, side=form, channels=self.channels)
         sha256_N, end_N, broken, brightest = [], [], dict[str, str](), 0
-        with disk_errors(f"data.cache_dir={self.cache} cannot be written", ROOM), TemporaryFile(dir=self.cache) as file:
+        with (
+            explain_os_error(f"data.cache_dir={self.cache} cannot be written", ROOM),
+            TemporaryFile(dir=self.cache) as file,
+        ):
             contents = read_all(self.listing.base, paths, f"reading {part} images", keep)
             for path, read in zip(paths, contents, strict=True):
                 sha256_N.append(np.frombuffer(read.sha256, np.uint8))
@@ -282,7 +293,7 @@ class Folder(Images):
         return f"{sum(count.values()):,} images. {'; '.join(jobs)}. A core decodes {per_s:,.0f} images/s."
 
     def prepare(self) -> None:
-        broken, brightest = self.info["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
+        broken, brightest = self.data_info["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
         are_two, is_dark = f"are two separate {TARGETS[self.kind]}", 0 < brightest < DARK
         variants = "; ".join(f"{first} and {second} {are_two}" for first, second in pairs(self.encoded[0], class_key))
         all_squares = self.presize and all(isinstance(form, Frame) for form in self.stored.values())
@@ -297,7 +308,7 @@ class Folder(Images):
         self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 
     @property
-    def info(self) -> dict[str, Any]:
+    def data_info(self) -> dict[str, Any]:
         skipped = sum(len(cached.extra["broken"]) for cached in self.cached.values())
         return {"skipped": skipped, "left_out": self.listing.left_out or None}
 

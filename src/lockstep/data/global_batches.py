@@ -123,7 +123,7 @@ class GlobalBatches:
         divides = type(batch_sampler) is BatchSampler
         self.size: int | None = batch_sampler.batch_size if divides else None  # None: the batch sampler decides
         self.drop_last = divides and batch_sampler.drop_last
-        self.sampler, self.compare = undivided(batch_sampler.sampler if divides else batch_sampler), compare
+        self.sampler, self.compare = without_rank_split(batch_sampler.sampler if divides else batch_sampler), compare
         self.name = type(self.sampler).__name__
 
     @property
@@ -190,7 +190,7 @@ class GlobalBatches:
             ahead = min(2 * ahead, AHEAD if self.size else 1 + AHEAD // max(1, len(chunk[0])))
 
 
-def undivided(sampler: Any) -> Any:
+def without_rank_split(sampler: Any) -> Any:
     """Makes torch's DistributedSampler, also in a batch sampler, return all samples: else they are divided twice."""
     if isinstance(sampler, DistributedSampler):
         sampler = copy.copy(sampler)
@@ -198,5 +198,5 @@ def undivided(sampler: Any) -> Any:
         sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
     elif isinstance(inner := getattr(sampler, "sampler", None), DistributedSampler):
         sampler = copy.copy(sampler)
-        sampler.sampler = undivided(inner)
+        sampler.sampler = without_rank_split(inner)
     return sampler

@@ -62,7 +62,7 @@ def decode_all(files: Sequence[Any], **pixels: Any) -> Any:
 
 
 def with_decode_arguments(samples: Any, **pixels: Any) -> Any:
-    """A copy of the samples with other arguments for `decoded`; the same object if they are not decoded on access."""
+    """A copy of the samples with other arguments for `decode`; the same object if they are not decoded on access."""
     if not getattr(samples, "decoding", None):
         return samples
     samples = copy.copy(samples)
@@ -307,7 +307,7 @@ class Images(DataSet):
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """Arguments for `decoded`."""
+        """Arguments for `decode`."""
         return {"channels": self.channels, "frame": self.frame}
 
     def read(self, path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.data.pixels import ENDINGS, JUNK, Walk, file_name_text
 from lockstep.data.sampler import PARTS
-from lockstep.errors import UserError, did_you_mean, disk_errors, raise_problems
+from lockstep.errors import UserError, did_you_mean, explain_os_error, raise_problems
 from lockstep.machine.files import read_bytes
 
 # --- Lists image files of a folder, a glob or a CSV ---
@@ -53,9 +53,11 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
     return by_part
 
 
-def root_errors(root: Path) -> AbstractContextManager[None]:
+def explain_root_error(root: Path) -> AbstractContextManager[None]:
     """Converts an OSError for a file or folder in data.root to a UserError."""
-    return disk_errors(f"data.root={root} cannot be read", "Make it readable, or set data.root=<a different folder>.")
+    return explain_os_error(
+        f"data.root={root} cannot be read", "Make it readable, or set data.root=<a different folder>."
+    )
 
 
 def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) -> list[Row]:
@@ -126,7 +128,7 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
         UserError: the input does not exist, cannot be read, or has no files with these `endings`.
     """
     path, left_out = Path(source).expanduser(), ""
-    with disk_errors(f"input={source} cannot be read", "Make it readable, or pass a different folder or file."):
+    with explain_os_error(f"input={source} cannot be read", "Make it readable, or pass a different folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             rows = read_csv(path, ("path",), "path,target", check or (lambda *_: None))
             targets = [row["target"] for row in rows if "target" in row]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lockstep.data.cache import Cached, Parts, cache_folder, decode_once, key_of, one_download
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import Images
-from lockstep.data.listing import SHOWN, root_errors
+from lockstep.data.listing import SHOWN, explain_root_error
 from lockstep.data.pixels import ENDINGS, JUNK, file_name_text
 from lockstep.errors import UserError
 from lockstep.machine.files import atomic_replace, open_plain, read_bytes
@@ -159,7 +159,7 @@ class Published(Images):
         """The source of the data and its files."""
         root, needs = self.root, f"{self.folders[0]}/{', '.join(self.md5)}"
         if self.asked in ("auto", "disk"):
-            with root_errors(root):
+            with explain_root_error(root):
                 if files := self.find(root):
                     return "disk", files
                 # may be an unfinished download, perhaps of a different process

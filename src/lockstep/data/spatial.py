@@ -84,7 +84,7 @@ def move_all_into_frame(values: Batch, frame: Frame, shape: Size, sizes: int) ->
 def in_frame(values: dict[str, Any], *, channels: int, frame: Frame, least: int | None = None) -> dict[str, Any]:
     """Converts a sample whose `input` and masks are PIL images to arrays in the frame. `least`: keeps the whole image.
 
-    Raises UserError: see `all_moved`.
+    Raises UserError: see `move_all_into_frame`.
     """
     image = values["input"]
     masks = {n: np.array(v) for n, v in values.items() if n != "input" and is_pillow(v) and len(v.getbands()) == 1}

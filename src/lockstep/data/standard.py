@@ -77,7 +77,7 @@ class WrappedLoader(ResumableLoader):
         self.notes: list[str] = []  # limits of the guarantees, for the first lines of a run
         self.began: tuple[int, int] | None = None  # the Trainer's position when iteration last started there
         self.ended: LoaderPosition | None = None  # where it restarts
-        self.info: dict[int, MicroBatchInfo] = {}  # metadata of the last micro-batches, by index in the epoch
+        self.batch_info: dict[int, MicroBatchInfo] = {}  # metadata of the last micro-batches, by index in the epoch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "given":
@@ -118,7 +118,7 @@ class WrappedLoader(ResumableLoader):
         items = self.items(self.division.seed_of(self, turn.times), epoch, turn.done)
         remaining = None if self.length is None else self.length - turn.done
         for batch, info in timed(islice(items, remaining), self.division.waited):
-            self.info = {number: info} | {n: old for n, old in self.info.items() if n == number - 1}
+            self.batch_info = {number: info} | {n: old for n, old in self.batch_info.items() if n == number - 1}
             yield batch
             number += 1
         self.ended = LoaderPosition(epoch, number, turn.times + 1, 0)

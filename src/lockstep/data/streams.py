@@ -69,7 +69,7 @@ class ComparedLoader(WrappedLoader):
         if self.undecided:
             first = [*islice(batches, 1)]
             self.undecided = False
-            restart = self.decide(self.division.agree(self.info[max(self.info)].digest if first else ""))
+            restart = self.decide(self.division.agree(self.batch_info[max(self.batch_info)].digest if first else ""))
             self.equally_long = self.batch_scope != "its own" or self.division.agree(str(self.length))
             if restart:
                 self.began = None

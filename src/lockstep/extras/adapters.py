@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import problems
 from lockstep.data.cache import cache_folder, decode_once, file_hash, key_of, one_download
-from lockstep.data.dataset import Batch, Indices, Items, as_list, bytes_of, classes_of, holder_of
+from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, holder_of, join_names
 from lockstep.data.images import Images, decode_all
-from lockstep.data.listing import part_names, root_errors
+from lockstep.data.listing import explain_root_error, part_names
 from lockstep.data.pixels import read_error_text
 from lockstep.data.published import folder_contents, has_photos
 from lockstep.data.sampler import PARTS, divide_parts
@@ -113,7 +113,7 @@ def class_names(dataset: Any, *, numbers: bool = True) -> list[str]:
     lists = sorted({tuple(names) for child in inner if (names := class_names(child, numbers=False))})
     if len(lists) > 1:
         raise UserError(
-            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(as_list, lists))}: class numbers would be ambiguous. Give them the same classes in the same order."
+            f"{type(dataset).__name__} joins Datasets with the classes {' and '.join(map(join_names, lists))}: class numbers would be ambiguous. Give them the same classes in the same order."
         )
     return [*lists[0]] if lists else max((class_names(child, numbers=numbers) for child in inner), key=len, default=[])
 
@@ -308,7 +308,7 @@ class HuggingFace(WrappedDataset):
         import datasets
 
         where = f"data.root={self.root}"
-        with root_errors(self.root):
+        with explain_root_error(self.root):
             try:
                 saved: Any = datasets.load_from_disk(str(self.root))
             except FileNotFoundError:  # raised for any other folder

@@ -64,7 +64,7 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
             yield f"{name}: {len(differing)} of {len(one.steps)} rows differ, the first at step {step} ({x} | {y}), by at most {worst:.2g}"
 
 
-def is_grown_rounding(a: Report, b: Report) -> tuple[bool, str]:
+def rounding_verdict(a: Report, b: Report) -> tuple[bool, str]:
     """Whether the losses of two runs drift apart as rounding does, and the reason."""
     ours, theirs = (dict(zip(*series(run).get(LOSS, Curve([], [])), strict=True)) for run in (a, b))
     rows = [(step, relative(x, theirs[step])) for step, x in ours.items() if step in theirs]

@@ -342,15 +342,15 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
 
 def samples_to_compare(config: RunConfig, metadata: Mapping[str, Any], files: str | None) -> tuple[DataSet, Batch]:
     """Raw samples to compare on, and the data set that prepares them. Raises UserError: they cannot be read."""
+    if (loader := Settings.of(config).loader) is None:
+        raise UserError(
+            f"data={config.data.title} has its own dataloaders; export needs a DataSet. lockstep.load_model(<run>) returns the network with its weights."
+        )
     if files is not None:
         inputs = input_files(files, config.data, metadata, "remove --files to compare on the run's own data", "--files")
         batch = Reader(inputs, seed=0)(np.arange(min(COMPARED, len(inputs))))
         readable = [index for index, problem in enumerate(batch.pop("problem")) if not problem]
         return inputs.reader, samples_at(batch, readable, len(batch["index"]))
-    if (loader := Settings.of(config).loader) is None:
-        raise UserError(
-            f"data={config.data.title} has its own dataloaders; export needs a DataSet. lockstep.load_model(<run>) returns the network with its weights."
-        )
     try:
         data: DataSet = create_data(config.data, loader)
         data.evaluates = True

@@ -22,7 +22,7 @@ from lockstep import build
 from lockstep.build_trainer import evaluator, workload
 from lockstep.checkpoints.finding import DATA
 from lockstep.checkpoints.weights import read
-from lockstep.config.formatting import warn, with_noun
+from lockstep.config.formatting import pluralize, warn
 from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
 from lockstep.data import DataSet, Images, Sound
@@ -303,10 +303,15 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     if request.part:
         return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
-    hint = "pass input=test, val or train (parts of the run's own data), or input=predict for a predict_dataloader"
-    # train.py may have created a data set of a different class than the config's
-    trained_on = replace(cfg.data, target=checkpoint.values.get(DATA, {}).get("class") or cfg.data.target)
-    files = input_files(request.input, trained_on, checkpoint.metadata, hint)
+    hint = "pass input=test, val or train (parts of the run's own data)"
+    made = str(
+        checkpoint.values.get(DATA, {}).get("class") or cfg.data.target
+    )  # saved if train.py created the data set
+    if made.startswith("__main__."):
+        raise UserError(
+            f"input={request.input}: predict.py cannot import {made[9:]}, the data set's class. Move it from train.py into src/."
+        )
+    files = input_files(request.input, replace(cfg.data, target=made), checkpoint.metadata, hint)
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")
     if isinstance(files.reader, Images):
@@ -361,7 +366,7 @@ def show_predictions(settings: Settings, metadata: Mapping[str, Any], parts: Pre
     assert request and request.output
     output, gallery = Path(request.output), request.gallery
     result = {"input": request.input, "output": request.output, "count": parts.count, "broken": broken}
-    rows = f"done: {with_noun(parts.count, 'row')}" + (f", {with_noun(broken, 'broken file')}" if broken else "")
+    rows = f"done: {pluralize(parts.count, 'row')}" + (f", {pluralize(broken, 'broken file')}" if broken else "")
     print_line(f"{rows}; predictions by {metadata['checkpoint']}:")
     print_line(str(output), copied=True)
     if gallery:

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
-from lockstep.config.formatting import with_noun
+from lockstep.config.formatting import pluralize
 from lockstep.errors import TrainingFailed
 from lockstep.training.arithmetic import steps_done
 
@@ -55,4 +55,4 @@ class Pruning(Callback):
                 self.trial.report(float(trainer.callback_metrics[self.monitor]), steps_done(trainer))
             prune = self.trial.should_prune()
         if trainer.strategy.broadcast(prune):
-            raise Pruned(f"pruned after {with_noun(steps_done(trainer), 'step')}: other trials were better by then.")
+            raise Pruned(f"pruned after {pluralize(steps_done(trainer), 'step')}: other trials were better by then.")

@@ -44,7 +44,7 @@ def chart(
 ) -> Markup:
     """An SVG; empty if there is no finite point.
 
-    `colours`: the CSS class of each series; default: those of `coloured`. `bars`: (from, to, height). `mark`: a label and its x. The y
+    `colours`: the CSS class of each series; default: those of `with_colours`. `bars`: (from, to, height). `mark`: a label and its x. The y
     axis ends at `highest`, the largest possible value. `second_x`: a second unit of the x axis, and its number per x; the page
     switches between the two.
     """

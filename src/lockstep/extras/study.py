@@ -117,7 +117,7 @@ class StudySweeper(SweeperSteps):
 
     def sweep(self, arguments: list[str]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        in_use = f"run={self.name}: this sweep is already running. Set a different run=<name>."
+        in_use = f"run={self.name}: this sweep is already running. Set run=<new name>."
         with locked(self.folder / ".lock", in_use, 0):
             self.search(arguments)
 
@@ -162,15 +162,13 @@ class StudySweeper(SweeperSteps):
         objectives = study.user_attrs.get("objectives", self.objectives)
         if objectives != self.objectives:
             raise UserError(
-                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Set a different run=<name>."
+                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Set run=<new name>."
             )
         study.set_user_attr("objectives", self.objectives)
         numbers = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
         runs = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in numbers]
         if runs:
-            raise UserError(
-                f"{self.folder} has runs of a different study ({', '.join(runs[:5])}). Set a different run=<name>."
-            )
+            raise UserError(f"{self.folder} has runs of a different study ({', '.join(runs[:5])}). Set run=<new name>.")
         if study.trials:
             study.sampler.reseed_rng()  # the same seed would suggest the first trials again
         return study

@@ -155,7 +155,7 @@ def input_files(source: str, data: Component, metadata: Mapping[str, Any], hint:
     reader: Any = target_of(data.target, "data")
     if not hasattr(reader, "for_files"):
         raise UserError(
-            f"{key}={source} needs a data set that can read files, but data={data.title} has its own dataloaders. To continue, {hint}."
+            f"{key}={source} needs a data set that can read files, but data={data.title} has its own dataloaders. To continue, {hint}{', or input=predict' * (key == 'input')}."
         )
     if reader.read is DataSet.read:
         raise UserError(

@@ -73,21 +73,21 @@ def main(job: Job) -> None:
             start(job, Draft.of_values(handover.config), list(handover.overrides or ()))
 
     with process.recording_signals(interrupt=process.end_once) if process.started_by_lockstep else nullcontext():
-        exit_codes.append(exit_code(run_process, rank, rerun_command(job)))
+        exit_codes.append(exit_code(run_process, rank, rerun_advice(job)))
     if exit_codes[0] and (process.started_by_lockstep or launcher):
         process.report_failure(rank)
         process.exit_process(exit_codes[0])  # at once, because exit handlers might wait for something of the failed job
     sys.exit(exit_codes[0])
 
 
-def rerun_command(job: Job) -> str:
+def rerun_advice(job: Job) -> str:
     return f"{AGAIN} with resume=auto" if job.trains else AGAIN
 
 
 def command(job: Job, argv: list[str]) -> None:
     """Lets Hydra read the command line, then runs a single run or the jobs of a multirun."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises exceptions instead of printing its own report and exiting
-    raise_problems(validate_options(argv))
+    raise_problems(option_errors(argv))
     if {"-h", "--help"} & set(argv):
         from lockstep.launch import help
 
@@ -160,7 +160,7 @@ def misspelt_overrides(argv: list[str]) -> Iterator[str]:
             yield f"{arg}: keys and values are joined by an equals sign. Pass {instead}."
 
 
-def validate_options(argv: list[str]) -> Iterator[str]:
+def option_errors(argv: list[str]) -> Iterator[str]:
     """Errors for options and keys of Hydra that would run a different config or have no effect."""
     multirun = {"-m", "--multirun"} & set(argv)
     yield from misspelt_overrides(argv)
@@ -190,7 +190,7 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
         from lockstep.launch import sweeps  # imports rich; an invalid command need not wait for that
 
         draft = sweeps.job_draft(draft, hydra_cfg.sweep.dir, hydra_cfg.job.num)
-    code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of(), rerun_command(job))
+    code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of(), rerun_advice(job))
     if not multirun:
         outcome.append(code)
         return None
@@ -209,7 +209,7 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
 def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` in this process and restores its state."""
     raise_problems(launcher_problems(os.environ))
-    with process.state_restored():
+    with process.restore_process_state():
         overrides = compose.renamed_command(name, overrides)
         return start(restoring_job(name), Draft(compose.composed(name, overrides)), overrides)
 
@@ -220,7 +220,7 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     from lockstep.launch import sweeps
 
     raise_problems(f"{o}: sweep accepts only key=value, no options." for o in overrides if o.startswith("-"))
-    with process.state_restored(), process.logging_restored(), compose.hydra_state_restored():
+    with process.restore_process_state(), process.logging_restored(), compose.hydra_state_restored():
         job = restoring_job("train")
         sys.argv[:] = [str(job.script), "-m", *overrides]
         sweeps.last.clear()

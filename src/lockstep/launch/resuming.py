@@ -9,8 +9,8 @@ from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import Checkpoint, read_outline, step_of
 from lockstep.config.compose import compose_config, dotted, is_group, key_of, recorded_overrides
 from lockstep.config.draft import Draft, name_of_job, structure_problems, values_of, was_restarted
-from lockstep.config.formatting import plain, to_text, warn, with_noun
-from lockstep.config.instantiate import inherits_first
+from lockstep.config.formatting import plain, pluralize, to_text, warn
+from lockstep.config.instantiate import has_nearest_base
 from lockstep.config.project import command
 from lockstep.config.renames import LOADER_KEYS, overrides_of
 from lockstep.config.rules import keys_without_effect
@@ -42,7 +42,7 @@ def resume_errors(now: Draft, then: Draft) -> Iterator[str]:
 
     def fixed_values(draft: Draft) -> dict[str, Any]:
         callbacks = {f"callbacks.{name}": Component.of(node) for name, node in draft.get("callbacks").items()}
-        averages = [k for k, v in callbacks.items() if v.target in AVERAGE or inherits_first(v, k, AVERAGE[1])]
+        averages = [k for k, v in callbacks.items() if v.target in AVERAGE or has_nearest_base(v, k, AVERAGE[1])]
         return {key: value for group in (*FIXED, *averages) for key, value in dotted(draft.get(group), group).items()}
 
     new, saved = fixed_values(now), fixed_values(then)
@@ -78,7 +78,7 @@ def with_new_defaults(saved: Draft) -> Draft:
     """The config of a run, with defaults for keys that are newer than the run. Raises UserError if it is malformed."""
     data = Component.of(saved.group("data"))
     if saved.group("loader").keys() & data.kwargs.keys():  # a config of version 0.1, see renames.py
-        is_data_module = inherits_first(data, "data", DATA_MODULE)
+        is_data_module = has_nearest_base(data, "data", DATA_MODULE)
         saved = saved.replace({"loader": {}} if is_data_module else {"data": data.without(*LOADER_KEYS).node})
     groups = [group for group in ("", *CLOSED) if not group or isinstance(saved.tree.get(group), Mapping)]
     if newer := [key for key in KEYS if key.rpartition(".")[0] in groups and not saved.has(key)]:
@@ -186,7 +186,7 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
             reason = f"it continued {origin}" if origin else "it is done"
             raise UserError(
                 f"{folder} has no checkpoint, so resume=auto would train it from the start, although {reason}. Restore its checkpoints, "
-                "or rerun the first command with a different run=<name>."
+                "or rerun the first command with run=<new name>."
             )
         if previous.has_config() and is_first():
             warn(f"{folder} has no checkpoint yet: training starts from step 0.")
@@ -197,7 +197,7 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     new_overrides = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
     # A recipe on the command line defines the whole config. Otherwise, keys that are not passed keep saved values.
     recipe = draft.resume == "auto" and any(key_of(o) in RECIPES for o in new_overrides)
-    result = restore_decided(draft if recipe else merge_saved(saved, draft, new_overrides), saved)
+    result = restore_auto_values(draft if recipe else merge_saved(saved, draft, new_overrides), saved)
     inside = folder.is_relative_to(runs_dir)  # the run may have been moved there
     previous_name = str(folder.relative_to(runs_dir) if inside else saved.run)
     result = result.replace(
@@ -208,7 +208,7 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
             "init_from": saved.init_from,  # for the record
         }
     )
-    result = drop_without_effect(result, new_overrides)
+    result = drop_ineffective_keys(result, new_overrides)
     is_restart = was_restarted() and continues_another(result)
     if is_first() and result.run != previous_name and has_begun(result) and not is_restart:
         raise UserError(
@@ -226,7 +226,7 @@ def all_overrides(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...] | N
     return None if previous is None else recorded_overrides(overrides, previous)
 
 
-def restore_decided(new: Draft, saved: Draft) -> Draft:
+def restore_auto_values(new: Draft, saved: Draft) -> Draft:
     """Restores the values that were decided at the first start of the run (AUTO)."""
     open_keys = [key for key, undecided in AUTO.items() if new.get(key) == undecided]
     # the saved config is of an older version that lacks the key, so the class's default applies
@@ -234,7 +234,7 @@ def restore_decided(new: Draft, saved: Draft) -> Draft:
     return new.replace({key: saved.get(key) for key in open_keys if saved.has(key)}, without=absent)
 
 
-def drop_without_effect(draft: Draft, overrides: list[str]) -> Draft:
+def drop_ineffective_keys(draft: Draft, overrides: list[str]) -> Draft:
     """Drops saved values without effect under the new strategy or device, with a warning. Passed ones stay an error."""
     passed, config = [key_of(override) for override in overrides], values_of(draft)[0]
     try:
@@ -303,7 +303,7 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
             "trainer.limit_train_batches": 0,
         }
     )
-    return restore_decided(result, saved)
+    return restore_auto_values(result, saved)
 
 
 def runs_dir_of(checkpoint: Path, run: str) -> str:
@@ -355,6 +355,6 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     stops += [f"callbacks.{name}.patience=<more>" for name, callback in cfg.callbacks.items() if "patience" in callback]
     keys = " ".join(extensions if limit_reached else stops or extensions)
     return (
-        f"{report.get('run', folder.path.name)} is already finished: {f'{steps:,} of ' if limit_reached else ''}{with_noun(steps, 'step')}"
+        f"{report.get('run', folder.path.name)} is already finished: {f'{steps:,} of ' if limit_reached else ''}{pluralize(steps, 'step')}"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
     )

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from lockstep.config.compose import MAX_JOBS, expand_sweep, key_of, recorded_overrides
 from lockstep.config.draft import Draft
-from lockstep.config.formatting import inline, number, with_noun
+from lockstep.config.formatting import inline, number, pluralize
 from lockstep.config.renames import overrides_of, renamed_override
+from lockstep.config.run_config import Component
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
@@ -25,7 +26,7 @@ from lockstep.machine.files import open_log, read_text, write_csv
 from lockstep.machine.world import cores, visible_gpus, world_of
 from lockstep.reporting import console
 from lockstep.reporting.report import Report
-from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, damage_as_user_error, metrics_of_test
+from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, explain_damage, metrics_of_test
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
@@ -44,7 +45,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     file = folder / "multirun.yaml"
     if not file.is_file():
         return
-    with damage_as_user_error(file, "Set run=<a different name>."):
+    with explain_damage(file, "Set run=<new name>."):
         # Plain YAML: OmegaConf would resolve it.
         multirun = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]
         grids = [[*map(renamed_override, grid)] for grid in (multirun["overrides"]["task"], overrides)]
@@ -61,7 +62,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
         if None not in (previous, new) and {*previous} != {*new} and job.has_config():
             yield (
                 f"run={folder.name}: job {index} of this sweep ran with {shlex.join(previous)}, but would now run with "
-                f"{shlex.join(original.get(o, o) for o in new)}. Set a different run=<name>. To extend a sweep, add values only at the end of "
+                f"{shlex.join(original.get(o, o) for o in new)}. Set run=<new name>. To extend a sweep, add values only at the end of "
                 "its first list; leave the other lists unchanged."
             )
             return
@@ -125,7 +126,7 @@ def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any
     out, any_width = console.out, console.out.options.update(max_width=1000)
     while out.file.isatty() and len(names) > 2 and out.measure(table(), options=any_width).maximum > out.width:
         names.pop()
-    console.print_wide(table(), f"done: {with_noun(len(rows), 'run')}; all columns are in")
+    console.print_wide(table(), f"done: {pluralize(len(rows), 'run')}; all columns are in")
     out.print(inline(path), soft_wrap=True)
 
 
@@ -159,8 +160,8 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
         advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<number per job>"
         raise UserError(f"trainer.devices={devices}: {advice}.")
     limits = [draft.get(f"trainer.{key}") for key in ("accelerator", "devices", "num_nodes")]
-    strategy = draft.group("strategy")
-    world = world_of(strategy["_target_"], strategy["name"], *limits)
+    strategy = Component.of(draft.group("strategy"))
+    world = world_of(strategy.target, strategy.name, *limits)
     gpus = visible_gpus()
     on_gpus, per_job = world.accelerator == "cuda", world.devices
     available = len(gpus) if on_gpus else cores()
@@ -174,7 +175,7 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * per_job : (i + 1) * per_job])} for i in range(count)]
 
 
-def run_job(script: Path, draft: Draft, overrides: list[str], slot: dict[str, str]) -> JobReturn:
+def run_in_subprocess(script: Path, draft: Draft, overrides: list[str], slot: dict[str, str]) -> JobReturn:
     """Runs `script` for one job and waits; not after a warning signal. A killed process gets a report too."""
     result = JobReturn(overrides=overrides, cfg=draft.tree, status=JobStatus.FAILED)
     if process.received:

@@ -241,7 +241,7 @@ def refuse_unwritable(folder: Path, key: str) -> None:
             probe.write(bytes(PROBE_BYTES))
     except OSError as e:
         raise UserError(
-            f"{key}: {path} cannot be written: {e.strerror}. Set {key}=<a writable folder with free space>."
+            f"{key}: {path} cannot be written: {e.strerror}. Set {key} to a writable location with free space."
         ) from None
 
 

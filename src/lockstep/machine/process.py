@@ -330,7 +330,7 @@ def report_failure(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def state_restored() -> Iterator[None]:
+def restore_process_state() -> Iterator[None]:
     """Restores the environment, `sys.argv`, `sys.path`, the working directory and the signal handlers afterwards."""
     from unittest.mock import patch
 

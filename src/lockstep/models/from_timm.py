@@ -59,8 +59,8 @@ def from_timm(
         if "weights_only" in reason:  # torch's own message recommends running the file's code
             reason = "it contains objects that could run code; a weights file may contain only tensors"
         raise UserError(
-            f"{setting}: the weights could not be loaded ({reason}). Remove it to start from random weights, or pass "
-            "model.checkpoint_path=<file> for a different file; with model.pretrained=true, the classes of a file may differ."
+            f"{setting}: the weights could not be loaded ({reason}). Pass a different model.checkpoint_path=<file>, with "
+            "model.pretrained=true if its classes differ, or set model.pretrained=false to start from random weights."
         ) from e
     return net
 

@@ -18,7 +18,7 @@ from rich.style import Style
 from rich.table import Table
 
 from lockstep.config.compose import to_hydra
-from lockstep.config.formatting import inline, number, seconds, size, with_noun
+from lockstep.config.formatting import inline, number, pluralize, seconds, size
 from lockstep.config.project import command
 from lockstep.config.run_config import RunConfig
 from lockstep.errors import SaveFailed
@@ -216,7 +216,7 @@ def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work:
     metrics_table(rows)
     checkpoint = report["checkpoint"]
     outputs = "checkpoint and report" if checkpoint else "report, without a checkpoint"
-    steps = with_noun(report["train/steps"], "step")
+    steps = pluralize(report["train/steps"], "step")
     print_line(f"done: {steps} in {seconds(report['wall_s'])}{compiling}; {outputs}:")
     if checkpoint:
         print_line(str(folder.path / checkpoint), copied=True)

@@ -113,7 +113,7 @@ class Recorder:
         self.work = work = next(callback.work for callback in trainer.callbacks if hasattr(callback, "work"))  # type: ignore[attr-defined]
         settings = self.settings.as_built()
         self.config = settings.cfg
-        self.report |= {"model": work.network_title(settings), **work.loaders.info}
+        self.report |= {"model": work.network_title(settings), **work.loaders.data_info}
         if self.rank == 0:
             self.open()
             from lockstep.reporting.loggers import begin_run
@@ -134,7 +134,7 @@ class Recorder:
         elif folder.has_config():
             advice = "Set resume=auto to continue it, or use a different name."
             raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
-        self.restore = folder.snapshot()
+        self.restore = folder.snapshot_restorer()
         self.open_log()
         folder.write_config(as_yaml(replace(self.config, resume=None)))
         folder.write_report(self.report)

@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
@@ -16,7 +16,7 @@ from lockstep.config.formatting import metric
 from lockstep.config.renames import with_new_keys
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
-from lockstep.run import RunFolder, damage_as_user_error, metrics_of_test
+from lockstep.run import RunFolder, explain_damage, metrics_of_test
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,13 +30,20 @@ FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" h
 KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"  # keys of panels.json, which extras/panels.py writes
 
 
+@cache
+def saved_kinds() -> dict[str, type[Any]]:
+    """The classes in panels.json by name."""
+    from lockstep import panel
+    from lockstep.data.dataset import Sound
+
+    kinds = (*get_args(panel.Content), panel.Mask, panel.Picture, panel.Sample, panel.Share, Sound, panel.Tokens)
+    return {kind.__name__: kind for kind in kinds}
+
+
 def decode(encoded: dict[str, Any]) -> Any:
     """A value of panels.json."""
     import numpy as np
     from PIL import Image
-
-    from lockstep import panel
-    from lockstep.data.dataset import Sound
 
     if IMAGE in encoded:
         image = np.array(Image.open(io.BytesIO(base64.b64decode(encoded[IMAGE].partition(",")[2]))))
@@ -44,18 +51,15 @@ def decode(encoded: dict[str, Any]) -> Any:
     if ARRAY in encoded:
         dtype, shape, text = encoded[ARRAY]
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
-    if KIND not in encoded:
-        return encoded
-    kinds = (*get_args(panel.Content), panel.Mask, panel.Picture, panel.Sample, panel.Share, Sound, panel.Tokens)
-    return {kind.__name__: kind for kind in kinds}[encoded.pop(KIND)](**encoded)
+    return saved_kinds()[encoded.pop(KIND)](**encoded) if KIND in encoded else encoded
 
 
 def read_panels(path: Path) -> "list[Content]":
     """The panels in `path`; empty without the file. Raises UserError if it is damaged."""
-    with damage_as_user_error(path, "Remove the file; report.html shows the same panels."):
-        panels = json.loads(read_text(path), object_hook=decode) if path.exists() else []
-        from lockstep.panel import Content
+    from lockstep.panel import Content
 
+    with explain_damage(path, "Remove the file; report.html shows the same panels."):
+        panels = json.loads(read_text(path), object_hook=decode) if path.exists() else []
         if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
             raise ValueError("it does not contain panels")
     return panels

@@ -137,7 +137,7 @@ def compile_in_place(parts: list[nn.Module]) -> None:
 OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def copy_like(value: Any, parameter: Tensor) -> Any:
+def copy_in_format_of(value: Any, parameter: Tensor) -> Any:
     """A copy of an optimizer's value for `parameter`, in the parameter's memory format.
 
     Without a copy, the optimizer would update the memory-mapped file, and some systems could then not replace that
@@ -205,7 +205,7 @@ class DividedBatches(Strategy):
         if micro_batch & (micro_batch - 1) == 0 or micro_batch % COMPARED == 0:
             for loader in self.loaders_of(micro_batch):
                 if loader.batch_scope == "a share":
-                    loader.require_agreement(loader.info[micro_batch].digest)
+                    loader.require_agreement(loader.batch_info[micro_batch].digest)
         result = super().training_step(*args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
             raise UserError(
@@ -224,7 +224,7 @@ class DividedBatches(Strategy):
         """Users' loaders that returned this micro-batch."""
         if self.training_loaders is None:
             self.training_loaders = wrapped_loaders(self.lightning_module.trainer.train_dataloader)
-        return [loader for loader in self.training_loaders if micro_batch in loader.info]
+        return [loader for loader in self.training_loaders if micro_batch in loader.batch_info]
 
     def samples(self, loader: int) -> int | None:
         """The number of this process's samples in the current batch; None if no user's loader reports it.
@@ -233,10 +233,14 @@ class DividedBatches(Strategy):
         """
         trainer = self.lightning_module.trainer
         if trainer.training:
-            records = [item.info[self.micro_batch] for item in self.loaders_of(self.micro_batch)]
+            records = [item.batch_info[self.micro_batch] for item in self.loaders_of(self.micro_batch)]
         else:  # the last batch that was read, if nothing reads ahead
             loaders = wrapped_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
-            records = [item.info[max(item.info)] for item in loaders[loader : loader + 1] if item.info and item.length]
+            records = [
+                item.batch_info[max(item.batch_info)]
+                for item in loaders[loader : loader + 1]
+                if item.batch_info and item.length
+            ]
         if records and not any(record.weight for record in records):
             return 0
         return len(records[0].places) if len(records) == 1 and records[0].places is not None else None
@@ -246,7 +250,7 @@ class DividedBatches(Strategy):
 
     def share(self) -> float:
         """The weight of the current micro-batch in the mean of a step: 1, unless users' loaders divide unevenly."""
-        weights = [loader.info[self.micro_batch].weight for loader in self.loaders_of(self.micro_batch)]
+        weights = [loader.batch_info[self.micro_batch].weight for loader in self.loaders_of(self.micro_batch)]
         return sum(weights) / len(weights) if weights else 1.0  # the mean of several loaders
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -361,7 +365,7 @@ def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved:
             raise UserError(
                 f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}. Pass init_from=<checkpoint> to start a new run from its weights."
             )
-        return copy_like(value, p)
+        return copy_in_format_of(value, p)
 
     index = {name: i for i, name in enumerate(parameters)}
     state = {

@@ -46,7 +46,7 @@ class Loaders:
         seed_hook(self.holder, "setup", lambda: ("setup", module.trainer.strategy.seed, 0))  # type: ignore[attr-defined]
 
     @property
-    def info(self) -> dict[str, Any]:
+    def data_info(self) -> dict[str, Any]:
         """What the report shows about the data."""
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": "custom dataloaders", **unknown}
@@ -92,7 +92,9 @@ class Loaders:
     def rows(self, trainer: pl.Trainer, batch_idx: int) -> range | None:
         """The positions of the micro-batch's samples in the global batch, if known."""
         strategy: Any = trainer.strategy
-        positions = {loader.info[strategy.micro_batch].places for loader in strategy.loaders_of(strategy.micro_batch)}
+        positions = {
+            loader.batch_info[strategy.micro_batch].places for loader in strategy.loaders_of(strategy.micro_batch)
+        }
         return positions.pop() if len(positions) == 1 else None
 
     # --- Prediction ---
@@ -101,7 +103,7 @@ class Loaders:
         """Predicts on one part of the data: uses that part's dataloader, and calls `setup` with that part's stage."""
         if gallery:
             raise UserError(
-                f"gallery=true needs a data set that describes itself, but {type(self.holder).__name__} has its own dataloaders. Remove gallery=true."
+                f"gallery=true needs a lockstep.data.DataSet, but {type(self.holder).__name__} has its own dataloaders. Remove gallery=true."
             )
         hook, stage = f"{part}_dataloader", STAGE_OF[str(part)]
         if not self.provides(hook):
@@ -130,7 +132,7 @@ class Loaders:
                 f"input: {name} {why}. Return one DataLoader from the hook, or call lockstep.load_model and predict in your own loop."
             )
         for batch_idx in count():
-            record = loaders[0].info[batch_idx]
+            record = loaders[0].batch_info[batch_idx]
             # a stream's keys are samples
             are_indices = all(isinstance(key, int | np.integer) for key in record.keys or [None])
             yield [*map(int, (record.keys if are_indices else record.places) or [])]
@@ -149,8 +151,8 @@ class DataSetLoaders(Loaders):
         data.fills = False  # a task sets it
 
     @property
-    def info(self) -> dict[str, Any]:
-        return self.data.info
+    def data_info(self) -> dict[str, Any]:
+        return self.data.data_info
 
     def title(self, trainer: pl.Trainer) -> str:
         world, accumulate, copies = trainer.world_size, trainer.accumulate_grad_batches, self.data.repeats

@@ -67,7 +67,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class MaskPosition:
+class MaskKey:
     """What a mask belongs to: the call of a layer, rows of the global batch, and the number of neighbours per row."""
 
     key: int  # hash of seed and step
@@ -85,7 +85,7 @@ def begin(micro_batch: MicroBatch | None) -> None:
     current = micro_batch
 
 
-def random_words(place: MaskPosition, sizes: Sequence[int], device: torch.device, *, on_host: bool) -> Tensor:
+def random_words(place: MaskKey, sizes: Sequence[int], device: torch.device, *, on_host: bool) -> Tensor:
     """(N, K, *sizes) random int64; without K if there is one neighbour.
 
     `on_host`: computes with NumPy, which takes a quarter of torch's time for a small layer.
@@ -155,7 +155,7 @@ class RowDropout:
         bits = 8 if (p * 256).is_integer() else 16  # enough to represent `p`, or to round it
         dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
         rows, neighbours, dim = (range(1), 1, 0) if self.whole_batch else current.rows_of(x.device, shape)
-        place = MaskPosition(current.key, key_of(self.layer, current.call(self.layer, x.device)), rows, neighbours)
+        place = MaskKey(current.key, key_of(self.layer, current.call(self.layer, x.device)), rows, neighbours)
         *outer, elements = (*shape[:dim], *shape[dim + 1 :]) or (1,)
         words_NW = random_words(place, (*outer, -(-elements * bits // 64)), x.device, on_host=x.is_cpu)
         keep_mask = kept_rows(words_NW, elements, bits, dropped - 2 ** (bits - 1))  # numbers are signed
@@ -242,6 +242,6 @@ def rand(x: Tensor, *shape: int) -> Tensor:
     if current is None or 0 in (len(x), *shape):
         return torch.rand(len(x), *shape, device=x.device)
     rows, neighbours, _ = current.rows_of(x.device, (len(x),))
-    place = MaskPosition(current.key, key_of("rand", current.call("rand", x.device)), rows, neighbours)
+    place = MaskKey(current.key, key_of("rand", current.call("rand", x.device)), rows, neighbours)
     words_BW = random_words(place, shape or (1,), x.device, on_host=x.is_cpu)
     return ((words_BW >> 40) & (2**24 - 1)).float().mul_(2**-24).reshape(len(x), *shape)

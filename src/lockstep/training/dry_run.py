@@ -127,11 +127,11 @@ class DryRun:
         previous_states = invariance.generators(device)
         attention = sdpa_kernel(SDPBackend.MATH)  # torch 2.13 does not count the operations of its CPU kernel
         with attention, FlopCounterMode(display=False) as counter, invariance.Draws() as draws:
-            with as_user_error(self.misfit(batch)):
+            with as_user_error(self.mismatch_message(batch)):
                 loss_B = task.loss(task.outputs(net, batch), batch)
             loss = one_per_sample(loss_B, task, batch).sum()
             sample_weights(task, batch)
-            with as_user_error(self.misfit(batch)):
+            with as_user_error(self.mismatch_message(batch)):
                 loss.backward()
         self.draws = draws.any or invariance.generators(device) != previous_states
         self.work.flops_per_sample = int(counter.get_total_flops()) // len(batch["index"])
@@ -168,13 +168,13 @@ class DryRun:
             return torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
 
         # A network that fails on the meta device may still run on a real one.
-        with nullcontext() if batch["index"].is_meta else as_user_error(self.misfit(batch)):
+        with nullcontext() if batch["index"].is_meta else as_user_error(self.mismatch_message(batch)):
             outputs = apply_to_collection(task.outputs(net, batch), Tensor, on_cpu)
         count, title = len(batch["index"]), f"task={self.titles['task']}"
         # The same task where possible: it may keep state for its loss.
         task = module.detached_copy() if batch["index"].is_meta else task.cpu()
         batch = data.example(count, training=False)
-        with as_user_error(self.misfit(batch)):
+        with as_user_error(self.mismatch_message(batch)):
             outputs = float32(first_rows(outputs, count, count))
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
@@ -277,7 +277,7 @@ class DryRun:
         net, task, _ = self.copies(training=False, samples=1)
         return invariance.process_dependence(net, task, steps, exact=same_bits)
 
-    def misfit(self, batch: Batch) -> str:
+    def mismatch_message(self, batch: Batch) -> str:
         shapes = [f"{name} {list(v.shape)}" for name, v in batch.items() if isinstance(v, Tensor) and name != "index"]
         size = "" if self.image_size is None else f" at data.image_size={self.image_size}"
         keys = "model, data, task" if self.image_size is None else "model, data, task, data.image_size"

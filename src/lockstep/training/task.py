@@ -183,7 +183,7 @@ class Task(Module):
     # --- What the engine calls ---
 
     def attach(self, net: nn.Module, **parts: Any) -> Self:
-        """Sets a run's network and `Parts`.
+        """Sets a run's network and `RunParts`.
 
         Raises UserError if the class uses these names or those of `Module` for something else, or replaces a method.
         """
@@ -205,7 +205,7 @@ class Task(Module):
         return self
 
     def detached_copy(self) -> Self:
-        """A copy without the network and the run's `Parts`."""
+        """A copy without the network and the run's `RunParts`."""
         return copy.deepcopy(self, {id(self.net): None, id(self.parts): None})
 
     def on_validation_model_eval(self) -> None:
