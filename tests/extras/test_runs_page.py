@@ -43,7 +43,7 @@ def test_metrics_come_first_then_settings_that_differ_then_classes(tmp_path, mon
         optim = {"lr": lr, "_target_": f"torch.optim.{'AS'[number]}"}
         write_run(tmp_path / f"runs/sweep/{number}", acc=0.905 + number / 50, config={"optim": optim})
     page = page_of(tmp_path, monkeypatch=monkeypatch)
-    assert headings(page) == ["run", "status", "val/acc", "test/acc", "steps", "images/s", "time", "lr", "_target_"]
+    assert headings(page) == ["run", "status", "val/acc", "test/acc", "steps", "images/s", "time", "lr", "optim"]
     assert ">1e-05<" in page and ">0.0003<" in page  # all digits of a setting
     assert ">92.50%<" in page and re.findall(r'<tr data-run="(\S+)" class="best"', page) == ["sweep/1"]
     assert 'href="runs/sweep/1/report.html"' in page
@@ -51,6 +51,20 @@ def test_metrics_come_first_then_settings_that_differ_then_classes(tmp_path, mon
     chosen = page_of(tmp_path, "sweep/1", monkeypatch=monkeypatch, out="deep.html")
     assert "lr" not in headings(chosen)
     assert chosen.count("<path") == 2
+
+
+def test_a_component_that_differs_is_one_column_and_not_each_of_its_keys(tmp_path, monkeypatch):
+    ddp = {"name": "ddp", "_target_": "lockstep.strategies.DDP", "bucket_cap_mb": 25, "static_graph": False}
+    for number, strategy in enumerate([{"name": "single", "_target_": "lockstep.strategies.SingleDevice"}, ddp]):
+        optim = {
+            "lr": 0.1 * (1 + number),
+            "_target_": f"torch.optim.{('SGD', 'Adam')[number]}",
+            **({"momentum": 0.9} if not number else {}),
+        }
+        write_run(tmp_path / f"runs/{number}", config={"strategy": strategy, "optim": optim})
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    assert headings(page)[6:] == ["time", "lr", "strategy", "optim"]
+    assert ">ddp<" in page and ">single<" in page
 
 
 def test_runs_that_differ_by_their_seed_are_put_together(tmp_path, monkeypatch):

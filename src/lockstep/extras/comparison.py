@@ -118,8 +118,9 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
     contents = {path: read(path) for path in (one, other)}
     for part in parts:
         a, b = values(one, part), values(other, part)
-        if a.keys() != b.keys():
-            yield f"{part}: only in the first {sorted(a.keys() - b.keys())[:5]}, only in the second {sorted(b.keys() - a.keys())[:5]}"
+        for which, keys in (("first", a.keys() - b.keys()), ("second", b.keys() - a.keys())):
+            if keys:
+                yield f"{part}: only in the {which} run: {', '.join(sorted(keys)[:5])}{', ...' * (len(keys) > 5)}"
         shared = [key for key in a if key in b]
         tensors = [key for key in shared if isinstance(a[key], Tensor) and isinstance(b[key], Tensor)]
         gaps = {key: tensor_difference(a[key], b[key]) for key in tensors}
