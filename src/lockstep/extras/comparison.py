@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints.finding import leaves
+from lockstep.config.formatting import pluralize
 from lockstep.reporting.report import Curve, Report
 from lockstep.run import find_run
 
@@ -53,8 +54,11 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
     for name in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(name, no_rows), theirs.get(name, no_rows)
         if one.steps != other.steps:
-            only = [sorted(set(x.steps) - set(y.steps))[:5] for x, y in ((one, other), (other, one))]
-            yield f"{name}: {len(one.steps)} rows | {len(other.steps)} rows; only in the first at steps {only[0]}, only in the second at {only[1]}"
+            only = {"first": {*one.steps} - {*other.steps}, "second": {*other.steps} - {*one.steps}}
+            texts = [
+                f"only the {run} run has step {', '.join(map(str, sorted(s)[:5]))}" for run, s in only.items() if s
+            ]
+            yield f"{name}: {pluralize(len(one.steps), 'row')} | {pluralize(len(other.steps), 'row')}; {'; '.join(texts)}"
             continue
         rows = zip(one.steps, one.values, other.values, strict=True)
         differing = [(step, x, y) for step, x, y in rows if relative(x, y) > tolerance]
