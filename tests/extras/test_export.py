@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -234,7 +235,7 @@ def test_onnx_and_torch_export_give_the_outputs_of_the_network_for_any_batch_and
 def test_the_folder_has_the_files_that_a_network_needs_and_a_card(run, folder, place):
     made = folder("own")
     assert {path.name for path in made.iterdir()} - {"__pycache__"} == {  # another test may have run load.py there
-        "model.safetensors", "model.json", "config.yaml", "classes.json", "preprocessing.json", "preprocess.py", "load.py", "README.md", "source"
+        "model.safetensors", "model.json", "config.yaml", "classes.json", "preprocessing.json", "preprocess.py", "load.py", "README.md", "source", "requirements.txt"
     }  # fmt: skip
     assert len({path.stat().st_mode for path in made.iterdir() if path.is_file()}) == 1
     files = {path.relative_to(made / "source").as_posix() for path in (made / "source").rglob("*.py")}
@@ -246,10 +247,13 @@ def test_the_folder_has_the_files_that_a_network_needs_and_a_card(run, folder, p
         f"sha256: `{report['data/sha256']}`", "classes: blue, green, red", f"| test/acc | {report['test/acc']:.4f} | 3 |",
         "- `data.image_size=12`", "- `+model.width=8`", f"with {report['parameters']:,} parameters", "torch 2.", "(MIT)",
         "`source` has the licence of the project", "is unknown: ask", "python load.py <folder or files>",
-        "returns probabilities of the 3 classes.", "It needs torch, safetensors, Pillow.",
+        "returns probabilities of the 3 classes.", "`pip install -r requirements.txt` installs what it needs: ",
     ):  # fmt: skip
         assert said in card, said
     assert "`seed=" not in card
+    packages = [line.partition("==") for line in (made / "requirements.txt").read_text().splitlines()]
+    assert [name for name, *_ in packages] == ["numpy", "safetensors", "torch", "pillow"]
+    assert all(version(name).startswith(number) for name, _, number in packages)
 
 
 # --- one network of several ---

@@ -1,4 +1,4 @@
-"""Exports a trained network as a folder that needs only torch and Pillow, and timm for timm networks."""
+"""Exports a trained network as a folder that needs only the few packages in its requirements.txt, and not Lockstep."""
 
 import inspect
 import json
@@ -227,6 +227,8 @@ class NetworkToExport:
         (folder / "config.yaml").write_text(as_yaml(self.config))
         for name, source in {"preprocess.py": pixels, "load.py": exported}.items():
             shutil.copyfile(inspect.getfile(source), folder / name)
+        packages = parts.requirements(folder, content["target"], formats)
+        (folder / "requirements.txt").write_text("".join(f"{package}\n" for package in packages))
         model = exported.load(folder)
         runners: dict[str, Any] = {"load.py": model.outputs}
         if formats:
@@ -391,7 +393,7 @@ def card(checkpoint: Checkpoint, exported_network: NetworkToExport, part: Path, 
         "metrics": {name: report[name] for name in metrics_of_test(report) if name != "test/count"},
         "count": report.get("test/count", 0),
         "differences": differences,
-        "library": model["target"].partition(".")[0],
+        "packages": (part / "requirements.txt").read_text().split(),
         "files": [path.name for path in part.iterdir()],
         "settings": overrides,
         "versions": versions(),

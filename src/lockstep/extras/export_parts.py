@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from lockstep.training.losses import samples_at
 # Names that the folder's copies of data/dataset.py and errors.py provide.
 OFFERED = {"lockstep.errors.UserError", *(f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound"))}
 ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable, like the standard library
+PACKAGES = {name: name for name in sorted(ALLOWED)} | {
+    "PIL": "pillow"
+}  # of requirements.txt, by the name of the import
 
 
 def source_of(module: str) -> Path | None:
@@ -83,6 +87,16 @@ def imported_names(path: Path, module: str) -> set[str]:
                 is_module = name.startswith(prefix) and source_of(name)
                 names.add(name if is_module or name in OFFERED else base)
     return names
+
+
+def requirements(folder: Path, library: str, formats: Sequence[str]) -> list[str]:
+    """The packages that the files of a folder import, at their installed versions. `library`: that of the network."""
+    nodes = [node for path in folder.rglob("*.py") for node in walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {library}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    top = {name.partition(".")[0] for name in names}
+    needed = [package for name, package in PACKAGES.items() if name in top] + ["onnxruntime"] * ("onnx" in formats)
+    return [f"{package}=={version(package).partition('+')[0]}" for package in needed]
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
