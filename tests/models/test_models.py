@@ -1,8 +1,10 @@
 """The networks: BasicNet is the tutorial's; from_timm gives any of timm's for the data at hand, without a network."""
 
+import sys
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import Touch
@@ -145,6 +147,17 @@ def test_pretrained_weights_of_a_local_file_may_be_for_other_classes_and_channel
     assert new == {"conv1.0.weight", "fc.weight", "fc.bias"}
     torch.testing.assert_close(found["conv1.0.weight"], trained["conv1.0.weight"].sum(1, keepdim=True))
     assert all(torch.equal(value, trained[key]) for key, value in found.items() if key not in new)
+
+
+def test_downloaded_weights_are_used_while_the_hub_cannot_be_reached(tmp_path, monkeypatch):
+    trained = from_timm(name=SMALL, in_channels=3, num_classes=7, image_size=32).state_dict()
+    path = saved(trained, tmp_path / "model.safetensors")
+    monkeypatch.setattr(sys.modules["lockstep.models.from_timm"], "unreachable", lambda _: "the hub cannot be reached")
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda _, file: str(path) if file == path.name else None
+    )
+    found = small(pretrained=True).state_dict()
+    assert torch.equal(found["conv1.3.weight"], trained["conv1.3.weight"])
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])

@@ -32,6 +32,7 @@ import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.errors import Preempted, UserError
 from lockstep.extras import mlflow_logger
+from lockstep.machine import world
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import Background, MetricsCsv, RunEnd, wandb_sync_line
 from lockstep.run import RunFolder
@@ -361,7 +362,7 @@ def test_the_mode_is_what_was_said_or_follows_from_a_key_where_the_client_looks(
 
 def test_without_a_network_a_key_does_not_stop_the_run(tmp_path, client, no_proxy, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setattr(loggers.socket, "create_connection", Mock(side_effect=OSError("Network is unreachable")))
+    monkeypatch.setattr(world.socket, "create_connection", Mock(side_effect=OSError("Network is unreachable")))
     assert logger_of_wandb(tmp_path)._wandb_init["mode"] == "offline"
     assert "api.wandb.ai cannot be reached (Network is unreachable)" in caplog.text
 

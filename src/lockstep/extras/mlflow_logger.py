@@ -13,7 +13,8 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.errors import UserError
-from lockstep.reporting.loggers import RunEnd, flat, unreachable
+from lockstep.machine.world import unreachable
+from lockstep.reporting.loggers import RunEnd, flat
 
 log = logging.getLogger("lockstep")
 STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # other runs were ended from outside: KILLED

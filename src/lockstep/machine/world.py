@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import re
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from lockstep.machine import process
 
@@ -356,3 +358,19 @@ def world_of(
     else:
         rank = int(env.get("NODE_RANK", "0")) * count
     return World(accelerator, count, nodes, str(name), rank, external, spec.one_process)
+
+
+# --- The network ---
+
+
+def unreachable(server: str, timeout_s: float = 5.0) -> str:
+    """Why a server cannot be reached; empty if it can be reached, or behind a proxy."""
+    url = urlsplit(server)
+    if any(name.lower().endswith("proxy") for name in os.environ):
+        return ""
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), timeout_s).close()
+    except OSError as e:
+        return f"{url.netloc} cannot be reached ({e})"
+    return ""

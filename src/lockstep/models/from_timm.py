@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UserError
+from lockstep.machine.world import unreachable
 
 
 def from_timm(
@@ -40,6 +41,8 @@ def from_timm(
     config = timm.get_pretrained_cfg(name)
     if config is not None and config.fixed_input_size:
         model_args.setdefault("img_size", image_size)
+    if pretrained and not path and config is not None and config.hf_hub_id:
+        path = without_network(name, config.hf_hub_id)
     try:
         net: nn.Module = timm.create_model(
             name,
@@ -63,6 +66,20 @@ def from_timm(
             "model.pretrained=true if its classes differ, or set model.pretrained=false to start from random weights."
         ) from e
     return net
+
+
+def without_network(name: str, repository: str) -> str:
+    """The downloaded weights of a timm network, if the hub cannot be reached: its client would retry for a minute."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not (reason := unreachable(constants.ENDPOINT)):
+        return ""
+    files = (try_to_load_from_cache(repository, file) for file in ("model.safetensors", "pytorch_model.bin"))
+    if found := next((file for file in files if isinstance(file, str)), ""):
+        return found
+    raise UserError(
+        f"model.pretrained=true for {name}: {reason}, and the weights have not been downloaded. Set model.checkpoint_path=<file>, or model.pretrained=false."
+    )
 
 
 def known(name: str) -> bool:

@@ -10,7 +10,6 @@ import math
 import os
 import queue
 import shlex
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -31,6 +29,7 @@ from lockstep.config.compose import dotted
 from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import RunConfig
 from lockstep.errors import UserError, chain
+from lockstep.machine.world import unreachable
 from lockstep.panel import Content, Matrix, Share, Table
 from lockstep.run import RunFolder
 from lockstep.training.arithmetic import steps_done
@@ -180,19 +179,6 @@ def flat(params: dict[Any, Any]) -> dict[str, Any]:
     """Flattens to keys as on the command line (`optim.lr`). Values other than numbers and bools become strings."""
     values = dotted(params).items()
     return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
-
-
-def unreachable(server: str, timeout_s: float = 5.0) -> str:
-    """Why a server cannot be reached; empty if it can be reached, or behind a proxy."""
-    url = urlsplit(server)
-    if any(name.lower().endswith("proxy") for name in os.environ):
-        return ""
-    try:
-        port = url.port or (80 if url.scheme == "http" else 443)
-        socket.create_connection((url.hostname or "", port), timeout_s).close()
-    except OSError as e:
-        return f"{url.netloc} cannot be reached ({e})"
-    return ""
 
 
 # --- metrics.csv, which is always written ---
