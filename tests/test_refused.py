@@ -95,7 +95,7 @@ def test_a_file_that_is_no_checkpoint_of_lockstep_is_rejected_in_one_message(tra
     paths |= {"shard": folder / "shard-00000-of-00002.pt", "rest": folder / "rest.pt"}
     before = contents("a")
     for what, path in paths.items():
-        told = "a part of a sharded checkpoint" if what in ("shard", "rest") else "is not a checkpoint of Lockstep: it"
+        told = "is part of a sharded checkpoint" if what in ("shard", "rest") else "is not a checkpoint of Lockstep: it"
         for call, *more in ((train, "resume="), (train, "run=b", "init_from="), (evaluate, "checkpoint=")):
             with pytest.raises(UserError, match=told) as error:
                 call(*more[:-1], f"{more[-1]}{path}")

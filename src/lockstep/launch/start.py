@@ -21,9 +21,7 @@ from lockstep.config.schema import PREDICT
 from lockstep.config.settings import OF_NETWORK, Settings
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch import local, resuming
-from lockstep.launch.accumulation import run_with_auto_accumulation
 from lockstep.launch.local import Job
-from lockstep.launch.request import with_request
 from lockstep.machine import files, process
 from lockstep.machine.world import World, keep_freed_memory, rank_of, why_no_gpu
 from lockstep.run import PATIENCE_S, RunFolder
@@ -159,6 +157,8 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
     draft = resuming.for_evaluation(asked, overrides, job.name)
     settings = check(draft.with_run_identity(), evaluating=True)
     if job.name == "predict":
+        from lockstep.launch.request import with_request
+
         settings = with_request(settings, asked, overrides)
     raise_problems(check_classes(settings, evaluating=True, shipped=needs_signature_check(overrides)))
     raise_problems(debug_problems(settings.world))
@@ -198,6 +198,8 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
             if runs_in_this_process(settings):
                 local.run_in_this_process(job, settings, data)
             elif cfg.trainer.accumulate_grad_batches == "auto":
+                from lockstep.launch.accumulation import run_with_auto_accumulation
+
                 run_with_auto_accumulation(in_processes, settings)
             else:
                 in_processes(settings)
