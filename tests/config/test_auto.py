@@ -122,7 +122,7 @@ def test_a_gpu_that_the_installed_torch_cannot_use_is_none(gpus):
 
 def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypatch):
     gpus(70, built="")
-    monkeypatch.setattr(start.local, "run_job", lambda *_: 1 / 0)  # far enough
+    monkeypatch.setattr(start.local, "run_in_this_process", lambda *_: 1 / 0)  # far enough
     with pytest.raises(ZeroDivisionError):
         train("trainer.accelerator=auto")
     warning = "WARNING: running on the CPU: the installed torch was built without CUDA"

@@ -418,7 +418,7 @@ def transparent(mode: str, background: int | tuple[int, ...]) -> Image.Image:
     image.paste({"P": 0, "L": 0, "RGB": (0, 0, 0)}[mode], (2, 2, 6, 6))
     if mode == "P":
         image.putpalette([0] * 768)
-    image.data_info["transparency"] = hidden
+    image.info["transparency"] = hidden
     return image
 
 
@@ -426,7 +426,7 @@ def transparent(mode: str, background: int | tuple[int, ...]) -> Image.Image:
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB"])
 def test_transparency_is_composited_on_white(tmp_path, mode, channels):
     image = transparent(mode, 0)
-    image.save(tmp_path / "a.png", **({"transparency": image.data_info["transparency"]} if image.data_info else {}))
+    image.save(tmp_path / "a.png", **({"transparency": image.info["transparency"]} if image.info else {}))
     found = images.decode(tmp_path / "a.png", channels=channels, frame=Frame(8))
     expected = np.full((8, 8), 255)
     expected[2:6, 2:6] = 0

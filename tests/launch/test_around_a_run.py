@@ -170,7 +170,7 @@ def test_hydra_s_own_refusals_are_one_message(argv, words, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", *argv])
     with (
-        local.process.state_restored(),
+        local.process.restore_process_state(),
         local.process.logging_restored(),
         compose.hydra_state_restored(),
         pytest.raises(UserError) as error,

@@ -129,7 +129,7 @@ def test_a_narrow_terminal_gets_a_sweeps_first_columns(terminal, tmp_path):
 def test_a_run_tells_loss_speed_waiting_and_the_last_checkpoint(train, all_lines, capsys):
     train("trainer.log_every_n_steps=6", "trainer.max_epochs=2", "checkpoint.every_n_steps=5")
     found = lines_of(capsys)
-    lines = [line for line in found if line.startswith("epoch") and "validation" not in line]
+    lines = [line for line in found if line.startswith("epoch") and "validation" not in line and "val/loss" not in line]
     assert [line.split(" · ")[:2] for line in lines] == [
         [f"epoch {1 + (s > 12)}", f"step {s}/24"] for s in range(1, 25)
     ]
@@ -139,6 +139,11 @@ def test_a_run_tells_loss_speed_waiting_and_the_last_checkpoint(train, all_lines
     assert "val/acc" in lines[-1]
     validated = [line for line in found if "validation batch" in line]
     assert [" · validation batch 1 · " in line for line in validated] == [True, True]
+    rows = [line for line in found if "val/loss" in line]
+    row = r"epoch %d · step %d · train/loss \d\.\d{4} · val/loss \d\.\d{4} · val/acc [\d.]+%%( best)? · \d:\d\d"
+    assert all(re.fullmatch(row % (epoch, 12 * epoch), line) for epoch, line in enumerate(rows, 1)) and len(rows) == 2
+    scores = [float(re.search(r"val/acc ([\d.]+)%", line)[1]) for line in rows]
+    assert [" best" in line for line in rows] == [True, scores[1] > scores[0]]
     assert [line for line in found if line.startswith("test · batch 1/1 · 0:00 left · ")]
 
 

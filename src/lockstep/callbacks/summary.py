@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lockstep.config.formatting import metric, pluralize
 from lockstep.config.run_config import Component, RunConfig
-from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
 from lockstep.panel import Content, Gallery, Sample
@@ -190,15 +189,15 @@ class Progress(Callback):
 
     def validation_row(self, trainer: Trainer) -> str:
         """The losses and the monitored metric, which is marked if it is the best so far."""
-        metrics, saver = trainer.callback_metrics, cast(Any, trainer.checkpoint_callback)
+        metrics, savers = trainer.callback_metrics, cast(Any, trainer.checkpoint_callbacks)
         texts = {name: metric(name, float(metrics[name])) for name in (*LOSSES, self.monitor) if name in metrics}
-        if saver is not None and saver.monitor == self.monitor in texts:
-            best, value = saver.best_model_score, metrics[self.monitor]
-            texts[self.monitor] += " best" * bool(
-                best is None or (value > best if saver.mode == "max" else value < best)
-            )
-        position = [f"epoch {trainer.current_epoch + 1}", f"step {steps_done(trainer):,}"]
+        saver = next((each for each in savers if getattr(each, "monitor", None) == self.monitor), None)
+        if saver is not None and self.monitor in texts:  # it saves, and changes its best score, afterwards
+            value, best = (metrics[self.monitor], saver.best_model_score)
+            is_best = best is None or (value > best if saver.mode == "max" else value < best)
+            texts[self.monitor] += " best" * bool(is_best)
         assert self.line
+        position = [f"epoch {trainer.current_epoch + 1}", f"step {steps_done(trainer):,}"]
         elapsed = clock(time.monotonic() - self.line.began_s)
         return " · ".join([*position, *(f"{name} {text}" for name, text in texts.items()), elapsed])
 
@@ -219,8 +218,10 @@ class FirstBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.samples is None:
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            metadata = data.metadata if isinstance(data, DataModule) else {}
+            metadata = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
+            metadata = (
+                metadata if isinstance(metadata, Mapping) else {}
+            )  # a user's LightningDataModule may have another
             self.samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:

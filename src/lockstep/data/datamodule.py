@@ -83,9 +83,7 @@ class DataModule(pl.LightningDataModule):
         self.with_workers: list[FromWorkers] = []
         self.waited_s = 0.0  # how long training in this process has waited for batches and their preprocessing
         self.predicted = "test"  # the part that predict_dataloader loads
-        self.is_by_hand = self.fills = (
-            False  # train.py created the data set; each process gets equally many, with fillers
-        )
+        self.is_by_hand = self.fills = False  # train.py created the data set; equal shares, with fillers
         self.index_B: Indices | None = None  # indices of the batch that is being transferred, on the host
         self.problems: list[str] | None = None  # why samples of the current batch could not be read
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)

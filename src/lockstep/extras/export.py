@@ -221,14 +221,13 @@ class NetworkToExport:
         files = {"model": content, "classes": [] if self.network else list(task.value_names), "preprocessing": settings}
         for name, values in files.items():
             (folder / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
-        # written as bytes, because save_file ignores the umask: only the owner could read its file. Cloned, because some are tied
+        # as bytes, because save_file ignores the umask; cloned, because some are tied
         weights = {name: tensor.detach().contiguous().clone() for name, tensor in self.net.state_dict().items()}
         (folder / "model.safetensors").write_bytes(save(weights))
         (folder / "config.yaml").write_text(as_yaml(self.config))
         for name, source in {"preprocess.py": pixels, "load.py": exported}.items():
             shutil.copyfile(inspect.getfile(source), folder / name)
-        packages = parts.requirements(folder, content["target"], formats)
-        (folder / "requirements.txt").write_text("".join(f"{package}\n" for package in packages))
+        (folder / "requirements.txt").write_text(parts.requirements(folder, content["target"], formats))
         model = exported.load(folder)
         runners: dict[str, Any] = {"load.py": model.outputs}
         if formats:

@@ -89,14 +89,14 @@ def imported_names(path: Path, module: str) -> set[str]:
     return names
 
 
-def requirements(folder: Path, library: str, formats: Sequence[str]) -> list[str]:
+def requirements(folder: Path, library: str, formats: Sequence[str]) -> str:
     """The packages that the files of a folder import, at their installed versions. `library`: that of the network."""
     nodes = [node for path in folder.rglob("*.py") for node in walk(ast.parse(path.read_text(encoding="utf-8")))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {library}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     top = {name.partition(".")[0] for name in names}
     needed = [package for name, package in PACKAGES.items() if name in top] + ["onnxruntime"] * ("onnx" in formats)
-    return [f"{package}=={version(package).partition('+')[0]}" for package in needed]
+    return "".join(f"{package}=={version(package).partition('+')[0]}\n" for package in needed)
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
