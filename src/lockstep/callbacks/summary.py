@@ -218,10 +218,10 @@ class FirstBatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.samples is None:
-            metadata = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
-            metadata = (
-                metadata if isinstance(metadata, Mapping) else {}
-            )  # a user's LightningDataModule may have another
+            found = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
+            metadata: dict[str, Any] = (
+                found if isinstance(found, dict) else {}
+            )  # a LightningDataModule may have another
             self.samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:
