@@ -47,6 +47,13 @@ def test_basic_net_drops_before_its_linear_layers_as_the_tutorial():
     torch.testing.assert_close(all_of_fc(image_BCHW), all_of_fc.classifier[-1].bias.expand(4, 10))
 
 
+@pytest.mark.parametrize("side", [28, 87, 88, 336])
+def test_basic_net_stays_small_for_images_of_any_size(side):
+    net = BasicNet(in_channels=3, image_size=side).eval()
+    assert net(torch.zeros(2, 3, side, side)).shape == (2, 10)
+    assert sum(parameter.numel() for parameter in net.parameters()) < 14e6
+
+
 @pytest.mark.parametrize(("make", "least"), [(BasicNet, 6), (partial(AirbenchNet, widths=(8, 8, 8)), 9)])
 def test_a_network_takes_the_shape_of_the_data(make, least):
     for size, channels in ((least, 1), (32, 3)):

@@ -237,7 +237,7 @@ def run_in_this_process(job: Job, settings: Settings, data: Any = None, *, end_f
 
 
 def run_rank(job: Job, handover: Handover) -> None:
-    """Like `run_job`, but reports to the parent when the job is done or memory ran out, then waits for the other ranks.
+    """Like `run_in_this_process`, but reports to the parent when the job is done or memory ran out, then waits for the other ranks.
 
     If this process ended first, each other rank would fail with a traceback about a lost connection.
     """
