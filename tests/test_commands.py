@@ -103,7 +103,7 @@ def test_ctrl_c_ends_a_multirun_as_a_whole(forked_command):
 
 
 FAILURES = {  # of rank 1 in step 3: the status of the run, and a line on the screen
-    "return loss * float('nan')": ("failed", "error: the loss is nan at step 3 (epoch 0) on rank 1, in a batch of"),
+    "return loss * float('nan')": ("diverged", "error: the loss is nan at step 3 (epoch 0) on rank 1, in a batch of"),
     "raise KeyError('mine')": ("failed", "[rank 1] KeyError: 'mine'"),
     "os.kill(os.getpid(), signal.SIGSEGV)": (
         "failed",

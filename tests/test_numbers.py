@@ -100,6 +100,7 @@ def test_a_loss_that_is_no_number_names_the_value_that_is_none(odd, more, told):
     with pytest.raises(LossNotFinite) as failed:
         lockstep.train([*kept, "run=a", "loader.val_fraction=0.1", f"+data.odd={odd}", *more])
     assert told in str(failed.value) and "optim.lr" not in str(failed.value)
+    assert lockstep.load_report("a")["status"] == "diverged"
 
 
 # --- Columns of a table of predictions ---

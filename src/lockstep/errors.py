@@ -81,7 +81,7 @@ class DataChanged(TrainingFailed):
 class LossNotFinite(TrainingFailed):
     """The loss is NaN or infinite, in one process or in all."""
 
-    alike = True
+    status, alike = "diverged", True
 
 
 class RendezvousFailed(TrainingFailed):
