@@ -119,16 +119,16 @@ class Listing:
     left_out: str = ""  # the files and folders that are ignored
 
 
-def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check | None = None) -> Listing:  # fmt: skip
+def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check | None = None, key: str = "input") -> Listing:  # fmt: skip
     """The files of a folder (recursively), a glob, a CSV or TSV with a column `path`, or a single file.
 
-    `check` is passed to `read_csv`.
+    `check` is passed to `read_csv`. `key`: what names the source, in messages.
 
     Raises:
         UserError: the input does not exist, cannot be read, or has no files with these `endings`.
     """
     path, left_out = Path(source).expanduser(), ""
-    with explain_os_error(f"input={source} cannot be read", "Make it readable, or pass a different folder or file."):
+    with explain_os_error(f"{key}={source} cannot be read", "Make it readable, or pass a different folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             rows = read_csv(path, ("path",), "path,target", check or (lambda *_: None))
             targets = [row["target"] for row in rows if "target" in row]
@@ -143,11 +143,12 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
             matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob rejects absolute patterns
             names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
         else:
+            own = f", or a part of the run's own data: {', '.join(PARTS)}" if key == "input" else ""
             raise UserError(
-                f"input={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, a single file, or a part of the run's own data: {', '.join(PARTS)}."
+                f"{key}={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, a single file{own}."
             )
     if not names:
-        raise UserError(f"input={source} {empty}{left_out and f'; it has {left_out}'}. Pass a different input.")
+        raise UserError(f"{key}={source} {empty}{left_out and f'; it has {left_out}'}. Pass a different one.")
     return Listing(Path(), names, left_out=left_out)
 
 

@@ -17,12 +17,8 @@ from lockstep.machine.world import unreachable
 from lockstep.reporting.loggers import RunEnd, flat
 
 log = logging.getLogger("lockstep")
-STATUS = {
-    "done": "FINISHED",
-    "pruned": "FINISHED",
-    "failed": "FAILED",
-    "diverged": "FAILED",
-}  # other runs were ended from outside: KILLED
+# other runs were ended from outside: KILLED
+STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED", "diverged": "FAILED"}
 ID = "lockstep.id"  # the tag that identifies a run when it is resumed
 PARAMS, LONGEST = 100, 500  # parameters per request; characters per value, which every server version accepts
 

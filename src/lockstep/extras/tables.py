@@ -161,7 +161,7 @@ def input_files(source: str, data: Component, metadata: Mapping[str, Any], hint:
         raise UserError(
             f"{key}={source}: data={data.title} cannot read files. Add a method read(path) to its class (docs/predict-export.md), or {hint}."
         )
-    files = find_inputs(source, reader.endings, reader.unit, target_check(metadata))
+    files = find_inputs(source, reader.endings, reader.unit, target_check(metadata), key)
     return InputFiles(reader.for_files(metadata), files)
 
 
