@@ -140,7 +140,7 @@ def test_a_run_tells_loss_speed_waiting_and_the_last_checkpoint(train, all_lines
     validated = [line for line in found if "validation batch" in line]
     assert [" · validation batch 1 · " in line for line in validated] == [True, True]
     rows = [line for line in found if "val/loss" in line]
-    row = r"epoch %d · step %d · train/loss \d\.\d{4} · val/loss \d\.\d{4} · val/acc [\d.]+%%( best)? · \d:\d\d"
+    row = r"epoch %d · step %d · loss \d\.\d{4} · val/loss \d\.\d{4} · val/acc [\d.]+%%( best)? · \d:\d\d"
     assert all(re.fullmatch(row % (epoch, 12 * epoch), line) for epoch, line in enumerate(rows, 1)) and len(rows) == 2
     scores = [float(re.search(r"val/acc ([\d.]+)%", line)[1]) for line in rows]
     assert [" best" in line for line in rows] == [True, scores[1] > scores[0]]

@@ -199,7 +199,8 @@ class Progress(Callback):
         assert self.line
         position = [f"epoch {trainer.current_epoch + 1}", f"step {steps_done(trainer):,}"]
         elapsed = clock(time.monotonic() - self.line.began_s)
-        return " · ".join([*position, *(f"{name} {text}" for name, text in texts.items()), elapsed])
+        shown = (f"{'loss' if name in LOSSES[:2] else name} {text}" for name, text in texts.items())  # fits 80 columns
+        return " · ".join([*position, *shown, elapsed])
 
     on_validation_start = on_test_start = on_predict_start = begin_pass
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = cast(Any, pass_on)
