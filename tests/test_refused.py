@@ -303,7 +303,7 @@ def test_what_cannot_be_trained_is_told_and_leaves_nothing(train, wrong, told):
 def test_a_loss_that_is_no_number_ends_the_run_with_advice(train, seen_by):
     with pytest.raises(TrainingFailed, match=r"the loss is (nan|inf) at step \d+ .* lower optim.lr"):
         train("run=a", "optim=sgd", "optim.lr=1e30", seen_by)
-    assert (report("a")["status"], "optim.lr" in report("a")["error"]) == ("failed", True)
+    assert (report("a")["status"], "optim.lr" in report("a")["error"]) == ("diverged", True)
 
 
 def test_a_mistake_found_after_a_checkpoint_was_saved_costs_no_file(train, monkeypatch):
