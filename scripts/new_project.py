@@ -169,7 +169,7 @@ def check(folder: Path, package: str) -> None:
 
 
 def create(folder: Path, package: str, requirement: str | None, wheel: Wheel | None) -> None:
-    """Copies COPIED under the new package name, and adds the other files of a project."""
+    """Copies the files of COPIED under the new package name, and adds the other files of a project."""
     for source, target in COPIED.items():
         origin = TEMPLATE / source
         for path in sorted(origin.rglob("*")) if origin.is_dir() else [origin]:

@@ -192,10 +192,10 @@ class Progress(Callback):
         metrics, savers = trainer.callback_metrics, cast(Any, trainer.checkpoint_callbacks)
         texts = {name: metric(name, float(metrics[name])) for name in (*LOSSES, self.monitor) if name in metrics}
         saver = next((each for each in savers if getattr(each, "monitor", None) == self.monitor), None)
-        if saver is not None and self.monitor in texts:  # it saves, and changes its best score, afterwards
-            value, best = (metrics[self.monitor], saver.best_model_score)
+        if saver is not None and saver.save_top_k and self.monitor in texts:  # it changes its best score afterwards
+            value, best = float(metrics[self.monitor]), saver.best_model_score
             is_best = best is None or (value > best if saver.mode == "max" else value < best)
-            texts[self.monitor] += " best" * bool(is_best)
+            texts[self.monitor] += " best" * bool(is_best and math.isfinite(value))
         assert self.line
         position = [f"epoch {trainer.current_epoch + 1}", f"step {steps_done(trainer):,}"]
         elapsed = clock(time.monotonic() - self.line.began_s)
@@ -220,9 +220,8 @@ class FirstBatch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.samples is None:
             found = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
-            metadata: dict[str, Any] = (
-                found if isinstance(found, dict) else {}
-            )  # a LightningDataModule may have another
+            # A LightningDataModule may have an attribute of this name.
+            metadata: dict[str, Any] = found if isinstance(found, dict) else {}
             self.samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:

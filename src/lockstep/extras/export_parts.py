@@ -31,9 +31,8 @@ from lockstep.training.losses import samples_at
 # Names that the folder's copies of data/dataset.py and errors.py provide.
 OFFERED = {"lockstep.errors.UserError", *(f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound"))}
 ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable, like the standard library
-PACKAGES = {name: name for name in sorted(ALLOWED)} | {
-    "PIL": "pillow"
-}  # of requirements.txt, by the name of the import
+# of requirements.txt, by the name of the import
+PACKAGES = {name: name for name in sorted(ALLOWED)} | {"PIL": "pillow"}
 
 
 def source_of(module: str) -> Path | None:

@@ -304,9 +304,8 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
         return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
     hint = "pass input=test, val or train (parts of the run's own data)"
-    made = str(
-        checkpoint.values.get(DATA, {}).get("class") or cfg.data.target
-    )  # saved if train.py created the data set
+    # Checkpoints have the class of a data set that train.py created itself.
+    made = str(checkpoint.values.get(DATA, {}).get("class") or cfg.data.target)
     if made.startswith("__main__."):
         raise UserError(
             f"input={request.input}: predict.py cannot import {made[9:]}, the data set's class. Move it from train.py into src/."

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,9 +41,9 @@ def differing_keys(runs: Sequence[Report]) -> list[str]:
     texts = [{key: to_text(value) for key, value in run.settings.items()} for run in runs]
     keys = dict.fromkeys(key for settings in texts for key in settings)
     varying = [key for key in keys if not key.startswith((*PLACE, *DERIVED)) and len({t.get(key) for t in texts}) > 1]
+    shared = [key for key in varying if all(key in each for each in texts) and not key.endswith("_target_")]
     for group in COMPONENTS:
         title = next((key for key in (f"{group}.name", f"{group}._target_") if key in varying), None)
-        shared = [key for key in varying if all(key in settings for settings in texts) and not key.endswith("_target_")]
         varying = [k for k in varying if title in (None, k) or k in shared or not k.startswith(f"{group}.")]
     return sorted(varying, key=lambda key: key.endswith("_target_"))
 
@@ -116,7 +115,8 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     test_metrics = [name for run in runs for name in metrics_of_test(run) if not name.endswith("/count")]
     metrics = [n for n in dict.fromkeys([*monitors, *test_metrics]) if any(n in run for run in runs)]
     settings = differing_keys(runs)
-    names = {key: re.sub(r"^(\w+)\.(?:name|_target_)$|^.*\.", r"\1", key) for key in settings[:SETTINGS]}
+    titles = {f"{group}.{name}": group for group in COMPONENTS for name in ("name", "_target_")}
+    names = {key: titles.get(key, key.rpartition(".")[2]) for key in settings[:SETTINGS]}
     heads = {key: name if [*names.values()].count(name) == 1 else key for key, name in names.items()}
     measured: list[tuple[str, str, Callable[[Any], str]]] = [
         *((name, name, partial(metric, name)) for name in metrics),

@@ -152,12 +152,11 @@ def misspelt_overrides(argv: list[str]) -> Iterator[str]:
         (option, _, value), was_value = arg.partition("="), is_value
         is_value = not was_value and not value and WORD.fullmatch(after) is not None
         key = option.lstrip("-").rstrip(":").replace("-", "_")
-        instead = advice()["keys"].get(key) or f"{compose.nearest_key(key) or key}={{value}}"
-        instead = instead.format(value=value or (after if is_value else "<value>"))
-        if option.startswith("--") and not HYDRAS.fullmatch(key):
-            yield f"{option}: keys are written without dashes. Pass {instead}."
-        elif WORD.fullmatch(arg) and not was_value:
-            yield f"{arg}: keys and values are joined by an equals sign. Pass {instead}."
+        is_dashed = option.startswith("--") and not HYDRAS.fullmatch(key)
+        if is_dashed or (WORD.fullmatch(arg) and not was_value):
+            reason = "keys are written without dashes" if is_dashed else "keys and values are joined by an equals sign"
+            instead = advice()["keys"].get(key) or f"{compose.nearest_key(key) or key}={{value}}"
+            yield f"{option.rstrip(':')}: {reason}. Pass {instead.format(value=value or (after if is_value else '<value>'))}."
 
 
 def option_errors(argv: list[str]) -> Iterator[str]:
