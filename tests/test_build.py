@@ -104,15 +104,17 @@ def test_optimizers_are_fused_where_they_can_be(overrides, expected):
     assert optimizer([torch.nn.Parameter(torch.zeros(3))]).defaults["fused"] is expected
 
 
-@pytest.mark.parametrize(("strategy", "tf32", "kept"), [("single", True, 1), ("ddp", False, 1), ("fsdp", True, 0)])
+@pytest.mark.parametrize(
+    ("strategy", "tf32", "kept"), [("single", True, True), ("ddp", False, True), ("fsdp", True, False)]
+)
 def test_a_process_multiplies_as_tf32_says_and_keeps_freed_memory_unless_it_shards(strategy, tf32, kept, monkeypatch):
     calls = []
-    monkeypatch.setattr(build, "keep_freed_memory", lambda: calls.append(1))
+    monkeypatch.setattr(build, "keep_freed_memory", lambda *given, is_sharded: calls.append((*given, is_sharded)))
     monkeypatch.setattr(build, "threads", lambda _: None)
     settings = Settings(config_of(f"strategy={strategy}", f"tf32={str(tf32).lower()}"), World("cpu", 2, 1, strategy))
     build.process(settings)
     assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
-    assert len(calls) == kept
+    assert calls == [("cpu", not kept)]
 
 
 def test_a_rate_of_0_for_the_head_is_a_rate():

@@ -62,9 +62,8 @@ def process(settings: Settings) -> None:
     """Sets the whole process up: what it prints, memory, threads, arithmetic, random numbers. The launcher calls it."""
     cfg, world = settings.cfg, settings.world
     console.quiet(world.rank)
+    keep_freed_memory(world.accelerator, is_sharded=settings.spec.is_sharded)
     if world.accelerator == "cpu":
-        if not settings.spec.is_sharded:  # Not when sharding: gathered blocks fragment the heap.
-            keep_freed_memory()
         if threads_before_exact:
             set_threads(*threads_before_exact.pop())
         if number := threads(world):

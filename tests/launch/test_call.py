@@ -23,16 +23,20 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import process, world
 
 
-@pytest.mark.parametrize("owned", [True, False])
-def test_the_memory_of_a_callers_process_is_not_tuned(owned, monkeypatch):
+@pytest.mark.parametrize(("owned", "accelerator", "is_sharded"), [
+    (True, "cpu", False), (False, "cpu", False), (True, "cuda", False), (True, "cpu", True),
+])  # fmt: skip
+def test_memory_is_tuned_in_a_command_that_trains_on_the_cpu_without_shards(
+    owned, accelerator, is_sharded, monkeypatch
+):
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
     libc = Mock()
     monkeypatch.setattr(process, "is_command", owned)
     monkeypatch.setattr(world.platform, "libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr(world.ctypes, "CDLL", lambda _: libc)
-    world.keep_freed_memory()
-    assert libc.mallopt.called == owned
+    world.keep_freed_memory(accelerator, is_sharded=is_sharded)
+    assert libc.mallopt.called == (owned and accelerator == "cpu" and not is_sharded)
 
 
 def state() -> dict[str, object]:

@@ -47,10 +47,8 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     # How images become squares may depend on the network. Its library takes seconds to import.
     by_network = "model" in (settings.cfg.data.get(key) for key in OF_NETWORK[2:])
     settings = settings.with_pretraining_values() if by_network else settings
-    if runs_in_this_process(settings) and settings.world.accelerator == "cpu" and not settings.spec.is_sharded:
-        # Before the data is read: the default recipe ran at 5,089 images/s, and at 4,924 with this call after it (medians of
-        # 12 runs in turns, two threads).
-        keep_freed_memory()
+    if runs_in_this_process(settings):
+        keep_freed_memory(settings.world.accelerator, is_sharded=settings.spec.is_sharded)
     data: DataSet | None = job.read_data(settings)
     if data is None or settings.loader is None:
         return settings.with_auto_resolved(None), None, None

@@ -125,10 +125,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 NEVER, OLD_GLIBCS_MOST = 2**31 - 1, 32 * 2**20
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc keep the memory of freed tensors for the next ones.
+def keep_freed_memory(accelerator: str, *, is_sharded: bool) -> None:
+    """Makes glibc keep the memory of freed tensors for the next ones, in a run on CPUs.
 
-    Does nothing in a caller's process, or if the user has set a MALLOC_ variable.
+    Does nothing in a caller's process, or if the user has set a MALLOC_ variable. Call it before the data is read: the
+    default recipe ran at 5,089 images/s, and at 4,924 with a call afterwards (medians of 12 runs in turns, two threads).
 
     By default glibc returns tensors of more than 32 MiB to the system, which hands their memory out again page by page,
     zeroed. A step of BasicNet with 512 samples took 154 ms of CPU time with kept memory and 243 ms without. With 64
@@ -137,8 +138,9 @@ def keep_freed_memory() -> None:
     Not for fsdp, whose gathered blocks fragment the heap: with 151 million parameters on two processes, each process
     had 3.7 GiB after 8 steps, still growing, against 1.7 GiB without this function, where steps were 10 to 20% longer.
     """
+    applies = accelerator == "cpu" and not is_sharded and process.is_command
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
-    if process.is_command and not set_by_user and platform.libc_ver()[0] == "glibc":
+    if applies and not set_by_user and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         if not libc.mallopt(M_MMAP_THRESHOLD, NEVER):
             libc.mallopt(M_MMAP_THRESHOLD, OLD_GLIBCS_MOST)

@@ -42,7 +42,7 @@ def from_timm(
     if config is not None and config.fixed_input_size:
         model_args.setdefault("img_size", image_size)
     if pretrained and not path and config is not None and config.hf_hub_id:
-        path = without_network(name, config.hf_hub_id)
+        path = offline_weights(name, config.hf_hub_id)
     try:
         net: nn.Module = timm.create_model(
             name,
@@ -68,7 +68,7 @@ def from_timm(
     return net
 
 
-def without_network(name: str, repository: str) -> str:
+def offline_weights(name: str, repository: str) -> str:
     """The downloaded weights of a timm network, if the hub cannot be reached: its client would retry for a minute."""
     from huggingface_hub import constants, try_to_load_from_cache
 
