@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lockstep.checkpoints.saving import ModelCheckpoint
 from lockstep.config.formatting import metric, pluralize
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.data.dataset import picture
@@ -188,14 +189,13 @@ class Progress(Callback):
             self.line.print_above(self.validation_row(trainer))
 
     def validation_row(self, trainer: Trainer) -> str:
-        """The losses and the monitored metric, which is marked if it is the best so far."""
-        metrics, savers = trainer.callback_metrics, cast(Any, trainer.checkpoint_callbacks)
+        """The losses and the monitored metric, which is marked if its checkpoint will be the best so far."""
+        metrics, savers = trainer.callback_metrics, trainer.checkpoint_callbacks
         texts = {name: metric(name, float(metrics[name])) for name in (*LOSSES, self.monitor) if name in metrics}
-        saver = next((each for each in savers if getattr(each, "monitor", None) == self.monitor), None)
-        if saver is not None and saver.save_top_k and self.monitor in texts:  # it changes its best score afterwards
-            value, best = float(metrics[self.monitor]), saver.best_model_score
-            is_best = best is None or (value > best if saver.mode == "max" else value < best)
-            texts[self.monitor] += " best" * bool(is_best and math.isfinite(value))
+        saver = next((each for each in savers if isinstance(each, ModelCheckpoint)), None)
+        if saver is not None and saver.save_top_k and self.monitor in texts:
+            new, scores, ranked = saver.ranking(trainer)
+            texts[self.monitor] += " best" * (ranked[0] == new and math.isfinite(scores[new][0]))
         assert self.line
         position = [f"epoch {trainer.current_epoch + 1}", f"step {steps_done(trainer):,}"]
         elapsed = clock(time.monotonic() - self.line.began_s)

@@ -203,6 +203,16 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if paths:
             self.best_model_path, self.best_model_score = paths[0], self.best_k_models[paths[0]]
 
+    def ranking(self, trainer: Trainer) -> tuple[str, dict[str, tuple[float, float]], list[str]]:
+        """The file name of the latest validation, the scores of all files, and their names, the best first."""
+        new, sign = f"best-step-{steps_done(trainer)}.ckpt", 1 if self.mode == "max" else -1
+        score, loss = (float(trainer.callback_metrics.get(name, math.nan)) for name in (self.monitor or "", "val/loss"))
+        score, loss = -sign * math.inf if math.isnan(score) else score, math.inf if math.isnan(loss) else loss
+        scores = self.kept | {new: (score, loss)}
+        steps = {name: int(name.removeprefix("best-step-").removesuffix(".ckpt")) for name in scores}
+        keys = {name: (sign * scores[name][0], -scores[name][1], steps[name]) for name in scores}
+        return new, scores, sorted(keys, key=keys.__getitem__, reverse=True)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the checkpoint if it is among the best `save_top_k`, and removes those that no longer are."""
         step = steps_done(trainer)
@@ -218,21 +228,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
                 f"{did_you_mean(self.monitor, logged)}. Set checkpoint.monitor=<one of them>, or checkpoint.monitor=null to keep only the "
                 "last checkpoint; add resume=auto to continue."
             )
-        new, sign = f"best-step-{step}.ckpt", 1 if self.mode == "max" else -1
-        score, loss = (float(trainer.callback_metrics.get(name, math.nan)) for name in (self.monitor, "val/loss"))
-        score, loss = -sign * math.inf if math.isnan(score) else score, math.inf if math.isnan(loss) else loss
-        all_scores = self.kept | {new: (score, loss)}
-
-        def sort_key(name: str) -> tuple[float, float, int]:
-            score, loss = all_scores[name]
-            return sign * score, -loss, int(name.removeprefix("best-step-").removesuffix(".ckpt"))
-
-        ranked = sorted(all_scores, key=sort_key, reverse=True)
+        new, all_scores, ranked = self.ranking(trainer)
         best = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
         if not trainer.strategy.reduce_boolean_decision(new in best):  # processes may have different scores
             return
         self.keep({name: all_scores[name] for name in best})
-        self.current_score = torch.tensor(score)
+        self.current_score = torch.tensor(all_scores[new][0])
         folder = Path(str(self.dirpath))
         trainer.save_checkpoint(folder / new, weights_only=False)
         self.saved_at = step

@@ -153,7 +153,7 @@ def keep_smaller_jpeg(image: "Image", content: bytes, *, side: int, channels: in
 def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_only) -> Iterator[FileRead]:
     """Reads the files in order. `keep` returns the bytes to store of each.
 
-    Uses threads, because Pillow releases the GIL to decode and resize. Shows a progress bar on standard error.
+    Uses threads, because Pillow releases the GIL to decode and resize. Shows a progress bar on a terminal.
     """
     from PIL import Image
     from rich.console import Console
@@ -181,7 +181,8 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_onl
 
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:
         warnings.simplefilter("ignore")
-        console, silent = Console(stderr=True), rank_of() > 0
+        console = Console(stderr=True)
+        silent = rank_of() > 0 or not console.is_terminal  # rich ends a bar with an empty line elsewhere
         yield from track(in_order(), what, len(paths), console=console, disable=silent, transient=True)
 
 
