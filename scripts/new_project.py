@@ -3,8 +3,8 @@
 python scripts/new_project.py <folder> --package <name>
 python scripts/new_project.py <folder> --upgrade
 
-It copies train.py, eval.py, predict.py, configs/, src/project/ (as src/<name>/) and tests/project/ (as tests/), adds pyproject.toml, CI and
-a README, and makes a first commit. To change the library as well, clone Lockstep instead.
+It copies train.py, eval.py, predict.py, configs/, src/project/ (as src/<name>/), tests/project/ (as tests/) and scripts/slurm.sbatch, adds
+pyproject.toml, CI and a README, and makes a first commit. To change the library as well, clone Lockstep instead.
   --upgrade       an existing project gets this checkout's Lockstep and the versions that it was tested with
   --lockstep      the requirement of the project, such as 'lockstep @ git+https://...'. Default: the remote and commit of this
                   checkout if others can reach them, else a wheel of it in the project's wheels/
@@ -37,6 +37,7 @@ COPIED = {
     "configs": "configs",
     f"src/{NAME}": "src/{package}",
     f"tests/{NAME}": "tests",
+    "scripts/slurm.sbatch": "scripts/slurm.sbatch",
 }
 # The package name in targets, imports and paths. Elsewhere the word has its usual meaning.
 NAMED = re.compile(rf"\b{NAME}(?=\.(?:model|module|data)\b)|(?<=src/){NAME}\b")

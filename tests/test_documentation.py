@@ -138,6 +138,18 @@ def test_the_index_leads_to_every_page():
     assert pages - linked == {index.path}  # docs/your-own has an index of its own
 
 
+def test_every_page_says_where_its_commands_run():
+    pages = [page for page in PAGES if page.name.startswith("docs/") and any(each.script for each in page.commands)]
+    places = ("Run commands in ", "Create a project with ", "scripts/new_project.py ../mywork")
+    silent = [page.name for page in pages if not any(place in page.text[:900] for place in places)]
+    assert silent == ["docs/changes.md"]  # old commands beside new ones
+    assert len(pages) > 20
+
+
+def test_the_changes_begin_with_this_version():
+    assert Text(ROOT / "docs/changes.md").text.split("\n## ")[1].startswith(f"{lockstep.__version__}\n")
+
+
 def test_the_custom_loss_is_a_focal_loss():
     torch, written = pytest.importorskip("torch"), dict[str, Any]()
     exec(Text(ROOT / "docs/your-own/loss.md").files["src/mywork/task.py"], written)

@@ -33,6 +33,7 @@ QUICK = (
 )  # fmt: skip
 MNIST = ("data.root={mnist}", "data.cache_dir={cache}")
 PAGES = [
+    Page("data", ("data.image_size=16",)),
     Page("folder", ("data.image_size=16", "data.cache_dir={cache}")),
     Page("model", MNIST),
     Page("loss", MNIST, command=1),
@@ -166,7 +167,7 @@ def test_every_page_is_tested_and_in_the_index_and_needs_few_files_and_none_of_l
 
 
 def test_a_key_that_the_class_does_not_have_is_refused(tmp_path, monkeypatch, mnist, cache):
-    page = PAGES[1]
+    page = next(page for page in PAGES if page.name == "model")
     monkeypatch.chdir(page.write(tmp_path))
     with pytest.raises(UserError) as refused:
         lockstep.train([*page.typed[1], f"data.root={mnist}", f"data.cache_dir={cache}"])

@@ -89,7 +89,13 @@ def write_text(root: Path) -> None:
     (root / "README.md").write_text((ROOT / "README.md").read_text())
 
 
-DATA = {"folder": write_flowers, "multilabel": write_weather, "regression": write_houses, "language-model": write_text}
+DATA = {
+    "folder": write_flowers,
+    "data": write_flowers,
+    "multilabel": write_weather,
+    "regression": write_houses,
+    "language-model": write_text,
+}
 
 
 class Page(Text):
@@ -110,9 +116,9 @@ class Page(Text):
 
     @property
     def typed(self) -> list[list[str]]:
-        """The arguments of each `python train.py` in a console, in the order of the page."""
+        """The arguments of each `uv run train.py` in a console, in the order of the page."""
         console = "\n".join(content for language, content in self.blocks if language == "console")
-        return [shlex.split(line) for line in re.findall(r"^\$ python train\.py(.*)$", console, re.MULTILINE)]
+        return [shlex.split(line) for line in re.findall(r"^\$ uv run train\.py(.*)$", console, re.MULTILINE)]
 
     @property
     def lines(self) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     frozen = Frozen
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[1]  # the checkout, with train.py, configs/ and scripts/ next to src/; a wheel contains them

@@ -20,7 +20,7 @@ from lockstep.errors import UserError
 
 PAGE = (ROOT / "docs/augment.md").read_text()
 FILES = dict(re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-COMMANDS = [shlex.split(line, comments=True) for line in re.findall(r"^\$ python train\.py(.*)$", PAGE, re.MULTILINE)]
+COMMANDS = [shlex.split(line, comments=True) for line in re.findall(r"^\$ uv run train\.py(.*)$", PAGE, re.MULTILINE)]
 LOADERS = """import lightning.pytorch as pl
 
 class Loaders(pl.LightningDataModule):

@@ -128,4 +128,9 @@ def test_the_cores_that_sbatch_was_asked_for_reach_each_task(tmp_path):
         script = ["bash", str(ROOT / "scripts/slurm.sbatch"), "strategy=ddp"]
         done = subprocess.run(script, env=env, capture_output=True, text=True, check=True, cwd=tmp_path)
         assert done.stdout.split()[0] == expected
-        assert done.stdout.strip().endswith("train.py resume=auto strategy=ddp")
+        assert done.stdout.strip().endswith(" python train.py resume=auto strategy=ddp")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)  # as `uv sync` leaves it
+    for own, expected in (({}, ".venv/bin/python"), ({"PYTHON": "/opt/python"}, "/opt/python")):
+        done = subprocess.run(script, env={**env, **own}, capture_output=True, text=True, check=True, cwd=tmp_path)
+        assert done.stdout.strip().endswith(f" {expected} train.py resume=auto strategy=ddp")
