@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # B batch · C channel · H W pixel
 
-COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for COLUMNS
+COLUMNS, SMALLEST, GAP, LINE, MARGIN, FONT = 8, 112, 6, 14, 52, 11  # pixels, except for COLUMNS
 
 
 def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) -> None:
@@ -59,7 +59,9 @@ def picture(before: "Batch", after: "Batch", metadata: Mapping[str, Any], count:
     row_height = 2 * (height + GAP) + LINE + GAP
     page = Image.new("RGB", (MARGIN + columns * (width + GAP), math.ceil(count / columns) * row_height + GAP), "white")
     draw = ImageDraw.Draw(page)
-    for index in range(count):
+    captions = [caption(after, index, metadata) for index in range(count)]
+    draw.font = font_for("".join(captions))
+    for index, text in enumerate(captions):
         row, column = divmod(index, columns)
         left, top = MARGIN + column * (width + GAP), GAP + row * row_height
         for line, (batch, drawn) in enumerate(zip((before, after), images, strict=True)):
@@ -67,8 +69,26 @@ def picture(before: "Batch", after: "Batch", metadata: Mapping[str, Any], count:
             page.paste(tile.resize((width, height), Image.Resampling.NEAREST), (left, top + line * (height + GAP)))
             if not column:
                 draw.text((4, top + line * (height + GAP)), ("before", "after")[line], fill="black")
-        draw.text((left, top + 2 * (height + GAP) - 2), caption(after, index, metadata, width // 6), fill="black")
+        while draw.textlength(text) > width:
+            text = text[:-1]
+        draw.text((left, top + 2 * (height + GAP) - 2), text, fill="black")
     return page
+
+
+def font_for(text: str) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib; if it lacks characters of the text, the installed font that lacks the fewest."""
+    from matplotlib import font_manager, ft2font
+
+    def missing(path: str) -> int:
+        try:
+            return len(set(map(ord, text)) - set(ft2font.FT2Font(path).get_charmap()))
+        except RuntimeError:  # a font that FreeType cannot read
+            return len(text) + 1
+
+    path = str(font_manager.findfont("DejaVu Sans"))
+    if missing(path):
+        path = min([path, *sorted(font_manager.findSystemFonts())], key=missing)
+    return ImageFont.truetype(path, FONT)
 
 
 def bytes_of(batch: "Batch", metadata: Mapping[str, Any]) -> NDArray[np.uint8]:
@@ -93,13 +113,13 @@ def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image
     return blend(image_HW3, target)
 
 
-def caption(batch: "Batch", index: int, metadata: Mapping[str, Any], longest: int) -> str:
+def caption(batch: "Batch", index: int, metadata: Mapping[str, Any]) -> str:
     """The target of a sample; for a mixed sample, both targets with their fractions."""
     text = name(batch["target"][index].tolist(), metadata)
     if "share" in batch:
         share, other = float(batch["share"][index]), int(batch["partner"][index])
         text = f"{share:.0%} {text} + {1 - share:.0%} {name(batch['target'][other].tolist(), metadata)}"
-    return text[:longest]
+    return text
 
 
 def name(target: Any, metadata: Mapping[str, Any]) -> str:

@@ -39,7 +39,14 @@ def test_targets_in_words():
     assert name([0.5, 12.0], {}) == "0.5, 12"
     assert name([[0, 1]], {"classes": ["a"]}) == ""
     batch = {"target": torch.tensor([0, 1]), "share": torch.tensor([0.7, 1.0]), "partner": torch.tensor([1, 0])}
-    assert caption(batch, 0, {"classes": ["cat", "dog"]}, 40) == "70% cat + 30% dog"
+    assert caption(batch, 0, {"classes": ["cat", "dog"]}) == "70% cat + 30% dog"
+
+
+@pytest.mark.parametrize("text", ["Löwe", "ñandú", "лев", "λέων", "şahin"])
+def test_letters_of_other_scripts_are_drawn(text):
+    font, absent = show_batch.font_for(text), "\U0010fffd"
+    drawn = [bytes(font.getmask(character)) for character in [*text, absent]]
+    assert drawn.count(drawn[-1]) == 1  # which is how a font draws what it lacks
 
 
 def test_masks_are_laid_over_their_images():

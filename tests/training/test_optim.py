@@ -119,6 +119,13 @@ def test_a_constant_rate_needs_no_end():
     assert seen == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
 
 
+def test_a_warm_up_below_one_is_a_fraction_of_the_run():
+    for schedule in (schedules.constant, *FINITE):
+        assert rates(schedule, warmup_steps=0.2) == rates(schedule, warmup_steps=TOTAL // 5)
+    with pytest.raises(UserError, match=NO_END):
+        rates(schedules.constant, total=math.inf, warmup_steps=0.2)
+
+
 FINITE = [schedules.cosine, schedules.linear, schedules.exponential, schedules.step]
 LONG_WARM_UP = rf"schedule\.warmup_steps={TOTAL} .* {TOTAL} steps"
 NO_END = r"trainer\.max_epochs=<n> or trainer\.max_steps=<n>, or schedule=constant"

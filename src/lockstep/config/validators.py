@@ -81,6 +81,10 @@ def is_batches(v: Any) -> bool:
     return (type(v) is int and 0 <= v <= MAX_INTEGER) or (type(v) is float and 0 <= v <= 1)
 
 
+def is_warmup(v: Any) -> bool:
+    return (type(v) is int and 0 <= v <= MAX_INTEGER) or (type(v) is float and 0 <= v < 1)
+
+
 def is_devices(v: Any) -> bool:
     if type(v) is int:
         return v == -1 or v > 0

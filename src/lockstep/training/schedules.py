@@ -17,16 +17,17 @@ def scheduler(make: Callable[..., LRScheduler], optimizer: Optimizer, total_step
 
 
 def with_warmup(
-    optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float] | None = None
+    optimizer: Optimizer, total_steps: float, warmup_steps: float, shape: Callable[[float], float] | None = None
 ) -> LambdaLR:
-    """Linear warm-up to optim.lr, then the schedule given by `shape`.
+    """Linear warm-up to optim.lr, then the schedule given by `shape`. `warmup_steps` below 1 is a fraction of the run.
 
     `shape` maps the progress from 0 to 1 to a factor of optim.lr. Without `shape`, the factor is 1.
     """
-    if shape and math.isinf(total_steps):
+    if math.isinf(total_steps) and (shape or 0 < warmup_steps < 1):
         raise UserError(
             "the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
         )
+    warmup_steps = round(warmup_steps * total_steps) if 0 < warmup_steps < 1 else warmup_steps
     if warmup_steps >= total_steps:
         raise UserError(
             f"schedule.warmup_steps={warmup_steps} must be below the run's {total_steps:g} steps. Set a smaller number."
@@ -40,11 +41,13 @@ def with_warmup(
     return LambdaLR(optimizer, factor)
 
 
-def constant(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0) -> LambdaLR:
+def constant(optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0) -> LambdaLR:
     return with_warmup(optimizer, total_steps, warmup_steps)
 
 
-def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, final_fraction: float = 0.0) -> LambdaLR:
+def cosine(
+    optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0, final_fraction: float = 0.0
+) -> LambdaLR:
     """Loshchilov and Hutter, "SGDR" (2017), without restarts."""
 
     def shape(t: float) -> float:
@@ -53,7 +56,9 @@ def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, f
     return with_warmup(optimizer, total_steps, warmup_steps, shape)
 
 
-def linear(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, final_fraction: float = 0.0) -> LambdaLR:
+def linear(
+    optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0, final_fraction: float = 0.0
+) -> LambdaLR:
     return with_warmup(optimizer, total_steps, warmup_steps, lambda t: 1 - (1 - final_fraction) * t)
 
 
@@ -61,7 +66,7 @@ def exponential(
     optimizer: Optimizer,
     total_steps: float,
     *,
-    warmup_steps: int = 0,
+    warmup_steps: float = 0,
     initial_fraction: float = 1.0,
     final_fraction: float = 0.01,
 ) -> LambdaLR:
@@ -75,7 +80,7 @@ def step(
     optimizer: Optimizer,
     total_steps: float,
     *,
-    warmup_steps: int = 0,
+    warmup_steps: float = 0,
     milestones: Sequence[float] = (),
     gamma: float = 0.1,
 ) -> LambdaLR:
