@@ -2,10 +2,15 @@
 
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import unicodedata
+from itertools import chain
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 
@@ -27,6 +32,10 @@ def pluralize(count: float, noun: str) -> str:
     """`1 step`, `2,000 steps`."""
     return f"{count:,.0f} {noun}" + ("" if count == 1 else "s")
 
+
+# Of textwrap: words, such as paths, stay whole, and so does the indentation of code.
+WRAP: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False, "drop_whitespace": True}
+warned: set[tuple[str, str]] = set()  # the folder of a multirun, and a warning of its jobs
 
 FRACTION = re.compile(r"^P\(|(?:^|[/_])(?:acc|accuracy|top_?\d+|precision|recall)(?:$|[/_])")
 
@@ -70,9 +79,20 @@ def shell_line(*words: str) -> str | None:
     return line if inline(line) == line else None
 
 
+def print_error(text: str) -> None:
+    """Prints to standard error. A terminal breaks long lines between words."""
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
+    lines = (textwrap.wrap(line, width, **WRAP) or [""] for line in readable(text).split("\n"))
+    print("\n".join(chain.from_iterable(lines)), file=sys.stderr, flush=True)
+
+
 def warn(text: str) -> None:
-    """Prints a warning to standard error, for messages before a run has its log."""
-    print(readable(f"WARNING: {text}"), file=sys.stderr)
+    """Prints a warning, for messages before a run has its log. The jobs of a multirun print it once."""
+    hydra = HydraConfig.get() if HydraConfig.initialized() else None
+    sweep = hydra.sweep.dir if hydra and hydra.mode == RunMode.MULTIRUN else None
+    if (sweep, text) not in warned:
+        print_error(f"WARNING: {text}")
+    warned.update({(sweep, text)} if sweep else ())
 
 
 def size(n_bytes: float | None) -> str:

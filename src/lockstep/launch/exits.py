@@ -3,13 +3,12 @@
 import errno
 import os
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.config.formatting import readable
+from lockstep.config.formatting import print_error, readable
 from lockstep.errors import RunFailed, TrainingFailed, UserError, outcome_of
 from lockstep.machine import process
 
@@ -65,6 +64,7 @@ def exit_code(call: Callable[[], Any], rank: int = 0, again: str = AGAIN) -> int
             return INTERRUPTED
         raise
     except BaseException as e:
-        print(readable("".join(f"{line}\n" for line in report(e, rank, again))), end="", file=sys.stderr)
+        if lines := report(e, rank, again):
+            print_error("\n".join(lines))
         return outcome_of(e).exit_code
     return 0
