@@ -1,4 +1,4 @@
-"""Compares Lockstep with the same training in a plain loop, Accelerate and transformers, in turns on one machine.
+"""Compares Lockstep with the same training in a plain and a tuned loop, Lightning, Accelerate and transformers, in turns on one machine.
 
 python benchmarks/benchmark.py [--data-root <folder>] [--rounds 12]
 python benchmarks/benchmark.py --world 2                    # two processes (ddp) each
@@ -10,7 +10,7 @@ Each contender is a process that starts once. The contenders then train in turns
 every other round. Because machines are shared, read the ratios: each is the median over the rounds of the ratio within a round.
 contenders.py defines the contenders and lists what they omit. Peers whose package is missing are skipped (`uv run --group peers`).
 
-Memory is the peak of one process, plus (+) that of its GPU. `equal precision` is 32-true, with TF32 on GPUs, as for all peers. An upper
+Memory is the peak of one process, plus (+) that of its GPU. `equal precision` is 32-true, with TF32 on GPUs, as for all peers but `tuned`. An upper
 bound is Lockstep's network, optimizer and precision in a bare loop over one batch that is already on the device.
 """
 
@@ -115,7 +115,7 @@ def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
 FASTER_BY_DEFAULT = {("lockstep", PLAIN): 1.5}
 LIMITS = {("lockstep equal precision", PLAIN): 1.15, **dict.fromkeys(UPPER_BOUNDS.items(), 0.75)}
 MOST_WAITING = 0.05  # 0.01 to 0.02 were measured
-PEERS = ("plain", "accelerate", "transformers")
+PEERS = ("plain", "tuned", "lightning", "accelerate", "transformers")
 Kinds = dict[str, tuple[str, list[str]]]  # name: what it is, its options
 EQUAL = ["trainer.precision=32-true"]
 OURS: Kinds = {
@@ -142,7 +142,7 @@ def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> Kinds:
     """Contenders by name. Peers whose package is not installed are skipped, with a message."""
     contenders: Kinds = {}
     for name in peers:
-        if name == "plain" or importlib.util.find_spec(name):
+        if name in ("plain", "tuned") or importlib.util.find_spec(name):
             contenders[name] = (name, [])
         else:
             say(f"{name} is skipped: it is not installed. Run uv run --group peers benchmarks/benchmark.py")
@@ -262,7 +262,7 @@ def main(args: argparse.Namespace) -> None:
     overrides, about = shared_overrides(args)
     contenders = chosen(args.peers, args.world, args.also)
     figures = measure(args, overrides, contenders | (NETWORKS if args.networks else {}))
-    peers = [f"{name} {version(name)}" for name in PEERS[1:] if name in figures]
+    peers = [f"{name} {version(name)}" for name in PEERS[2:] if name in figures]
     measuring.show(f"{about}\n\n{table(figures)}\n", *peers, machine(args.device))
     limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
     if errors := list(problems(figures, limits if args.check else {})):

@@ -1,14 +1,16 @@
-"""The contenders of benchmark.py: Lockstep and its upper bound, a plain tutorial loop, Accelerate, and transformers' Trainer.
+"""The contenders of benchmark.py: Lockstep and its upper bound, a plain and a tuned loop, Lightning, Accelerate, and transformers' Trainer.
 
-python benchmarks/contenders.py <plain | plain_our_net | accelerate | transformers | lockstep | lockstep_plain_net | upper_bound> [key=value ...]
+python benchmarks/contenders.py <plain | plain_our_net | tuned | lightning | accelerate | transformers | lockstep | lockstep_plain_net |
+upper_bound> [key=value ...]
 
 Each contender is a process that trains on request and waits otherwise. All take the options of train.py. Each line on standard input is a
 number of optimizer steps; the answer is a line of JSON with their time and memory. 0 means the rest of the training and an evaluation.
 The end of the input ends the process.
 
 The upper bound is Lockstep's network, optimizer and precision in a bare loop over one batch. The peers read images one by one, as
-torchvision's data sets do, and train in fp32 without Lockstep's other features: no logging, no saving, no clipping. With several
-processes, they use DistributedDataParallel.
+torchvision's data sets do, and train in fp32 without Lockstep's other features: no logging, no saving, no clipping. The tuned loop trains
+the peers' network as an expert would: images in memory as bytes, bf16, channels_last and a fused optimizer. With several processes, the
+peers use DistributedDataParallel.
 """
 
 # B batch · C channel · H W pixel · K class
@@ -174,8 +176,9 @@ def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound]
     start_job(job, overrides)
 
 
-MNIST = ((0.1307,), (0.3081,))
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
+MNIST: Statistics = ((0.1307,), (0.3081,))
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def basic_net() -> nn.Module:
@@ -216,9 +219,12 @@ class Work:
         val = val_count(total, cfg.loader.val_fraction)
         train = data.train[Split(total, val, total - val).indices(np.arange(total - val))]
         mnist = data.name == "mnist"
-        steps = [transforms.ToTensor(), transforms.Normalize(*(MNIST if mnist else IMAGENET))]
-        resized = [] if mnist else [transforms.Resize((cfg.data.get("image_size"),) * 2)]
+        self.mean, self.std = MNIST if mnist else IMAGENET
+        self.image_size = cfg.data.get("image_size")
+        steps = [transforms.ToTensor(), transforms.Normalize(self.mean, self.std)]
+        resized = [] if mnist else [transforms.Resize((self.image_size,) * 2)]
         transform = transforms.Compose([*resized, *steps])
+        self.image_NCHW, self.label_N = torch.from_numpy(train["input"]), torch.from_numpy(train["target"]).long()
         self.train = Images(train["input"], train["target"], transform)
         self.test = Images(data.test.arrays["input"], data.test.arrays["target"], transform)
         if net is None and not mnist:
@@ -274,6 +280,64 @@ def plain(turns: Turns, overrides: list[str], network: nn.Module | None = None) 
     loop(turns, work, net, work.optimizer(net), loader, Tensor.backward)
 
 
+def tuned(turns: Turns, overrides: list[str]) -> None:
+    work, device = Work(overrides), local_device()
+    net = work.net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if turns.world > 1:
+        dist.init_process_group("nccl" if on_gpu() else "gloo")
+        net = DistributedDataParallel(net, device_ids=[device] if on_gpu() else None, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=work.lr, fused=True)
+    image_NCHW, label_N = work.image_NCHW.to(device), work.label_N.to(device)
+    mean_C11, std_C11 = (255 * torch.tensor(values, device=device).view(-1, 1, 1) for values in (work.mean, work.std))
+    size, turns.waited_s, turns.metadata["precision"] = work.image_size, 0.0, "bf16"
+    turns.begin()
+    for epoch in range(work.epochs):
+        order_N = torch.randperm(len(label_N), generator=torch.Generator().manual_seed(epoch))
+        for batch_B in order_N.split(work.batch):
+            rows_B = batch_B[turns.rank :: turns.world].to(device)
+            image_BCHW = image_NCHW[rows_B].float()
+            if image_BCHW.shape[-1] != size:
+                image_BCHW = F.interpolate(image_BCHW, (size, size), mode="bilinear", antialias=True)
+            image_BCHW = image_BCHW.sub_(mean_C11).div_(std_C11).contiguous(memory_format=torch.channels_last)
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = work.loss(net(image_BCHW), label_N[rows_B])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            turns.stepped(len(rows_B))
+    turns.answer(accuracy=work.accuracy())
+
+
+def lightning(turns: Turns, overrides: list[str]) -> None:
+    work = Work(overrides)
+
+    class Classifier(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = work.net
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            image_BCHW, label_B = batch
+            return work.loss(self.net(image_BCHW), label_B)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return work.optimizer(self.net)
+
+        def on_train_start(self) -> None:
+            turns.begin()
+
+        def on_train_batch_end(self, outputs: Any, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            turns.stepped(len(batch[1]))
+
+    trainer = pl.Trainer(
+        accelerator="cuda" if on_gpu() else "cpu", devices=turns.world, strategy="ddp" if turns.world > 1 else "auto", max_epochs=work.epochs,
+        barebones=True,
+    )  # fmt: skip
+    turns.waited_s = None
+    trainer.fit(Classifier(), DataLoader(work.train, batch_size=work.batch // turns.world, shuffle=True))
+    turns.answer(accuracy=work.accuracy())
+
+
 def accelerate(turns: Turns, overrides: list[str]) -> None:
     from accelerate import Accelerator
 
@@ -327,6 +391,8 @@ CONTENDERS: dict[str, Callable[[Turns, list[str]], None]] = {
     "plain": plain,
     # measures Lockstep's network in a plain loop: it has cheap random numbers for dropout, and ReLU after the pool
     "plain_our_net": lambda turns, overrides: plain(turns, overrides, BasicNet()),
+    "tuned": tuned,
+    "lightning": lightning,
     "accelerate": accelerate,
     "transformers": transformers,
     "lockstep": lambda turns, overrides: fit(turns, overrides, ByTurns),

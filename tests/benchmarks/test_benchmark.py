@@ -54,7 +54,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_how_to_install_it(monkeypa
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
     found = benchmark.chosen(benchmark.PEERS, 1, ["compile=true tf32=true"])
     ours = ["lockstep compile=true tf32=true"]
-    assert list(found) == ["plain", "transformers", *benchmark.OURS, *ours]
+    assert list(found) == ["plain", "tuned", "lightning", "transformers", *benchmark.OURS, *ours]
     assert found[ours[0]] == ("lockstep", ["compile=true", "tf32=true"])
     assert "accelerate is skipped" in (said := capsys.readouterr().err) and "uv run --group peers" in said
     assert not any("upper bound" in name for name in benchmark.chosen(["plain"], world=2))
@@ -77,18 +77,38 @@ def test_peers_multiply_as_tf32_says(mnist, cache, monkeypatch):
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is True
 
 
-@pytest.mark.full  # five processes with torch, three of them with Lightning: half a minute on two cores
+@pytest.mark.full  # seven processes with torch, four of them with Lightning: half a minute on two cores
 def test_a_whole_benchmark(tmp_path):
     """All contenders of --quick take turns, learn for as long as the plain loop does, and are told to end."""
-    options = ["--quick", "--device", "cpu", "--segment", "2", "--rounds", "2", "--accuracy"]
+    options = [
+        "--quick",
+        "--peers",
+        "plain,tuned,lightning",
+        "--device",
+        "cpu",
+        "--segment",
+        "2",
+        "--rounds",
+        "2",
+        "--accuracy",
+    ]
     command = [sys.executable, str(ROOT / "benchmarks/benchmark.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in done.stdout.splitlines() if "|" in line}
-    names = ["plain", "lockstep", "lockstep equal precision", "upper bound", "upper bound equal precision"]
+    names = [
+        "plain",
+        "tuned",
+        "lightning",
+        "lockstep",
+        "lockstep equal precision",
+        "upper bound",
+        "upper bound equal precision",
+    ]
     assert [name for name in rows if name in names] == names, done.stderr
     assert rows["lockstep equal precision"][1] == "32-true"
     for name in names:
         assert ", 2)" in rows[name][2] and float(rows[name][3]) > 0
-    for name in names[:3]:
+    assert rows["tuned"][1] == "bf16"
+    for name in names[:5]:
         assert 0.5 < float(rows[name][6].strip("|% ")) / 100 <= 1, rows[name]
     assert list(tmp_path.iterdir()) == []
