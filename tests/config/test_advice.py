@@ -11,7 +11,7 @@ from lockstep.launch.cli import option_errors
 
 VALUES = {
     "optim={value}": "adam", "schedule={value}": "cosine", "data={value}": "cifar10", "model={value}": "resnet50d", "logger=[csv,{value}]": "wandb",
-    "trainer.accelerator={value}": "cpu",
+    "trainer.accelerator={value}": "cpu", "checkpoint.monitor={value}": "val/loss", "compile={value}": "True",
 }  # fmt: skip
 WORDS = (" to continue", ", or ", ", the global")  # after what is typed
 
@@ -33,6 +33,12 @@ def test_a_key_of_another_tool_leads_to_the_key_here(key):
     assert (
         told(f"{key}={VALUES.get(instead, '1')}") == f"{key} is not a key of this project. Pass {typed_for(instead)}."
     )
+
+
+@pytest.mark.slow
+def test_each_key_of_another_tool_is_answered_when_it_is_typed():
+    for key, instead in advice()["keys"].items():
+        assert told(f"{key}={VALUES.get(instead, '1')}").endswith(f" Pass {typed_for(instead)}.")
 
 
 def test_each_key_of_another_tool_has_its_sentence():
