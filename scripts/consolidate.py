@@ -7,7 +7,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.config.formatting import inline
 from lockstep.errors import UserError
@@ -21,6 +20,8 @@ def consolidate(folder: Path, file: Path) -> Path:
         raise UserError(f"{folder} is not a complete sharded checkpoint, as written with checkpoint.sharded=true.")
     if file.exists():
         raise UserError(f"{file} exists. Pass a different file.")
+    from lockstep.checkpoints import weights  # imports torch; not needed to reject a command
+
     with atomic_replace(file) as part:
         weights.write(weights.load(folder), part)
     return file

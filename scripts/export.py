@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
 from lockstep.config.formatting import inline, shell_line
-from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 
 
@@ -39,7 +38,9 @@ def main() -> None:
         "--files", "--images", help="compare on these files (as for predict.py), if the run's data is not available"
     )
     args = parser.parse_args()
-    path = tested_checkpoint(args.what.removeprefix("run="), "export")  # as eval.py and predict.py name it
+    path = tested_checkpoint(args.what.removeprefix("run="), "run")  # as eval.py and predict.py name it
+    from lockstep.extras.export import export  # 10 s; not needed to reject a command
+
     run = path.resolve().parent.parent
     prefix = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     name = "-".join(filter(None, (f"{prefix}{run.name}", args.network)))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -77,13 +78,25 @@ def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(runs.parent)
     (tmp_path / "there").mkdir()
     for module, args, told in (
-        (export_script, ("nothing",), "export=nothing: neither a checkpoint nor a run"),
+        (export_script, ("nothing",), "run=nothing: neither a checkpoint nor a run"),
         (export_script, ("a", tmp_path / "there"), "exists. Pass a different folder"),
         (consolidate, ("runs/a/checkpoints/last.ckpt",), "is not a complete sharded checkpoint"),
         (compare_runs, ("a", "nothing"), "nothing is not a run"),
     ):
         code, _, err = run_main(monkeypatch, capsys, module, *args)
         assert (code, err.startswith("error: "), told in err) == (2, True, True), err
+
+
+@pytest.mark.parametrize("typed", [
+    "export.py", "export.py nothing", "consolidate.py", "consolidate.py nothing", "compare_runs.py a b", "runs.py show nothing",
+    "show_batch.py optm.lr=1", "new_project.py",
+])  # fmt: skip
+def test_a_wrong_command_is_rejected_before_torch_is_imported(typed, tmp_path):
+    script, *args = typed.split()
+    command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / script), *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert not re.search(r"\| +(torch|lightning|timm)$", done.stderr, re.MULTILINE)
 
 
 def test_where_two_runs_differ_is_told(runs, monkeypatch, capsys):
