@@ -76,7 +76,7 @@ def test_a_job_that_fails_in_training_stops_no_other_and_the_exit_code_is_its_ow
     loss = ["optim=sgd", "optim.lr=1e30,1e-3", "trainer.log_every_n_steps=1", "trainer.precision=32-true"]
     done = command("train.py", "-m", *loss, "run=failing", *SHORT)
     assert done.code == 1, done
-    assert [command.report(f"failing/{job}")["status"] for job in (0, 1)] == ["failed", "done"]
+    assert [command.report(f"failing/{job}")["status"] for job in (0, 1)] == ["diverged", "done"]
     assert (done.err.count("error: "), done.out.count("test accuracy")) == (1, 1)  # each job's own
 
 

@@ -292,5 +292,5 @@ def test_masks_are_augmented_and_predicted_for_files(runs, tmp_path):
     for row in rows:
         with Image.open(row["path"]) as image, Image.open(tmp_path / row["mask"]) as mask:
             assert (mask.mode, mask.size) == ("L", image.size)
-    drawn = re.findall(r'src="data:image/png;base64,([^"]+)"', (tmp_path / "table.jsonl.html").read_text())
+    drawn = re.findall(r'src="data:image/png;base64,([^"]+)"', (tmp_path / "table-gallery.html").read_text())
     assert len(drawn) == len(rows) == 3

@@ -351,7 +351,7 @@ def test_a_list_to_predict_has_its_targets_beside_the_predictions(tmp_path, monk
     lockstep.predict(["run=a", "input=photos/new.csv", "output=new.json", "gallery=true", "trainer.accelerator=cpu"])
     rows = json.loads(Path("new.json").read_text())
     assert [row["target/target"] for row in rows] == [0.25, None, 7.5]
-    page = Path("new.json.html").read_text()
+    page = Path("new-gallery.html").read_text()
     assert "0.2500 → " in page and "Wrong" not in page
     part = lockstep.predict(["run=a", "input=test", "output=part.json", "trainer.accelerator=cpu"])
     assert part["count"] == 2 and json.loads(Path("part.json").read_text())[0].keys() >= rows[0].keys() - {"error"}

@@ -206,7 +206,7 @@ def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(folder,
                 with Image.open(row["path"]) as image, Image.open(row["mask"]) as mask:
                     assert mask.size == ImageOps.exif_transpose(image).size
         lockstep.predict([*asked, "input=test", "gallery=true", "output=part.csv"])
-        assert "<b>" not in Path("part.csv.html").read_text()  # a mask is drawn, and the loss is no prediction
+        assert "<b>" not in Path("part-gallery.html").read_text()  # a mask is drawn, and the loss is no prediction
 
 
 @pytest.mark.slow

@@ -284,7 +284,7 @@ def test_the_gallery_shows_sounds_rows_and_lines(place, tmp_path):
     pages = {}
     for kind, files in {"sounds": tmp_path / "in", "tables": "new/tables", "lines": "new/lines"}.items():
         rows = predicted(f"run={kind}", f"input={files}", "gallery=true", output=tmp_path / f"{kind}.jsonl")
-        pages[kind] = (tmp_path / f"{kind}.jsonl.html").read_text()
+        pages[kind] = (tmp_path / f"{kind}-gallery.html").read_text()
         assert f"{len(rows)} of {len(rows)} shown, the least certain first" in pages[kind]
     sources = re.findall(r'<audio controls preload="none" src="([^"]+)">', pages["sounds"])
     assert len(sources) == pages["sounds"].count('<svg class="wave"') == len(names)
@@ -299,7 +299,7 @@ def test_the_gallery_shows_sounds_rows_and_lines(place, tmp_path):
 def test_the_gallery_and_the_report_of_a_regression_tell_target_prediction_and_columns_apart(place, tmp_path):
     rows = predicted("run=numbers", "input=test", "gallery=true", output=tmp_path / "t.jsonl")
     row = max(rows, key=lambda row: row["loss"])
-    page = (tmp_path / "t.jsonl.html").read_text()
+    page = (tmp_path / "t-gallery.html").read_text()
     assert page.split("<b>")[1].split("</b>")[0] == f"{row['target/acc']:,.4f} → {row['acc']:,.4f}"
     (gallery,) = (panel for panel in lockstep.load_report("runs/numbers").panels.values() if hasattr(panel, "samples"))
     facts = gallery.samples[0].facts
@@ -326,7 +326,7 @@ def test_the_gallery_fits_its_window_and_its_sounds_can_be_played(place, tmp_pat
     predicted(f"run={kind}", f"input=new/{kind}", "gallery=true", output=tmp_path / "table.jsonl")
     with browser.browser() as driver:
         for width, dark in ((1280, False), (360, True)):
-            browser.show(driver, tmp_path / "table.jsonl.html", width=width, dark=dark)
+            browser.show(driver, tmp_path / "table-gallery.html", width=width, dark=dark)
             assert driver.execute_script("return document.documentElement.scrollWidth") <= width
             paper = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
             assert paper == ("rgb(18, 20, 24)" if dark else "rgb(255, 255, 255)")

@@ -246,7 +246,7 @@ def test_the_gallery_is_one_file_with_the_pictures_and_what_is_said_of_them(pred
     (place / "odd").mkdir()
     Image.new("RGB", (20, 20), COLOURS["red"]).save(place / "odd/<b>&.png")
     (row,) = predict("run=photos", "input=odd", "gallery=true")
-    page = (tmp_path / "table.jsonl.html").read_text()
+    page = (tmp_path / "table-gallery.html").read_text()
     assert page.count('<img src="data:image/png;base64,') == 1
     assert "<small>&lt;b&gt;&amp;.png</small>" in page and "<b>&.png" not in page
     assert f"<b>{row['class']}</b>" in page
@@ -255,7 +255,7 @@ def test_the_gallery_is_one_file_with_the_pictures_and_what_is_said_of_them(pred
 
 def test_the_gallery_begins_with_the_largest_losses_and_marks_what_is_wrong(predict, tmp_path):
     rows = predict("run=digits", "input=test", "gallery=true")
-    page = (tmp_path / "table.jsonl.html").read_text()
+    page = (tmp_path / "table-gallery.html").read_text()
     assert f"{len(rows)} of {len(rows)} shown, the largest losses first" in page
     worst = sorted(rows, key=lambda row: -row["loss"])
     assert re.findall(r"<small>#(\d+)</small>", page) == [str(row["index"]) for row in worst]

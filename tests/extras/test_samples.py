@@ -160,7 +160,7 @@ def test_the_gallery_of_predictions_shows_the_same(place, tmp_path, more):
     for run in ("coder", "ahead"):
         asked = [f"run={run}", "input=test", "gallery=true", f"output={tmp_path}/{run}.csv", "trainer.accelerator=cpu"]
         lockstep.predict([*asked, "loader.eval_batch_size=8", *more])
-        in_predictions = figures((tmp_path / f"{run}.csv.html").read_text().split("<dialog")[0])
+        in_predictions = figures((tmp_path / f"{run}-gallery.html").read_text().split("<dialog")[0])
         in_report = figures(samples_of(run)[0].split('<div class="wide">')[1])
         assert in_predictions.keys() == in_report.keys() == set(range(20))
         shown[run] = [(in_predictions[index], in_report[index]) for index in range(20)]
@@ -184,7 +184,7 @@ def test_a_gallery_without_pictures_says_why(place, tmp_path, task, said, capsys
     lockstep.predict([*asked, "loader.eval_batch_size=8", f"task._target_=mywork.shouting.{task}"])
     printed = "".join(capsys.readouterr())
     assert printed.count("describe") == printed.count(said or "describe") == bool(said)
-    assert (tmp_path / "a.csv.html").read_text().count("<img ") == 20
+    assert (tmp_path / "a-gallery.html").read_text().count("<img ") == 20
 
 
 def test_a_long_text_is_escaped_and_its_controls_are_seen(place):

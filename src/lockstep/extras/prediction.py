@@ -369,7 +369,7 @@ def show_predictions(settings: Settings, metadata: Mapping[str, Any], parts: Pre
     print_line(f"{rows}; predictions by {metadata['checkpoint']}:")
     print_line(str(output), copied=True)
     if gallery:
-        page = output.with_name(f"{output.name}.html")
+        page = gallery_of(output)
         print_line(str(page), copied=True, link=page)
     try:
         write_json(path, {**metadata, **result})

@@ -53,7 +53,7 @@ def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Sett
 
 
 def gallery_of(output: Path) -> Path:
-    return output.with_name(f"{output.name}.html")
+    return output.with_name(f"{output.stem}-gallery.html")
 
 
 def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
