@@ -6,7 +6,6 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from itertools import chain
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -34,7 +33,7 @@ def pluralize(count: float, noun: str) -> str:
 
 
 # Of textwrap: words, such as paths, stay whole, and so does the indentation of code.
-WRAP: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False, "drop_whitespace": True}
+WRAP: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
 warned: set[tuple[str, str]] = set()  # the folder of a multirun, and a warning of its jobs
 
 FRACTION = re.compile(r"^P\(|(?:^|[/_])(?:acc|accuracy|top_?\d+|precision|recall)(?:$|[/_])")
@@ -81,9 +80,10 @@ def shell_line(*words: str) -> str | None:
 
 def print_error(text: str) -> None:
     """Prints to standard error. A terminal breaks long lines between words."""
-    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
-    lines = (textwrap.wrap(line, width, **WRAP) or [""] for line in readable(text).split("\n"))
-    print("\n".join(chain.from_iterable(lines)), file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(textwrap.fill(line, width, **WRAP) for line in text.split("\n"))
+    print(readable(text), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

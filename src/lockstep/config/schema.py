@@ -46,9 +46,7 @@ OF_COMPONENTS: dict[str, Validator] = {
     "task.huber_delta": number(0, 1, above=True),
     "task.dice": number(0, 1),
     "task.ignore_index": integer(-validators.MAX_INTEGER, 255),
-    "schedule.warmup_steps": Validator(
-        validators.is_warmup, "a whole number of steps, or a fraction of the run below 1", "100"
-    ),
+    "schedule.warmup_steps": validators.STEPS,
     "callbacks.early_stopping.patience": integer(1, 3),
     "callbacks.early_stopping.min_delta": number(0, 0.001),
     "callbacks.ema.decay": number(0, 0.999, below=1),

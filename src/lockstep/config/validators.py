@@ -81,10 +81,6 @@ def is_batches(v: Any) -> bool:
     return (type(v) is int and 0 <= v <= MAX_INTEGER) or (type(v) is float and 0 <= v <= 1)
 
 
-def is_warmup(v: Any) -> bool:
-    return (type(v) is int and 0 <= v <= MAX_INTEGER) or (type(v) is float and 0 <= v < 1)
-
-
 def is_devices(v: Any) -> bool:
     if type(v) is int:
         return v == -1 or v > 0
@@ -124,6 +120,7 @@ TEXT = Validator(is_text, f"UTF-8 text with at most {MAX_NAME_BYTES} bytes betwe
 TRAINED = Validator(
     lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
 ).or_null()
+STEPS = Validator(is_batches, "a number of steps (an integer) or a fraction of the run (0.0 to 1.0)", "100")
 BATCHES = Validator(is_batches, "a number of batches (an integer) or a fraction of them (0.0 to 1.0)", "10").or_null()
 SHARE = number(0, 0.5, high=1)
 TIMEOUT = number(1, 1800, high=1e8)  # seconds; NCCL counts milliseconds, timedelta at most 1e9 days

@@ -19,15 +19,15 @@ def scheduler(make: Callable[..., LRScheduler], optimizer: Optimizer, total_step
 def with_warmup(
     optimizer: Optimizer, total_steps: float, warmup_steps: float, shape: Callable[[float], float] | None = None
 ) -> LambdaLR:
-    """Linear warm-up to optim.lr, then the schedule given by `shape`. `warmup_steps` below 1 is a fraction of the run.
+    """Linear warm-up to optim.lr, then the schedule given by `shape`. A float in `warmup_steps` is a fraction of the run.
 
     `shape` maps the progress from 0 to 1 to a factor of optim.lr. Without `shape`, the factor is 1.
     """
-    if math.isinf(total_steps) and (shape or 0 < warmup_steps < 1):
+    if math.isinf(total_steps) and (shape or isinstance(warmup_steps, float)):
         raise UserError(
             "the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
         )
-    warmup_steps = round(warmup_steps * total_steps) if 0 < warmup_steps < 1 else warmup_steps
+    warmup_steps = round(warmup_steps * total_steps) if isinstance(warmup_steps, float) else warmup_steps
     if warmup_steps >= total_steps:
         raise UserError(
             f"schedule.warmup_steps={warmup_steps} must be below the run's {total_steps:g} steps. Set a smaller number."
@@ -45,9 +45,7 @@ def constant(optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 
     return with_warmup(optimizer, total_steps, warmup_steps)
 
 
-def cosine(
-    optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0, final_fraction: float = 0.0
-) -> LambdaLR:
+def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0, final_fraction: float = 0) -> LambdaLR:
     """Loshchilov and Hutter, "SGDR" (2017), without restarts."""
 
     def shape(t: float) -> float:
@@ -56,9 +54,7 @@ def cosine(
     return with_warmup(optimizer, total_steps, warmup_steps, shape)
 
 
-def linear(
-    optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0, final_fraction: float = 0.0
-) -> LambdaLR:
+def linear(optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0, final_fraction: float = 0) -> LambdaLR:
     return with_warmup(optimizer, total_steps, warmup_steps, lambda t: 1 - (1 - final_fraction) * t)
 
 
