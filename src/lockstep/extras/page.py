@@ -189,9 +189,8 @@ class LivePage(pl.Callback):
             logging.getLogger("lockstep").warning(
                 "report.html could not be updated at step %s: %s", steps_done(trainer), e
             )
-        now_s = time.monotonic()
-        self.every_s = max(self.EVERY_S, self.PAUSE * (now_s - began_s))
-        self.due_s = now_s + self.every_s
+        self.every_s = max(self.EVERY_S, self.PAUSE * (time.monotonic() - began_s))
+        self.due_s = time.monotonic() + self.every_s
 
     on_train_end = renew
 
