@@ -14,6 +14,8 @@ from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
 from lockstep.config.formatting import inline, shell_line
+from lockstep.config.project import command_prefix
+from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 
 
@@ -39,18 +41,20 @@ def main() -> None:
     )
     args = parser.parse_args()
     path = tested_checkpoint(args.what.removeprefix("run="), "run")  # as eval.py and predict.py name it
-    from lockstep.extras.export import export  # 10 s; not needed to reject a command
-
     run = path.resolve().parent.parent
     prefix = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     name = "-".join(filter(None, (f"{prefix}{run.name}", args.network)))
     folder = args.folder or Path("exports") / name
+    if folder.exists():
+        raise UserError(f"{folder} exists. Pass a different folder, or remove it.")
+    from lockstep.extras.export import export  # 10 s; not needed to reject a command
+
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
     exported = export(path, folder, formats, args.files, args.network)
     model = json.loads((exported / "model.json").read_text())
     reads_files = model["inputs"] is None or model["reader"]
     use = (
-        f"Try it: {shell_line('python', f'{folder}/load.py')} <file>"
+        f"Try it: {command_prefix().removesuffix(' lockstep')} {shell_line(f'{folder}/load.py')} <file>"
         if reads_files
         else "Its README.md shows how to call it."
     )

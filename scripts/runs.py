@@ -10,8 +10,8 @@ without the key meets no condition and is sorted last. `html` writes a page with
 settings of the runs. `show` prints the overrides, the report and the files.
 
 A run has `died` if its report has the status `running` but no process on this machine runs it, such as after SIGKILL or a power failure.
-`failed` prints a shell command for each run that failed (not one that diverged, which would diverge again), died, was interrupted, or is `running` on a different machine but wrote
-nothing for --stale-min minutes. As in launch/resuming.py,
+`failed` prints a shell command for each run that failed, died, was interrupted, or is `running` on a different machine but wrote nothing for
+--stale-min minutes. A run that diverged would diverge again, so it is not among them.
 - with a complete checkpoint, `run=<name> resume=auto` continues with the run's own config and needs no other arguments;
 - without one, resume=auto starts over, so the command repeats the overrides from the report;
 - without one, a run that resumed from a different run cannot use resume=auto, so it gets a new name;

@@ -4,6 +4,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from lockstep import ROOT
 from lockstep.config import compose
 from lockstep.config.draft import advice
 from lockstep.errors import UserError
@@ -35,6 +36,18 @@ def test_a_key_of_another_tool_leads_to_the_key_here(key):
     )
 
 
+def test_the_page_of_keys_shows_each_answer():
+    keys = dict[str, list[str]]()
+    for key, instead in advice()["keys"].items():
+        keys.setdefault(instead, []).append(f"`{key}`")
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in (ROOT / "docs/keys.md").read_text().split("typed elsewhere")[1].splitlines()[2:]
+    ]
+    answers = [(", ".join(names), instead.replace("{value}", "…")) for instead, names in keys.items()]
+    assert [(typed, here.strip("`")) for typed, here in rows] == answers
+
+
 @pytest.mark.slow
 def test_each_key_of_another_tool_is_answered_when_it_is_typed():
     for key, instead in advice()["keys"].items():
@@ -59,7 +72,7 @@ def test_each_suggestion_composes(instead):
     cfg = compose.composed("train", words)
     for key, _, value in (word.partition("=") for word in words):
         if not compose.is_group(f"{key}="):
-            assert str(OmegaConf.select(cfg, key)) == value
+            assert str(OmegaConf.select(cfg, key)).lower() == value.lower()
 
 
 @pytest.mark.parametrize(("typed", "key"), [
@@ -70,6 +83,17 @@ def test_each_suggestion_composes(instead):
 ])  # fmt: skip
 def test_a_key_without_its_group_leads_to_the_one_within(typed, key):
     assert f"did you mean {key}? " in told(typed)
+
+
+@pytest.mark.parametrize(("typed", "instead"), [
+    ("data.validation_split=0.2", "loader.val_fraction=0.2"), ("model.epochs=3", "trainer.max_epochs=3"), ("data=../animals", "data.root=../animals"),
+])  # fmt: skip
+def test_a_key_of_another_tool_within_a_group_leads_to_the_key_here(typed, instead):
+    assert instead in told(typed)
+
+
+def test_help_takes_keys_and_overrides():
+    assert not [*option_errors(["--help", "model=timm", "model"])]
 
 
 @pytest.mark.parametrize(("typed", "instead"), [

@@ -306,8 +306,11 @@ def complete_checkpoint(path: Path, key: str) -> Path:
         run = "run=<name> with" if key == "checkpoint" else f"{key}=<name> with"
         raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or {run} the name of a run.")
     if not is_checkpoint(path):
+        advice = "Try a different file in that folder."
+        if path.suffix in (".safetensors", ".pth", ".bin"):
+            advice = f"For weights of a timm network, pass model.pretrained=true model.checkpoint_path={path}."
         raise UserError(
-            f"{key}={path} is not a complete checkpoint: it is truncated, damaged, or not a checkpoint. Try a different file in that folder."
+            f"{key}={path} is not a complete checkpoint: it is truncated, damaged, or not a checkpoint. {advice}"
         )
     return path
 

@@ -209,7 +209,9 @@ def message(error: BaseException, override: str) -> str:
     if key in RENAMES and override.startswith("~"):
         return f"{override}: {key} was renamed to {RENAMES[key]}, and every run needs it. Remove {override}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
-        if template := advice()["keys"].get(key) or (RENAMES[key] + "={value}" if key in RENAMES else None):
+        foreign, leaf = advice()["keys"], key.rpartition(".")[2]
+        renamed = {key: RENAMES[key] + "={value}"} if key in RENAMES else {}
+        if template := foreign.get(key) or renamed.get(key) or (key not in KEYS and foreign.get(leaf)):
             return f"{key} is not a key of this project. Pass {template.format(value=value)}."
         similar, unknown = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [similar[1] if similar and unknown and part == unknown[1] else part for part in key.split(".")]
@@ -221,8 +223,8 @@ def message(error: BaseException, override: str) -> str:
         if not hint and key.partition(".")[0] in (*OPTIONAL, *SEVERAL, "task", "data"):
             hint = f"to add it as an argument of a class, pass +{key}=<value>; "
         return f"{key} is not a key of this project; {hint}{command('train')} --help lists all keys."
-    missing = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
-    if missing and is_group(f"{missing.group(1)}="):
+    missing = re.search(r"Could not (?:find|load) '(.*)/(.*?)'|Parent (traversal)", text)
+    if missing and is_group(f"{missing.group(1) or key}="):
         option = missing[2] if missing[1] == key else value  # may be a path
         names, tip = options(key), advice()["options"].get(key, "").format(value=option)
         return f"{override}: {key} has no option {option}; use one of {', '.join(names)}{did_you_mean(option, names)}. {tip}".rstrip()

@@ -162,7 +162,7 @@ def misspelt_overrides(argv: list[str]) -> Iterator[str]:
 def option_errors(argv: list[str]) -> Iterator[str]:
     """Errors for options and keys of Hydra that would run a different config or have no effect."""
     multirun = {"-m", "--multirun"} & set(argv)
-    yield from misspelt_overrides(argv)
+    yield from misspelt_overrides(argv) if not {"--help", "-h"} & set(argv) else ()  # --help takes keys
     for arg in argv:
         name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
         if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
