@@ -45,6 +45,8 @@ def main() -> None:
     prefix = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     name = "-".join(filter(None, (f"{prefix}{run.name}", args.network)))
     folder = args.folder or Path("exports") / name
+    if "=" in folder.name:
+        raise UserError(f"{folder}: options are written with dashes, such as --onnx. --help lists them.")
     if folder.exists():
         raise UserError(f"{folder} exists. Pass a different folder, or remove it.")
     from lockstep.extras.export import export  # 10 s; not needed to reject a command

@@ -143,6 +143,10 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.count, args.step + 1, args.epoch + 1) < 1:
         raise UserError("--count must be at least 1, --step and --epoch at least 0.")
+    if run := [override for override in args.overrides if override.startswith(("run=", "resume="))]:
+        raise UserError(
+            f"{run[0]}: a batch is drawn from a command, not from a run. Pass the run's overrides, which `runs.py show <run>` prints."
+        )
     show(args.overrides, count=args.count, step=args.step, epoch=args.epoch, out=args.out)
 
 

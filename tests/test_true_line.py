@@ -15,6 +15,7 @@ from lockstep.training.invariance import DIFFERS, ROUNDING, SAME_BITS
 
 SAME = re.escape(ROUNDING) + r"; tested with \d+ training samples"
 WHY = DIFFERS.format("")
+FREEZE = "callbacks=[default,freeze] callbacks.freeze.parameters"
 CASES = {
     "plain": ("Net Fit", SAME),
     "dropout on padded batches": ("DroppedNet Fit", SAME),
@@ -25,6 +26,8 @@ CASES = {
     "contrastive": ("Net Compared", rf"{WHY}the result of Compared .* depends on the other samples"),
     "a loss between samples": ("Net Announced data.samples=Fixed", SAME),
     "batch norm": ("NormedNet Fit", rf"{WHY}batch normalisation"),
+    "batch norm from the second epoch on": (f"NormedNet Fit {FREEZE}=[norm.*] callbacks.freeze.unfreeze=[[*,1]]", rf"{WHY}batch normalisation"),
+    "batch norm that stays frozen": (f"NormedNet Fit {FREEZE}=[norm.*]", SAME),
     "F.dropout": ("FunctionalNet Fit", rf"{WHY}each process draws its own random numbers in FunctionalNet"),
     "attention dropout": ("AttentiveNet Fit", rf"{WHY}each process draws its own random numbers in MultiheadAttention"),
     "a buffer that is written": ("CenteredNet Fit", rf"{WHY}the buffer center is updated"),

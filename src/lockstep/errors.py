@@ -155,7 +155,9 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A hint for the end of a message: the most similar of `names`, if one is similar."""
-    close = difflib.get_close_matches(name, list(names))
+    candidates = list(names)
+    same = [each for each in candidates if each.lower() == name.lower()]
+    close = same or difflib.get_close_matches(name, candidates)
     if len(name) < 5:  # dpp is ddp with one wrong letter, rather than dp with one more
         close.sort(key=lambda each: len(each) != len(name))
     return f" (did you mean {close[0]}?)" if close else ""

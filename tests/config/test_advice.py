@@ -72,7 +72,7 @@ def test_each_suggestion_composes(instead):
     cfg = compose.composed("train", words)
     for key, _, value in (word.partition("=") for word in words):
         if not compose.is_group(f"{key}="):
-            assert str(OmegaConf.select(cfg, key)).lower() == value.lower()
+            assert str(OmegaConf.select(cfg, key.lstrip("+"))).lower() == value.lower()
 
 
 @pytest.mark.parametrize(("typed", "key"), [
@@ -90,6 +90,12 @@ def test_a_key_without_its_group_leads_to_the_one_within(typed, key):
 ])  # fmt: skip
 def test_a_key_of_another_tool_within_a_group_leads_to_the_key_here(typed, instead):
     assert instead in told(typed)
+
+
+def test_a_group_that_is_chosen_twice_is_not_combined_in_silence(capsys):
+    cfg = compose.resolve(["augment=mixup", "augment=[flip,crop]"])
+    assert set(cfg.augment) == {"flip", "crop"}
+    assert "of augment=mixup augment=[flip,crop], only the last applies" in capsys.readouterr().err
 
 
 def test_help_takes_keys_and_overrides():

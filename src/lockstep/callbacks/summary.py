@@ -64,14 +64,17 @@ class RunSummary(Callback):
         processes = f"{world} process{'es' if world > 1 else ''} on {strategy.root_device.type}"
         replicas = strategy.replicas() if isinstance(strategy, DataParallel) else processes
         parameters = sum(p.numel() for p in pl_module.parameters())
+        trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
+        trained_part = f", {trained:,} trained" if trained < parameters else ""
         done = f", {steps_done(trainer)} already done" if steps_done(trainer) else ""
         steps = total_steps(trainer)
         length = "no fixed number of steps" if math.isinf(steps) else pluralize(steps, "step")
         print_line(
-            f"{self.config.run}: {self.model} ({parameters:,} parameters) · {self.data_name}{self.samples()} · "
+            f"{self.config.run}: {self.model} ({parameters:,} parameters{trained_part}) · {self.data_name}{self.samples()} · "
             f"{self.config.strategy.name}, {replicas} · {work.loaders.title(trainer)} · {trainer.precision} · {length}{done}"
         )
-        self.across_processes = work.across_processes(SYNCHRONISED, str(trainer.precision))
+        later = {module for each in trainer.callbacks for module in getattr(each, "trained_later", ())}  # type: ignore[attr-defined]
+        self.across_processes = work.across_processes(SYNCHRONISED, str(trainer.precision), later)
         print_line(f"result: {self.across_processes}")
         for change in self.changes:
             print_line(f"changed since the checkpoint: {change}")
@@ -145,7 +148,7 @@ class Progress(Callback):
         parts.append(f"{fraction:.0%} waiting for data")
         other_names = metrics.keys() - {"train/loss", speed}
         names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in other_names)
-        return " · ".join(parts + [f"{name} {float(metrics[name]):.4f}" for name in names])
+        return " · ".join(parts + [f"{name} {metric(name, float(metrics[name]))}" for name in names])
 
     def show(self, trainer: Trainer, detail: str = "") -> None:
         if self.line is not None and self.line.due(steps_done(trainer)):
@@ -187,6 +190,7 @@ class Progress(Callback):
             self.end(trainer)
         elif self.line is not None and not trainer.sanity_checking:
             self.line.print_above(self.validation_row(trainer))
+            self.row = ""  # of the steps before the validation
 
     def validation_row(self, trainer: Trainer) -> str:
         """The losses and the monitored metric, which is marked if its checkpoint will be the best so far."""

@@ -145,6 +145,11 @@ class Freeze(Callback):
             if self.thaws.get(name) == math.inf:
                 p.requires_grad_(False)
 
+    @property
+    def trained_later(self) -> set[nn.Module]:
+        """Modules with statistics that are in evaluation mode until a later epoch."""
+        return {module for module in self.at_rest if any(p.requires_grad for p in module.parameters(recurse=False))}
+
     def is_frozen(self, name: str, epoch: int) -> bool:
         return epoch < self.thaws.get(name, 0)
 

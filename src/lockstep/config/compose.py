@@ -124,7 +124,11 @@ def resolve(overrides: Sequence[str]) -> RunConfig:
 
 
 def renamed_command(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
-    """A command's overrides with today's keys. Prints a warning that names each new key."""
+    """A command's overrides with today's keys. Prints a warning that names each new key, and each choice without effect."""
+    for group in SEVERAL:
+        chosen = [override for override in overrides if override.startswith(f"{group}=")]
+        if len(chosen) > 1 and rank_of() == 0:
+            warn(f"of {' '.join(chosen)}, only the last applies. For several, pass {group}=[<name>,<name>].")
     if not any(override.partition("=")[0] in RENAMES for override in overrides):
         return list(overrides)
     with suppress(*CONFIG_ERRORS):  # reported later

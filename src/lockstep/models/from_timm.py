@@ -58,7 +58,7 @@ def from_timm(
             raise UserError(
                 f"model.name={name} cannot be built for images of {image_size} pixels and {in_channels} channels: {e}"
             ) from e
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        reason = " ".join(" ".join(str(e).splitlines()[:2]).split()) or type(e).__name__
         if "weights_only" in reason:  # torch's own message recommends running the file's code
             reason = "it contains objects that could run code; a weights file may contain only tensors"
         raise UserError(

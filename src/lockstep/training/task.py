@@ -289,7 +289,7 @@ class Task(Module):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         begin_momentum(optimizer)
         if is_logging_step(self.trainer, self.trainer.global_step + 1):
-            self.log("train/lr", optimizer.param_groups[0]["lr"])
+            self.log("train/lr", max(group["lr"] for group in optimizer.param_groups))  # layers may have lower ones
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["network"] = self.parts.model_kwargs

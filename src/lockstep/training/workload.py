@@ -7,7 +7,7 @@ import gc
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, cast
@@ -89,8 +89,13 @@ class Workload:
         """`metrics` with names that are marked if their values are from rank 0 only."""
         return {f"{name}{OF_RANK_0}" if name in self.of_rank_0 else name: value for name, value in metrics.items()}
 
-    def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
-        """How the result depends on the number of processes. `synchronised`: classes of synchronised batch norms."""
+    def across_processes(
+        self, synchronised: tuple[type[nn.Module], ...], precision: str, later: Collection[nn.Module] = ()
+    ) -> str:
+        """How the result depends on the number of processes.
+
+        `synchronised`: classes of synchronised batch norms; `later`: frozen modules that a later epoch trains.
+        """
         if not self.loaders.divided:
             return UNKNOWN.format("Lockstep does not divide the batches")
         if self.arithmetic.same_bits:
@@ -187,8 +192,10 @@ class TaskWorkload(Workload):
     def network_title(self, settings: Settings) -> str:
         return settings.model_title if "model" in settings.built_groups else type(self.module.net).__name__
 
-    def across_processes(self, synchronised: tuple[type[nn.Module], ...], precision: str) -> str:
-        norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
+    def across_processes(
+        self, synchronised: tuple[type[nn.Module], ...], precision: str, later: Collection[nn.Module] = ()
+    ) -> str:
+        norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and (m.training or m in later))
         if not self.arithmetic.same_bits and not all(isinstance(m, synchronised) for m in norms):
             return DIFFERS.format(
                 "batch normalisation uses the statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.logical_ranks=8"
