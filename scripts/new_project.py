@@ -62,6 +62,7 @@ uv run lockstep runs                                     # a table of runs; `uv 
 | the network | `src/{package}/model.py`; its arguments are keys in `configs/model/` |
 | the loss, a metric, a training step | `src/{package}/module.py`; its arguments are keys in `configs/task/classifier.yaml` |
 | the data | `src/{package}/data.py`: a class, which a file in `configs/data/` names |
+| the defaults, which `uv run pytest` tests too | `configs/project.yaml`: `override model: ...`, `override data: ...` |
 | the optimizer, its schedule | `optim=adamw`, `adam` or `sgd`, `optim.lr`, `schedule=cosine`; several optimizers: a LightningModule, `task=lightning_module` |
 | anything between the data and the report | `train.py` |
 

@@ -41,7 +41,7 @@ class Classifier(Classification):
         return {"acc": MulticlassAccuracy(len(self.value_names), average="micro", validate_args=False)}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The mean loss over the global batch, logged as train/loss. Add `self.mean(penalty_B)` for a custom term."""
+        """The mean loss over the global batch, logged as train/loss. A term of your own: `+ self.mean(penalty_B, log="train/penalty")`."""
         logits_BK = self(batch)  # the network's output for batch["input"]
         return self.mean_loss(logits_BK, batch)
 

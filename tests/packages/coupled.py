@@ -183,3 +183,37 @@ class Announced(Compared):
 class OfGraphs(Fit):
     def outputs(self, net, batch):
         return net(batch["input"], batch["graph"])
+
+
+# --- tasks with a training step of their own ---
+
+
+class Smooth(Fit):
+    """A gradient penalty with one number for each sample."""
+
+    def training_step(self, batch, batch_idx):
+        series_BCT = batch["input"].requires_grad_()
+        output_B = self({**batch, "input": series_BCT})
+        (slope_BCT,) = torch.autograd.grad(output_B.sum(), series_BCT, create_graph=True)
+        return self.mean_loss(output_B, batch) + 0.1 * self.mean(slope_BCT.square().sum((1, 2)), log="train/penalty")
+
+
+class SmoothOverall(Fit):
+    """The norm of the gradient of the mean loss, which depends on the number of samples."""
+
+    def training_step(self, batch, batch_idx):
+        series_BCT = batch["input"].requires_grad_()
+        loss = self.mean_loss(self({**batch, "input": series_BCT}), batch)
+        (slope_BCT,) = torch.autograd.grad(loss, series_BCT, create_graph=True)
+        return loss + slope_BCT.norm()
+
+
+class Spread(Fit):
+    def training_step(self, batch, batch_idx):
+        output_B = self(batch)
+        return {"loss": self.mean_loss(output_B, batch) - 0.1 * output_B.std()}
+
+
+class Scheduled(Fit):
+    def training_step(self, batch, batch_idx):
+        return self.mean_loss(self(batch), batch) * (1 + self.trainer.max_epochs)

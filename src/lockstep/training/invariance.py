@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,7 @@ class StepResult:
     noise: float  # size of the rounding errors that the result may have
     gradients: list[Tensor]  # of the sum of the result
     buffers: dict[str, Tensor]
+    step: Tensor | None = None  # the loss of the task's own `training_step`, times the number of samples
 
     @property
     def drawing(self) -> str:
@@ -154,7 +155,9 @@ class Process:
                 record(task, outputs if task.between_samples else loss, "loss")
                 for hook in hooks:  # backward may recompute activations
                     hook.remove()
-                sums = [x.square().sum() for x in tensors(outputs)] if task.between_samples else [loss[0].sum()]
+                step = own_step(net, task, batch) if self.both.training and not task.between_samples else None
+                losses = loss[0].sum() if step is None else step
+                sums = [x.square().sum() for x in tensors(outputs)] if task.between_samples else [losses]
                 if self.both.training and (sums := [x for x in sums if x.requires_grad]):
                     torch.stack(sums).sum().backward()
         finally:
@@ -164,7 +167,29 @@ class Process:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.both.parameters()]
             self.both.zero_grad()
         buffers = {name: buffer.clone() for name, buffer in self.both.named_buffers()}
-        return StepResult(passed, NOISE * largest_number(outputs), gradients, buffers)
+        return StepResult(passed, NOISE * largest_number(outputs), gradients, buffers, step)
+
+
+def own_step(net: nn.Module, task: Task, batch: Batch) -> Tensor | None:
+    """The loss of the task's own `training_step`, with means over this batch, times its samples; None without one."""
+    if type(task).training_step is Task.training_step:
+        return None
+
+    def mean(values_B: Tensor, weight_B: Tensor | None = None, **_: Any) -> Tensor:
+        return (values_B if weight_B is None else values_B * weight_B).mean()  # of equal halves, it is that of both
+
+    without_trainer = {
+        "net": net, "forward": lambda batch: task.outputs(net, batch), "mean": mean, "log": lambda *_, **__: None,
+        "mean_loss": lambda output, batch: weighted_loss(task, output, batch)[0].mean(),
+    }  # fmt: skip
+    vars(task).update(without_trainer)
+    try:
+        loss: Any = task.training_step(apply_to_collection(batch, Tensor, Tensor.clone), 0)
+    finally:
+        for name in without_trainer:
+            del vars(task)[name]
+    loss = loss["loss"] if isinstance(loss, Mapping) else loss
+    return None if loss is None else loss * len(batch["index"])
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -250,6 +275,10 @@ def why_differ(whole: StepResult, *parts: StepResult, as_stored: bool = True) ->
         pairs = zip(passed, *others, strict=False) if as_stored and types.count(types[0]) == len(types) else ()
         index = next((index for index, (tree, *other_trees) in enumerate(pairs) if differ(tree, other_trees)), -1)
         return f"the result of {describe_module(whole.passed[index])} for a sample"
+    if whole.step is not None:
+        total = torch.stack([step for part in parts if (step := part.step) is not None]).sum()
+        if (total - whole.step).abs() > 10 * TOLERANCE[total.dtype == torch.float64] * whole.step.abs() + whole.noise:
+            return f"the loss of {describe_module(replace(whole.passed[-1], method='training_step'))}"
     if largest_number(result) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
         return f"the gradient of a sample in {describe_module(whole.passed[0])} or its loss"
     return ""
