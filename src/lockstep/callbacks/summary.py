@@ -190,7 +190,6 @@ class Progress(Callback):
             self.end(trainer)
         elif self.line is not None and not trainer.sanity_checking:
             self.line.print_above(self.validation_row(trainer))
-            self.row = ""  # of the steps before the validation
 
     def validation_row(self, trainer: Trainer) -> str:
         """The losses and the monitored metric, which is marked if its checkpoint will be the best so far."""
