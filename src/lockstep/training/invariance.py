@@ -174,14 +174,14 @@ def own_step(net: nn.Module, task: Task, batch: Batch) -> Tensor | None:
     """The loss of the task's own `training_step`, with means over this batch, times its samples; None without one."""
     if type(task).training_step is Task.training_step:
         return None
-
-    def mean(values_B: Tensor, weight_B: Tensor | None = None, **_: Any) -> Tensor:
-        return (values_B if weight_B is None else values_B * weight_B).mean()  # of equal halves, it is that of both
-
     without_trainer = {
-        "net": net, "forward": lambda batch: task.outputs(net, batch), "mean": mean, "log": lambda *_, **__: None,
+        "net": net,
+        "forward": lambda batch: task.outputs(net, batch),
+        # not divided by the sum of the weights: the mean of two halves is then that of the whole
+        "mean": lambda values_B, weight_B=1.0, **_: (values_B * weight_B).mean(),
         "mean_loss": lambda output, batch: weighted_loss(task, output, batch)[0].mean(),
-    }  # fmt: skip
+        "log": lambda *_, **__: None,
+    }
     vars(task).update(without_trainer)
     try:
         loss: Any = task.training_step(apply_to_collection(batch, Tensor, Tensor.clone), 0)
