@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lockstep.config.compose import resolve
 from lockstep.launch import cli, local
 
 STEPS = 8
@@ -32,8 +33,15 @@ class Project:
     runs_dir: Path
     overrides: list[str]
 
+    @cached_property
+    def quick(self) -> list[str]:
+        """QUICK, without keys of groups that the project does not use: a LightningModule has its own optimizers."""
+        cfg = resolve(self.overrides)
+        unused = [group for group in ("optim", "loader") if not getattr(cfg, group)]
+        return [override for override in QUICK if not override.startswith(tuple(unused))]
+
     def command(self, run: str, *extra: str) -> list[str]:
-        return [f"run={run}", f"runs_dir={self.runs_dir}", *QUICK, *self.overrides, *extra]
+        return [f"run={run}", f"runs_dir={self.runs_dir}", *self.quick, *self.overrides, *extra]
 
     @cached_property
     def single(self) -> dict[str, Any]:
@@ -47,7 +55,7 @@ def assert_same_result(project: Project) -> None:
     from lockstep.checkpoints.weights import read
 
     reports = [project.single, cli.call("train", project.command("pair", *TWO))]
-    assert [report["train/steps"] for report in reports] == [STEPS, STEPS]
+    assert reports[0]["train/steps"] == reports[1]["train/steps"] > 0
     assert reports[0]["test/count"] == reports[1]["test/count"] == reports[0]["data/test"]
     states = [read(project.runs_dir / r["run"] / "checkpoints" / "last.ckpt").state_dict for r in reports]
     one, two = (torch.cat([t.double().flatten() for t in state.values()]) for state in states)
@@ -62,7 +70,7 @@ class KillAt(pl.Callback):
         self.step = step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
+        if self.step is not None and trainer.global_step >= self.step:  # several optimizers count several steps a batch
             while not (Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt").exists():  # it is being written
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)

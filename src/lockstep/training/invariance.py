@@ -337,7 +337,7 @@ def process_dependence(
     processes, (first, *parts), difference = compare_processes()
     if drawing := first.drawing:
         return Division(
-            f"each process draws its own random numbers in {drawing}. Use lockstep.rand or an nn.Dropout layer there{OR_EXACT}"
+            f"each process draws its own random numbers in {drawing}. Use lockstep.rand or an nn.Dropout layer instead (set the dropout of torch's own layers to 0){OR_EXACT}"
         )
     affected = [key for key, x in first.buffers.items() if any(differ(x, [part.buffers.get(key)]) for part in parts)]
     if affected:
