@@ -266,6 +266,17 @@ def test_a_run_whose_checkpoints_are_missing_does_not_start_over(train, run_a, c
     assert {path: path.read_bytes() for path in Path("runs/b").glob("*") if path.is_file()} == before
 
 
+def test_a_finished_run_whose_continuation_fails_at_once_stays_finished(run_a, crash_at):
+    files = [Path("runs/a", name) for name in ("report.json", "config.yaml", "report.html")]
+    before = [path.read_bytes() for path in files]
+    crash_at(13)
+    with pytest.raises(Crash):
+        lockstep.train(["resume=a", "trainer.max_epochs=2"])
+    assert [path.read_bytes() for path in files] == before
+    crash_at(-1)
+    assert lockstep.train(["resume=a", "trainer.max_epochs=2"])["train/steps"] == 24
+
+
 @pytest.mark.parametrize("ended_at", [13, 25])
 def test_a_continuation_that_the_system_restarts_goes_on(train, run_a, crash_at, monkeypatch, ended_at):
     """Before and after the first checkpoint in its own folder."""
@@ -294,6 +305,7 @@ def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
               "optim.nesterov=false", "trainer.max_epochs=10", "trainer.limit_train_batches=2", "resume=auto"]  # fmt: skip
     epochs = [train(*common, f"callbacks.early_stopping.patience={patience}")["train/epochs"] for patience in (1, 1, 3)]
     assert epochs == [2, 2, 4]
+    assert Path("runs/a/train.log").read_text().count("callbacks.early_stopping ended training: Monitored metric") == 2
 
 
 @pytest.mark.parametrize(

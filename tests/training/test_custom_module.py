@@ -15,6 +15,7 @@ import torch
 import without_lockstep
 from in_process import Crash, same, state
 from lightning.pytorch import Trainer
+from PIL import Image
 
 import lockstep
 from lockstep.checkpoints.finding import step_of
@@ -100,6 +101,15 @@ def test_what_would_be_ignored_is_refused_and_nothing_is_left(train, typed, told
     for words in told:
         assert words in str(refused.value)
     assert not Path("runs/refused").exists()
+
+
+def test_files_for_a_lightning_datamodule_are_refused_by_its_name(train, tmp_path):
+    train("Small", "run=own", "data=odd", "trainer.max_steps=1")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(UserError) as refused:
+        lockstep.predict(["run=own", f"input={tmp_path}", CPU])
+    (told,) = refused.value.problems
+    assert told.startswith(f"input={tmp_path}: odd.Data is a LightningDataModule, which reads no files. Set input=test")
 
 
 @pytest.mark.parametrize(("override", "told"), [

@@ -20,6 +20,7 @@ from lockstep.config.formatting import pluralize
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed
 from lockstep.machine import process
 from lockstep.machine.world import all_gather_objects
+from lockstep.reporting.console import print_line
 from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done
 from lockstep.training.losses import sample_at
 
@@ -153,6 +154,11 @@ class EarlyStopping(callbacks.EarlyStopping):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.stopping_reason_message:
+            reason = self.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+            print_line(f"callbacks.early_stopping ended training: {reason}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with self.explained(trainer):

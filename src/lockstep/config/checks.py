@@ -94,6 +94,9 @@ def own_loaders(settings: Settings) -> Iterator[str]:
     component = settings.cfg.data
     if not settings.own_loaders:
         return
+    if settings.request and settings.request.part is None:
+        yield f"input={settings.request.input}: {component.target} is a LightningDataModule, which reads no files. Set input=test, or add a predict_dataloader and set input=predict."
+        return
     for key, value in changed_loader_keys(settings.cfg).items():
         argument = f"{'' if key in component else '+'}data.{key}={to_text(value)}"
         yield f"loader.{key}={to_text(value)} has no effect: {component.target} creates its own batches. Remove it; if the class has this argument, pass {argument}."

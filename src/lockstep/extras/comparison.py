@@ -75,7 +75,10 @@ def rounding_verdict(a: Report, b: Report) -> tuple[bool, str]:
     if any(str(run.settings.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
         return False, "rerun with trainer.precision=32-true to distinguish rounding from a real difference"
     if len(rows) < FEWEST_ROWS:
-        return False, "rerun with trainer.log_every_n_steps=1 to distinguish rounding from a real difference"
+        return (
+            False,
+            f"compare runs with {FEWEST_ROWS} logged steps (trainer.log_every_n_steps=1) to distinguish rounding from a real difference",
+        )
     (first, gap), peak = rows[0], BEGINS
     if gap > BEGINS:
         return False, f"{LOSS} differs by {gap:.2g} already at step {first}, which is more than rounding"

@@ -93,6 +93,7 @@ class Recorder:
         self.others: list[Background] = []  # loggers besides metrics.csv
         self.restore: Callable[[], None] | None = None  # restores the folder to its state at the start of the run
         self.resumed_at = 0  # steps done before this start
+        self.was_done = False  # before this start
         self.tested_before: list[str] = []  # metrics of a test before the run was resumed
         self.trainer: pl.Trainer | None = None
         self.loggers: list[Logger] = []
@@ -131,6 +132,7 @@ class Recorder:
                 self.report["started"] = previous.get("started", self.report["started"])
                 self.report["restarts"] = int(previous.get("restarts") or 0) + 1
                 self.tested_before = metrics_of_test(previous)
+                self.was_done = previous.get("status") == "done"
         elif folder.has_config():
             advice = "Set resume=auto to continue it, or use a different name."
             raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
@@ -202,6 +204,10 @@ class Recorder:
             error = self.explain(self.trainer, error)
         outcome = outcome_of(error)
         is_refused = outcome.status == "refused" and not self.is_saved()
+        if self.was_done and outcome.status == "failed":
+            with suppress(UserError):  # a damaged checkpoint
+                # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
+                is_refused = all(step_of(path) <= self.resumed_at for path in checkpoint_paths(self.folder.path))
         status = "failed" if outcome.status == "refused" else outcome.status
         self.report |= {"status": status, "wall_s": ended_s - self.began_s}
         if self.trained_s is not None:

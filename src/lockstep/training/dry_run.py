@@ -232,8 +232,7 @@ class DryRun:
 
         Compares a few samples first, then as many as a second and some memory allow.
         """
-        first_count = invariance.COUNT if self.shipped else invariance.FIRST
-        began_s, count = time.perf_counter(), max(invariance.COUNT, min(first_count, self.samples // 2 * 2))
+        began_s, count = time.perf_counter(), invariance.COUNT
         division = self.division(count)
         if self.shipped or division.step or division.evaluation:
             return division, count

@@ -31,9 +31,8 @@ from lockstep.training.losses import weighted_loss
 from lockstep.training.task import Task
 
 MOVED = 0.01  # scale of the parameter changes between steps
-# Samples: the minimum; those of the first comparison, if a micro-batch has that many; and the maximum, within SECONDS
-# and BYTES of the tensors that pass between modules.
-COUNT, FIRST, MOST = 4, 16, 64
+# Samples: those of the first comparison, and the maximum, within SECONDS and BYTES of the tensors that pass between modules.
+COUNT, MOST = 4, 64
 SECONDS, BYTES = 1.0, 2**28
 DOUBLE = 50_000_000  # most parameters of a network that is tested in double precision, where rounding flips no ReLU
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -121,7 +120,9 @@ class Process:
     Generators are shared because those of real processes may differ in seed.
     """
 
-    def __init__(self, both: nn.Module) -> None:
+    def __init__(self, both: nn.Module, *, keeps: bool) -> None:
+        """`keeps`: whether results hold the tensors that modules pass, which show where two results first differ."""
+        self.keeps, self.nbytes = keeps, 0
         values = (value for module in both.modules() for value in vars(module).values())
         shared = [*both.parameters(), *(value for value in values if isinstance(value, GENERATORS))]
         self.both: Any = copy.deepcopy(both, {id(value): value for value in shared})
@@ -138,7 +139,9 @@ class Process:
         def record(source: nn.Module, tree: Any, method: str = "forward") -> None:
             nonlocal state
             previous_state, state = state, generators(device)
-            values = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
+            is_kept = self.keeps or source is task
+            values = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone()) if is_kept else None
+            self.nbytes += sum(tensor.nbytes for tensor in tensors(tree))
             passed.append(ModuleValue(source, method, values, state != previous_state))
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -290,14 +293,16 @@ def compute_all(processes: Sequence[Process], batches: Sequence[Batch]) -> list[
     return [process(batch, offset) for process, batch, offset in zip(processes, batches, offsets, strict=True)]
 
 
-def why_not_repeatable(both: nn.Module, whole: Batch) -> str:
+def why_not_repeatable(both: nn.Module, whole: Batch, *, keeps: bool = False) -> str:
     """Why a second forward pass from the same random numbers and buffers differs; empty if it does not."""
-    process = Process(both)
+    process = Process(both, keeps=keeps)
     first = process(whole)
     with torch.no_grad():
         for buffer, initial in zip(process.both.buffers(), both.buffers(), strict=True):
             buffer.copy_(initial)
     source = why_differ(first, process(whole))  # nothing seeds its own generator or resets its own state
+    if source and not keeps and (named := why_not_repeatable(both, whole, keeps=True)):
+        return named
     return f"{source} depends on its own random generator, or on state kept between batches" if source else ""
 
 
@@ -322,9 +327,9 @@ def process_dependence(
     dropout.use_row_masks(both)
     as_stored = not any(differ(whole, halves) for whole, *halves in steps)
 
-    def compare_processes() -> tuple[list[Process], list[StepResult], str]:
+    def compare_processes(*, keeps: bool = False) -> tuple[list[Process], list[StepResult], str]:
         """Compares one process with two, up to the first step that differs."""
-        processes = [Process(both) for _ in range(3)]
+        processes = [Process(both, keeps=keeps) for _ in range(3)]
         for batches in steps:
             computed = compute_all(processes, batches)
             if difference := why_differ(*computed, as_stored=as_stored):
@@ -349,19 +354,25 @@ def process_dependence(
     if difference:
         if reason := why_not_repeatable(both, steps[0][0]):
             return Division(reason)
+        difference = compare_processes(keeps=True)[2] or difference
         for module in both.modules():
             if isinstance(module, dropout.RowDropout):
                 module.eval()
-        if source := compare_processes()[2]:  # without masks
+        if source := compare_processes(keeps=True)[2]:  # without masks
             return Division(f"{dependence.format(source)}. Set exact.logical_ranks=8")
         return Division(
             f"{difference} depends on dropout masks that do not follow the samples. Keep the samples in the first dimension, in the order of the batch{OR_EXACT}"
         )
     for process in processes:
         process.both.eval()
-    nbytes = sum(tensor.nbytes for tensor in tensors([passed.tree for passed in first.passed]))
+    nbytes = processes[0].nbytes // len(steps)
     evaluation, *parts = compute_all(processes, steps[-1])
     if drawing := evaluation.drawing:
         return Division("", f"{drawing} draws random numbers during evaluation", nbytes)
     source = why_differ(evaluation, *parts, as_stored=as_stored)
+    if source:
+        for process in processes:
+            process.keeps = True
+        evaluation, *parts = compute_all(processes, steps[-1])
+        source = why_differ(evaluation, *parts, as_stored=as_stored) or source
     return Division("", source and dependence.format(source), nbytes)
