@@ -25,6 +25,6 @@ def noting(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 for owner, name, stage in (
-    (start, "check_classes", "classes"), (Settings, "decided", "torch"), (Recorder, "open", "run"),
+    (start, "check_classes", "classes"), (Settings, "with_auto_resolved", "torch"), (Recorder, "open", "run"),
 ):  # fmt: skip
     setattr(owner, name, noting(stage, getattr(owner, name)))

@@ -412,3 +412,18 @@ def test_the_middle_is_kept():
     assert Frame(24, "crop").fitted(40, 60) == ((24, 36), (0, 6))
     assert Frame(24, "pad").fitted(40, 60) == ((16, 24), (-4, 0))
     assert Frame(24, "squash").fitted(40, 60) == ((24, 24), (0, 0))
+
+
+def test_images_of_floats_are_refused():
+    """Which a network would see divided by 255."""
+
+    class Photos(Images):
+        mean, std, classes = (0.5,), (0.5,), ("a", "b")
+
+        def __init__(self, dtype):
+            super().__init__(image_size=8)
+            self.train = self.test = Arrays(input=np.zeros((4, 1, 8, 8), dtype), target=np.zeros(4, np.int64))
+
+    assert Photos(np.uint8).metadata["image_size"] == 8
+    with pytest.raises(UserError, match="Photos: images are uint8, from 0 to 255, but `input` is float32"):
+        _ = Photos(np.float32).metadata

@@ -273,6 +273,12 @@ class Images(DataSet):
         numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
         frame = asdict(self.eval_frame)  # the frame used to read files
         shape = {"channels": self.channels, "image_size": frame.pop("size")}
+        part = vars(self).get("train")  # set in `__init__`
+        array = part.arrays.get("input") if isinstance(part, Arrays) else None
+        if array is not None and array.dtype.kind == "f":
+            raise UserError(
+                f"{type(self).__name__}: images are uint8, from 0 to 255, but `input` is {array.dtype}. Convert them, or subclass DataSet, whose arrays reach the network unchanged."
+            )
         return {**shape, **frame, "classes": list(self.classes), **numbers}
 
     @property
