@@ -212,8 +212,3 @@ class Spread(Fit):
     def training_step(self, batch, batch_idx):
         output_B = self(batch)
         return {"loss": self.mean_loss(output_B, batch) - 0.1 * output_B.std()}
-
-
-class Scheduled(Fit):
-    def training_step(self, batch, batch_idx):
-        return self.mean_loss(self(batch), batch) * (1 + self.trainer.max_epochs)

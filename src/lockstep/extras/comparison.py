@@ -77,7 +77,7 @@ def rounding_verdict(a: Report, b: Report) -> tuple[bool, str]:
     if len(rows) < FEWEST_ROWS:
         return (
             False,
-            f"compare runs with {FEWEST_ROWS} logged steps (trainer.log_every_n_steps=1) to distinguish rounding from a real difference",
+            f"compare runs with trainer.log_every_n_steps=1 and at least {FEWEST_ROWS} steps to distinguish rounding from a real difference",
         )
     (first, gap), peak = rows[0], BEGINS
     if gap > BEGINS:
