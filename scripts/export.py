@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
 from lockstep.config.formatting import inline, shell_line
-from lockstep.config.project import command_prefix
+from lockstep.config.project import command_prefix, short
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 
@@ -55,8 +55,9 @@ def main() -> None:
     exported = export(path, folder, formats, args.files, args.network)
     model = json.loads((exported / "model.json").read_text())
     reads_files = model["inputs"] is None or model["reader"]
+    python = "uv run" if command_prefix().startswith("uv run") else short(sys.executable)
     use = (
-        f"Try it: {command_prefix().removesuffix(' lockstep')} {shell_line(f'{folder}/load.py')} <file>"
+        f"Try it: {python} {shell_line(f'{folder}/load.py')} <file>"
         if reads_files
         else "Its README.md shows how to call it."
     )

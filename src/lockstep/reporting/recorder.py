@@ -203,11 +203,11 @@ class Recorder:
         if error is not None and self.trainer is not None and self.explain is not None:
             error = self.explain(self.trainer, error)
         outcome = outcome_of(error)
-        is_refused = outcome.status == "refused" and not self.is_saved()
+        keeps = outcome.status != "refused" or self.is_saved()
         if self.was_done and outcome.status == "failed":
             with suppress(UserError):  # a damaged checkpoint
                 # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
-                is_refused = all(step_of(path) <= self.resumed_at for path in checkpoint_paths(self.folder.path))
+                keeps = any(step_of(path) > self.resumed_at for path in checkpoint_paths(self.folder.path))
         status = "failed" if outcome.status == "refused" else outcome.status
         self.report |= {"status": status, "wall_s": ended_s - self.began_s}
         if self.trained_s is not None:
@@ -216,13 +216,13 @@ class Recorder:
             self.report["error"] = outcome.error
         if isinstance(error, Exception) and not outcome.is_explained:
             process.report_failure(self.rank)  # now, because the other processes are waiting for this one
-        if self.rank == 0 and not (is_refused and self.restore is None):
-            self.close(error, keeps=not is_refused)
+        if self.rank == 0 and (keeps or self.restore is not None):
+            self.close(error, keeps=keeps)
         if error is not None and error is not original_error:
             raise error from None
 
     def close(self, error: BaseException | None, *, keeps: bool) -> None:
-        """Ends the log and the report. Without `keeps` (a user error that was detected late), restores the folder."""
+        """Ends the log and the report. Without `keeps`, restores the folder: this start added nothing to the run."""
         outcome = outcome_of(error)
         with self.log:  # closes the log at the end
             if self.restore is None:  # a user's class failed before the run began

@@ -181,7 +181,7 @@ def own_step(net: nn.Module, task: Task, batch: Batch) -> Tensor | None:
         "net": net,
         "forward": lambda batch: task.outputs(net, batch),
         # not divided by the sum of the weights: the mean of two halves is then that of the whole
-        "mean": lambda values_B, weight_B=1.0, **_: (values_B * weight_B).mean(),
+        "mean": lambda values_B, weight_B=None, **_: (values_B if weight_B is None else values_B * weight_B).mean(),
         "mean_loss": lambda output, batch: weighted_loss(task, output, batch)[0].mean(),
         "log": lambda *_, **__: None,
     }
@@ -280,7 +280,7 @@ def why_differ(whole: StepResult, *parts: StepResult, as_stored: bool = True) ->
         return f"the result of {describe_module(whole.passed[index])} for a sample"
     if whole.step is not None:
         total = torch.stack([step for part in parts if (step := part.step) is not None]).sum()
-        if (total - whole.step).abs() > 10 * TOLERANCE[total.dtype == torch.float64] * whole.step.abs() + whole.noise:
+        if (total - whole.step).abs() > TOLERANCE[total.dtype == torch.float64] * whole.step.abs() + whole.noise:
             return f"the loss of {describe_module(replace(whole.passed[-1], method='training_step'))}"
     if largest_number(result) > whole.noise and steps_differ(whole.gradients, *(part.gradients for part in parts)):
         return f"the gradient of a sample in {describe_module(whole.passed[0])} or its loss"
