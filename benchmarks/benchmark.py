@@ -41,7 +41,8 @@ from lockstep.config.instantiate import create_data
 from lockstep.data.sampler import val_count
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.exits import exit_code
-from lockstep.machine.world import cores, gpu_count, visible_gpus
+from lockstep.machine.system import cores
+from lockstep.machine.world import gpu_count, visible_gpus
 
 REST = 0  # steps: all that remain
 ANSWER_S = 1800  # limit of a turn, enough for a slow machine; a hanging contender ends the benchmark

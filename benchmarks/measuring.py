@@ -18,7 +18,7 @@ from lockstep.config.draft import Draft
 from lockstep.config.settings import Settings
 from lockstep.extras import comparison
 from lockstep.machine import process
-from lockstep.machine.world import cores
+from lockstep.machine.system import cores
 from lockstep.run import versions
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ import measuring
 from lockstep import ROOT
 from lockstep.config.schema import KEYS
 from lockstep.config.validators import FLAG, TEXT
-from lockstep.machine.world import cores
+from lockstep.machine.system import cores
 
 sys.path.append(str(ROOT / "tests"))
 import forked  # processes from a server that has imported torch

@@ -1,6 +1,6 @@
 """Show where two runs differ: config, data, rows of the log, metrics, weights and the rest of their state.
 
-python scripts/compare_runs.py <run> <run> [--exact] [--tolerance 1e-6] [--runs-dir runs]
+python scripts/compare_runs.py <run> <run> [--exact] [--tolerance 1e-6] [--runs-dir runs] [--json]
 
 Without --exact, numbers agree if their relative difference is at most the tolerance. For a tensor, this is the norm of the difference
 divided by the norm. With --exact, every bit counts, including the optimizer's state. Speed and time are ignored.
@@ -17,6 +17,19 @@ from pathlib import Path
 from lockstep.config.formatting import inline, readable
 from lockstep.errors import UserError
 from lockstep.extras.comparison import ENDS, agree, compare, find, rounding_verdict
+from lockstep.machine.files import to_json
+from lockstep.reporting.report import Report
+
+
+def conclude(a: Report, b: Report, differences: dict[str, list[str]], *, exact: bool) -> tuple[str, str | None]:
+    """The verdict, `same`, `rounding` or `different`, and the reason unless it is obvious."""
+    if agree(differences):
+        return "same", None
+    if exact:
+        return "different", None
+    grown, reason = rounding_verdict(a, b)
+    grown = grown and agree(compare(a, b, exact=False, tolerance=ENDS))
+    return "rounding" if grown else "different", reason
 
 
 def main() -> int:
@@ -25,6 +38,7 @@ def main() -> int:
     parser.add_argument("--exact", action="store_true", help="compare the whole state bit by bit")
     parser.add_argument("--tolerance", type=float, default=1e-6, help="relative difference that counts as equal")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--json", action="store_true", help="an object in JSON, for programs")
     args = parser.parse_args()
     try:
         a, b = (find(name, args.runs_dir) for name in args.runs)
@@ -32,21 +46,25 @@ def main() -> int:
         print(readable(f"error: {e}"), file=sys.stderr)
         return 2
     differences = compare(a, b, exact=args.exact, tolerance=args.tolerance)
+    verdict, reason = conclude(a, b, differences, exact=args.exact)
+    if args.json:
+        compared = {"exact": args.exact, "tolerance": 0.0 if args.exact else args.tolerance}
+        print(
+            to_json({"runs": args.runs, **compared, "verdict": verdict, "reason": reason, "differences": differences})
+        )
+        return 0 if verdict != "different" else 1
     for section, lines in differences.items():
         print(f"{section}: {'no difference' if not lines else ''}")
         for line in lines:
             print(f"  {inline(line)}")
-    verdict = "bit-identical" if args.exact else f"the same to within {args.tolerance:g}"
-    if agree(differences):
-        print(f"the results are {verdict}")
-        return 0
-    if args.exact:
-        print("the results differ")
-        return 1
-    grown, reason = rounding_verdict(a, b)
-    grown = grown and agree(compare(a, b, exact=False, tolerance=ENDS))
-    print(f"the results differ only by accumulated rounding: {reason}" if grown else f"the results differ ({reason})")
-    return 0 if grown else 1
+    agreement = "bit-identical" if args.exact else f"the same to within {args.tolerance:g}"
+    lines_by_verdict = {
+        "same": f"the results are {agreement}",
+        "rounding": f"the results differ only by accumulated rounding: {reason}",
+        "different": f"the results differ ({reason})" if reason else "the results differ",
+    }
+    print(lines_by_verdict[verdict])
+    return 0 if verdict != "different" else 1
 
 
 if __name__ == "__main__":

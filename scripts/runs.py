@@ -1,8 +1,8 @@
 """List runs from their report.json and config.yaml, show one run, and print commands that rerun failed runs.
 
-python scripts/runs.py [--where status=failed] [--where 'test/acc>0.9'] [--sort -test/acc] [--format table|csv|json]
+python scripts/runs.py [--where status=failed] [--where 'test/acc>0.9'] [--sort -test/acc] [--json | --csv]
 python scripts/runs.py html [<sweep>] [--where ...] [--sort ...] [-o runs.html]
-python scripts/runs.py show <run>
+python scripts/runs.py show <run> [--json]
 python scripts/runs.py failed [<sweep>] [--stale-min 30]
 
 --where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, such as optim.lr=0.001. A run
@@ -21,7 +21,6 @@ If the files do not contain enough information, the line is a comment.
 
 import argparse
 import csv
-import json
 import operator
 import re
 import shlex
@@ -45,7 +44,7 @@ from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras.runs_page import runs_page
 from lockstep.launch.exits import exit_code
-from lockstep.machine.files import write_text
+from lockstep.machine.files import to_json, write_text
 from lockstep.reporting.console import out, print_wide
 from lockstep.reporting.report import Report
 from lockstep.run import run_folders
@@ -174,13 +173,13 @@ def fits(table: Table) -> bool:
     return out.measure(table, options=out.options.update(max_width=10_000)).maximum <= out.width
 
 
-def print_runs(runs: list[Report], extra_keys: list[str], form: str) -> None:
+def print_runs(runs: list[Report], extra_keys: list[str], *, as_json: bool, as_csv: bool) -> None:
     headings = columns(runs)
     keys = list(dict.fromkeys([*headings, *extra_keys]))
     rows = [dict(run) | {key: v for key in extra_keys if (v := value_of(run, key)) is not ABSENT} for run in runs]
-    if form == "json":
-        print(json.dumps(rows, indent=1))
-    elif form == "csv":
+    if as_json:
+        print(to_json(rows))
+    elif as_csv:
         writer = csv.DictWriter(sys.stdout, list(dict.fromkeys([*keys, *(key for row in rows for key in row)])))
         writer.writerow({key: inline(key) for key in writer.fieldnames})
         writer.writerows({key: inline(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows)
@@ -193,16 +192,25 @@ def print_runs(runs: list[Report], extra_keys: list[str], form: str) -> None:
                 hidden.append(headings[key])
         print_wide(wide, columns=10_000)
         if hidden:
-            print_wide(f"not shown: {', '.join(hidden)}. A wider terminal or --format csv shows them.")
+            print_wide(f"not shown: {', '.join(hidden)}. A wider terminal or --csv shows them.")
 
 
-def show(run: Report) -> None:
-    files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
-    metrics = [f"{key}: {to_text(v)}" for key, v in run.items() if key != "run"]
-    known_overrides = overrides_of(run)
-    overrides = ["unknown"] if known_overrides is None else known_overrides or ["none"]
-    for heading, lines in ((f"{run['run']}:", metrics), ("overrides:", overrides), ("files:", files)):
-        print(*map(inline, (heading, *lines)), sep="\n  ")
+def show(runs: list[Report], *, as_json: bool) -> None:
+    shown = [
+        {"run": run["run"], "report": dict(run), "overrides": overrides_of(run), "files": files_of(run)} for run in runs
+    ]
+    if as_json:
+        print(to_json(shown))
+        return
+    for run in shown:
+        metrics = [f"{key}: {to_text(v)}" for key, v in run["report"].items() if key != "run"]
+        overrides = ["unknown"] if run["overrides"] is None else run["overrides"] or ["none"]
+        for heading, lines in ((f"{run['run']}:", metrics), ("overrides:", overrides), ("files:", run["files"])):
+            print(*map(inline, (heading, *lines)), sep="\n  ")
+
+
+def files_of(run: Report) -> list[str]:
+    return sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
 
 
 def has_failed(run: Report, stale_min: float) -> bool:
@@ -239,14 +247,16 @@ def main() -> None:
     where_help = "a condition; can be repeated, all must hold"
     filters.add_argument("--where", action="append", default=argparse.SUPPRESS, metavar="'key=value'", help=where_help)
     filters.add_argument("--sort", default=argparse.SUPPRESS, metavar="[-]key", help="default: newest last")
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="a list in JSON, for programs")
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common, filters])
-    parser.add_argument("--format", choices=["table", "csv", "json"], default="table")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common, filters, as_json])
+    parser.add_argument("--csv", action="store_true", help="a table in CSV")
     commands = parser.add_subparsers(dest="command", metavar="{html,show,failed}")
     html = commands.add_parser("html", parents=[common, filters])
     html.add_argument("run", nargs="?", metavar="sweep")
     html.add_argument("-o", "--out", type=Path, default=Path("runs.html"))
-    commands.add_parser("show", parents=[common]).add_argument("run")
+    commands.add_parser("show", parents=[common, as_json]).add_argument("run")
     failed = commands.add_parser("failed", parents=[common])
     failed.add_argument("run", nargs="?", metavar="sweep")
     failed.add_argument("--stale-min", type=float, default=30.0)
@@ -254,10 +264,15 @@ def main() -> None:
     with suppress(ValueError):  # argparse would read the value of `--sort -test/acc` as an option
         index = argv.index("--sort")
         argv[index : index + 2] = ["=".join(argv[index : index + 2])]
-    args = parser.parse_args(argv, argparse.Namespace(runs_dir=Path("runs"), where=[], sort=""))
-    selects = args.command in (None, "html")
-    if (args.format != "table" and args.command) or ((args.where or args.sort) and not selects):
-        raise UserError(f"--where, --sort and --format have no effect on {args.command}. Remove them.")
+    args = parser.parse_args(argv, argparse.Namespace(runs_dir=Path("runs"), where=[], sort="", json=False))
+    effects = {"--where": (None, "html"), "--sort": (None, "html"), "--json": (None, "show"), "--csv": (None,)}
+    raise_problems(
+        f"{option} has no effect on {args.command}. Remove it."
+        for option, with_effect in effects.items()
+        if getattr(args, option[2:]) and args.command not in with_effect
+    )
+    if args.json and args.csv:
+        raise UserError("--json and --csv exclude each other. Pass one of them.")
     runs = find_runs(args.runs_dir)
     if args.command is not None and args.run is not None:
         runs = find_named(runs, args.run, args.runs_dir)
@@ -268,12 +283,13 @@ def main() -> None:
         write_text(args.out, runs_page(chosen_runs, args.runs_dir, args.out.resolve()))
         print(f"{len(chosen_runs)} runs: {args.out}")
     elif args.command is None:
-        print_runs(*select_and_sort(runs, args.where, args.sort), args.format)
-    for run in runs if args.command in ("show", "failed") else ():
-        if args.command == "show":
-            show(run)
-        elif has_failed(run, args.stale_min):
-            print(rerun_command(run, args.runs_dir))
+        print_runs(*select_and_sort(runs, args.where, args.sort), as_json=args.json, as_csv=args.csv)
+    elif args.command == "show":
+        show(runs, as_json=args.json)
+    else:
+        for run in runs:
+            if has_failed(run, args.stale_min):
+                print(rerun_command(run, args.runs_dir))
 
 
 if __name__ == "__main__":

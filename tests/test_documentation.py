@@ -109,7 +109,7 @@ def test_commands_are_found():
     """And the README shows how to train, predict, export and begin a project."""
     assert len([each for each in Text(ROOT / "docs/commands.md").commands if each.config]) > 25
     typed = {each.script.name for each in Text(ROOT / "README.md").commands if each.script}
-    assert typed >= {"train.py", "predict.py", "export.py", "new_project.py"}
+    assert typed >= {"train.py", "predict.py", "export.py", "new.py"}
 
 
 def test_every_link_leads_somewhere():
@@ -140,7 +140,7 @@ def test_the_index_leads_to_every_page():
 
 def test_every_page_says_where_its_commands_run():
     pages = [page for page in PAGES if page.name.startswith("docs/") and any(each.script for each in page.commands)]
-    places = ("Run commands in ", "Create a project with ", "scripts/new_project.py ../mywork")
+    places = ("Run commands in ", "Create a project with ", "lockstep new ../mywork")
     silent = [page.name for page in pages if not any(place in page.text[:900] for place in places)]
     assert silent == ["docs/changes.md"]  # old commands beside new ones
     assert len(pages) > 20
@@ -233,7 +233,7 @@ def test_percentages_have_no_space():
 # --- docs/commands.md and the README run, from top to bottom, in one folder: each with small data and two steps ---
 
 # Another launcher, a network from the Hub, a minute of compiling, or what makes no run: other tests have them.
-ELSEWHERE = ("torchrun", "sbatch", "pretrained=true", "compile=true", "new_project", "--help", "data.root=")
+ELSEWHERE = ("torchrun", "sbatch", "pretrained=true", "compile=true", "lockstep new", "--help", "data.root=")
 SMALLER = {
     "data=cifar10": "data=mnist", "data.image_size=224": "data.image_size=32", "model.name=convnext_tiny": "model.name=test_resnet",
     "loader.batch_size=4096": "loader.batch_size=64", "hydra.sweeper.n_trials=30": "hydra.sweeper.n_trials=2",

@@ -77,12 +77,14 @@ def test_the_command_trains_and_evaluates_in_an_empty_folder(installed):
     assert out.splitlines()[-1] == f"evaluate it: {installed.bin / 'lockstep'} eval run=one"  # as typed
     one, folder = report(installed.work, "one"), installed.work / "runs/one"
     assert (one["status"], one["train/steps"], one["git_sha"]) == ("done", 2, None)
-    installed.lockstep("eval", "run=one", *TWO)
-    assert json.loads((folder / "eval.json").read_text())["test/loss"] == pytest.approx(one["test/loss"], rel=1e-5)
+    evaluated = json.loads(installed.lockstep("eval", "run=one", "--json", *TWO))
+    assert evaluated == json.loads((folder / "eval.json").read_text())
+    assert evaluated["test/loss"] == pytest.approx(one["test/loss"], rel=1e-5)
     assert "</html>" in (folder / "report.html").read_text()
     assert installed.lockstep("runs").count("done") == 2
     installed.lockstep("runs", "html")
-    installed.lockstep("predict", "run=one", "input=test", *TWO)
+    predicted = json.loads(installed.lockstep("predict", "run=one", "input=test", "--json", *TWO))
+    assert predicted["output"] == "runs/one/predictions.csv" and predicted["count"] == one["test/count"]
     assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + one["test/count"]
 
 

@@ -23,6 +23,7 @@ WHEEL = (PACKAGE / "template").is_dir()
 # The project that new projects are copied from. Commands use it where there is no project.
 TEMPLATE = PACKAGE / "template" if WHEEL else ROOT
 CONFIGS = PACKAGE / "configs"
+DOCS = (PACKAGE if WHEEL else ROOT) / "docs"  # the documentation of this version, in Markdown
 
 
 # Imported on first access, because they need torch.

@@ -10,7 +10,7 @@ from lockstep.config import settings
 from lockstep.config.compose import resolve
 from lockstep.errors import UserError
 from lockstep.launch import start
-from lockstep.machine import world
+from lockstep.machine import system, world
 from lockstep.machine.world import World, threads
 
 WORLD = World("cpu", 1, 1, "single", one_process=True)
@@ -147,12 +147,12 @@ def test_what_is_kept_on_a_gpu_needs_no_workers(monkeypatch, on_device, expected
 
 
 def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(world, "CONTAINER_LIMITS", [])
-    machine = world.memory_bytes()
-    monkeypatch.setattr(world, "CONTAINER_LIMITS", [tmp_path / "memory.max", tmp_path / "absent"])
+    monkeypatch.setattr(system, "CONTAINER_LIMITS", [])
+    machine = system.memory_bytes()
+    monkeypatch.setattr(system, "CONTAINER_LIMITS", [tmp_path / "memory.max", tmp_path / "absent"])
     for limit, expected in (("max", machine), ("1048576", 1048576), ("9223372036854771712", machine)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
-        assert world.memory_bytes() == expected
+        assert system.memory_bytes() == expected
 
 
 @pytest.mark.parametrize(

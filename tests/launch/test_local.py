@@ -19,7 +19,7 @@ from lockstep import ROOT
 from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory, Preempted, RunFailed
-from lockstep.launch import accumulation, local
+from lockstep.launch import local, start
 from lockstep.machine import process
 from lockstep.machine.world import World
 
@@ -29,7 +29,7 @@ WORKER = """
 import json, os, sys, time
 from pathlib import Path
 from lockstep.errors import OutOfMemory
-from lockstep.launch import accumulation, local
+from lockstep.launch import local, start
 from lockstep.machine import files, process
 job, local_rank, folder = local.received_handover(), os.environ["LOCAL_RANK"], Path(__file__).parent
 files.write_json(folder / f"rank{local_rank}", {"pid": os.getpid(), "run": job.config["run"], "rank": job.world.rank,
@@ -57,7 +57,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from lockstep.config.settings import Settings
-from lockstep.launch import accumulation, local
+from lockstep.launch import local, start
 from lockstep.config.compose import resolve
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process
@@ -222,7 +222,7 @@ def test_an_attempt_without_a_checkpoint_of_its_own_does_not_continue_an_abandon
     newest, attempts = tmp_path / "last.ckpt", []
     newest.touch()
     os.utime(newest, (1, 1))
-    monkeypatch.setattr(accumulation, "checkpoint_if_any", lambda _: newest)
+    monkeypatch.setattr(start, "checkpoint_if_any", lambda _: newest)
 
     def run(settings: Settings) -> None:
         attempts.append((settings.cfg.trainer.accumulate_grad_batches, settings.cfg.resume))
@@ -232,7 +232,7 @@ def test_an_attempt_without_a_checkpoint_of_its_own_does_not_continue_an_abandon
             raise OutOfMemory("a micro-batch of 64 does not fit", 2)
 
     given = [f"runs_dir={tmp_path}", "run=a", "trainer.accumulate_grad_batches=auto", "resume=older"]
-    accumulation.run_with_auto_accumulation(run, Settings.of(resolve(given)))
+    start.run_with_auto_accumulation(run, Settings.of(resolve(given)))
     assert attempts == [(1, "older"), (2, str(newest) if saves else "older")]
 
 

@@ -85,7 +85,7 @@ def table_of_sweep() -> None:
 def read_everywhere(monkeypatch) -> None:
     """Each reader of a run's files: a sentence (UserError, exit code 2), or an answer."""
     monkeypatch.setattr(sys, "argv", [])
-    for argv in ([], ["--format", "json"], ["--format", "csv"], ["--where", "status!=x", "--sort", "-val/acc"], ["html"], ["show", "a"], ["failed"], ["--sort", "wall_s"]):  # fmt: skip
+    for argv in ([], ["--json"], ["--csv"], ["--where", "status!=x", "--sort", "-val/acc"], ["html"], ["show", "a"], ["failed"], ["--sort", "wall_s"]):  # fmt: skip
         assert called(ledger.main, *argv)() == 0, argv
     for argv in (["a", "b"], ["b", "a"], ["a", "b", "--exact"]):
         assert called(compare_runs.main, *argv)() in (0, 1, 2)

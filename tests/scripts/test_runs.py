@@ -96,7 +96,7 @@ def test_a_link_to_a_run_is_told_and_not_read(runs, call):
     (runs / "b").symlink_to(runs.parent / "elsewhere/b")
     (runs / "sweep/7").symlink_to(runs.parent / "elsewhere/b")
     (runs / "notes").symlink_to(runs.parent)
-    for args in ([], ["--format", "json"], ["show", "old"], ["html"]):
+    for args in ([], ["--json"], ["show", "old"], ["html"]):
         code, out, err = call("--runs-dir", str(runs), *args)
         assert code == 0 and "of another" not in out + (Path("runs.html").read_text() if args == ["html"] else "")
         assert [line.partition(" is a symbolic link")[0].rpartition("/")[2] for line in err.splitlines()] == ["b", "7"]
@@ -115,7 +115,7 @@ def call(monkeypatch, capsys):
 
 
 def listed(call, *args: str) -> list[str]:
-    code, out, err = call(*args, "--format", "json")
+    code, out, err = call(*args, "--json")
     assert (code, err) == (0, "")
     return [row["run"] for row in json.loads(out)]
 
@@ -187,12 +187,12 @@ def test_runs_without_the_key_are_sorted_last_both_ways(runs, call):
 def test_csv_and_json_parse_back_and_a_table_has_the_digits_of_what_was_asked_for(runs, call):
     _, out, _ = call("--sort", "optim.lr")
     assert cells(next(line for line in out.splitlines() if "several" in line))[-2] == "1e-05"
-    _, out, _ = call("--format", "json", "--sort", "optim.lr")
+    _, out, _ = call("--json", "--sort", "optim.lr")
     rows = {row["run"]: row for row in json.loads(out)}
     stored = json.loads((runs / "several" / "report.json").read_text())
     assert rows["several"] == stored | {"run": "several", "optim.lr": 1e-5}
     assert rows["sweep/1"] == {"status": "failed", "overrides": "optim.lr=0.1 seed=3", "run": "sweep/1"}
-    _, out, _ = call("--format", "csv", "--sort", "optim.lr")
+    _, out, _ = call("--csv", "--sort", "optim.lr")
     table = list(csv.DictReader(io.StringIO(out)))
     assert [row["run"] for row in table] == list(rows)
     values = {key: "" if value is None else str(value) for key, value in rows["several"].items()}
@@ -208,7 +208,7 @@ def test_damaged_files_hide_no_run(runs, call, content):
         report_file.write_text(content)
     (runs / "several" / "config.yaml").write_bytes(b"optim: {lr: [\xff")
     (runs / "here" / "config.yaml").write_text("")
-    rows = {row["run"]: row["status"] for row in json.loads(call("--format", "json")[1])}
+    rows = {row["run"]: row["status"] for row in json.loads(call("--json")[1])}
     assert (len(rows), rows["several"]) == (6, "no report" if content is None else "damaged")
     assert listed(call, "--where", "optim.lr>0") == ["old", "sweep/0", "half"]
     assert "overrides:\n  unknown" in call("show", "several")[1]
@@ -225,6 +225,10 @@ def test_show_tells_the_report_the_config_and_the_files(runs, call):
     assert "overrides:\n  none\n" in call("show", "here")[1]
     assert lines[lines.index("files:") + 1 :] == ["  config.yaml", "  report.json"]
     assert call("show", "runs/several/") == (0, out, "")  # as a shell completes it
+    (shown,) = json.loads(call("show", "several", "--json")[1])
+    assert shown["report"].items() >= json.loads((runs / "several/report.json").read_text()).items()
+    assert [shown["run"], *shown] == ["several", "run", "report", "overrides", "files"]
+    assert shown["files"] == [line.strip() for line in lines[lines.index("files:") + 1 :]]
     headings = [line for line in call("show", "sweep")[1].splitlines() if not line.startswith(" ")]
     assert headings[::3] == ["sweep/0:", "sweep/1:"]
 
@@ -236,7 +240,9 @@ def test_what_is_unknown_is_told_with_what_is_near(runs, call):
         (["--sort", "-staretd"], "error: staretd is not a key of any run (did you mean started?).\n"),
         (["--where", "test/acc"], "error: --where test/acc has no comparison. Quote it"),
         (["--runs-dir", "rnus"], "error: rnus/ does not exist."),
-        (["--sort", "run", "show", "old"], "error: --where, --sort and --format have no effect on show."),
+        (["--sort", "run", "show", "old"], "error: --sort has no effect on show. Remove it."),
+        (["--json", "html"], "error: --json has no effect on html."),
+        (["--json", "--csv"], "error: --json and --csv exclude each other."),
     ):
         code, out, err = call(*args)
         assert (code, out, err.startswith(told)) == (2, "", True), err

@@ -89,7 +89,7 @@ def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("typed", [
     "export.py", "export.py nothing", "consolidate.py", "consolidate.py nothing", "compare_runs.py a b", "runs.py show nothing",
-    "show_batch.py optm.lr=1", "new_project.py",
+    "show_batch.py optm.lr=1", "new.py",
 ])  # fmt: skip
 def test_a_wrong_command_is_rejected_before_torch_is_imported(typed, tmp_path):
     script, *args = typed.split()
@@ -104,11 +104,25 @@ def test_where_two_runs_differ_is_told(runs, monkeypatch, capsys):
     assert code == 0, out
     assert out.splitlines()[-1] == "the results are bit-identical"
     assert out.count("no difference") == 5
+    code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", runs / "b", "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["tolerance"]) == (1, "different", 1e-6)
+    assert found["differences"]["config"] and {"seed: 0 | 1", "checkpoint.save_top_k: 1 | 2"} == {
+        *found["differences"]["config"]
+    }
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", runs / "b")
     assert code == 1
     for told in ("  seed: 0 | 1", "  checkpoint.save_top_k: 1 | 2", "data: no difference", "last: state_dict:", "the results differ",
                  "train/loss: 6 of 6 rows differ, the first at step 1"):  # fmt: skip
         assert told in out
+
+
+def test_every_field_of_a_report_is_documented(runs):
+    text = (ROOT / "docs/report.md").read_text().partition("## report.json")[2]
+    named = {*re.findall(r"`([\w/<>]+)`", text)}
+    report = json.loads((runs / "a/report.json").read_text())
+    fields = {name.replace(report["unit"], "<unit>") for name in report}
+    assert fields - named == set()
 
 
 def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, capsys):

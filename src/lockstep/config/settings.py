@@ -17,7 +17,8 @@ from lockstep.config.instantiate import has_nearest_base, operations, pretrainin
 from lockstep.config.run_config import Component, Loader, Request, RunConfig
 from lockstep.config.schema import OPTIONAL
 from lockstep.config.targets import imports_no_torch, source_bases
-from lockstep.machine.world import StrategySpec, World, cores, fastest_precision, memory_bytes, spec_of, world_of
+from lockstep.machine.system import cores, memory_bytes
+from lockstep.machine.world import StrategySpec, World, fastest_precision, spec_of, world_of
 from lockstep.run import RunFolder
 
 if TYPE_CHECKING:

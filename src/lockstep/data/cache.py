@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from lockstep.config.formatting import warn
 from lockstep.data.dataset import add_arrays
 from lockstep.errors import DataChanged, UserError, explain_os_error
 from lockstep.machine.files import atomic_replace, locked, open_plain, read_text, refuse_unwritable, remove
+from lockstep.machine.system import USER_ID, is_private_folder
 
 FORMAT = 4  # version of the cache; increment it when the format of the files changes
 # What reading a truncated or changed file raises.
@@ -70,13 +70,11 @@ def private_folder() -> Path:
 
     Other users may have created some of them.
     """
-    user = os.getuid() if hasattr(os, "getuid") else 0
     for number in range(10):
-        path = Path(tempfile.gettempdir(), f"lockstep-{user}{f'-{number}' if number else ''}")
+        path = Path(tempfile.gettempdir(), f"lockstep-{USER_ID}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
             path.mkdir(0o700, parents=True)
-        info = path.lstat()  # does not follow a link
-        if stat.S_ISDIR(info.st_mode) and info.st_uid == user and (os.name == "nt" or not info.st_mode & 0o077):
+        if is_private_folder(path):
             return path
     raise UserError(f"no private folder can be created in {tempfile.gettempdir()}. Set data.cache_dir=<a folder>.")
 

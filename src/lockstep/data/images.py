@@ -33,7 +33,8 @@ from lockstep.data.sampler import PARTS
 from lockstep.data.spatial import all_match_image, move_all_into_frame, spatial
 from lockstep.errors import UserError
 from lockstep.machine.files import open_plain, read_bytes
-from lockstep.machine.world import cores, rank_of
+from lockstep.machine.system import cores
+from lockstep.machine.world import rank_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -27,6 +27,7 @@ from lockstep.launch.exits import AGAIN, INTERRUPTED, exit_code
 from lockstep.launch.local import Job
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
+from lockstep.machine.files import to_json
 from lockstep.machine.world import TORCHRUN, external_launcher, launcher_problems, rank_of
 
 # --- The command line: `python train.py key=value ...` ---
@@ -66,7 +67,7 @@ def main(job: Job) -> None:
         project.enter(job.script.parent)
         raise_problems(problems)
         if handover is None:
-            command(job, sys.argv[1:])
+            (command_with_json if "--json" in sys.argv else command)(job, sys.argv[1:])
         elif handover.world:
             local.run_rank(job, handover)
         else:
@@ -84,15 +85,35 @@ def rerun_advice(job: Job) -> str:
     return f"{AGAIN} with resume=auto" if job.trains else AGAIN
 
 
-def command(job: Job, argv: list[str]) -> None:
-    """Lets Hydra read the command line, then runs a single run or the jobs of a multirun."""
+def command_with_json(job: Job, argv: list[str]) -> None:
+    """Like `command`, but prints only the result on standard output, as JSON, and everything else on standard error.
+
+    Raises:
+        UserError: the command has no result: a multirun, a help text.
+    """
+    if {"-m", "--multirun", "-h", "--help"} & set(argv):
+        raise UserError(
+            "--json prints the result of one run. Remove it; lockstep runs --json prints those of a multirun."
+        )
+    sys.stdout.flush()
+    stdout = process.Stream(os.fdopen(os.dup(1), "wb"), "utf-8")
+    os.dup2(2, 1)  # for the run's other processes as well
+    result = command(job, [arg for arg in argv if arg != "--json"])
+    if rank_of() == 0 and not result:
+        raise UserError("--json: this command wrote no result. Remove --json.")
+    if rank_of() == 0:
+        print(to_json(result), file=stdout, flush=True)
+
+
+def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
+    """Lets Hydra read the command line, then runs a single run or the jobs of a multirun. Returns the result of a run."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises exceptions instead of printing its own report and exiting
     raise_problems(option_errors(argv))
     if {"-h", "--help"} & set(argv):
         from lockstep.launch import help
 
         print(help.text(job, argv))
-        return
+        return None
     search_path = compose.search_path(argv)
     arguments = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     overrides = compose.renamed_command(job.name, arguments, search_path)
@@ -113,7 +134,7 @@ def command(job: Job, argv: list[str]) -> None:
 
         raise_problems(sweeps.numbering_problems(first.folder.path, overrides))
     # A launcher may pickle the task for a different process, so it must not refer to objects of this one.
-    outcome: list[int] = []
+    outcome: list[tuple[int, dict[str, Any] | None]] = []
     task: Any = partial(one_job, job, outcome)
     task.__module__, task.__name__ = __name__, job.name  # Hydra reads both
     task.script = job.script  # for hydra_plugins/lockstep_plugins.py
@@ -136,13 +157,17 @@ def command(job: Job, argv: list[str]) -> None:
                 f"{' '.join(hydra_overrides)}: Hydra rejected this: {reason}. Remove it, or see --hydra-help."
             ) from None
         raise
-    if any(outcome):
-        raise RunFailed("the failed process printed the reason", max(outcome))
+    code, result = outcome[0] if outcome else (0, None)
+    if code:
+        raise RunFailed("the failed process printed the reason", code)
+    return result
 
 
-# Hydra's options. Those that are not supported have their own message.
 WORD = re.compile("[^-~=+][^=]*")  # neither an option nor an override
-HYDRAS = re.compile("(hydra_)?help|version|cfg|resolve|package|(multi)?run|shell_.*|config_.*|info|experimental_.*")
+# `--json` and Hydra's options. Those that are not supported have their own message.
+OPTIONS = re.compile(
+    "json|(hydra_)?help|version|cfg|resolve|package|(multi)?run|shell_.*|config_.*|info|experimental_.*"
+)
 
 
 def misspelt_overrides(argv: list[str]) -> Iterator[str]:
@@ -152,7 +177,7 @@ def misspelt_overrides(argv: list[str]) -> Iterator[str]:
         (option, _, value), was_value = arg.partition("="), is_value
         is_value = not was_value and not value and WORD.fullmatch(after) is not None
         key = option.lstrip("-").rstrip(":").replace("-", "_")
-        is_dashed = option.startswith("--") and not HYDRAS.fullmatch(key)
+        is_dashed = option.startswith("--") and not OPTIONS.fullmatch(key)
         if is_dashed or (WORD.fullmatch(arg) and not was_value):
             reason = "keys are written without dashes" if is_dashed else "keys and values are joined by an equals sign"
             instead = advice()["keys"].get(key) or f"{compose.nearest_key(key) or key}={{value}}"
@@ -179,8 +204,8 @@ def option_errors(argv: list[str]) -> Iterator[str]:
             yield f"{arg}: {name} has no effect without a multirun. Add -m."
 
 
-def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | None:
-    """Hydra's task function. Appends a run's exit code to `outcome`; in a multirun, a failed job raises RunFailed."""
+def one_job(job: Job, outcome: list[tuple[int, Any]], cfg: DictConfig) -> dict[str, Any] | None:
+    """Hydra's task function. Appends a run's exit code and result to `outcome`; in a multirun, a failed job raises RunFailed."""
     hydra_cfg = HydraConfig.get()
     overrides = list(hydra_cfg.overrides.task)
     multirun = hydra_cfg.mode == RunMode.MULTIRUN
@@ -191,7 +216,7 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
         draft = sweeps.job_draft(draft, hydra_cfg.sweep.dir, hydra_cfg.job.num)
     code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of(), rerun_advice(job))
     if not multirun:
-        outcome.append(code)
+        outcome.append((code, result[0] if result else None))
         return None
     if rank_of() == 0:
         sweeps.record(draft.folder, overrides, failed=bool(code))

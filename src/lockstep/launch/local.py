@@ -22,9 +22,9 @@ from lockstep.config.run_config import Request, RunConfig
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory, Preempted, ProcessDied, RunFailed, UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import INTERRUPTED
-from lockstep.machine import process
+from lockstep.machine import process, system
 from lockstep.machine.files import parts_in, write_text
-from lockstep.machine.world import World, cores
+from lockstep.machine.world import World
 
 if TYPE_CHECKING:
     from lockstep.reporting.recorder import Page
@@ -205,7 +205,7 @@ def reserve_port() -> Iterator[int]:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
         port = int(s.getsockname()[1])
-        if os.name == "nt":  # torch requires exclusive use of the port there
+        if system.WINDOWS:  # torch requires exclusive use of the port there
             s.close()
         yield port
 
@@ -214,7 +214,7 @@ def environment(world: World, port: int) -> dict[str, str]:
     """The environment variables of the process with rank `world.rank`."""
     count, (node, local_rank) = world.size // world.nodes, divmod(world.rank, world.devices)
     # One thread per core in every process would slow all of them down. A single process keeps torch's default.
-    several = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if count > 1 else {}
+    several = {"OMP_NUM_THREADS": str(max(1, system.cores() // count))} if count > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
     place = {"RANK": str(world.rank), "LOCAL_RANK": str(local_rank), "NODE_RANK": str(node)}
     return {**several, **os.environ, **here, **place}
@@ -288,8 +288,8 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
             for child in processes:
                 with child:  # waits and closes its pipe
                     pass
-            if debug_rank is not None and os.isatty(0):
-                os.system("stty sane")  # a killed debugger leaves the terminal without echo
+            if debug_rank is not None:
+                system.restore_terminal()
         errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_text())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt

@@ -4,7 +4,7 @@ import gc
 import json
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from lockstep.config.draft import Draft, missing_keys, value_error, value_errors
 from lockstep.config.formatting import inline, warn
 from lockstep.config.schema import PREDICT
 from lockstep.config.settings import OF_NETWORK, Settings
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import OutOfMemory, UserError, raise_problems
 from lockstep.launch import local, resuming
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
@@ -171,6 +171,39 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
     return result
 
 
+def run_with_auto_accumulation(run: Callable[[Settings], None], settings: Settings) -> None:
+    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the newest checkpoint.
+
+    Raises:
+        OutOfMemory: a smaller micro-batch does not help, or does not exist.
+    """
+    folder, batch, key = settings.folder, settings.steps.batch_size, "trainer.accumulate_grad_batches"
+    had = max(1, folder.report().get("micro_batch") or batch)  # micro-batch of a resumed run
+    fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
+    settings = settings.replace({key: next(fits)})
+    while True:
+        earlier = newest_saved(folder)
+        try:
+            return run(settings)
+        except OutOfMemory as e:
+            if e.accumulate is None or process.received:
+                raise
+            before, settings = settings.batches["micro_batch"], settings.replace({key: e.accumulate})
+        if (newest := newest_saved(folder)) and newest != earlier:  # an old one may belong to an abandoned continuation
+            settings = settings.replace({"resume": newest[0]})
+        if not settings.cfg.resume:
+            folder.discard()
+        now = settings.batches
+        words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
+        print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)
+
+
+def newest_saved(folder: RunFolder) -> tuple[str, int] | None:
+    """The newest checkpoint of a run and its modification time."""
+    newest = checkpoint_if_any(folder.path)
+    return (str(newest), newest.stat().st_mtime_ns) if newest else None
+
+
 def debug_problems(world: World) -> Iterator[str]:
     """Why `debug_rank` cannot have the terminal."""
     rank = process.debug_rank
@@ -196,8 +229,6 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
             if runs_in_this_process(settings):
                 local.run_in_this_process(job, settings, data)
             elif cfg.trainer.accumulate_grad_batches == "auto":
-                from lockstep.launch.accumulation import run_with_auto_accumulation
-
                 run_with_auto_accumulation(in_processes, settings)
             else:
                 in_processes(settings)

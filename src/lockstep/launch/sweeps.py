@@ -23,7 +23,8 @@ from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
 from lockstep.machine.files import open_log, read_text, write_csv
-from lockstep.machine.world import cores, visible_gpus, world_of
+from lockstep.machine.system import cores
+from lockstep.machine.world import visible_gpus, world_of
 from lockstep.reporting import console
 from lockstep.reporting.report import Report
 from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, explain_damage, metrics_of_test

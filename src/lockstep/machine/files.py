@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.errors import UserError, raise_problems
+from lockstep.machine import system
 
 PROBE_BYTES = 2**16
 MOST_BYTES = 2**30  # limit for reading a whole file: an untrusted sparse file can have any size
@@ -46,7 +47,7 @@ def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options
     """
     if not follows:
         refuse_link(path)
-    safe_flags = getattr(os, "O_NONBLOCK", 0) | (0 if follows else getattr(os, "O_NOFOLLOW", 0))
+    safe_flags = system.NO_WAITING | (0 if follows else system.NO_LINKS)
 
     def opener(name: str, flags: int) -> int:
         descriptor = os.open(name, flags | safe_flags, 0o666)
@@ -107,11 +108,9 @@ def refuse_link(path: Path) -> None:
 def is_held(path: Path) -> bool:
     """Whether a process holds the lock `path`. The kernel releases the lock however the process ends."""
     try:
-        import fcntl
-
         with open_plain(path) as file:  # shared: several processes can test the lock, also on a read-only disk
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (ImportError, OSError) as e:  # Windows; no file; or a file system without locks
+            system.lock(file, shared=True)
+    except OSError as e:  # no file; or a system or file system without locks
         return isinstance(e, BlockingIOError)
     return False
 
@@ -128,12 +127,10 @@ def locked(path: Path, in_use: str = "", wait_s: float = -1) -> Iterator[None]:
     refuse_odd(path)
     lock = FileLock(path, timeout=wait_s, fallback_to_soft=False)  # a soft lock would outlive a kill
     try:
-        with suppress(ImportError, FileNotFoundError), open_plain(path, "rb+") as file:
-            import fcntl
-
+        with suppress(FileNotFoundError), open_plain(path, "rb+") as file:
             # filelock truncates the file and so all its hard links. Hold it, so no other process replaces it meanwhile.
             if (file_stat := os.fstat(file.fileno())).st_nlink > 1:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                system.lock(file)
                 if os.path.samestat(file_stat, path.lstat()):
                     path.unlink()
         lock.acquire()
@@ -259,11 +256,18 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, json.dumps({key: without_nan(value) for key, value in content.items()}, indent=1) + "\n")
+    write_text(path, to_json(content) + "\n")
+
+
+def to_json(value: Any) -> str:
+    """JSON with null for NaN and infinities, which JSON does not have."""
+    return json.dumps(without_nan(value), indent=1)
 
 
 def without_nan(value: Any) -> Any:
-    """Replaces NaN and infinities by None: JSON has no NaN."""
+    """Replaces NaN and infinities by None."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -23,6 +23,7 @@ from typing import IO, Any, NoReturn
 
 from lockstep.errors import Interrupted, Preempted
 from lockstep.machine import files
+from lockstep.machine.system import HANGUP, REQUEUE
 
 # --- Warning signals: the process must end soon. Free of torch ---
 #
@@ -32,10 +33,8 @@ from lockstep.machine import files
 # SIGINT: from Ctrl-C. The first one is a warning, the second one ends the run. The terminal sends it to all processes
 # of a run; the process that started them handles the second one.
 
-WINDOWS = sys.platform == "win32"
-REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
-WARNINGS = (signal.SIGTERM, *REQUEUE) if WINDOWS else (signal.SIGTERM, signal.SIGHUP, *REQUEUE)
 SYSTEM = (signal.SIGTERM, *REQUEUE)  # after one of these, SLURM ends the job
+WARNINGS = (*SYSTEM, *HANGUP)
 
 END_S = 120.0  # how long to wait for SLURM: it ends a requeued job at once, a warned one after KillWait or GraceTime
 

@@ -2,10 +2,8 @@
 
 import ctypes
 import os
-import platform
 import re
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lockstep.machine import process
+from lockstep.machine.system import HAS_MPS, WINDOWS, cores, glibc, resident_peak_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 BF16_ON_CPU = re.compile(r"^flags.*\b(avx512_bf16|amx_bf16)\b", re.MULTILINE)  # x86; bf16 on ARM was not measured
 CPUINFO = Path("/proc/cpuinfo")
-CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
 AMD = Path("/dev/kfd")  # exists if AMD's driver is installed
 # Each driver's functions that return the number of GPUs and an attribute of a GPU, and its numbers for the attributes
 # "compute capability, major" and "minor".
@@ -36,7 +34,7 @@ VOLTA, AMPERE = 70, 80  # the first compute capabilities with fp16 and with bf16
 @cache
 def driver() -> ctypes.CDLL | None:
     """NVIDIA's driver, or AMD's, which torch may bundle; None without. Both respect the variables that hide GPUs."""
-    nvidia = "nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1"
+    nvidia = "nvcuda.dll" if WINDOWS else "libcuda.so.1"
     amd = ("libamdhip64.so", str(torch_folder() / "lib/libamdhip64.so")) if AMD.exists() else ()
     for name in (nvidia, *amd):
         with suppress(OSError):
@@ -112,15 +110,6 @@ def fastest_precision(accelerator: str, supported: Sequence[str] | None) -> str:
     return "16-mixed" if has_fp16 and "16-mixed" in (supported or ["16-mixed"]) else "32-true"
 
 
-def memory_bytes() -> int:
-    """The memory of this machine, or the limit of its container."""
-    if not hasattr(os, "sysconf"):  # Windows
-        return 8 * 2**30
-    limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
-
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 NEVER, OLD_GLIBCS_MOST = 2**31 - 1, 32 * 2**20
 
@@ -140,8 +129,7 @@ def keep_freed_memory(accelerator: str, *, is_sharded: bool) -> None:
     """
     applies = accelerator == "cpu" and not is_sharded and process.is_command
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
-    if applies and not set_by_user and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
+    if applies and not set_by_user and (libc := glibc()):
         if not libc.mallopt(M_MMAP_THRESHOLD, NEVER):
             libc.mallopt(M_MMAP_THRESHOLD, OLD_GLIBCS_MOST)
         libc.mallopt(M_TRIM_THRESHOLD, NEVER)
@@ -153,11 +141,7 @@ def peak_bytes(device: "torch.device") -> int | None:
 
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated())
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resident_peak_bytes()
 
 
 # --- The variables of torchrun and SLURM: rank and world size of a process, and their consistency. Free of torch ---
@@ -274,11 +258,6 @@ def gpu_count() -> int:
     return 0 if why_no_gpu() else len(capabilities())
 
 
-def cores() -> int:
-    """The number of cores that this process may use; SLURM and containers limit it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def threads(world: "World", env: Mapping[str, str] = os.environ) -> int | None:
     """Threads of each CPU process that an external launcher started, to share the cores; None keeps the default.
 
@@ -302,9 +281,8 @@ def visible_gpus() -> list[str]:
 
 def accelerator_of(accelerator: str) -> str:
     """`trainer.accelerator` with `auto` and `gpu` resolved: cuda, mps or cpu."""
-    has_mps = platform.system() == "Darwin" and platform.machine() == "arm64"
     if accelerator in ("auto", "gpu"):
-        return "cuda" if gpu_count() else "mps" if has_mps else "cuda" if accelerator == "gpu" else "cpu"
+        return "cuda" if gpu_count() else "mps" if HAS_MPS else "cuda" if accelerator == "gpu" else "cpu"
     return accelerator
 
 

@@ -1,16 +1,19 @@
-"""Creates your own project: a copy of this template's project files, which depends on the library Lockstep.
+"""Create your own project: a copy of this template's project files, which depends on the library Lockstep.
 
-python scripts/new_project.py <folder> --package <name>
-python scripts/new_project.py <folder> --upgrade
+lockstep new <folder> [--package <name>]
+lockstep new <folder> --upgrade
 
-It copies train.py, eval.py, predict.py, configs/, src/project/ (as src/<name>/), tests/project/ (as tests/) and scripts/slurm.sbatch, adds
-pyproject.toml, CI and a README, and makes a first commit. To change the library as well, clone Lockstep instead.
-  --upgrade       an existing project gets this checkout's Lockstep and the versions that it was tested with
-  --lockstep      the requirement of the project, such as 'lockstep @ git+https://...'. Default: the remote and commit of this
-                  checkout if others can reach them, else a wheel of it in the project's wheels/
+It copies train.py, eval.py, predict.py, configs/, src/project/ (as src/<package>/), tests/project/ (as tests/) and scripts/slurm.sbatch, adds
+pyproject.toml, CI, a README, AGENTS.md and llms.txt, and makes a first commit. To change the library as well, clone Lockstep instead.
+Without a checkout or an installation: uvx --from <address of Lockstep> lockstep new <folder>
+  --package       default: the name of the folder
+  --upgrade       an existing project gets this Lockstep and the versions that it was tested with
+  --lockstep      the requirement of the project, such as 'lockstep @ git+https://...'. Default: what this Lockstep was installed from;
+                  for a checkout, its remote and commit if others can reach them, else a wheel of it in the project's wheels/
 """
 
 import argparse
+import json
 import keyword
 import re
 import shutil
@@ -18,9 +21,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -39,6 +44,7 @@ COPIED = {
     f"tests/{NAME}": "tests",
     "scripts/slurm.sbatch": "scripts/slurm.sbatch",
 }
+OF_LIBRARY = "\n## Only in Lockstep itself"  # the last section of AGENTS.md, which a project does not get
 # The package name in targets, imports and paths. Elsewhere the word has its usual meaning.
 NAMED = re.compile(rf"\b{NAME}(?=\.(?:model|module|data)\b)|(?<=src/){NAME}\b")
 README = """# {package}
@@ -71,7 +77,21 @@ uv run lockstep runs                                     # a table of runs; `uv 
     configs/                 project.yaml: the defaults · a folder per group, whose files name the classes in src/
     tests/                   same weights on one process and two, and after a kill; same metrics in an evaluation
 
-To upgrade Lockstep, run `python scripts/new_project.py <this folder> --upgrade` in a newer checkout of it, then `uv run pytest`.
+To upgrade Lockstep, run `uvx --from <address of Lockstep> lockstep new . --upgrade`, then `uv run pytest`.
+"""
+LLMS = """# {package}
+
+> A PyTorch project that trains with {lockstep}: Hydra configs choose the model, the data and the strategy (single, dp, ddp, fsdp), and the same
+> command gives the same result on one process or many, and after a crash.
+
+- [AGENTS.md](AGENTS.md): commands, where things are, rules
+- [train.py](train.py): the steps from the data to the report
+- [src/{package}/module.py](src/{package}/module.py): the loss, the metrics and the steps
+- [src/{package}/model.py](src/{package}/model.py): the network
+- [src/{package}/data.py](src/{package}/data.py): the data sets
+- [configs/project.yaml](configs/project.yaml): the defaults
+
+The documentation of the installed version: `uv run python -c "import lockstep; print(lockstep.DOCS)"` prints its folder; begin with README.md there.
 """
 PYPROJECT = """[build-system]
 requires = ["hatchling>=1.27,<2"]
@@ -80,7 +100,7 @@ build-backend = "hatchling.build"
 [project]
 name = "{title}"
 version = "0.1.0"
-requires-python = ">=3.11,<3.14"
+requires-python = ">=3.11,<3.15"
 dependencies = [
     "lockstep",
     "hydra-core>=1.4.0rc3,<1.5",   # pre-releases are installed only if requested by name
@@ -188,6 +208,8 @@ def create(folder: Path, package: str, requirement: str | None, wheel: Wheel | N
     }
     texts = {
         "README.md": README.format(**fields),
+        "llms.txt": LLMS.format(**fields),
+        "AGENTS.md": NAMED.sub(package, (TEMPLATE / "AGENTS.md").read_text(encoding="utf-8").partition(OF_LIBRARY)[0]),
         "pyproject.toml": PYPROJECT.format(**fields),
         ".gitignore": IGNORED,
         ".github/workflows/ci.yml": CI,
@@ -208,9 +230,7 @@ def set_requirement(folder: Path, requirement: str | None, wheel: Wheel | None) 
     for pattern, new in parts.items():
         match = re.search(pattern, text, re.MULTILINE)
         if not match:
-            raise UserError(
-                f"{file} has no line that matches {pattern}, as written by new_project.py. Edit it by hand."
-            )
+            raise UserError(f"{file} has no line that matches {pattern}, as written by lockstep new. Edit it by hand.")
         text = text[: match.start()] + new + text[match.end() :]
     if wheel:
         table = "[tool.uv.sources]\n"
@@ -228,11 +248,11 @@ def with_dependencies(names: Iterator[str] | tuple[str, ...], packages: set[str]
     """Adds packages, and the installed packages that they need, to `packages`."""
     for name in map(canonicalize_name, names):
         if name not in packages:
+            packages.add(name)
             try:
                 deps = [Requirement(text) for text in requires(name) or ()]
-            except PackageNotFoundError:
+            except PackageNotFoundError:  # such as pytest, where only Lockstep is installed
                 continue
-            packages.add(name)
             with_dependencies(
                 (dep.name for dep in deps if dep.marker is None or dep.marker.evaluate({"extra": ""})), packages
             )
@@ -252,13 +272,37 @@ def git(*command: str) -> str:
     return "" if done.returncode else done.stdout.strip()
 
 
-def git_requirement() -> str | None:
-    """This commit at the first remote that has it and that others can reach; None if there is none, or files have changed since.
+def dependency() -> tuple[str | None, Wheel | None]:
+    """What a project depends on: a requirement that others can install, or a wheel that the project contains.
 
-    If Lockstep is installed as a package, its version.
+    Raises:
+        UserError: no wheel could be built or found.
     """
-    if WHEEL:
-        return f"lockstep=={__version__}"
+    if not WHEEL:
+        requirement = git_requirement()
+        return requirement, None if requirement else build_wheel(ROOT)
+    recorded = distribution("lockstep").read_text("direct_url.json")  # PEP 610: absent if installed from an index
+    if recorded is None:
+        return f"lockstep=={__version__}", None
+    origin = json.loads(recorded)
+    address, path = without_token(origin["url"]), Path(url2pathname(urlsplit(origin["url"]).path))
+    if vcs := origin.get("vcs_info"):
+        return f"lockstep @ {vcs['vcs']}+{address}@{vcs['commit_id']}", None
+    if not address.startswith("file:"):
+        return f"lockstep @ {address}", None
+    if path.is_dir():
+        return None, build_wheel(path)
+    if not path.is_file():
+        raise UserError(f"{path}, which Lockstep was installed from, does not exist any more. Pass --lockstep.")
+    return None, (path.name, path.read_bytes())
+
+
+def without_token(address: str) -> str:
+    return re.sub(r"^(https?://)[^/]*@", r"\1", address)
+
+
+def git_requirement() -> str | None:
+    """This commit at the first remote that has it and that others can reach; None if there is none, or files have changed since."""
     commit = git("rev-parse", "HEAD")
     if Path(git("rev-parse", "--show-toplevel")) != ROOT or git("status", "--porcelain", "--untracked-files=no"):
         return None
@@ -267,13 +311,12 @@ def git_requirement() -> str | None:
         if REACHABLE.match(address) and git("branch", "-r", "--contains", commit, "--list", f"{remote}/*"):
             if "://" not in address:  # git@host:path
                 address = "ssh://" + address.replace(":", "/", 1)
-            public = re.sub(r"^(https?://)[^/]*@", r"\1", address)  # without a token
-            return f"lockstep @ git+{public}@{commit}"
+            return f"lockstep @ git+{without_token(address)}@{commit}"
     return None
 
 
-def build_wheel() -> Wheel:
-    """Name and bytes of a wheel of this checkout.
+def build_wheel(checkout: Path) -> Wheel:
+    """Name and bytes of a wheel of a checkout.
 
     Raises:
         UserError: no tool could build it.
@@ -282,7 +325,7 @@ def build_wheel() -> Wheel:
     for command in BUILDERS:
         with tempfile.TemporaryDirectory() as target:
             try:
-                done = subprocess.run([*command, target], cwd=ROOT, capture_output=True, text=True)
+                done = subprocess.run([*command, target], cwd=checkout, capture_output=True, text=True)
             except FileNotFoundError:
                 continue
             if wheels := list(Path(target).glob("*.whl")):
@@ -294,9 +337,11 @@ def build_wheel() -> Wheel:
 
 
 def commit(folder: Path, message: str) -> None:
-    """Makes the project's first commit, if git works; without a configured author, as `new_project`."""
+    """Makes the project's first commit, if git works; without a configured author, as `lockstep new`."""
+    if not shutil.which("git"):
+        return
     has_author = subprocess.run(["git", "config", "user.email"], capture_output=True).returncode == 0
-    author = [] if has_author else ["-c", "user.name=new_project", "-c", "user.email=new_project@localhost"]
+    author = [] if has_author else ["-c", "user.name=lockstep new", "-c", "user.email=lockstep@localhost"]
     for command in (["init", "--quiet", "-b", "main"], ["add", "-A"], [*author, "commit", "--quiet", "-m", message]):
         subprocess.run(["git", *command], cwd=folder, check=False)
 
@@ -306,23 +351,24 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--package")
     parser.add_argument("--upgrade", action="store_true")
-    parser.add_argument("--lockstep", help="a requirement; default: this checkout's commit at its remote, or a wheel")
+    parser.add_argument("--lockstep", help="a requirement; default: what this Lockstep was installed from")
     args = parser.parse_args()
-    requirement = args.lockstep or git_requirement()
     if args.upgrade:
         if args.package or not (args.folder / "pyproject.toml").is_file():
             raise UserError(
                 "--upgrade needs the folder of an existing project, and accepts only --lockstep as a further option."
             )
-        set_requirement(args.folder, requirement, None if requirement else build_wheel())
-        dependency = requirement or "the wheel in wheels/"
-        print(f"{args.folder} now depends on {dependency}: cd {args.folder} && uv run pytest")
+        requirement, wheel = (args.lockstep, None) if args.lockstep else dependency()
+        set_requirement(args.folder, requirement, wheel)
+        print(
+            f"{args.folder} now depends on {requirement or 'the wheel in wheels/'}: cd {args.folder} && uv run pytest"
+        )
         return
-    if not args.package:
-        raise UserError("--package is missing. Pass the name of the package, for example --package flowers.")
-    check(args.folder, args.package)
-    create(args.folder, args.package, requirement, None if requirement else build_wheel())
-    commit(args.folder, f"{args.package}, created from Lockstep's template")
+    package = args.package or re.sub(r"\W+", "_", args.folder.resolve().name).lower()
+    check(args.folder, package)
+    requirement, wheel = (args.lockstep, None) if args.lockstep else dependency()
+    create(args.folder, package, requirement, wheel)
+    commit(args.folder, f"{package}, created from Lockstep's template")
     print(f"{args.folder} is ready: cd {args.folder} && uv run pytest && uv run train.py")
 
 

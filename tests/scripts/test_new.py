@@ -1,5 +1,6 @@
-"""A project that new_project.py begins is whole, and its own tests pass."""
+"""A project that new.py begins is whole, and its own tests pass."""
 
+import json
 import os
 import re
 import shutil
@@ -7,18 +8,20 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
-import new_project
+import new
 import pytest
 
 import lockstep
 from lockstep import ROOT
+from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 
 
 def begin(monkeypatch, folder: Path, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["new_project.py", str(folder), *args])
-    return exit_code(new_project.main)
+    monkeypatch.setattr(sys, "argv", ["new.py", str(folder), *args])
+    return exit_code(new.main)
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -38,19 +41,19 @@ def run(command: str, folder: Path, timeout_s: float = 900, **environment: str) 
 
 @pytest.fixture(scope="module")
 def wheel() -> tuple[str, bytes]:
-    return new_project.build_wheel()
+    return new.build_wheel(ROOT)
 
 
 @pytest.fixture
 def local(wheel, monkeypatch) -> None:
     """Nobody else can reach this checkout, and its wheel is built once."""
-    monkeypatch.setattr(new_project, "git_requirement", lambda: None)
-    monkeypatch.setattr(new_project, "build_wheel", lambda: wheel)
+    monkeypatch.setattr(new, "git_requirement", lambda: None)
+    monkeypatch.setattr(new, "build_wheel", lambda _: wheel)
 
 
 def test_a_project_is_whole_and_tidy_and_has_its_own_name(tmp_path, monkeypatch, capsys, wheel, local):
-    folder = tmp_path / "a"
-    assert begin(monkeypatch, folder, "--package", "flowers") == 0
+    folder = tmp_path / "Flowers"
+    assert begin(monkeypatch, folder) == 0
     assert "uv run pytest" in capsys.readouterr().out
     found = texts(folder)
     assert {"pyproject.toml", ".gitignore", ".github/workflows/ci.yml", "tests/test_promises.py"} <= set(found)
@@ -64,6 +67,9 @@ def test_a_project_is_whole_and_tidy_and_has_its_own_name(tmp_path, monkeypatch,
     named = re.compile(r"project\.(model|module|data)\b|src/project")
     assert not [name for name, text in found.items() if named.search(name + text) and not name.startswith("wheels/")]
     assert str(ROOT) not in "".join(found.values())
+    for page in ("AGENTS.md", "llms.txt", "README.md"):  # what they link to and name is there
+        names = re.findall(r"\]\(([^)#]+)\)|`((?:src|configs|tests)/[\w/.]+)`", found[page])
+        assert [name for pair in names for name in pair if name and not (folder / name).exists()] == []
     assert sorted(run("git ls-files", folder).split()) == sorted(found)
     # It depends on a wheel inside it and on the tested versions of what it needs, and of nothing else.
     uv = tomllib.loads(found["pyproject.toml"])["tool"]["uv"]
@@ -113,16 +119,42 @@ def test_the_default_is_the_remote_that_has_this_commit(remote, pushed, expected
     run(f"git init -q -b main && {commit} && git remote add origin {remote}", tmp_path)
     if pushed:
         run("git update-ref refs/remotes/origin/main HEAD", tmp_path)
-    monkeypatch.setattr(new_project, "ROOT", tmp_path.resolve())
-    assert new_project.git_requirement() == (expected and expected.format(new_project.git("rev-parse", "HEAD")))
+    monkeypatch.setattr(new, "ROOT", tmp_path.resolve())
+    assert new.git_requirement() == (expected and expected.format(new.git("rev-parse", "HEAD")))
     (tmp_path / "file").write_text("not committed")
-    assert new_project.git_requirement() is None
+    assert new.git_requirement() is None
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (None, (f"lockstep=={lockstep.__version__}", None)),
+        (
+            {"url": "https://t@example.org/l.git", "vcs_info": {"vcs": "git", "commit_id": "a1"}},
+            ("lockstep @ git+https://example.org/l.git@a1", None),
+        ),
+        ({"url": "https://example.org/l.whl", "archive_info": {}}, ("lockstep @ https://example.org/l.whl", None)),
+        ({"url": "file://FOLDER/l%20a.whl", "archive_info": {}}, (None, ("l a.whl", b"of a file"))),
+        ({"url": "file://FOLDER", "dir_info": {}}, (None, ("built.whl", b"of a folder"))),
+    ],
+)
+def test_a_project_depends_on_what_lockstep_was_installed_from(record, expected, tmp_path, monkeypatch):
+    (tmp_path / "l a.whl").write_bytes(b"of a file")
+    text = record and json.dumps(record).replace("FOLDER", str(tmp_path))
+    monkeypatch.setattr(new, "WHEEL", True)
+    monkeypatch.setattr(new, "build_wheel", lambda _: ("built.whl", b"of a folder"))
+    monkeypatch.setattr(new, "distribution", lambda _: SimpleNamespace(read_text={"direct_url.json": text}.get))
+    assert new.dependency() == expected
+    if "l%20a" in (text or ""):
+        (tmp_path / "l a.whl").unlink()
+        with pytest.raises(UserError, match="does not exist any more"):
+            new.dependency()
 
 
 def test_a_checkout_without_a_tool_to_build_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(new_project, "git_requirement", lambda: None)
+    monkeypatch.setattr(new, "git_requirement", lambda: None)
     builders = ["no-such-program"], [sys.executable, "-c", "raise SystemExit('broken')"]
-    monkeypatch.setattr(new_project, "BUILDERS", builders)
+    monkeypatch.setattr(new, "BUILDERS", builders)
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers") == 2
     assert "no wheel of Lockstep could be built: broken. Install" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
@@ -141,7 +173,7 @@ def test_a_project_may_depend_on_an_address_or_a_release(requirement, said, tmp_
 @pytest.mark.parametrize(
     ("folder", "args", "told"),
     [
-        ("a", [], "--package is missing"),
+        ("3d", [], "--package 3d is not a valid package name"),
         ("a", ["--package", "3d"], "is not a valid package name"),
         ("a", ["--package", "lockstep"], "is not a valid package name"),
         (".", ["--package", "flowers"], "exists and is not empty"),
@@ -160,9 +192,15 @@ def test_what_cannot_be_begun_is_refused_and_nothing_is_written(folder, args, to
 def test_a_clone_elsewhere_trains_and_passes_its_own_workflow(source, tmp_path):
     """Without the checkout that made it, and in an environment of its own; it needs a package index."""
     run(f"git clone -q {ROOT} checkout && git clone -q --bare {ROOT} bare.git", tmp_path)
-    address = f"--lockstep 'lockstep @ git+file://{tmp_path}/bare.git'" if source == "address" else ""
-    make = f"{sys.executable} checkout/scripts/new_project.py made --package flowers {address}"
-    run(f"PYTHONPATH=checkout/src {make} && rm -rf checkout", tmp_path)
+    if source == "wheel":
+        run("uv build --quiet --wheel --out-dir ../wheels", tmp_path / "checkout")
+        (wheel,) = (tmp_path / "wheels").glob("*.whl")
+        run(f"uvx --quiet --prerelease allow --from {wheel} lockstep new made --package flowers", tmp_path)
+    else:
+        address = f"--lockstep 'lockstep @ git+file://{tmp_path}/bare.git'"
+        make = f"{sys.executable} checkout/scripts/new.py made --package flowers {address}"
+        run(f"PYTHONPATH=checkout/src {make}", tmp_path)
+    run("rm -rf checkout wheels", tmp_path)
     run("mkdir elsewhere && git clone -q made elsewhere/flowers", tmp_path)
     clone = tmp_path / "elsewhere/flowers"
     train = "uv run train.py trainer.accelerator=cpu data.source=embedded"
