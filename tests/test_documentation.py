@@ -2,9 +2,11 @@
 
 import argparse
 import inspect
+import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from contextlib import suppress
 from functools import cache
@@ -144,6 +146,24 @@ def test_every_page_says_where_its_commands_run():
     silent = [page.name for page in pages if not any(place in page.text[:900] for place in places)]
     assert silent == ["docs/changes.md"]  # old commands beside new ones
     assert len(pages) > 20
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_site_is_built_and_a_link_that_leads_nowhere_is_an_error(broken, tmp_path):
+    for name in ("mkdocs.yml", "docs", "deploy", "train.py", "notebooks", "configs", "CONTRIBUTING.md", ".ci"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    if broken:
+        (tmp_path / "docs").unlink()
+        shutil.copytree(ROOT / "docs", tmp_path / "docs")
+        with (tmp_path / "docs/faq.md").open("a") as page:
+            page.write("[one](commands.md#no-such-section)\n")
+    env = {**os.environ, "REPOSITORY": "https://example.org/lockstep", "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, "no-such-section" in done.stderr) == ((1, True) if broken else (0, False)), done.stderr
+    if not broken:
+        page = (tmp_path / "site/changes/index.html").read_text()
+        assert 'href="https://example.org/lockstep/blob/main/train.py"' in page
 
 
 def test_the_changes_begin_with_this_version():

@@ -107,11 +107,16 @@ def refuse_link(path: Path) -> None:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds the lock `path`. The kernel releases the lock however the process ends."""
+    from filelock import FileLock, Timeout
+
     try:
-        with open_plain(path) as file:  # shared: several processes can test the lock, also on a read-only disk
-            system.lock(file, shared=True)
-    except OSError as e:  # no file; or a system or file system without locks
-        return isinstance(e, BlockingIOError)
+        with open_plain(path) as file:
+            if system.WINDOWS:
+                FileLock(path, timeout=0).acquire().lock.release()
+            else:  # shared: several processes can test the lock, also on a read-only disk
+                system.lock(file, shared=True)
+    except OSError as e:  # no file; or a file system without locks
+        return isinstance(e, BlockingIOError | Timeout)
     return False
 
 
