@@ -1,10 +1,18 @@
 """Tasks and metrics of a user's with mistakes in them, for tests/training/test_dry_run.py."""
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanSquaredError, Metric
 
 from lockstep.tasks import Classification, Task
+
+
+class Twelve(nn.Sequential):
+    """Two outputs more than there are classes."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(144, 12))
 
 
 class Scalar(Classification):

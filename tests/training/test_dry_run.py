@@ -90,6 +90,7 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
     ("data.image_size=5", r"data.image_size=5: BasicNet needs images of at least 6 pixels"),
     ("model=timm model.name=test_vit data.image_size=3", r"data.image_size=3 and task=classifier do not fit .*patch size"),
     (f"model._target_=torch.nn.Identity {PLAIN}", r"model=identity, data=mnist .* do not fit together: the network returns shape .*\(2, 1, 12, 12\)"),
+    (f"model._target_=mine.Twelve {PLAIN}", r"the network returns shape \(2, 12\), but the task and the data need \(2, 10\)"),
     (f"model._target_=torchvision.models.squeezenet1_0 {PLAIN}", r"model=squeezenet1_0, .* to have 3 channels, but got 1 channels"),
     ("+model.num_classes=5", r"model.num_classes=5 has no effect: the data and the task need 10"),
     ("model=timm model.name=test_resnet loader.batch_size=1", r"Expected more than 1 value .* Change one of them: loader.batch_size, because a micro-batch has 1 sample; model"),

@@ -55,9 +55,9 @@ class Classification(Task):
         self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
     def validated_target(self, output: Tensor, batch: Batch) -> Tensor:
-        """target_B. Raises UserError if the outputs are not logits_BK for at least the classes of the data."""
+        """target_B. Raises UserError if the outputs are not logits_BK for the classes of the data."""
         target_B = batch["target"].long()
-        validate_outputs(output, len(target_B), max(len(self.value_names), *output.shape[-1:]))
+        validate_outputs(output, len(target_B), len(self.value_names))
         return target_B
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
