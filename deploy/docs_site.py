@@ -15,7 +15,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     def to_repository(link: re.Match[str]) -> str:
         text, path, anchor = link.groups(default="")
         target = (folder / path).resolve()
-        if target.is_relative_to(config.docs_dir):
+        if target.is_relative_to(Path(config.docs_dir).resolve()):
             return link[0]
         address = f"{config.repo_url}/blob/main/{target.relative_to(ROOT).as_posix()}{anchor}"
         return f"[{text}]({address})" if config.repo_url else text

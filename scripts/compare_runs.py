@@ -49,22 +49,21 @@ def main() -> int:
     verdict, reason = conclude(a, b, differences, exact=args.exact)
     if args.json:
         compared = {"exact": args.exact, "tolerance": 0.0 if args.exact else args.tolerance}
-        print(
-            to_json({"runs": args.runs, **compared, "verdict": verdict, "reason": reason, "differences": differences})
-        )
-        return 0 if verdict != "different" else 1
-    for section, lines in differences.items():
-        print(f"{section}: {'no difference' if not lines else ''}")
-        for line in lines:
-            print(f"  {inline(line)}")
-    agreement = "bit-identical" if args.exact else f"the same to within {args.tolerance:g}"
-    lines_by_verdict = {
-        "same": f"the results are {agreement}",
-        "rounding": f"the results differ only by accumulated rounding: {reason}",
-        "different": f"the results differ ({reason})" if reason else "the results differ",
-    }
-    print(lines_by_verdict[verdict])
-    return 0 if verdict != "different" else 1
+        found = {"verdict": verdict, "reason": reason, "differences": differences}
+        print(to_json({"runs": args.runs, **compared, **found}))
+    else:
+        for section, lines in differences.items():
+            print(f"{section}: {'no difference' if not lines else ''}")
+            for line in lines:
+                print(f"  {inline(line)}")
+        agreement = "bit-identical" if args.exact else f"the same to within {args.tolerance:g}"
+        lines_by_verdict = {
+            "same": f"the results are {agreement}",
+            "rounding": f"the results differ only by accumulated rounding: {reason}",
+            "different": f"the results differ ({reason})" if reason else "the results differ",
+        }
+        print(lines_by_verdict[verdict])
+    return int(verdict == "different")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def main() -> None:
 
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
     exported = export(path, folder, formats, args.files, args.network)
-    model = json.loads((exported / "model.json").read_text())
+    model = json.loads((exported / "model.json").read_bytes())
     reads_files = model["inputs"] is None or model["reader"]
     python = "uv run" if command_prefix().startswith("uv run") else short(sys.executable)
     use = (

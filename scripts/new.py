@@ -5,7 +5,7 @@ lockstep new <folder> --upgrade
 
 It copies train.py, eval.py, predict.py, configs/, src/project/ (as src/<package>/), tests/project/ (as tests/) and scripts/slurm.sbatch, adds
 pyproject.toml, CI, a README, AGENTS.md and llms.txt, and makes a first commit. To change the library as well, clone Lockstep instead.
-Without a checkout or an installation: uvx --from <address of Lockstep> lockstep new <folder>
+Without a checkout or an installation: uvx --from <Lockstep> lockstep new <folder>, where <Lockstep> is git+https://..., a wheel or a release.
   --package       default: the name of the folder
   --upgrade       an existing project gets this Lockstep and the versions that it was tested with
   --lockstep      the requirement of the project, such as 'lockstep @ git+https://...'. Default: what this Lockstep was installed from;
@@ -21,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distribution, requires
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -77,7 +77,7 @@ uv run lockstep runs                                     # a table of runs; `uv 
     configs/                 project.yaml: the defaults · a folder per group, whose files name the classes in src/
     tests/                   same weights on one process and two, and after a kill; same metrics in an evaluation
 
-To upgrade Lockstep, run `uvx --from <address of Lockstep> lockstep new . --upgrade`, then `uv run pytest`.
+To upgrade Lockstep, run `uvx --from <a newer Lockstep: git+https://..., a wheel or a release> lockstep new . --upgrade`, then `uv run pytest`.
 """
 LLMS = """# {package}
 
@@ -182,7 +182,9 @@ def check(folder: Path, package: str) -> None:
     """Raises UserError if the folder is not empty or the name is not a valid package name."""
     if not package.isidentifier() or keyword.iskeyword(package) or package in ("lockstep", "hydra_plugins", "tests"):
         raise UserError(f"--package {package} is not a valid package name. Use letters, digits and _, such as flowers.")
-    if package in sys.stdlib_module_names or (find_spec(package)):
+    here = Path(__file__).resolve().parent
+    elsewhere = [path for path in sys.path if Path(path).resolve() != here]  # not this script and its neighbours
+    if package in sys.stdlib_module_names or PathFinder.find_spec(package, elsewhere):
         raise UserError(
             f"--package {package}: Python or an installed library has a package of that name. Use a different name."
         )
@@ -262,7 +264,11 @@ def with_dependencies(names: Iterator[str] | tuple[str, ...], packages: set[str]
 def pins() -> list[str]:
     """The tested versions of the packages that a project needs; without hashes, which belong to the files of one index."""
     names = with_dependencies(("lockstep", *DEV), set())
-    lines = (line.rstrip(" \\") for line in (TEMPLATE / "requirements.txt").read_text().splitlines() if "==" in line)
+    lines = (
+        line.rstrip(" \\")
+        for line in (TEMPLATE / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    )
     return [f'    "{line}",' for line in lines if line.partition("==")[0] in names]
 
 
@@ -286,14 +292,13 @@ def dependency() -> tuple[str | None, Wheel | None]:
         return f"lockstep=={__version__}", None
     origin = json.loads(recorded)
     address, path = without_token(origin["url"]), Path(url2pathname(urlsplit(origin["url"]).path))
-    if vcs := origin.get("vcs_info"):
-        return f"lockstep @ {vcs['vcs']}+{address}@{vcs['commit_id']}", None
     if not address.startswith("file:"):
-        return f"lockstep @ {address}", None
+        vcs = origin.get("vcs_info")
+        return f"lockstep @ {vcs['vcs']}+{address}@{vcs['commit_id']}" if vcs else f"lockstep @ {address}", None
     if path.is_dir():
         return None, build_wheel(path)
     if not path.is_file():
-        raise UserError(f"{path}, which Lockstep was installed from, does not exist any more. Pass --lockstep.")
+        raise UserError(f"{path}, which Lockstep was installed from, no longer exists. Pass --lockstep.")
     return None, (path.name, path.read_bytes())
 
 

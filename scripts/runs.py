@@ -210,7 +210,7 @@ def show(runs: list[Report], *, as_json: bool) -> None:
 
 
 def files_of(run: Report) -> list[str]:
-    return sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
+    return sorted(path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file())
 
 
 def has_failed(run: Report, stale_min: float) -> bool:

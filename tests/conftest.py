@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -40,8 +41,20 @@ os.environ.pop("UV", None)  # commands are printed as they were typed, which `uv
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+HAS_SERVER = hasattr(os, "pidfd_open")  # of forked.py, which needs Linux
+ON_LINUX = re.compile(
+    r"^(?:import|from) (?:fcntl|forked|kills|limited|pty|resource|slurm|terminal)\b|\bforked", re.MULTILINE
+)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Elsewhere, files whose tests need Linux are left out; None: the other rules decide."""
+    is_test = collection_path.suffix == ".py" and not HAS_SERVER
+    return bool(is_test and ON_LINUX.search(collection_path.read_text(encoding="utf-8"))) or None
+
+
 def pytest_configure() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if "PYTEST_XDIST_WORKER" not in os.environ and HAS_SERVER:
         forked_processes.start_server(HOME)
 
 

@@ -55,6 +55,21 @@ def test_two_processes_are_one_run_with_one_voice(forked_command):
     assert "batch 64 = 2 x 32" in (command.folder / "runs/pair/train.log").read_text()
 
 
+def test_with_json_standard_output_has_the_result_and_nothing_else(forked_command):
+    command = forked_command
+    done = command("train.py", "--json", *TWO, "run=pair", *SHORT)
+    assert (done.code, json.loads(done.out)) == (0, report(command, "pair")), done
+    assert done.err.startswith("pair: basic_net (")
+    for args, told in (
+        (["-m", "seed=0,1"], "--json prints the result of one run, so it has no effect with -m. Remove one."),
+        (["--help"], "so it has no effect with --help."),
+        (["--cfg=job"], "so it has no effect with --cfg=job."),
+        (["optim.lr=-1"], "optim.lr=-1"),
+    ):
+        done = command("train.py", "--json", *args)
+        assert (done.code, done.out, told in done.err) == (2, "", True), done
+
+
 def test_a_multirun_is_as_many_runs_as_jobs_and_a_table_and_typed_twice_harms_nothing(forked_command):
     command, args = forked_command, ["-m", "optim.lr=1e-3,3e-3", "seed=0,1", "run=sweep", *SHORT]
     done = command("train.py", *args)

@@ -156,11 +156,12 @@ def test_the_site_is_built_and_a_link_that_leads_nowhere_is_an_error(broken, tmp
         (tmp_path / "docs").unlink()
         shutil.copytree(ROOT / "docs", tmp_path / "docs")
         with (tmp_path / "docs/faq.md").open("a") as page:
-            page.write("[one](commands.md#no-such-section)\n")
+            page.write("[one](commands.md#no-such-section) [two](../docs/no-such-page.md)\n")
     env = {**os.environ, "REPOSITORY": "https://example.org/lockstep", "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert (done.returncode, "no-such-section" in done.stderr) == ((1, True) if broken else (0, False)), done.stderr
+    found = [name in done.stderr for name in ("no-such-section", "no-such-page")]
+    assert (done.returncode, found) == ((1, [True, True]) if broken else (0, [False, False])), done.stderr
     if not broken:
         page = (tmp_path / "site/changes/index.html").read_text()
         assert 'href="https://example.org/lockstep/blob/main/train.py"' in page

@@ -79,12 +79,15 @@ def test_the_command_trains_and_evaluates_in_an_empty_folder(installed):
     assert (one["status"], one["train/steps"], one["git_sha"]) == ("done", 2, None)
     evaluated = json.loads(installed.lockstep("eval", "run=one", "--json", *TWO))
     assert evaluated == json.loads((folder / "eval.json").read_text())
+    assert evaluated.keys() == {"run", "checkpoint", "strategy", "world_size", "test/loss", "test/acc", "test/count"}
     assert evaluated["test/loss"] == pytest.approx(one["test/loss"], rel=1e-5)
     assert "</html>" in (folder / "report.html").read_text()
     assert installed.lockstep("runs").count("done") == 2
     installed.lockstep("runs", "html")
     predicted = json.loads(installed.lockstep("predict", "run=one", "input=test", "--json", *TWO))
-    assert predicted["output"] == "runs/one/predictions.csv" and predicted["count"] == one["test/count"]
+    of_evaluation = {"run": "one", "checkpoint": evaluated["checkpoint"], "strategy": "ddp", "world_size": 2}
+    counts = {"input": "test", "output": "runs/one/predictions.csv", "count": one["test/count"], "broken": 0}
+    assert predicted == of_evaluation | counts
     assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + one["test/count"]
 
 

@@ -112,7 +112,7 @@ class Page(Text):
     ) -> None:
         super().__init__(folder / f"{name}.md")
         self.name, self.quick, self.command = name, quick, command  # which of its commands is run
-        self.generated = generated  # run in what new.py makes
+        self.generated = generated  # run in what new.py creates
 
     @property
     def typed(self) -> list[list[str]]:
@@ -133,7 +133,7 @@ class Page(Text):
         return super().write(root, **{"src/witness/__init__.py": WITNESS, **more})
 
     def write_in_generated(self, root: Path) -> Path:
-        """The same in what new.py makes, which has a task and a network already."""
+        """The same in what new.py creates, which has a task and a network already."""
         new = pytest.importorskip("new")
         new.create(root, "mywork", None, None)
         own = {name: (root / name).read_text() for name in ("pyproject.toml", "train.py")}

@@ -20,7 +20,7 @@ from lockstep.launch.local import script, scripts
 def usage() -> str:
     """This module's docstring, and the first docstring line of each script."""
     lines = {
-        name: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0] for name, path in scripts().items()
+        name: (ast.get_docstring(ast.parse(path.read_bytes())) or "").split("\n")[0] for name, path in scripts().items()
     }
     width = max(map(len, lines))
     return "\n".join([str(__doc__), *(f"  {name:{width}}  {line}" for name, line in lines.items())])
@@ -36,7 +36,7 @@ def main() -> None:
         if name in ("-h", "--help"):
             print(usage())
         elif name == "--completion":
-            print((Path(__file__).parent / "launch/completion.sh").read_text())
+            print((Path(__file__).parent / "launch/completion.sh").read_text(encoding="utf-8"))
         else:
             paths.append(script(name))
 

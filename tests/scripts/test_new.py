@@ -1,4 +1,4 @@
-"""A project that new.py begins is whole, and its own tests pass."""
+"""A project that new.py creates is whole, and its own tests pass."""
 
 import json
 import os
@@ -147,7 +147,7 @@ def test_a_project_depends_on_what_lockstep_was_installed_from(record, expected,
     assert new.dependency() == expected
     if "l%20a" in (text or ""):
         (tmp_path / "l a.whl").unlink()
-        with pytest.raises(UserError, match="does not exist any more"):
+        with pytest.raises(UserError, match="no longer exists"):
             new.dependency()
 
 
@@ -195,7 +195,7 @@ def test_a_clone_elsewhere_trains_and_passes_its_own_workflow(source, tmp_path):
     if source == "wheel":
         run("uv build --quiet --wheel --out-dir ../wheels", tmp_path / "checkout")
         (wheel,) = (tmp_path / "wheels").glob("*.whl")
-        run(f"uvx --quiet --prerelease allow --from {wheel} lockstep new made --package flowers", tmp_path)
+        run(f"uvx --quiet --from {wheel} lockstep new made --package flowers", tmp_path)
     else:
         address = f"--lockstep 'lockstep @ git+file://{tmp_path}/bare.git'"
         make = f"{sys.executable} checkout/scripts/new.py made --package flowers {address}"

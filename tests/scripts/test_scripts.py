@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import lockstep
-from lockstep import ROOT
+from lockstep import ROOT, errors
 from lockstep.errors import UserError
+from lockstep.extras.pruning import Pruned
 from lockstep.launch.exits import exit_code
 
 pytestmark = pytest.mark.xdist_group("scripts")
@@ -123,6 +124,13 @@ def test_every_field_of_a_report_is_documented(runs):
     report = json.loads((runs / "a/report.json").read_text())
     fields = {name.replace(report["unit"], "<unit>") for name in report}
     assert fields - named == set()
+    statuses = {vars(kind).get("status") for kind in vars(errors).values() if isinstance(kind, type)} - {
+        None,
+        "refused",
+    }
+    row = next(line for line in text.splitlines() if line.startswith("| `status`"))
+    of_lists = {"died", "damaged", "no report"}
+    assert {*re.findall(r"`([a-z ]+)`", row)} - {"status"} == statuses | of_lists | {"running", "done", Pruned.status}
 
 
 def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, capsys):

@@ -176,7 +176,7 @@ WHOLE = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", 
 @cache
 def advice() -> dict[str, dict[str, str]]:
     """What to set instead of keys that Lockstep sets itself (`owned`), `keys` of other tools and unknown `options`."""
-    table: dict[str, dict[str, str]] = yaml.load(Path(__file__).with_name("advice.yaml").read_text(), LOADER)
+    table: dict[str, dict[str, str]] = yaml.load(Path(__file__).with_name("advice.yaml").read_bytes(), LOADER)
     return table
 
 

@@ -181,5 +181,5 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
         sha256 = digest_of(arrays, extra)
         metadata = {"sha256": sha256, "extra": extra, "stamps": stamps}
         temporary.mkdir(exist_ok=True)  # not created yet if there are no arrays
-        (temporary / "about.json").write_text(json.dumps(metadata | {"check": checksum_of(metadata)}))
+        (temporary / "about.json").write_bytes(json.dumps(metadata | {"check": checksum_of(metadata)}).encode())
     return Cached(folder, sha256, extra)

@@ -249,7 +249,7 @@ class Torchvision(WrappedDataset):
 def torchvision_names() -> list[str]:
     """The data sets of torchvision.datasets, read from its source, because importing it takes seconds."""
     spec: Any = importlib.util.find_spec("torchvision")
-    text = (Path(spec.origin).parent / "datasets" / "__init__.py").read_text()
+    text = (Path(spec.origin).parent / "datasets" / "__init__.py").read_text(encoding="utf-8")
     return re.findall(r'"([A-Z]\w*)"', text.partition("__all__")[2])  # without the function that it also exports
 
 

@@ -40,7 +40,7 @@ from lockstep.extras import exported
 from lockstep.extras.render import MARKDOWN
 from lockstep.extras.tables import input_files
 from lockstep.launch.resuming import config_of
-from lockstep.machine.files import atomic_replace, remove
+from lockstep.machine.files import atomic_replace, remove, write_text
 from lockstep.run import RunFolder, metrics_of_test, versions
 from lockstep.training.invariance import same_random_numbers
 from lockstep.training.losses import samples_at
@@ -220,14 +220,14 @@ class NetworkToExport:
         settings = {key: task.metadata[key] for key in needed}
         files = {"model": content, "classes": [] if self.network else list(task.value_names), "preprocessing": settings}
         for name, values in files.items():
-            (folder / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
+            write_text(folder / f"{name}.json", json.dumps(values, indent=1) + "\n")
         # as bytes, because save_file ignores the umask; cloned, because some are tied
         weights = {name: tensor.detach().contiguous().clone() for name, tensor in self.net.state_dict().items()}
         (folder / "model.safetensors").write_bytes(save(weights))
-        (folder / "config.yaml").write_text(as_yaml(self.config))
+        write_text(folder / "config.yaml", as_yaml(self.config))
         for name, source in {"preprocess.py": pixels, "load.py": exported}.items():
             shutil.copyfile(inspect.getfile(source), folder / name)
-        (folder / "requirements.txt").write_text(parts.requirements(folder, content["target"], formats))
+        write_text(folder / "requirements.txt", parts.requirements(folder, content["target"], formats))
         model = exported.load(folder)
         runners: dict[str, Any] = {"load.py": model.outputs}
         if formats:
@@ -337,7 +337,7 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     with atomic_replace(folder) as new_folder:
         new_folder.mkdir()
         differences = candidate.write(new_folder, formats)
-        (new_folder / "README.md").write_text(card(checkpoint, candidate, new_folder, differences))
+        write_text(new_folder / "README.md", card(checkpoint, candidate, new_folder, differences))
     return folder
 
 
@@ -373,7 +373,7 @@ def card(checkpoint: Checkpoint, exported_network: NetworkToExport, part: Path, 
     overrides = overrides_of(report) or ()
     if report.get("checkpoint") != os.path.relpath(checkpoint.path.resolve(), run):
         report = {}  # the run tested a different checkpoint
-    model = json.loads((part / "model.json").read_text())
+    model = json.loads((part / "model.json").read_bytes())
     inputs = []
     for _, x in () if exported_network.takes_images else leaves(exported_network.examples()[0]):
         shape = ", ".join(["batch", *map(str, x.shape[1:])])
@@ -392,7 +392,7 @@ def card(checkpoint: Checkpoint, exported_network: NetworkToExport, part: Path, 
         "metrics": {name: report[name] for name in metrics_of_test(report) if name != "test/count"},
         "count": report.get("test/count", 0),
         "differences": differences,
-        "packages": (part / "requirements.txt").read_text().split(),
+        "packages": (part / "requirements.txt").read_text(encoding="utf-8").split(),
         "files": [path.name for path in part.iterdir()],
         "settings": overrides,
         "versions": versions(),

@@ -77,7 +77,7 @@ def imported_names(path: Path, module: str) -> set[str]:
     """Full names of the modules that a file imports, except under `if TYPE_CHECKING`."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     prefix, names = module.partition(".")[0] + ".", set[str]()
-    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +90,7 @@ def imported_names(path: Path, module: str) -> set[str]:
 
 def requirements(folder: Path, library: str, formats: Sequence[str]) -> str:
     """The packages that the files of a folder import, at their installed versions. `library`: that of the network."""
-    nodes = [node for path in folder.rglob("*.py") for node in walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [node for path in folder.rglob("*.py") for node in walk(ast.parse(path.read_bytes()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {library}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     top = {name.partition(".")[0] for name in names}

@@ -223,7 +223,7 @@ def locate_class(folder: Path, target: str) -> Any:
 def load(folder: str | Path = Path(__file__).parent) -> Model:
     """The model of an exported folder, on the CPU."""
     folder = Path(folder).resolve()
-    model, data = (json.loads((folder / name).read_text()) for name in ("model.json", "preprocessing.json"))
+    model, data = (json.loads((folder / name).read_bytes()) for name in ("model.json", "preprocessing.json"))
     whole = locate_class(folder, model["target"])(**model["arguments"])
     net = whole.get_submodule(model["network"])  # empty: all of it
     net.load_state_dict(load_file(folder / "model.safetensors"))
@@ -239,7 +239,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
         net=net.eval(),
         reader=reader,
         pixels=pixels,
-        classes=json.loads((folder / "classes.json").read_text()),
+        classes=json.loads((folder / "classes.json").read_bytes()),
         **{key: model[key] for key in ("inputs", "named", "activation", "threshold")},
     )
 

@@ -34,7 +34,7 @@ from lockstep.extras.panels import encode
 from lockstep.extras.render import render
 from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, list_errors, write_table
 from lockstep.launch.request import gallery_of
-from lockstep.machine.files import atomic_replace, locked, part_folder, remove, write_json, write_text
+from lockstep.machine.files import atomic_replace, locked, part_folder, read_text, remove, write_json, write_text
 from lockstep.panel import Lines, Mask, Picture, Sample
 from lockstep.reporting.console import print_line
 from lockstep.reporting.report import decode
@@ -150,7 +150,7 @@ class PredictionParts:
         """Writes a page of `KEPT` samples with their predictions. It works offline, and needs the files of sounds only to play them."""
         readable = (item for item in self.rows() if not item[1].get(ERROR))
         chosen = heapq.nsmallest(KEPT, readable, lambda item: order(item[1]))
-        lines = [line for path in self.folder.glob(DRAWN.format("*")) for line in path.read_text().splitlines()]
+        lines = [line for path in self.folder.glob(DRAWN.format("*")) for line in read_text(path).splitlines()]
         drawn = dict(json.loads(line, object_hook=decode) for line in lines)
         folders = [Path.cwd() / Path(row["path"]).parent for _, row in chosen if "path" in row]
         common = os.path.commonpath(folders) if folders else ""
@@ -285,7 +285,7 @@ class Writer(pl.Callback):
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close()
         lines = [f"[{index}, {facts}]\n" for _, index, facts in self.drawn]
-        (self.folder / DRAWN.format(trainer.global_rank)).write_text("".join(lines))
+        write_text(self.folder / DRAWN.format(trainer.global_rank), "".join(lines))
         trainer.strategy.barrier("the parts are written")
 
     def close(self) -> None:

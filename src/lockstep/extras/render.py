@@ -173,6 +173,6 @@ ENVIRONMENT.tests["share"] = lambda value: hasattr(value, "interval")
 
 
 def render(template: str, title: str, values: Mapping[str, Any]) -> str:
-    css, js = (Markup((FOLDER / name).read_text()) for name in ("page.css", "page.js"))
+    css, js = (Markup((FOLDER / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     page = {"title": title, "version": __version__, "written": time.strftime("%Y-%m-%d %H:%M %Z"), "css": css, "js": js}
     return ENVIRONMENT.get_template(template).render({**values, **page})

@@ -33,7 +33,7 @@ from lockstep.config.project import command
 from lockstep.config.schema import RECIPES
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.extras.pruning import STORAGE, trial_id
-from lockstep.machine.files import locked, write_csv
+from lockstep.machine.files import locked, write_csv, write_text
 from lockstep.run import RunFolder
 
 COSTS = ("peak_memory_bytes", "parameters", "wall_s")
@@ -232,7 +232,7 @@ def write_files(study: optuna.Study, objectives: list[str], folder: Path) -> Non
     for old in (folder / "experiment").glob("best*.yaml"):
         old.unlink()
     for name, trial in zip(names, best, strict=False):
-        (folder / "experiment" / f"{name}.yaml").write_text(recipe(study, trial, objectives, folder, name))
+        write_text(folder / "experiment" / f"{name}.yaml", recipe(study, trial, objectives, folder, name))
     write_plots(study, objectives, folder)
 
 
@@ -288,4 +288,4 @@ def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> Non
             pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages))
     title = html.escape(f"{study.study_name}: {len(study.trials)} trials")
     head = f"<!doctype html><meta charset='utf-8'><title>{title}</title><h1>{title}</h1>"
-    (folder / "study.html").write_text(head + "".join(pages))
+    write_text(folder / "study.html", head + "".join(pages))

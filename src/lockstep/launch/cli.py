@@ -21,7 +21,7 @@ from lockstep import CONFIGS, PACKAGE
 from lockstep.config import compose, project
 from lockstep.config.draft import Draft, advice, value_errors
 from lockstep.config.settings import Settings
-from lockstep.errors import RunFailed, UserError, chain, raise_problems
+from lockstep.errors import RunFailed, SaveFailed, UserError, chain, raise_problems
 from lockstep.launch import local
 from lockstep.launch.exits import AGAIN, INTERRUPTED, exit_code
 from lockstep.launch.local import Job
@@ -89,19 +89,18 @@ def command_with_json(job: Job, argv: list[str]) -> None:
     """Like `command`, but prints only the result on standard output, as JSON, and everything else on standard error.
 
     Raises:
-        UserError: the command has no result: a multirun, a help text.
+        UserError: the command has no result, such as a multirun or a help text.
+        SaveFailed: the result could not be written.
     """
-    if {"-m", "--multirun", "-h", "--help"} & set(argv):
-        raise UserError(
-            "--json prints the result of one run. Remove it; lockstep runs --json prints those of a multirun."
-        )
+    idle = [arg for arg in argv if arg.startswith("-") and arg.partition("=")[0] not in WITH_JSON]
+    raise_problems(f"--json prints the result of one run, so it has no effect with {arg}. Remove one." for arg in idle)
     sys.stdout.flush()
     stdout = process.Stream(os.fdopen(os.dup(1), "wb"), "utf-8")
     os.dup2(2, 1)  # for the run's other processes as well
     result = command(job, [arg for arg in argv if arg != "--json"])
-    if rank_of() == 0 and not result:
-        raise UserError("--json: this command wrote no result. Remove --json.")
     if rank_of() == 0:
+        if not result:  # a read-only disk
+            raise SaveFailed(f"the result of {job.name}.py could not be written, so --json has nothing to print.")
         print(to_json(result), file=stdout, flush=True)
 
 
@@ -165,6 +164,7 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
 
 WORD = re.compile("[^-~=+][^=]*")  # neither an option nor an override
 # `--json` and Hydra's options. Those that are not supported have their own message.
+WITH_JSON = ("--json", "--config-dir", "-cd")
 OPTIONS = re.compile(
     "json|(hydra_)?help|version|cfg|resolve|package|(multi)?run|shell_.*|config_.*|info|experimental_.*"
 )

@@ -101,7 +101,7 @@ class Shown:
 
 
 def overview(job: Job, config: Shown) -> Iterator[str]:
-    yield (ast.get_docstring(ast.parse(job.script.read_text())) or f"{job.name}.py") + "\n"
+    yield (ast.get_docstring(ast.parse(job.script.read_bytes())) or f"{job.name}.py") + "\n"
     if not job.trains:
         yield "Keys. Set with <key>=<value>:"
         for key in ("run", "checkpoint", *(PREDICT if job.name == "predict" else ()), "runs_dir", "debug_rank"):
@@ -117,7 +117,8 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
         names = dict.fromkeys(key.partition(".")[0] for key in config.values)
         for name in sorted(names, key=GROUPS.__contains__):  # single keys first
             yield from config.group(name)
-    yield '\n--hydra-help shows Hydra\'s own options. Complete keys with TAB: eval "$(lockstep --completion)"'
+    yield "\n--json prints only the result, as JSON, on standard output."
+    yield '--hydra-help shows Hydra\'s own options. Complete keys with TAB: eval "$(lockstep --completion)"'
 
 
 def hanging_indent(name: str, text: str, indent: int) -> Iterator[str]:
@@ -134,12 +135,12 @@ def hanging_indent(name: str, text: str, indent: int) -> Iterator[str]:
 
 
 def option_node(config: str) -> dict[str, Any]:
-    return yaml.load(configs.config_file(config).read_text(), LOADER) or {}
+    return yaml.load(configs.config_file(config).read_bytes(), LOADER) or {}
 
 
 def option_description(config: str) -> str:
     """The description of an option: the comment at the top of its file, or else its class."""
-    lines = configs.config_file(config).read_text().splitlines()
+    lines = configs.config_file(config).read_text(encoding="utf-8").splitlines()
     doc = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]
     return " ".join(doc) or " ".join(
         v for k, v in configs.dotted(option_node(config)).items() if k.endswith("_target_")
@@ -150,7 +151,8 @@ def comments_of(config: str) -> dict[str, str]:
     """The comments after the keys of a config."""
     group = config.rpartition("/")[0]
     parents, comments = [(-1, group)] if group else [], dict[str, str]()
-    for line in filter(None, map(COMMENTED.fullmatch, configs.config_file(config).read_text().splitlines())):
+    lines = configs.config_file(config).read_text(encoding="utf-8").splitlines()
+    for line in filter(None, map(COMMENTED.fullmatch, lines)):
         indent = len(line[1])
         parents = [*(parent for parent in parents if parent[0] < indent), (indent, line[2])]
         if line[3]:

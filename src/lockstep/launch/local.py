@@ -158,7 +158,7 @@ def spawn(
     It reads the hand-over from `file`, in a folder that no other user can read, and removes the file.
     """
     file.touch(0o600, exist_ok=False)
-    file.write_text(json.dumps(asdict(handover)))
+    file.write_bytes(json.dumps(asdict(handover)).encode())
     env = {**env, **project.environment(), VARIABLE: str(file)}
     return subprocess.Popen([sys.executable, str(script)], env=env, **{"stdin": subprocess.PIPE, **options})
 
@@ -169,7 +169,7 @@ def received_handover() -> Handover | None:
     if file is None:
         return None
     try:
-        given = json.loads(Path(file).read_text())
+        given = json.loads(Path(file).read_bytes())
         if not isinstance(given["config"], dict):
             raise TypeError
         world = World(**given["world"]) if given["world"] else None
@@ -290,7 +290,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
                     pass
             if debug_rank is not None:
                 system.restore_terminal()
-        errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_text())]
+        errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_bytes())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
     if -code in process.received:  # before the process could save
@@ -323,14 +323,14 @@ def wait(
         if process.received.count(signal.SIGINT) > 1:
             deadline = min(deadline, time.monotonic() + GRACE_S)
         codes = [child.poll() for child in processes]
-        told = [path.read_text() if path.exists() else None for path in end_files]
+        told = [path.read_bytes() if path.exists() else None for path in end_files]
         waiting = len(list(filter(None, told)))
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
             saving = passed_on or (checkpoints and parts_in(checkpoints))
             first = next((code for code in failed if code < 0), failed[0])  # a killed process makes the others fail
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
-        elif deadline == float("inf") and told[:1] == [""] and process.debug_rank is None:
+        elif deadline == float("inf") and told[:1] == [b""] and process.debug_rank is None:
             deadline = time.monotonic() + EXIT_S
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
@@ -344,7 +344,7 @@ VMSTAT = Path("/proc/vmstat")
 
 def kernel_kills() -> int:
     """Number of processes that the kernel killed because the machine or a container ran out of memory; 0 if unknown."""
-    found = re.search(r"^oom_kill (\d+)", VMSTAT.read_text() if VMSTAT.is_file() else "", re.MULTILINE)
+    found = re.search(r"^oom_kill (\d+)", VMSTAT.read_text(encoding="utf-8") if VMSTAT.is_file() else "", re.MULTILINE)
     return int(found[1]) if found else 0
 
 

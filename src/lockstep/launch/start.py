@@ -1,4 +1,4 @@
-"""From a composed config to the processes of a run: checks the config, prepares the data, starts the processes."""
+"""From a composed config to the processes of a run: checks the config, prepares the data, starts them, again if memory ran out."""
 
 import gc
 import json

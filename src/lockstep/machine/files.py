@@ -134,7 +134,7 @@ def locked(path: Path, in_use: str = "", wait_s: float = -1) -> Iterator[None]:
     try:
         with suppress(FileNotFoundError), open_plain(path, "rb+") as file:
             # filelock truncates the file and so all its hard links. Hold it, so no other process replaces it meanwhile.
-            if (file_stat := os.fstat(file.fileno())).st_nlink > 1:
+            if (file_stat := os.fstat(file.fileno())).st_nlink > 1 and not system.WINDOWS:
                 system.lock(file)
                 if os.path.samestat(file_stat, path.lstat()):
                     path.unlink()

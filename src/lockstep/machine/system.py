@@ -1,4 +1,4 @@
-"""What differs between Linux, macOS and Windows. No other module uses it directly (tests/test_layers.py). Free of torch."""
+"""What differs between Linux, macOS and Windows. Other modules ask this one (tests/test_layers.py). Free of torch."""
 
 import ctypes
 import os
@@ -27,9 +27,7 @@ if not WINDOWS:
 
 
 def lock(file: IO[bytes], *, shared: bool = False) -> None:
-    """Locks an open file until it is closed. Raises BlockingIOError: it is locked; OSError: there are no such locks here."""
-    if not fcntl:
-        raise OSError("Windows has other locks")
+    """Locks an open file until it is closed; not on Windows. Raises BlockingIOError: it is locked; OSError: no locks here."""
     fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
 
@@ -48,7 +46,7 @@ def memory_bytes() -> int:
     """The memory of this machine, or the limit of its container; 8 GiB if unknown."""
     if WINDOWS:
         return 8 * 2**30
-    limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
+    limits = [path.read_text(encoding="utf-8").strip() for path in CONTAINER_LIMITS if path.is_file()]
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
 
@@ -65,9 +63,7 @@ def glibc() -> ctypes.CDLL | None:
 
 def kill_this_process() -> None:
     """Ends this process at once, as a power failure would."""
-    if WINDOWS:
-        os._exit(9)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), 9)  # SIGKILL, which Windows does not name
 
 
 def restore_terminal() -> None:

@@ -73,7 +73,7 @@ def torch_folder() -> Path:
 def version_of_torch(kind: str) -> str | None:
     """The version of `kind` (cuda, hip) that torch was built for, e.g. `13.0`; empty: without it; None: unknown."""
     file = torch_folder() / "version.py"
-    text = file.read_text() if file.is_file() else ""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     match = re.search(rf"^{kind}\b.*= *(?:None|['\"]([\w.-]+)['\"])", text, re.MULTILINE)
     return match and (match[1] or "")
 
@@ -98,7 +98,7 @@ def why_no_gpu() -> str | None:
 def has_bf16_units(accelerator: str) -> bool:
     """Whether the devices of that kind have bf16 units. Emulated bf16 is slower than float32."""
     if accelerator == "cpu":
-        return CPUINFO.is_file() and BF16_ON_CPU.search(CPUINFO.read_text()) is not None
+        return CPUINFO.is_file() and BF16_ON_CPU.search(CPUINFO.read_text(encoding="utf-8")) is not None
     return accelerator == "cuda" and min(capabilities(), default=0) >= AMPERE
 
 

@@ -21,6 +21,7 @@ import torch
 from lockstep.config.formatting import readable
 from lockstep.errors import RendezvousFailed, UserError
 from lockstep.machine import process
+from lockstep.machine.system import WINDOWS
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
 GRACE = 1.5  # times the timeout: by then this process should have ended by itself
@@ -53,7 +54,13 @@ def rendezvous(strategy: Any, timeout: timedelta) -> None:
     options = {"is_master": rank == 0 and not has_agent_store, "multi_tenant": not has_agent_store}
     with connect_within(2 * limit_s, failure):  # this connects, asks, and waits for the other ranks
         store = dist.TCPStore(
-            environment.main_address, environment.main_port, size, timeout=timeout, wait_for_workers=False, **options
+            environment.main_address,
+            environment.main_port,
+            size,
+            timeout=timeout,
+            wait_for_workers=False,
+            use_libuv=not WINDOWS,  # torch's builds for Windows have none
+            **options,
         )
         process.store = dist.PrefixStore(attempt(store, rank, size, address, timeout), store)
     with connect_within(
