@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -170,7 +171,16 @@ def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected
 # --- worker processes ---
 
 
-def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch):
+@pytest.fixture
+def fork() -> Iterator[None]:
+    """Workers have what a test patched. Python 3.14 would start them by a server."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch, fork):
     fetched = Indexed.__getitem__
 
     def die(self, place):
@@ -198,7 +208,7 @@ def test_the_workers_of_training_end_before_the_test(train, monkeypatch):
     assert left == [set()]
 
 
-def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, caplog):
+def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, caplog, fork):
     def full(_):
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)")
 

@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule
 
 import lockstep
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.machine import process, world
+from lockstep.machine import process, system, world
 
 
 @pytest.mark.parametrize(("owned", "accelerator", "is_sharded"), [
@@ -33,8 +33,8 @@ def test_memory_is_tuned_in_a_command_that_trains_on_the_cpu_without_shards(
         monkeypatch.delenv(name)
     libc = Mock()
     monkeypatch.setattr(process, "is_command", owned)
-    monkeypatch.setattr(world.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    monkeypatch.setattr(world.ctypes, "CDLL", lambda _: libc)
+    monkeypatch.setattr(system.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(system.ctypes, "CDLL", lambda _: libc)
     world.keep_freed_memory(accelerator, is_sharded=is_sharded)
     assert libc.mallopt.called == (owned and accelerator == "cpu" and not is_sharded)
 
