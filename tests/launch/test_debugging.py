@@ -75,7 +75,7 @@ def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal
     assert dry_runs
     command.enter("p 6 * 7, outputs.is_meta\n")
     assert "(42, False)" in command.until(PROMPT)
-    command.enter("q\n")
+    command.enter("q\ny\n" if sys.version_info >= (3, 14) else "q\n")  # which asks whether to end the process
     assert command.process.wait(100) == 130
     assert '"status": "interrupted"' in (command.folder / "runs/a/report.json").read_text()
 

@@ -20,7 +20,7 @@ from lockstep.config.formatting import inline, warn
 from lockstep.config.schema import PREDICT
 from lockstep.config.settings import OF_NETWORK, Settings
 from lockstep.errors import OutOfMemory, UserError, raise_problems
-from lockstep.launch import local, resuming
+from lockstep.launch import local
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
 from lockstep.machine.world import World, keep_freed_memory, rank_of, why_no_gpu
@@ -110,6 +110,8 @@ def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
 
 
 def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
+    from lockstep.launch import resuming
+
     draft = resuming.with_job_name(without_replaced_defaults(draft, overrides))
     again = draft.resume == "auto"
     draft = resuming.for_training(draft, overrides)
@@ -152,6 +154,8 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
 
 
 def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, Any]:
+    from lockstep.launch import resuming
+
     draft = resuming.for_evaluation(asked, overrides, job.name)
     settings = check(draft.with_run_identity(), evaluating=True)
     if job.name == "predict":
