@@ -146,6 +146,7 @@ def test_what_is_kept_on_a_gpu_needs_no_workers(monkeypatch, on_device, expected
     assert decided(loader__on_device=on_device).loader.num_workers == expected
 
 
+@pytest.mark.skipif(system.WINDOWS, reason="Windows has no such limits")
 def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "CONTAINER_LIMITS", [])
     machine = system.memory_bytes()
