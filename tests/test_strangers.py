@@ -227,8 +227,8 @@ FREE = {  # what a module opens in another way, and why it may
     "checkpoints/finding.py": ("zipfile.ZipFile archive.open", "a file that was opened in the one place"),
     "checkpoints/weights.py": ("torch.load", "torch maps by path: a file that was judged in the line before"),
     "checkpoints/saving.py": ("shutil.copyfile shutil.copytree", "a checkpoint that was judged, into a new folder of its own"),
-    "launch/local.py": ("Path.read_text file.write_text file.touch path.read_text end_file.touch VMSTAT.read_text", "files of a private temporary folder; a counter of the system"),
-    "launch/help.py": ("read_text", "configs of the project"),
+    "launch/local.py": ("Path.read_bytes file.write_bytes file.touch path.read_bytes end_file.touch VMSTAT.read_text", "files of a private temporary folder; a counter of the system"),
+    "launch/help.py": ("read_text read_bytes", "configs of the project"),
 }  # fmt: skip
 NOT_OF_A_RUN = ("machine/", "config/", "data/", "extras/", "__main__.py")
 
