@@ -18,6 +18,7 @@ from lockstep.config.formatting import inline, readable
 from lockstep.errors import UserError
 from lockstep.extras.comparison import ENDS, agree, compare, find, rounding_verdict
 from lockstep.machine.files import to_json
+from lockstep.machine.process import protect_streams
 from lockstep.reporting.report import Report
 
 
@@ -67,4 +68,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    protect_streams()  # a reader such as `head` may end first
     sys.exit(main())

@@ -45,6 +45,7 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras.runs_page import runs_page
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import to_json, write_text
+from lockstep.machine.process import protect_streams
 from lockstep.reporting.console import out, print_wide
 from lockstep.reporting.report import Report
 from lockstep.run import run_folders
@@ -293,4 +294,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    protect_streams()  # a reader such as `head` may end first
     sys.exit(exit_code(main))

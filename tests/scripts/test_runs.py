@@ -233,6 +233,17 @@ def test_show_tells_the_report_the_config_and_the_files(runs, call):
     assert headings[::3] == ["sweep/0:", "sweep/1:"]
 
 
+@pytest.mark.parametrize("options", [["--json"], ["show", "several", "--json"], []])
+def test_a_reader_that_ends_first_is_no_error(runs, options):
+    """As in `lockstep runs --json | head -1`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    script = [sys.executable, str(ROOT / "scripts/runs.py"), "--runs-dir", str(runs), *options]
+    with os.fdopen(write_end, "wb") as stdout:
+        done = subprocess.run(script, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_is_unknown_is_told_with_what_is_near(runs, call):
     for args, told in (
         (["show", "sevral"], "error: sevral: no such run in runs/ (did you mean several?). The latest: "),

@@ -15,7 +15,7 @@ USER_ID = os.getuid() if hasattr(os, "getuid") else 0
 CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
 # Flags of os.open: do not wait for the writer of a pipe; do not follow a link.
 NO_WAITING, NO_LINKS = getattr(os, "O_NONBLOCK", 0), getattr(os, "O_NOFOLLOW", 0)
-# The signals that SLURM sends before a time limit or a preemption, and that a terminal sends that closes.
+# Signals: of SLURM before a time limit or a preemption; of a terminal that closes.
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
 HANGUP = () if WINDOWS else (signal.SIGHUP,)
 
