@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import io
 import os
 import re
 import runpy
@@ -71,6 +72,11 @@ def script_problems(command: Command, monkeypatch) -> list[str]:
         for name in ("parse_args", "parse_intermixed_args"):
             patch.setattr(argparse.ArgumentParser, name, stop(getattr(argparse.ArgumentParser, name)))
         patch.setattr(sys, "argv", [str(command.script), *command.args])
+        for name in (
+            "stdout",
+            "stderr",
+        ):  # a script may replace them, and pytest's would be closed with what replaces them
+            patch.setattr(sys, name, io.StringIO())
         with suppress(Parsed, SystemExit):
             runpy.run_path(str(command.script), run_name="__main__")
     if not parsed:
