@@ -94,7 +94,7 @@ def font_for(text: str) -> ImageFont.FreeTypeFont:
 def bytes_of(batch: "Batch", metadata: Mapping[str, Any]) -> NDArray[np.uint8]:
     """image_BHW3: the input of the network without its normalisation."""
     value: Any = batch.get("input")
-    from lockstep.callbacks.summary import denormalised
+    from lockstep.extras.page import denormalised
 
     image_BCHW = denormalised(value, metadata)
     if image_BCHW is None or image_BCHW.shape[1] not in (1, 3):

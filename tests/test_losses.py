@@ -75,7 +75,7 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     """Weights, losses and validation loss of a plain loop."""
     cfg = resolve(["task._target_=near.Weighted", *options])
     settings = Settings.of(cfg).with_auto_resolved(create_data(cfg.data, cfg.loader))
-    build.seed(settings)
+    build.seed(settings.seed)
     data = building.batches(settings)
     module = building.module(settings, data)
     net, split, found = module.net, data.train_split, []

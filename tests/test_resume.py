@@ -136,6 +136,17 @@ def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist
     assert found == [0.01, 0.1, 2, str(mnist), None]
 
 
+def test_a_command_that_removes_a_key_can_be_typed_again(train, crash_at):
+    typed = ["run=a", "augment=light", "~augment.flip", "~callbacks.throughput", "checkpoint.every_n_steps=1"]
+    crash_at(3)
+    with pytest.raises(Crash):
+        train(*typed)
+    crash_at(-1)
+    train(*typed, "resume=auto")
+    saved = Draft.of_run(RunFolder("runs/a"))
+    assert (list(saved.node("augment")), saved.has("callbacks.throughput")) == (["shift"], False)
+
+
 def test_a_callback_that_is_added_to_a_run_watches_the_runs_own_metric():
     saved = Draft(compose_config("train", ["checkpoint.monitor=val/loss", "checkpoint.mode=min"]))
     added = ["callbacks=[default,early_stopping]"]

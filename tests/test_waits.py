@@ -12,7 +12,6 @@ from measuring import ready
 from torch import nn
 
 from lockstep import build, launch
-from lockstep.callbacks.summary import FirstBatch
 from lockstep.config.settings import Settings
 from lockstep.machine.world import World
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Task
@@ -84,8 +83,6 @@ def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> l
         settings = Settings(cfg, World("cpu", 1, 1, "single"))
         build.process(settings)
         work, trainer = ready(settings, launch.job("train").read_data(settings))
-        # The batch in the report is copied once a run.
-        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, FirstBatch)]
         trainer.callbacks += [*more, watch := Watch(waits)]
         with pytest.raises(Seen):
             trainer.fit(work.module, work.data)

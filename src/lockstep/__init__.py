@@ -104,7 +104,7 @@ def load_model(what: str | Path) -> "nn.Module":
             return net
         from lockstep import build
 
-        return build.load_module(read(path).component("task"), path).eval()
+        return build.load_module(read(path))
 
 
 def load_report(run: str | Path) -> "Report":

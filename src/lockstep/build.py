@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from lockstep import strategies
 from lockstep.augment import Augmentation
 from lockstep.build_trainer import arithmetic, evaluator, trainer, workload, workload_of
-from lockstep.checkpoints.finding import read_outline
+from lockstep.checkpoints.finding import Checkpoint, read_outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config.checks import monitor_problems, unused_overrides, whole_batch_problems
 from lockstep.config.formatting import to_text
@@ -76,7 +76,7 @@ def process(settings: Settings) -> None:
         # the default recipe ran at 4,352 images/s without this line and at 4,601 with it (medians of 4 runs, two threads).
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
-    seed(settings)
+    seed(settings.seed)
 
 
 def set_threads(number: int, variable: str | None) -> None:
@@ -86,9 +86,9 @@ def set_threads(number: int, variable: str | None) -> None:
     os.environ.update({"OMP_NUM_THREADS": variable} if variable else {})
 
 
-def seed(settings: Settings) -> None:
+def seed(number: int) -> None:
     """The same seed on every rank, so networks start equal. callbacks/step_seed.py seeds what differs by rank."""
-    pl.seed_everything(settings.seed, workers=True, verbose=False)
+    pl.seed_everything(number, workers=True, verbose=False)
 
 
 def recorder(settings: Settings, page: Page | None = None) -> Recorder:
@@ -102,7 +102,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     cfg = settings.cfg
     if data is None:
         settings.built_groups.update(("data", "loader", "augment"))
-        seed(settings)  # an evaluation gets the data that training had
+        seed(settings.seed)  # an evaluation gets the data that training had
         made: pl.LightningDataModule = create_object(cfg.data, "data")
         return None if type(made) is pl.LightningDataModule else made
     settings.built_groups.update(("loader", "augment"))
@@ -141,6 +141,7 @@ def module(settings: Settings, data: Any) -> pl.LightningModule:
     """
     cfg, weights = settings.cfg, settings.weights
     settings.built_groups.add("task")
+    seed(settings.seed)  # what the module draws is in no checkpoint: it draws the same again in the test
     made = create_custom_module(cfg.task)
     if not isinstance(made, Task):
         settings.built_groups.update(("model", "optim", "schedule"))  # it has its own
@@ -188,14 +189,14 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
     if net is None:
         if weights:
             module.configure_model()  # may create its layers
-            load_module_weights(module, Path(weights))
+            load_module_weights(module, read(Path(weights)))
         change = partial(strategies.parallelize_module, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
         strategies.change_in_place(module, change, configured=weights is not None)
         return module
     task = cast(Task, module)
     settings.built_groups.update(("optim", "schedule"))
     if weights:
-        load_into(net.state_dict(), read(Path(weights)).weights, weights)
+        load_into(net, read(Path(weights)).weights, weights)
     measured = metrics(task, cfg.task.parts("metrics"))
     raise_problems(
         f"evaluation_sets: {part!r} is also the name of a metric. Use a different name."
@@ -228,13 +229,13 @@ def match_names(settings: Settings, data: Any, weights: str | None, keys: Collec
             console.print_line(f"WARNING: {warning}")
 
 
-def load_module(component: Component, path: Path | None) -> pl.LightningModule:
-    """A user's LightningModule, with the weights of a checkpoint. Raises UserError if they do not fit."""
-    made = create_custom_module(component)
-    if path:
+def load_module(checkpoint: Checkpoint) -> pl.LightningModule:
+    """A user's LightningModule with its weights, in evaluation mode. Raises UserError if they do not fit."""
+    with this_process.seeded_and_restored(checkpoint.config["seed"]):
+        made = create_custom_module(checkpoint.component("task"))
         made.configure_model()  # may create its layers
-        load_module_weights(made, path)
-    return made
+    load_module_weights(made, checkpoint)
+    return made.eval()
 
 
 def metrics(goal: Task, more: Mapping[str, Component]) -> dict[str, Metric]:
@@ -367,7 +368,7 @@ def evaluate(
     raw = read(Path(saved)).raw_state_dict if saved else None
     if saved and raw is not None:  # the run averaged its weights: training continues from these
         work = workload(settings, make(start, data), data)
-        load_into(work.module.state_dict(), raw, saved)
+        load_into(work.module, raw, saved, strict=work.module.strict_loading)
         of_raw = metrics_of(work)
         names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}
         metrics |= {names[name]: value for name, value in of_raw.items() if not name.endswith("/count")}

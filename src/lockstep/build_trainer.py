@@ -1,6 +1,6 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,13 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ProgressBar,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
@@ -42,6 +48,8 @@ PROFILERS: dict[str, type[Profiler]] = {
 REJECTED: dict[type[pl.Callback], str] = {
     GradientAccumulationScheduler: "changes the number of micro-batches per global batch. Set trainer.accumulate_grad_batches=<number>.",
     LearningRateFinder: "sets a learning rate that the schedule overwrites at the next step. Compare rates in a sweep, such as -m optim.lr=1e-4,1e-3,1e-2.",
+    StochasticWeightAveraging: "averages after the last checkpoint, so its weights would be neither saved nor tested. Set callbacks=[default,ema].",
+    ProgressBar: "cannot replace Lockstep's own progress bar. Remove it.",
     BatchSizeFinder: "changes the global batch, and so the result. Keep the batch size and set trainer.accumulate_grad_batches=auto.",
 }
 
@@ -123,11 +131,9 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
         "has data with SHA-256": data_info["data/sha256"],
     }
     own: list[pl.Callback] = [
-        random_numbers(settings, work),
         stopping.RankAgreement(shared),
         summary.RunSummary(work, data_info, work.network_title(settings), settings.cfg.data.title, cfg),
         summary.Clock(),
-        summary.FirstBatch(),
         TruncateLogsOnResume(folder),
         *more,
     ]
@@ -135,7 +141,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
         own.append(summary.Progress(cfg.checkpoint.monitor))
     if cfg.exact.digests:
         own.append(Digests(folder.path))
-    save = None
+    save, begin = None, list[Callable[[pl.Trainer], None]]()  # `begin`: what happens between two steps
     if cfg.trainer.enable_checkpointing:
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
             named = {key: getattr(cfg.checkpoint, key) for key in ("monitor", "mode", "save_top_k")}
@@ -144,13 +150,16 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
             last := saving.LastCheckpoint(folder.checkpoints / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
         )
         save = last.save_and_wait
-    own.append(stopping.Preemption(save))
+        begin.append(last.begin_step)
+    own.append(preemption := stopping.Preemption(save))
+    begin.append(preemption.begin_step)
     if cfg.trainer.max_time:
         own.append(stopping.Timer(cfg.trainer.max_time))
     chosen = [create_object(each, f"callbacks.{name}") for name, each in cfg.callbacks.items()]
-    position = saving.Position(cfg)  # before those that log when a batch begins
     logs = loggers(settings)
-    every = [module_hooks(settings, work, logs), position, *chosen, *own]
+    # before the chosen callbacks, which may log, draw or count when a batch begins
+    first = [module_hooks(settings, work, logs), saving.Position(cfg, begin), random_numbers(settings, work)]
+    every = [*first, *chosen, *own]
     return lightning_trainer(settings, work, callbacks=every, logger=logs)
 
 
@@ -201,9 +210,12 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp; otherwise Lightning would requeue a SLURM job of one task
-    for kind, reason in REJECTED.items():
-        if any(isinstance(callback, kind) for callback in given["callbacks"]):
-            raise UserError(f"callbacks: {kind.__name__} {reason}")
+    raise_problems(
+        f"callbacks: {type(callback).__name__} {reason}"
+        for callback in given["callbacks"]
+        for kind, reason in REJECTED.items()
+        if isinstance(callback, kind)
+    )
     try:
         made = pl.Trainer(
             **given,

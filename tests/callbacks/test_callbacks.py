@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from lockstep.callbacks import EMA, Throughput, stopping
-from lockstep.callbacks.step_seed import StepSeed, seed_cpu_generators, seed_generators, step_seed
+from lockstep.callbacks.step_seed import StepSeed, seed_generators, step_seed
 from lockstep.callbacks.stopping import EarlyStopping, RankAgreement, Timer
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, TrainBatches
@@ -103,7 +103,6 @@ def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step
 def test_what_a_step_draws_depends_on_its_seed_alone_and_each_step_and_rank_has_its_own():
     def draw(seed: int) -> tuple[float, float, float]:
         seed_generators(seed, "cpu")
-        seed_cpu_generators(seed)
         return random.random(), np.random.rand(), torch.rand(1).item()
 
     seeds = {step_seed(*place) for place in itertools.product((0, 1), range(500), range(4))}

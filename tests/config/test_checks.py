@@ -287,6 +287,7 @@ def test_every_group_class_and_key_that_the_engine_reads_is_missed():
 def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypatch):
     auto = ["strategy=ddp", "trainer.accelerator=cpu", "trainer.accumulate_grad_batches=auto"]
     assert problems(*auto, "trainer.devices=2", "trainer.val_check_interval=0.5") == []
+    assert problems("trainer.accumulate_grad_batches=2", "trainer.limit_train_batches=1.0") == []  # all of them
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         monkeypatch.setenv(name, "0")
     (told,) = problems(*auto, "trainer.num_nodes=2", "run=a")

@@ -23,8 +23,8 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.datamodule import names_at as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
+from lockstep.extras.tables import columns_of_module
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
-from lockstep.training.workload import columns_of_module
 
 NUMBERS = np.arange(24) % 3
 CLASSES = {"classes": ["cat", "dog", "wolf"]}
@@ -312,8 +312,11 @@ def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkey
     """None: a LightningModule, of which nobody knows what it reads."""
     module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
     cfg = resolve(["checkpoint.monitor=null"])
-    settings: Any = SimpleNamespace(custom_module=needs is None, cfg=cfg, weights="weights.ckpt", built_groups=set())
+    settings: Any = SimpleNamespace(
+        custom_module=needs is None, cfg=cfg, weights="weights.ckpt", built_groups=set(), seed=0
+    )
     monkeypatch.setattr(build, "read_outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
+    monkeypatch.setattr(build, "read", lambda _: None)
     monkeypatch.setattr(build, "load_module_weights", lambda *_: None)
     task: Any = pl.LightningModule()
     if needs is not None:

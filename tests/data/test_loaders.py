@@ -1,6 +1,7 @@
 """Batches on their way to the network: the same from memory and from workers, in any form of samples, with what is no tensor."""
 
 import errno
+import gc
 import logging
 import multiprocessing
 import os
@@ -169,6 +170,17 @@ def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected
 
 
 # --- worker processes ---
+
+
+def test_the_workers_of_a_loader_end_when_another_takes_its_place():
+    data = DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, num_workers=1)
+    data.trainer = stand_in_trainer()
+    before = {*multiprocessing.active_children()}
+    for _ in range(3):  # trainer.reload_dataloaders_every_n_epochs=1
+        next(iter(data.train_dataloader()))
+        gc.collect()
+    assert len({*multiprocessing.active_children()} - before) == 1
+    data.teardown("fit")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from your_own import Page
 import lockstep
 from lockstep import ROOT
 from lockstep.callbacks import FiniteLoss
-from lockstep.callbacks.summary import Clock, samples_of
+from lockstep.callbacks.summary import Clock
 from lockstep.config.draft import Draft, values_of
 from lockstep.config.settings import Settings
 from lockstep.extras import page as pages
@@ -159,12 +159,17 @@ def test_a_panel_of_the_users_is_shown_and_one_that_fails_costs_no_figure(tmp_pa
 
 def test_the_first_batch_is_shown_as_the_network_saw_it():
     batch = {"input": torch.zeros(3, 1, 4, 4), "target": torch.tensor([1, 0, 1]), "index": torch.tensor([7, 8, 9])}
-    samples = samples_of(batch, {"mean": [0.5], "std": [0.25], "classes": ["cat", "dog"]})
+    samples = pages.samples_of(batch, {"mean": [0.5], "std": [0.25], "classes": ["cat", "dog"]})
     assert [sample.index for sample in samples] == [7, 8, 9]
     assert [sample.facts["target"] for sample in samples] == ["dog", "cat", "dog"]
     assert (samples[0].image_CHW == 128).all()
-    assert samples_of({"input": torch.zeros(3, 5)}, {}) == samples_of(None, {}) == samples_of([], {}) == []
-    pairs = samples_of([torch.rand(2, 3, 4, 4), torch.rand(2)], {})
+    assert (
+        pages.samples_of({"input": torch.zeros(3, 5)}, {})
+        == pages.samples_of(None, {})
+        == pages.samples_of([], {})
+        == []
+    )
+    pairs = pages.samples_of([torch.rand(2, 3, 4, 4), torch.rand(2)], {})
     assert [sample.facts for sample in pairs] == [{}, {}]
 
 

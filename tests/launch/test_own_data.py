@@ -13,23 +13,28 @@ import torch
 from lockstep.data import Arrays, DataSet
 
 class Drawn(DataSet):
-    def __init__(self, *, fixed: bool = False, late: bool = False) -> None:
+    def __init__(self, *, fixed: bool = False, late: str = "") -> None:
         super().__init__()
         self.metadata = {"classes": ["a", "b"]}
-        self.fixed, self.late = fixed, late
+        self.fixed, self.late, self.shift = fixed, late, torch.randn(1).item()
         if not late:
             self.draw()
 
     def draw(self):
         if self.fixed:
             torch.manual_seed(0)
-        parts = torch.randn(192, 1, 8, 8).numpy()
+        parts = 0.01 * self.shift + torch.randn(192, 1, 8, 8).numpy()
         self.train = Arrays(input=parts[:160], target=(parts[:160].mean((1, 2, 3)) > 0).astype("int64"))
         self.test = Arrays(input=parts[160:], target=(parts[160:].mean((1, 2, 3)) > 0).astype("int64"))
 
     def prepare(self):
-        if self.late:
+        if self.late == "prepare":
             self.draw()
+
+    def open_part(self, part):
+        if self.late == "open_part" and part == "train":
+            self.draw()
+        return self.__dict__.get(part)
 """
 OVERRIDES = ["data=own", "data._target_=drawn.Drawn", "model=own", "model._target_=project.model.BasicNet", "+model.image_size=8",
              "trainer.accelerator=cpu", "trainer.max_steps=2", "loader.batch_size=16", "trainer.precision=32-true", "+model.dropout_fc=0",
@@ -49,7 +54,7 @@ def run(root: Path, name: str, *more: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["fixed=true", "fixed=false", "late=true"])
+@pytest.mark.parametrize("option", ["fixed=true", "fixed=false", "late=prepare", "late=open_part"])
 def test_one_process_and_two_and_another_start_have_the_same_data_and_first_weights(option, tmp_path):
     root = thin_project.write(tmp_path / "p", **{"src/drawn.py": DATA})
     one, again = (run(root, name, f"+data.{option}") for name in ("one", "again"))

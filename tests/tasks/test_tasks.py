@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.detection import MeanAveragePrecision
 
 from lockstep.errors import UserError
@@ -231,6 +231,16 @@ def test_the_primary_metric_is_the_first_value_of_a_metric_with_several(monitor,
     values = {"test/boxes/map": 0.25, "test/boxes/map_50": 0.75} if monitor else {}
     expected = {"boxes map": "0.2500", "boxes map_50": "0.7500", "loss": "0.5000"}[name]
     assert Boxed().primary_metric({**report, **values}) == (f"test {name}", f"{expected} on 7 images")
+
+
+def test_a_classification_that_does_not_measure_accuracy_has_another_primary_metric():
+    class Other(Classification):
+        def metrics(self) -> dict[str, Metric]:
+            return {"mean": MeanMetric()}
+
+    report = {"monitor": "val/loss", "test/loss": 0.5, "test/mean": 0.25, "test/count": 7, "unit": "images"}
+    assert Other().primary_metric(report) == ("test mean", "0.2500 on 7 images")
+    assert Other().interval(report) is None
 
 
 BOXES = {"boxes": [torch.zeros(1, 4), torch.zeros(3, 4)], "labels": [torch.zeros(1), torch.zeros(3)]}

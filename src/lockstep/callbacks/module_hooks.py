@@ -17,6 +17,7 @@ from lockstep.reporting.console import print_line
 from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
 from lockstep.training.workload import Workload
 
+LIBRARIES = ("lockstep.", "lightning.")
 OF_VALIDATION = re.compile(r"(?:^|[\W_])val(?:id|idation)?(?=$|[\W_])")
 
 
@@ -48,6 +49,10 @@ class ModuleHooks(Callback):
             )
         if any(loader.began not in (None, loader.division.position()) for loader in loaders):
             restart_loaders(trainer)
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            hooks = {type(each): type(each).on_train_epoch_start for each in (pl_module, *trainer.callbacks)}  # type: ignore[attr-defined]
+            if own := [cls.__name__ for cls, hook in hooks.items() if not hook.__module__.startswith(LIBRARIES)]:
+                print_line(f"resumed within an epoch: on_train_epoch_start of {', '.join(own)} is not called for it")
         if self.log_interval:
             trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
         for index, metric in self.due.items():

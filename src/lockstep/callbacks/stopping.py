@@ -69,6 +69,7 @@ class Preemption(Callback):
     """Saves the last checkpoint at the next step and ends the run, in all processes at the same step."""
 
     save: Callable[[Trainer], None] | None
+    is_ending: bool = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # a launcher's process gets each Ctrl-C twice: from the terminal and from its parent
@@ -76,8 +77,10 @@ class Preemption(Callback):
         process.install(interrupt=process.on_interrupt if alone else process.on_signal)
         self.poll = Poll(steps_done(trainer))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx % trainer.accumulate_grad_batches or not self.warned(trainer):
+    def begin_step(self, trainer: Trainer) -> None:
+        """Waits for the update of a module that accumulates gradients itself."""
+        self.is_ending = self.is_ending or self.warned(trainer)
+        if not self.is_ending or trainer.strategy.lacks_update:  # type: ignore[attr-defined]
             return
         if self.save:
             self.save(trainer)

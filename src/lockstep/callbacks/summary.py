@@ -13,14 +13,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch import Tensor
 
 from lockstep.checkpoints.saving import ModelCheckpoint
 from lockstep.config.formatting import metric, pluralize
+from lockstep.config.renames import with_new_keys
 from lockstep.config.run_config import Component, RunConfig
-from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
-from lockstep.panel import Content, Gallery, Sample
 from lockstep.reporting.console import ProgressLine, clock, print_line
 from lockstep.run import versions
 from lockstep.strategies import DataParallel
@@ -52,7 +50,8 @@ class RunSummary(Callback):
         """Records changes that a resumed run may make and a reader of its metrics must see."""
         state = self.state_dict()
         saved_state = checkpoint["callbacks"].get(self.state_key) or state
-        saved_components = {group: Component.of(checkpoint["config"][group] or {}) for group in COMPARED}
+        saved_config = with_new_keys(checkpoint["config"])
+        saved_components = {group: Component.of(saved_config[group] or {}) for group in COMPARED}
         components = {group: getattr(self.config, group) for group in COMPARED}
         saved_values = comparable(saved_components, checkpoint.get("network", {}), saved_state)
         values = comparable(components, self.work.model_kwargs, state)
@@ -210,55 +209,6 @@ class Progress(Callback):
     on_train_end = on_test_end = on_predict_end = on_exception = cast(Any, end)
 
 
-# --- The first training batch as the network saw it, for the report ---
-
-SHOWN = 16  # images
-
-
-class FirstBatch(Callback):
-    """Shows images after augmentation, with the normalisation undone. Shows nothing for data without images."""
-
-    samples: list[Sample] | None = None
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.samples is None:
-            found = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
-            # A LightningDataModule may have an attribute of this name.
-            metadata: dict[str, Any] = found if isinstance(found, dict) else {}
-            self.samples = samples_of(batch, metadata) if trainer.is_global_zero else []
-
-    def report_panels(self) -> list[Content]:
-        note = "The first training batch, after augmentation" + (", of the first process." if self.samples else "")
-        return [Gallery("What the network saw", self.samples, note)] if self.samples else []
-
-
-def denormalised(input_BCHW: Any, metadata: Mapping[str, Any]) -> Any:
-    """Images as bytes on the CPU, without normalisation; None for other inputs, or if mean or std is unknown."""
-    mean, std = metadata.get("mean"), metadata.get("std")
-    if getattr(input_BCHW, "ndim", 0) != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
-        return None
-    image_BCHW = input_BCHW.detach().float().cpu()
-    mean_C, std_C = (image_BCHW.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
-    return ((image_BCHW * std_C + mean_C) * 255).round().clamp(0, 255).byte()
-
-
-def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
-    """The first images of a named batch or of a tuple `(images, targets)`; none if there are no images."""
-    if not isinstance(batch, dict):
-        batch = dict(zip(("input", "target"), batch, strict=False)) if isinstance(batch, list | tuple) else {}
-    images, target, index = batch.get("input"), batch.get("target"), batch.get("index")
-    if not isinstance(images, Tensor) or images.dim() != 4:
-        return []
-    images = images[:SHOWN].detach().float().cpu()  # SYNC: once a run
-    image_BCHW, classes = denormalised(images, metadata), metadata.get("classes") or ()
-    index_B = [None] * SHOWN if index is None else index[:SHOWN].tolist()
-    single = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
-    target_B = [str(classes[t]) if 0 <= t < len(classes) else str(t) for t in target[:SHOWN].tolist()] if single else []
-    labels: list[dict[str, Any]] = [{"target": name} for name in target_B] or [{}] * SHOWN
-    pictures = filter(lambda image: image is not None, map(picture, images if image_BCHW is None else image_BCHW))
-    return [Sample(*row) for row in zip(index_B, labels, pictures, strict=False)]
-
-
 # --- Where the time of training goes, as time/* in the report ---
 
 
@@ -311,8 +261,8 @@ def synchronise_device(trainer: Trainer) -> None:
 
 def batch_size_of(batch: Any) -> int:
     """Number of samples: `count` for Lockstep's batches, else the first dimension, else 0."""
-    if isinstance(batch, dict) and "count" in batch:
-        return int(batch["count"])
+    if isinstance(batch, dict) and isinstance(count := batch.get("count"), int):
+        return count
     try:
         return int(extract_batch_size(batch))
     except MisconfigurationException:

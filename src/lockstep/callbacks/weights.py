@@ -80,7 +80,7 @@ class EMA(Callback):
             return
         self.swap(pl_module)
         state = trainer.strategy.lightning_module_state_dict()
-        average = {name: None if value is None else value.clone() for name, value in state.items()}
+        average = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
         self.swap(pl_module)
         checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], average
 
@@ -88,13 +88,14 @@ class EMA(Callback):
         """The strategy has already loaded the average into the network, in the form that it uses."""
         if "current_model_state" in checkpoint:
             self.average = [tensor.clone() for tensor in tensors(pl_module)]
-            trainer.strategy.load_model_state_dict({"state_dict": checkpoint["current_model_state"]}, strict=True)
+            raw = {"state_dict": checkpoint["current_model_state"]}
+            trainer.strategy.load_model_state_dict(raw, strict=pl_module.strict_loading)
 
 
 @torch.no_grad()
 def tensors(pl_module: LightningModule) -> list[Tensor]:
     """Weights and buffers, or this process's shards of them, without copying. Tied weights are listed once."""
-    unique = dict.fromkeys(pl_module.state_dict(keep_vars=True).values())
+    unique = dict.fromkeys(t for t in pl_module.state_dict(keep_vars=True).values() if isinstance(t, Tensor))
     return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in unique]
 
 
@@ -102,6 +103,7 @@ def tensors(pl_module: LightningModule) -> list[Tensor]:
 
 BODY = "body"  # everything except the head
 Patterns = str | Sequence[str]
+NO_LAYERS = "callbacks.freeze needs the layers before `setup` and `configure_model`. Create them in __init__."
 
 
 class Freeze(Callback):
@@ -128,8 +130,10 @@ class Freeze(Callback):
 
     def freeze(self, net: nn.Module) -> None:
         """Finds what is frozen until when. Raises UserError if a pattern has no match, or nothing is left to train."""
+        if not any(True for _ in net.parameters()):
+            raise UserError(NO_LAYERS)
         head_ids = {id(p) for p in head_of(net).parameters()}
-        in_body = {name: id(p) not in head_ids for name, p in net.named_parameters()}
+        self.in_body = in_body = {name: id(p) not in head_ids for name, p in net.named_parameters()}
         frozen = [n for n in in_body if any(in_body[n] if p == BODY else fnmatchcase(n, p) for p in self.patterns)]
         for pattern in {*self.patterns} - {BODY} | {pattern for pattern, _ in self.unfreeze}:
             if not any(fnmatchcase(name, pattern) for name in in_body):
@@ -144,6 +148,10 @@ class Freeze(Callback):
         for name, p in net.named_parameters():
             if self.thaws.get(name) == math.inf:
                 p.requires_grad_(False)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.in_body.keys() != {name for name, _ in getattr(pl_module, "net", pl_module).named_parameters()}:
+            raise UserError(NO_LAYERS)
 
     @property
     def trained_later(self) -> set[nn.Module]:

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -46,10 +46,9 @@ log = logging.getLogger("lockstep")
 
 
 def new_stager() -> DefaultStager:
-    """Copies checkpoints to host memory, each into the memory of the previous copy.
+    """Copies checkpoints to host memory, each into the memory of the previous copy: 0.2 s for a gigabyte.
 
-    New memory is slow on systems that allocate it in small pages: 2.5 s for a gigabyte on the two-core virtual machine
-    of NOTEBOOK.md, against 0.2 s in reused memory.
+    New memory took 2.5 s on the two-core virtual machine of NOTEBOOK.md, which allocates it in small pages.
     """
     pinned = torch.cuda.is_available()
     return DefaultStager(
@@ -61,10 +60,8 @@ class AtomicCheckpointIO(CheckpointIO):
     """Gives a checkpoint its final name when it is complete and on disk: a crash leaves the previous one.
 
     In the background, training waits only for a copy to host memory. There is one copy: the next checkpoint waits until
-    the previous one is written. The next checkpoint or `drain` raises an error from the background. Calls queued after
-    the error, such as the removal of an older checkpoint, are skipped.
-
-    `folder`: the run's folder. If someone removes it, it is not recreated; other folders are created.
+    the previous one is written. It, or `drain`, raises an error from the background. Calls queued after the error, such
+    as the removal of an older checkpoint, are skipped. `folder`: the run's, which is not recreated if someone removes it.
     """
 
     def __init__(self, folder: Path, *, background: bool) -> None:
@@ -253,8 +250,8 @@ class Position(Callback):
     validation or an epoch (NOTEBOOK.md). The public hooks here correct them on saving and on loading.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config  # saved in every checkpoint
+    def __init__(self, config: RunConfig, begin: Sequence[Callable[[Trainer], None]] = ()) -> None:
+        self.config, self.begin = config, begin  # saved in every checkpoint; called before anything begins a step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Makes a module's own ModelCheckpoint save into the run's folder, but not over the run's checkpoints."""
@@ -307,6 +304,8 @@ class Position(Callback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        for call in self.begin if batch_idx % trainer.accumulate_grad_batches == 0 else ():
+            call(trainer)
         set_logged_step(trainer, steps_done(trainer) + 1)
 
 
@@ -318,7 +317,7 @@ class LastCheckpoint(Checkpoint):
     """
 
     def __init__(self, path: Path, every_n_steps: int | None, resumed: str | None) -> None:
-        self.path, self.every_n_steps = path, every_n_steps
+        self.path, self.every_n_steps, self.is_due = path, every_n_steps, False
         self.resumed = Path(resumed) if resumed else None
         self.saved_at = 0
 
@@ -346,10 +345,12 @@ class LastCheckpoint(Checkpoint):
                 "last.ckpt is saved at the end of each epoch, but the length of an epoch is unknown. Set checkpoint.every_n_steps=1000."
             )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        begins_step = batch_idx % trainer.accumulate_grad_batches == 0
-        if begins_step and self.every_n_steps and steps_done(trainer) % self.every_n_steps == 0:
+    def begin_step(self, trainer: Trainer) -> None:
+        """Waits for the update of a module that accumulates gradients itself."""
+        self.is_due |= bool(self.every_n_steps and steps_done(trainer) % self.every_n_steps == 0)
+        if self.is_due and not trainer.strategy.lacks_update:  # type: ignore[attr-defined]
             self.save(trainer)
+            self.is_due = False
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
@@ -363,8 +364,7 @@ class LastCheckpoint(Checkpoint):
         """Copies the checkpoint that the run was resumed from to last.ckpt, and removes outdated best checkpoints.
 
         Outdated ones belong to an abandoned continuation, or a kill prevented their removal. Without this, the next
-        resume would take a newer checkpoint, and a run with nothing left to train would have no last checkpoint. Not
-        called earlier, because until training starts the run may be rejected.
+        resume would take a newer checkpoint, and a run with nothing left to train would have no last checkpoint.
         """
         folder, source = self.path.parent, self.resumed
         if not trainer.is_global_zero or source is None or source.resolve().parent != folder.resolve():

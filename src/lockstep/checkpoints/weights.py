@@ -23,6 +23,7 @@ from lockstep.config import formatting
 from lockstep.config.instantiate import network
 from lockstep.errors import UnsafeCheckpoint, UserError, oom_with_path
 from lockstep.machine.files import open_plain
+from lockstep.machine.process import seeded_and_restored
 from lockstep.run import explain_damage, why_not_plain
 
 # --- Values that torch.load accepts with weights_only=True, as checkpoints are loaded ---
@@ -208,17 +209,17 @@ def load_network(path: Path) -> nn.Module | None:
         raise UserError(
             f"{path}: the network of this run is created in its train.py. Create it there, and load the weights with torch.load."
         )
-    net = network(model, checkpoint.network, with_weights=False)
-    load_into(net.state_dict(), checkpoint.weights, path)
+    with seeded_and_restored(checkpoint.config["seed"]):  # what a network draws may be in no checkpoint
+        net = network(model, checkpoint.network, with_weights=False)
+    load_into(net, checkpoint.weights, path)
     return net.eval()
 
 
-def load_module_weights(module: Any, path: Path) -> None:
+def load_module_weights(module: Any, checkpoint: Checkpoint) -> None:
     """Loads the weights of a custom module, as Lightning does. Raises UserError if the checkpoint does not fit."""
-    checkpoint = read(path)
     module.on_load_checkpoint(checkpoint.values)
     materialize(module, checkpoint.state_dict)
-    load_into(module.state_dict(), checkpoint.state_dict, path)
+    load_into(module, checkpoint.state_dict, checkpoint.path, strict=module.strict_loading)
 
 
 def materialize(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
@@ -256,15 +257,28 @@ def describe_tensor(value: Any) -> str:
 
 
 @torch.no_grad()
-def load_into(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: object) -> None:
-    """Copies the weights `saved` into `target`, the tensors of a network's state_dict.
+def load_into(module: nn.Module, saved: Mapping[str, Any], source: object, *, strict: bool = True) -> None:
+    """Loads `saved`, a state_dict, into `module`.
+
+    Weights are copied one by one, so a sharded network needs no whole copy. The rest of a state_dict has no place of its
+    own in the module: extra state, and the states of metrics.
 
     Raises:
-        UserError: names or shapes differ. The message calls the checkpoint `source`.
+        UserError: shapes differ, or names if `strict`. The message calls the checkpoint `source`.
     """
+    target = module.state_dict()
+    if not strict:
+        target, saved = ({name: tree[name] for name in target if name in saved} for tree in (target, saved))
     if errors := list(differences(target, saved)):
         raise UserError(
             f"{source} does not fit the network: {'; '.join(errors)}. Use the model and data that it was trained with."
         )
-    for name, tensor in target.items():
-        tensor.copy_(sharded_like(saved[name], tensor))
+    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    weights = {name for name, _ in tensors} & target.keys()
+    for name in weights:
+        target[name].copy_(sharded_like(saved[name], target[name]))
+    if rest := {name: saved[name] for name in target if name not in weights}:
+        device = next((target[name].device for name in weights), torch.device("cpu"))
+        # `saved` may be memory-mapped
+        copies = map_leaves(rest, lambda _, leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf)
+        module.load_state_dict(copies, strict=False)

@@ -102,7 +102,7 @@ class Draft:
         """A node with unresolved references. They resolve to keys of the tree that it is inserted into."""
         return OmegaConf.select(self.tree, key, default=default)
 
-    def replace(self, values: Mapping[str, Any], merge: Collection[str] = (), without: Collection[str] = ()) -> "Draft":
+    def replace(self, values: Mapping[str, Any], merge: Collection[str] = (), without: Iterable[str] = ()) -> "Draft":
         """A copy with `values` at dotted keys. Values of keys in `merge` are merged; keys in `without` are removed."""
         tree = self.tree.copy()
         OmegaConf.set_struct(tree, False)

@@ -233,7 +233,7 @@ def accumulation(settings: Settings) -> Iterator[str]:
         )
     for key in ("limit_train_batches", "val_check_interval"):
         count = settings.cfg.get(f"trainer.{key}")
-        is_fraction = isinstance(count, float) and key == "limit_train_batches"
+        is_fraction = isinstance(count, float) and count != 1 and key == "limit_train_batches"
         if is_auto and count and (is_fraction or isinstance(count, int)):
             yield f"trainer.{key}={count} counts micro-batches; with {auto} their number per step is not known yet. Set trainer.accumulate_grad_batches=1, or a larger number."
         if (is_fraction and accumulate > 1) or (isinstance(count, int) and count % accumulate):

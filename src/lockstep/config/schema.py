@@ -42,7 +42,6 @@ OF_COMPONENTS: dict[str, Validator] = {
     "task.class_weights": numbers(number(0, 1), "[1,2]").or_word("balanced").or_null(),
     "task.pos_weight": numbers(number(0, 1), "[1,2]").or_null(),
     "task.threshold": number(0, 0.5, above=True, below=1),
-    "task.loss": TEXT,
     "task.huber_delta": number(0, 1, above=True),
     "task.dice": number(0, 1),
     "task.ignore_index": integer(-validators.MAX_INTEGER, 255),

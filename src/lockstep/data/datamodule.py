@@ -80,7 +80,7 @@ class DataModule(pl.LightningDataModule):
         self.augment, self.repeats, self.shards = augment, repeats, shards
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[int, InMemory] = {}
-        self.with_workers: list[FromWorkers] = []
+        self.with_workers: dict[tuple[str, bool], FromWorkers] = {}  # by part, and whether it is for training
         self.waited_s = 0.0  # how long training in this process has waited for batches and their preprocessing
         self.predicted = "test"  # the part that predict_dataloader loads
         self.is_by_hand = self.fills = False  # train.py created the data set; equal shares, with fillers
@@ -226,7 +226,7 @@ class DataModule(pl.LightningDataModule):
             options: dict[str, Any] = {"prefetch_factor": self.prefetch_factor, "persistent_workers": persistent}
             options |= {"num_workers": self.num_workers, "pin_memory": on_gpu}
             workers = FromWorkers(Indexed(reader), sampler=WithEpoch(sampler), **options)
-            self.with_workers.append(workers)
+            self.with_workers[part, training] = workers  # an earlier loader's workers end
             read = workers.batches
         return ResumableLoader(lambda: map(partial(self.renumber_targets, part), read()), sampler)
 
@@ -348,7 +348,7 @@ class DataModule(pl.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Ends workers after training, validation and test. Raises DataChanged if the decoded data has changed."""
         while self.with_workers:
-            del self.with_workers.pop().loader  # ends persistent workers; Lightning ends only those of its own loaders
+            del self.with_workers.popitem()[1].loader  # ends its workers; Lightning ends only those of its own loaders
         _ = self.dataset.fingerprint
 
     def state_dict(self) -> dict[str, Any]:

@@ -176,14 +176,9 @@ class GlobalBatches:
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
         random_state = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.sampler)
-        with random_state:
-            elements = iter(self.sampler) if self.size else map(list, self.sampler)
+        take = random_state.reader(lambda: self.sampler if self.size else map(list, self.sampler))
         digest, ahead = "", 1
-        while True:
-            with random_state:
-                chunk = [*islice(elements, ahead)]
-            if not chunk:
-                return
+        while chunk := take(ahead):
             if self.compare:
                 digest = digest_or_error(chunk, digest, self.name)
             yield from ((element, digest) for element in chunk)

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
+from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple, Self
 
@@ -107,7 +108,7 @@ class Generators:
     """
 
     def __init__(self, holder: Any) -> None:
-        self.holder, self.used = holder, set[int]()
+        self.holder, self.used, self.is_first = holder, set[int](), True
 
     @cached_property
     def all(self) -> list[Generator]:
@@ -117,13 +118,21 @@ class Generators:
         return generators
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"holder": self.holder, "used": set()}
+        return {"holder": self.holder, "used": set(), "is_first": True}
 
     def each(self, count: int, states: Callable[[], NDArray[np.uint64]], make: Callable[[int], Any]) -> list[Any]:
         """Calls `make` for each index below `count`, with random numbers derived from its entry of `states`.
 
         Restores the generators of the process afterwards.
         """
+        result = self.tried(count, states, make)
+        if self.is_first and len(generators_in(*DEFAULTS, self.holder)) > len(self.all):
+            del self.all  # the first batch has created a generator, as many datasets do in each worker
+            result = self.tried(count, states, make)
+        self.is_first = False
+        return result
+
+    def tried(self, count: int, states: Callable[[], NDArray[np.uint64]], make: Callable[[int], Any]) -> list[Any]:
         previous_states, memory = [generator.state() for generator in self.all], memory_of_numpy()
         try:
             while True:
@@ -166,6 +175,17 @@ class IsolatedRandomState:
         for index, generator in enumerate(self.all):
             generator.restore(self.inside[index]) if self.inside else generator.seed(self.seeds[index])
         return self
+
+    def reader(self, begin: Callable[[], Any]) -> Callable[[int], list[Any]]:
+        """A function that returns the next elements of what `begin` returns, up to a number, drawn in this state."""
+        with self:
+            elements = iter(begin())
+
+        def take(count: int) -> list[Any]:
+            with self:
+                return [*islice(elements, count)]
+
+        return take
 
     def __exit__(self, *_: object) -> None:
         self.inside = [generator.state() for generator in self.all]

@@ -165,6 +165,12 @@ class WrappedLoader(ResumableLoader):
             yield "the generator of the DataLoader is ignored: its order and its workers' random numbers are derived from seed"
 
 
+UNSEEDED = (
+    "returns different samples for the same seed: it uses a source of randomness that cannot be seeded, so batches "
+    "depend on the number of processes and workers, and a resume is not exact"
+)
+
+
 class ShareSampler:
     """The sampler of the DataLoader that reads: shares of each epoch in turn, so workers can persist."""
 
@@ -196,7 +202,7 @@ class StandardLoader(WrappedLoader):
         self.data, self.due = MicroBatches(loader.dataset, loader.collate_fn), ShareSampler()
         self.reader: FromWorkers | None = None
         self.count: int | None = None  # of the batches of an evaluation, if known
-        if division.world > 1:
+        if division.world > 1 or division.trains:
             self.require_same_data()
         if division.world > 1 and not division.trains:
             self.count = self.evaluated()
@@ -216,6 +222,8 @@ class StandardLoader(WrappedLoader):
         digests = ["", ""]
         with suppress(Exception):
             digests = [digest_of(batch) for batch in self.read_apart([0], [0])]
+        if digests[0] != digests[1]:
+            self.notes.append(f"{self.name} {UNSEEDED}")
         self.require_agreement(digests[0] if digests[0] == digests[1] else "")
 
     def evaluated(self) -> int | None:

@@ -40,12 +40,9 @@ class StreamShares(SharedMemoryTransport, IterableDataset[Any]):
         random_state, position, digest = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.dataset), 0, ""
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
-        with random_state:
-            samples = iter(self.dataset)
-        while True:
-            with random_state:
-                batch = [*islice(samples, self.size)]
-            if not batch or (self.drop_last and len(batch) < self.size):
+        take = random_state.reader(lambda: self.dataset)
+        while batch := take(self.size):
+            if self.drop_last and len(batch) < self.size:
                 return
             if self.share_spec.world > 1:
                 digest = digest_or_error(batch, digest, type(self.dataset).__name__)
@@ -156,15 +153,9 @@ class UndividedLoader(ComparedLoader):
             yield batch, MicroBatchInfo(1.0, digest_or_error(batch, "", self.name) if self.undecided else "", None)
 
     def apart(self, seed: int, epoch: int) -> Iterator[Any]:
-        random_state, end = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.given), object()
-        with random_state:
-            batches = iter(self.given)
-        while True:
-            with random_state:
-                batch = next(batches, end)
-            if batch is end:
-                return
-            yield batch
+        take = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.given).reader(lambda: self.given)
+        while batches := take(1):
+            yield from batches
 
 
 def wrap_loader(loader: Any, division: Division) -> WrappedLoader:

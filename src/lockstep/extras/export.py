@@ -285,7 +285,7 @@ class LightningModuleTask(Task):
             ) from e
 
 
-def network_of_module(config: RunConfig, path: Path, network: str) -> tuple[Task, nn.Module, str]:
+def network_of_module(config: RunConfig, checkpoint: Checkpoint, network: str) -> tuple[Task, nn.Module, str]:
     """A task that stands in for a LightningModule, the module with its weights, and the argument that creates the network.
 
     The exported folder creates the network again, without Lightning. Raises UserError: no argument creates it.
@@ -296,11 +296,11 @@ def network_of_module(config: RunConfig, path: Path, network: str) -> tuple[Task
         for name, value in config.task.kwargs.items()
         if isinstance(value, Mapping) and "_target_" in value and not value.get("_partial_")
     ]
-    module = load_module(config.task, path).eval()
+    module = load_module(checkpoint)
     networks = [name for name in candidates if isinstance(getattr(module, name, None), nn.Module)]
     if argument not in networks:
         raise UserError(
-            f"{path}: {config.task.target} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network "
+            f"{checkpoint.path}: {config.task.target} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network "
             f"that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net"
             f"{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
         )
@@ -325,9 +325,9 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     if is_task(config):
         task: Task = create_object(config.task, "task")
         net = make_network(config.model, network_kwargs, with_weights=False).eval()
-        load_into(net.state_dict(), checkpoint.weights, path)
+        load_into(net, checkpoint.weights, path)
     else:
-        task, net, argument = network_of_module(config, path, network)
+        task, net, argument = network_of_module(config, checkpoint, network)
         network_kwargs = config.task.get(argument)
         config = replace(config, model=Component.of(network_kwargs))
     task.bind(metadata)

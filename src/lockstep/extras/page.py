@@ -6,9 +6,11 @@ import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from lockstep.build_trainer import workload_of
 from lockstep.checkpoints.finding import checkpoint_paths
@@ -19,15 +21,16 @@ from lockstep.config.project import command
 from lockstep.config.renames import overrides_of
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
+from lockstep.data.dataset import picture
 from lockstep.extras.panels import classes_of, is_right, write_panels
 from lockstep.extras.render import chart, render, with_colours
 from lockstep.machine.files import write_text
-from lockstep.panel import Content, Gallery
+from lockstep.panel import Content, Gallery, Sample
 from lockstep.reporting.console import in_runs_dir, print_line, time_left, warnings_in
 from lockstep.reporting.report import metric_series
 from lockstep.run import RunFolder, metrics_of_test
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
-from lockstep.training.workload import primary_metric
+from lockstep.training.workload import OF_RANK_0, STAGE, primary_metric
 
 if TYPE_CHECKING:
     from lockstep.training.workload import Workload
@@ -64,6 +67,38 @@ def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str,
 # --- Curves of training ---
 
 
+Chart = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
+CHARTS, CURVES = 24, 8  # maximum number of charts in addition to the task's own; of curves per chart
+
+
+def charts_of(work: "Workload", logged: Sequence[str]) -> list[Chart]:
+    """The task's charts, then training and validation by metric, then all other values."""
+    module: Any = work.module
+    sets = module.parts.of_stage("val") if work.task else []
+    own: list[Chart] = [
+        (
+            title,
+            unit,
+            tuple(n.replace("val/", f"{s}/", 1) for n in names for s in (sets if n.startswith("val/") else [""])),
+        )
+        for title, unit, names in (work.task.curves() if work.task else ())
+    ]
+    drawn, groups = {name for _, _, names in own for name in names}, dict[tuple[bool, str], list[str]]()
+    for name in logged:
+        if name not in drawn and not name.endswith("/count"):
+            match = STAGE.fullmatch(name)
+            groups.setdefault((not match, match[2] if match else name), []).append(name)
+    charts = [(name, groups[key, name][:CURVES]) for key, name in sorted(groups, key=itemgetter(0))[:CHARTS]]
+    return [*own, *((f"{n}{OF_RANK_0}" if work.of_rank_0 & {*names} else n, "", tuple(names)) for n, names in charts)]
+
+
+def highest(work: "Workload", name: str) -> float:
+    """The largest value of a metric, if torchmetrics declares it: 1 for fractions."""
+    module: Any = work.module
+    found = module.parts.metrics.get(name.partition("/")[2].partition("/")[0]) if work.task else None
+    return float(getattr(found, "plot_upper_bound", None) or math.inf)
+
+
 def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The workload's curves, then learning rate, speed and memory: charts over steps, or numbers if there is only one point."""
     unit, batch = report.get("unit", "samples"), report.get("batch_size")
@@ -73,7 +108,7 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
         ("Peak memory so far", "GiB, first process", ("train/peak_memory_gib",)),
     ]
     excluded = {"epoch", *metrics_of_test(report), *(name for _, _, names in rates for name in names)}
-    curves = [*work.curves(name for name in columns if name not in excluded), *rates]
+    curves = [*charts_of(work, [name for name in columns if name not in excluded]), *rates]
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     last_step = max((step for points in columns.values() for step, _ in points), default=1)
     for title, y_unit, names in curves:
@@ -90,7 +125,7 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
             "step",
             lines,
             x_range=(0.0, max(1.0, last_step)),
-            highest=max(map(work.highest, names)),
+            highest=max(highest(work, name) for name in names),
             percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             second_x=(f"{unit} seen", batch) if batch else None,
@@ -155,10 +190,46 @@ def write_page(
         print_line(f"report: {folder.page_file}")
 
 
+# --- The first training batch as the network saw it ---
+
+SHOWN = 16  # images
+
+
+def denormalised(input_BCHW: Any, metadata: Mapping[str, Any]) -> Any:
+    """Images as bytes on the CPU, without normalisation; None for other inputs, or if mean or std is unknown."""
+    mean, std = metadata.get("mean"), metadata.get("std")
+    if getattr(input_BCHW, "ndim", 0) != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
+        return None
+    image_BCHW = input_BCHW.detach().float().cpu()
+    mean_C, std_C = (image_BCHW.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
+    return ((image_BCHW * std_C + mean_C) * 255).round().clamp(0, 255).byte()
+
+
+def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
+    """The first images of a named batch or of a tuple `(images, targets)`; none if there are no images."""
+    if not isinstance(batch, dict):
+        batch = dict(zip(("input", "target"), batch, strict=False)) if isinstance(batch, list | tuple) else {}
+    images, target, index = batch.get("input"), batch.get("target"), batch.get("index")
+    if not isinstance(images, Tensor) or images.dim() != 4:
+        return []
+    images = images[:SHOWN].detach().float().cpu()  # SYNC: once a run
+    image_BCHW, classes = denormalised(images, metadata), metadata.get("classes") or ()
+    index_B = index[:SHOWN].tolist() if isinstance(index, Tensor) else [None] * SHOWN
+    single = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
+    target_B = [str(classes[t]) if 0 <= t < len(classes) else str(t) for t in target[:SHOWN].tolist()] if single else []
+    labels: list[dict[str, Any]] = [{"target": name} for name in target_B] or [{}] * SHOWN
+    pictures = filter(lambda image: image is not None, map(picture, images if image_BCHW is None else image_BCHW))
+    return [Sample(*row) for row in zip(index_B, labels, pictures, strict=False)]
+
+
 class LivePage(pl.Callback):
-    """Rewrites report.html while the run trains, on rank 0: every EVERY_S seconds, or less often if it took over 1% of the time."""
+    """Rewrites report.html while the run trains, on rank 0: every EVERY_S seconds, or less often if it took over 1% of the time.
+
+    Also shows the first batch: its images after augmentation, with the normalisation undone.
+    """
 
     EVERY_S, PAUSE = 2.0, 100  # PAUSE: a multiple of the time that a page takes
+    samples: list[Sample] | None = None  # of the first batch
 
     work: "Workload"
 
@@ -176,6 +247,19 @@ class LivePage(pl.Callback):
     ) -> None:
         if completes_step(trainer, batch_idx):
             self.renew(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.samples is None:
+            found = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
+            # A LightningDataModule may have an attribute of this name.
+            metadata: dict[str, Any] = found if isinstance(found, dict) else {}
+            self.samples = samples_of(batch, metadata) if trainer.is_global_zero else []
+
+    def report_panels(self) -> list[Content]:
+        note = "The first training batch, after augmentation" + (", of the first process." if self.samples else "")
+        return [Gallery("What the network saw", self.samples, note)] if self.samples else []
 
     def renew(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the page if it is due."""

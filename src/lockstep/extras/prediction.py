@@ -32,7 +32,16 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.panels import encode
 from lockstep.extras.render import render
-from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, list_errors, write_table
+from lockstep.extras.tables import (
+    LISTED,
+    Inputs,
+    Row,
+    as_utf8,
+    input_files,
+    list_errors,
+    predicted_columns,
+    write_table,
+)
 from lockstep.launch.request import gallery_of
 from lockstep.machine.files import atomic_replace, locked, part_folder, read_text, remove, write_json, write_text
 from lockstep.panel import Lines, Mask, Picture, Sample
@@ -41,7 +50,6 @@ from lockstep.reporting.report import decode
 from lockstep.training.batches import Loaders
 from lockstep.training.losses import RESERVED, sample_at
 from lockstep.training.task import Task
-from lockstep.training.workload import Columns
 
 # --- From columns of predictions to table rows: plain values by name ---
 
@@ -51,7 +59,7 @@ from lockstep.training.workload import Columns
 WIDE = "probabilities"  # a column with a number for each class or label, written on request
 
 
-def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool) -> list[Row]:
+def table_rows(columns: Row, names: Sequence[str], count: int, *, wide: bool) -> list[Row]:
     """A dict for each of `count` samples. Raises UserError: a column does not have one value per sample."""
     cells: dict[str, list[Any]] = {}
     for name, value in columns.items():
@@ -195,7 +203,7 @@ class Writer(pl.Callback):
     """
 
     def __init__(
-        self, loaders: Loaders, task: Task | None, asked: Request, made: Callable[[Any], Columns], names: Sequence[str]
+        self, loaders: Loaders, task: Task | None, asked: Request, made: Callable[[Any], Row], names: Sequence[str]
     ) -> None:
         self.loaders, self.task, self.asked, self.made, self.names = loaders, task, asked, made, names
         self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
@@ -339,7 +347,7 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
     assert request and request.output
     output = Path(request.output)
     work.loaders.predict_on(request.part, gallery=request.gallery)
-    writer = Writer(work.loaders, work.task, request, *work.columns(request.top_k))
+    writer = Writer(work.loaders, work.task, request, *predicted_columns(work, request.top_k))
     trainer = evaluator(settings, work, writer)
     claim = nullcontext() if world.rank else lock_output(output, overwrite=request.overwrite)
     with claim, writer.own, closing(writer):

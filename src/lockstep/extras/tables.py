@@ -3,12 +3,14 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from lockstep.config.formatting import inline
 from lockstep.config.project import is_user_code_error
@@ -21,6 +23,9 @@ from lockstep.data.pixels import file_name_text, read_error_text
 from lockstep.errors import UserError
 from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
 from lockstep.machine.files import without_nan
+from lockstep.training.losses import validated_columns
+from lockstep.training.task import Task
+from lockstep.training.workload import Workload
 
 # --- Files to predict ---
 
@@ -229,3 +234,41 @@ WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
     ".jsonl": partial(write_json, first="", between="\n", last="\n"),
     ".parquet": write_parquet,
 }
+
+
+# --- Columns of a table, from what a task or a module predicts ---
+
+
+def predicted_columns(work: Workload, top_k: int) -> tuple[Callable[[Any], Row], Sequence[str]]:
+    """A function from the result of a prediction to columns of a table, and the names of values in wide columns."""
+    if task := work.task:
+        if top_k > 1 and type(task).top is Task.top:
+            raise UserError(f"top_k={top_k} has no effect: {work.title} does not rank classes. Remove it.")
+        return partial(columns_of_task, task, top_k), task.value_names
+    if not any(is_overridden(name, work.module) for name in ("predict_step", "forward")):
+        raise UserError(
+            f"{work.title} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
+        )
+    return columns_of_module, ()
+
+
+def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Row:
+    """The task's predictions; targets and loss too, if the batch has targets."""
+    network_output, batch = output
+    has_targets = "target" in batch
+    columns = (task.targets(batch) if has_targets else {}) | validated_columns(task.predictions(network_output))
+    if top_k > 1:
+        columns |= task.top(network_output, top_k)
+    if has_targets and not task.between_samples:  # with between_samples, a single sample has no loss
+        columns.setdefault("loss", task.loss(network_output, batch))
+    return columns
+
+
+def columns_of_module(output: Any) -> Row:
+    if isinstance(output, Mapping):
+        return validated_columns(output, targets=True)
+    if isinstance(output, Tensor | list | tuple):
+        return {"output": output}
+    raise UserError(
+        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of these by column."
+    )

@@ -60,20 +60,28 @@ class Job:
             raise_problems(signature_problems(settings, shipped=False))
         numbered = settings.with_pretraining_values()
         is_read = data is not None and numbered is settings
-        return self.run(numbered, data if is_read else self.read_data(numbered, prepare=True))
+        return self.run(numbered, data if is_read else self.read_data(numbered))
 
-    def read_data(self, settings: Settings, *, prepare: bool = False) -> Any:
-        """The data set, ready to be read; None for data with its own dataloaders, or if the job needs no data set."""
+    def read_data(self, settings: Settings, announce: Callable[[Any], None] | None = None) -> Any:
+        """The data set, ready to be read; None for data with its own dataloaders, or if the job needs no data set.
+
+        Each process draws the same random numbers from its constructor to its last part. `announce` is called before
+        `prepare`, which may take long.
+        """
         if settings.loader is None or (settings.request and settings.request.part is None):  # files are predicted
             return None
         from lockstep.augment.operation import Augmentation
+        from lockstep.data.sampler import PARTS
 
         with process.seeded_and_restored(settings.seed):
             if (data := self.data(settings)) is not None:
                 data.keeps_whole = Augmentation(settings.operations).crops_from is not None
                 data.evaluates = settings.evaluates
-                if prepare:
-                    data.prepare()
+                if announce:
+                    announce(data)
+                data.prepare()
+                for part in PARTS:
+                    data.samples(part)
         return data
 
 

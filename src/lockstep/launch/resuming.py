@@ -98,12 +98,13 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
 def merge_saved(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
     """The saved config of the run with the changes of this command line."""
     keys = [key_of(override) for override in overrides]
+    removed = [key_of(override) for override in overrides if override.startswith("~")]
     if recipes := [key for key in keys if key in RECIPES]:
         raise UserError(f"{recipes[0]}= cannot be changed for an existing run. Set the individual keys instead.")
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
-    new = {key: composed.node(key) for key in keys}
-    return saved.replace(new, merge=[key for key in new if not is_group(key)])
+    new = {key: composed.node(key) for key in keys if key not in removed}
+    return saved.replace(new, merge=[key for key in new if not is_group(key)], without=filter(saved.has, removed))
 
 
 def with_job_name(draft: Draft) -> Draft:

@@ -45,17 +45,20 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     from lockstep.data.sampler import splits
 
     # How images become squares may depend on the network. Its library takes seconds to import.
-    by_network = "model" in (settings.cfg.data.get(key) for key in OF_NETWORK[2:])
+    # This process needs the rest of its values too, if it runs the job: the data is read once.
+    asked = OF_NETWORK if runs_in_this_process(settings) else OF_NETWORK[2:]
+    by_network = "model" in (settings.cfg.data.get(key) for key in asked)
     settings = settings.with_pretraining_values() if by_network else settings
     if runs_in_this_process(settings):
         keep_freed_memory(settings.world.accelerator, is_sharded=settings.spec.is_sharded)
-    data: DataSet | None = job.read_data(settings)
+
+    def announce(data: "DataSet") -> None:
+        if rank_of() == 0 and (plan := data.storage_plan()):
+            print(plan, file=sys.stderr)
+
+    data: DataSet | None = job.read_data(settings, announce)
     if data is None or settings.loader is None:
         return settings.with_auto_resolved(None), None, None
-    if rank_of() == 0 and (plan := data.storage_plan()):
-        print(plan, file=sys.stderr)
-    with process.seeded_and_restored(settings.seed):
-        data.prepare()
     train, *_ = splits(data, **{key: getattr(settings.loader, key) for key in SPLITTING})
     if job.trains:
         raise_problems(step_problems(settings, train.count))
@@ -184,7 +187,7 @@ def run_with_auto_accumulation(run: Callable[[Settings], None], settings: Settin
     folder, batch, key = settings.folder, settings.steps.batch_size, "trainer.accumulate_grad_batches"
     had = max(1, folder.report().get("micro_batch") or batch)  # micro-batch of a resumed run
     fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
-    settings = settings.replace({key: next(fits)})
+    settings = settings.replace({key: next(fits, max(settings.accumulations))})
     while True:
         earlier = newest_saved(folder)
         try:

@@ -165,6 +165,7 @@ class DividedBatches(Strategy):
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
     contiguous_micro_batches = False
     means: Means
+    lacks_update = False  # whether a step has computed gradients since the last update; no checkpoint has them
     waited_s = 0.0  # how long training in this process has waited for users' loaders
     training_loaders: list[WrappedLoader] | None = None  # users' loaders; None until a step needs them
 
@@ -260,9 +261,15 @@ class DividedBatches(Strategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Weights the loss: gradients are averaged over micro-batches that may divide the global batch unevenly."""
+        self.lacks_update = True
         share = self.share()
         loss = closure_loss if share == 1 else closure_loss * share
         return super().backward(self.arithmetic.to_backward(self.lightning_module, loss), optimizer, *args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self.lacks_update = False
+        return result
 
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer
@@ -298,9 +305,9 @@ class PortableCheckpoint(DividedBatches):
     restore_checkpoint_after_setup = True
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Always strict. Raises UserError if names or shapes differ."""
+        """Raises UserError if shapes differ, or if names differ and `strict`, the module's `strict_loading`."""
         materialize(self.lightning_module, checkpoint["state_dict"])
-        load_into(self.lightning_module.state_dict(), checkpoint["state_dict"], "the checkpoint")
+        load_into(self.lightning_module, checkpoint["state_dict"], "the checkpoint", strict=strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
         self.make_loadable(checkpoint, filepath)
@@ -324,9 +331,20 @@ class PortableCheckpoint(DividedBatches):
             )
 
     def named_groups(self, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
-        """The parameters of each of the optimizer's groups, by name."""
+        """The parameters of each of the optimizer's groups, by name. Raises UserError if one is not the module's."""
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        if foreign := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]:
+            raise UserError(
+                f"{type(optimizer).__name__} optimizes a tensor of shape {tuple(foreign[0].shape)} that is no parameter of "
+                f"{type(self.lightning_module).__name__}, so no checkpoint would contain it. Make it one: self.<name> = torch.nn.Parameter(...)."
+            )
         return [{names[id(p)]: p for p in group["params"]} for group in optimizer.param_groups]
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Raises UserError if an optimizer could not be saved."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.named_groups(optimizer)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""

@@ -3,6 +3,7 @@
 One device, several devices of one process (DataParallel), or one process per device (DistributedDataParallel).
 """
 
+import gc
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from lockstep.strategies.base import PortableCheckpoint
 from lockstep.strategies.rendezvous import rendezvous
-from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic
 
 # --- One process: on one device, or on several GPUs with torch.nn.DataParallel, which Lightning 2 removed ---
@@ -85,6 +85,8 @@ class DDP(PortableCheckpoint, DDPStrategy):
     """Lightning's DDP, with exact resume and with checkpoints that load under every strategy."""
 
     resumed = False
+    parameters: Sequence[nn.Parameter] = ()
+    averaged: Sequence[bool] = []  # which of them had a gradient when DDP wrapped the module
 
     def __init__(
         self,
@@ -118,9 +120,19 @@ class DDP(PortableCheckpoint, DDPStrategy):
         """With logical ranks the network is not wrapped: training/arithmetic.py adds gradients by a tree reduction."""
         if not self.contiguous_micro_batches:
             super().configure_ddp()
+            self.parameters = [*self.lightning_module.parameters()]
+            self.averaged = [p.requires_grad for p in self.parameters]
             return
         for tensor in self.lightning_module.state_dict(keep_vars=True).values():
             torch.distributed.broadcast(tensor.detach(), 0)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Wraps the module again if it has unfrozen parameters: DDP averages only the gradients that it knew of at first."""
+        if self.averaged != [p.requires_grad for p in self.parameters]:
+            self.model = self.lightning_module
+            gc.collect()  # ends the previous wrapper's hooks
+            self.configure_ddp()
+        return super().training_step(*args, **kwargs)
 
     def on_train_start(self) -> None:
         self.resumed = not self.contiguous_micro_batches and self.lightning_module.trainer.global_step > 0
@@ -139,18 +151,15 @@ class DDP(PortableCheckpoint, DDPStrategy):
         """Gives DDP the gradient buckets of the interrupted run, by one forward and backward without lasting effect.
 
         DDP rebuilds its buckets after its first backward, in the order in which gradients arrived. With three or more
-        processes the last bit of the summed gradients depends on the buckets.
+        processes the last bit of the summed gradients depends on the buckets. Random numbers are seeded afterwards.
         """
         assert self.model is not None
         buffers = {name: buffer.clone() for name, buffer in self.lightning_module.named_buffers()}
-        gpus, micro_batch = [self.root_device] if self.root_device.type == "cuda" else [], dropout.current
-        dropout.begin(None)
-        with torch.random.fork_rng(devices=gpus), self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context():
             output = self.model(batch)
         sums: list[Tensor] = []
         apply_to_collection(output, Tensor, lambda tensor: sums.append(tensor.sum()) if tensor.requires_grad else None)
         torch.stack(sums).sum().backward()  # may recompute activations
-        dropout.begin(micro_batch)
         for name, buffer in self.lightning_module.named_buffers():
             buffer.copy_(buffers[name])
         self.lightning_module.zero_grad()

@@ -40,8 +40,6 @@ class Classification(Task):
         class_weights: Sequence[float] | Literal["balanced"] | None = None,
     ) -> None:
         super().__init__()
-        if loss not in ("cross_entropy", "bce"):
-            raise UserError(f"task.loss={loss} is invalid; expected cross_entropy or bce.")
         if loss == "bce" and class_weights is not None:
             raise UserError("task.class_weights has no effect with task.loss=bce. Remove one of them.")
         self.binary, self.label_smoothing, self.class_weights = loss == "bce", label_smoothing, class_weights
@@ -96,13 +94,13 @@ class Classification(Task):
         return columns
 
     def primary_metric(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        if report["monitor"] not in ACCURACY:
+        if report["monitor"] not in ACCURACY or "test/acc" not in report:
             return super().primary_metric(report)
         return "test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} {report['unit']}"
 
     def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
-        count = report["test/count"]
-        return wilson(round(report["test/acc"] * count), count) if report["monitor"] in ACCURACY else None
+        count, is_accuracy = report["test/count"], self.primary_metric(report)[0] == "test accuracy"
+        return wilson(round(report["test/acc"] * count), count) if is_accuracy else None
 
     def test_panels(self) -> dict[str, Panel]:
         return {

@@ -1,6 +1,6 @@
 """The batches of a run, from a user's dataloaders or created by Lockstep from a data set."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from itertools import count
 from typing import Any
@@ -76,10 +76,6 @@ class Loaders:
         if len(self.training) > 1 and self.training[0].division.parts > 1:
             notes.append(SEVERAL)
         return notes
-
-    def match_names(self, metadata: Mapping[str, Any], source: str, keys: Collection[str]) -> list[str]:
-        """Not checked: the module itself defines the names of targets."""
-        return []
 
     def provides(self, hook: str) -> bool:
         return is_overridden(hook, self.holder)
@@ -159,9 +155,6 @@ class DataSetLoaders(Loaders):
         accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
         repeated = f", {copies} copies of each sample" if copies > 1 else ""
         return f"batch {self.size} = {world} x {self.data.batch_size // (world * accumulate)}{accumulated}{repeated}"
-
-    def match_names(self, metadata: Mapping[str, Any], source: str, keys: Collection[str]) -> list[str]:
-        return self.data.match_names(metadata, source, keys)
 
     def begin(self, trainer: pl.Trainer) -> None:
         if not self.data.fills:

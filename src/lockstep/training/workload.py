@@ -5,36 +5,28 @@ Everything that differs between the two is a method here.
 
 import gc
 import inspect
-import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from operator import itemgetter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.config.formatting import metric
 from lockstep.config.settings import Settings
 from lockstep.data.datamodule import DataModule
-from lockstep.errors import UserError
 from lockstep.panel import Content
 from lockstep.run import metrics_of_test
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.batches import HOOKS, DataSetLoaders, Loaders
 from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, SAME_BITS, UNKNOWN
-from lockstep.training.losses import validated_columns
 from lockstep.training.metrics import TestPanels
 from lockstep.training.task import Task
 
-Columns = dict[str, Any]
 Headline = tuple[str, str, tuple[float, float] | None]  # name, value, and the 95% interval if there is a simple one
-Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
-CURVES, LINES = 24, 8  # maximum number of charts in addition to the task's own; maximum lines per chart
 OF_RANK_0 = " (rank 0 only)"
 STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
 STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
@@ -119,31 +111,9 @@ class Workload:
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         """Adds the panels of the next test to `panels`, if there are any."""
 
-    def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
-        """A function from `predict_step`'s result to columns of a table, and the names of values in wide columns."""
-        if not any(is_overridden(name, self.module) for name in ("predict_step", "forward")):
-            raise UserError(
-                f"{self.title} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
-            )
-        return columns_of_module, ()
-
     def primary_metric(self, report: Mapping[str, Any]) -> Headline:
         """The report's primary metric."""
         return *primary_metric(report), None
-
-    def curves(self, logged: Iterable[str]) -> list[Curve]:
-        """The report's curves, from the logged names: training and validation by metric, then all others."""
-        groups: dict[tuple[bool, str], list[str]] = {}
-        for name in logged:
-            if not name.endswith("/count"):
-                match = STAGE.fullmatch(name)
-                groups.setdefault((not match, match[2] if match else name), []).append(name)
-        charts = [(name, groups[key, name][:LINES]) for key, name in sorted(groups, key=itemgetter(0))[:CURVES]]
-        return [(f"{n}{OF_RANK_0}" if self.of_rank_0 & {*names} else n, "", tuple(names)) for n, names in charts]
-
-    def highest(self, name: str) -> float:
-        """The largest value that a logged metric can have."""
-        return math.inf
 
     def before_step(self, batch: Any) -> None:
         """Called before each training micro-batch."""
@@ -237,54 +207,7 @@ class TaskWorkload(Workload):
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         self.module.parts.test_panels = TestPanels(self.task, panels, compiled=compiled)
 
-    def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
-        if top_k > 1 and type(self.task).top is Task.top:
-            raise UserError(f"top_k={top_k} has no effect: {self.title} does not rank classes. Remove it.")
-        return partial(columns_of_task, self.task, top_k), self.task.value_names
-
     def primary_metric(self, report: Mapping[str, Any]) -> Headline:
         if "test/count" not in report:
             return super().primary_metric(report)
         return *self.task.primary_metric(report), self.task.interval(report)
-
-    def curves(self, logged: Iterable[str]) -> list[Curve]:
-        sets = self.module.parts.of_stage("val")
-        task_curves = [
-            (
-                title,
-                unit,
-                tuple(
-                    n.replace("val/", f"{part}/", 1) for n in names for part in (sets if n.startswith("val/") else [""])
-                ),
-            )
-            for title, unit, names in self.task.curves()
-        ]
-        drawn_names = {name for _, _, names in task_curves for name in names}
-        return [*task_curves, *super().curves(name for name in logged if name not in drawn_names)]
-
-    def highest(self, name: str) -> float:
-        """The upper bound that torchmetrics declares: 1 for fractions."""
-        metrics, metric = self.module.parts.metrics, name.partition("/")[2].partition("/")[0]
-        return float(getattr(metrics.get(metric), "plot_upper_bound", None) or math.inf)
-
-
-def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
-    """The task's predictions; targets and loss too, if the batch has targets."""
-    network_output, batch = output
-    has_targets = "target" in batch
-    columns = (task.targets(batch) if has_targets else {}) | validated_columns(task.predictions(network_output))
-    if top_k > 1:
-        columns |= task.top(network_output, top_k)
-    if has_targets and not task.between_samples:  # with between_samples, a single sample has no loss
-        columns.setdefault("loss", task.loss(network_output, batch))
-    return columns
-
-
-def columns_of_module(output: Any) -> Columns:
-    if isinstance(output, Mapping):
-        return validated_columns(output, targets=True)
-    if isinstance(output, Tensor | list | tuple):
-        return {"output": output}
-    raise UserError(
-        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of these by column."
-    )

@@ -1,0 +1,227 @@
+"""What modules, callbacks and data of a user's keep or draw outside of a step, for tests/training/test_kept.py."""
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics import SumMetric
+from unseen import draw
+
+
+def samples(seed: int, count: int = 48) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+class Plain(pl.LightningModule):
+    """Six steps an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+    def loss(self, batch):
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+    def train_dataloader(self):
+        return DataLoader(samples(0), 8, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(samples(0, 16), 8)
+
+    test_dataloader = val_dataloader  # the same samples, so that both losses are equal
+
+
+class Permuted(Plain):
+    """Draws a constant that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = torch.randperm(6)
+
+    def forward(self, x):
+        return super().forward(x[:, self.order] * torch.arange(1.0, 7.0))
+
+
+class Noisy(Plain):
+    """Draws where Lightning has transforms on the device."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] + torch.from_numpy(np.random.normal(size=(len(batch[0]), 6))).float(), batch[1]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] + torch.randn_like(batch[0]), batch[1]
+
+
+class Mix(pl.Callback):
+    """Draws and counts when a batch begins."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.count += 1
+        batch[0].add_(torch.randn_like(batch[0]))
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+
+class Stateful(Plain):
+    """Keeps what a state_dict has besides weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.extra = SumMetric(), {"steps": 0, "sum": torch.zeros(())}
+        self.seen.persistent(True)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.update(len(batch[0]))
+        self.extra = {"steps": self.extra["steps"] + 1, "sum": self.extra["sum"] + 1}
+        return self.loss(batch)
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+    def test_step(self, batch, batch_idx):
+        super().test_step(batch, batch_idx)
+        self.log("test_steps", float(self.extra["steps"]))
+        self.log("test_sum", self.extra["sum"])
+        self.log("test_seen", self.seen.sum_value)
+
+
+class Partial(Plain):
+    """Has a part that it does not save."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        nn.init.eye_(self.frozen.weight)
+        nn.init.zeros_(self.frozen.bias)
+
+    def forward(self, x):
+        return super().forward(self.frozen(x))
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("frozen.")}
+
+
+class Unfreezing(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.body.requires_grad_(True)
+
+
+class Accumulating(Plain):
+    """As Lightning's documentation accumulates in manual optimization, over four batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch) / 4)
+        if self.trainer.fit_loop.epoch_loop.batch_progress.total.ready % 4 == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class Foreign(Plain):
+    """Optimizes a tensor that is none of its parameters, as implementations of SAC do."""
+
+    def configure_optimizers(self):
+        self.alpha = torch.zeros(1, requires_grad=True)
+        return torch.optim.SGD([*self.parameters(), self.alpha], 0.05)
+
+
+class LateHead(Plain):
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.body = nn.Linear(6, 6)
+
+    def configure_model(self):
+        self.head = nn.Linear(6, 1)
+
+
+class Keys(Dataset):
+    """Samples with names that Lockstep's own batches have too."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return {"input": torch.full((3, 4, 4), float(i)), "index": f"img_{i}.png", "count": torch.tensor(float(i))}
+
+
+class Named(Plain):
+    def loss(self, batch):
+        return F.mse_loss(self(batch["input"][:, :, 0, :2].flatten(1)).flatten(), batch["count"])
+
+    def train_dataloader(self):
+        return DataLoader(Keys(), 8)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Late(Dataset):
+    """Creates its generator where it reads."""
+
+    rng = None
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        if self.rng is None:
+            self.rng = np.random.default_rng()
+        x = torch.full((6,), float(i)) + self.rng.normal()
+        return x, x.sum(0, keepdim=True)
+
+
+class Unseen(Late):
+    """Its generator is in another module, which no object leads to."""
+
+    def __getitem__(self, i):
+        x = torch.full((6,), float(i)) + draw()
+        return x, x.sum(0, keepdim=True)
+
+
+class OfLate(Plain):
+    def train_dataloader(self):
+        return DataLoader(Late(), 8, num_workers=1)
+
+
+class OfUnseen(Plain):
+    def train_dataloader(self):
+        return DataLoader(Unseen(), 8)

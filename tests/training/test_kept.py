@@ -1,0 +1,128 @@
+"""What a user's module, callback or data keeps or draws outside of a step is neither lost nor left to chance."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import thin_project
+import torch
+from in_process import Crash, same, state
+
+import lockstep
+from lockstep.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Be aware that when using `ckpt_path`",
+    "ignore:You passed in a `.*_dataloader` but have no",
+    "ignore:Trying to infer the `batch_size`",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def project(tmp_path_factory) -> Iterator[Path]:
+    files = {**thin_project.package("kept"), **thin_project.package("unseen")}
+    with thin_project.entered(tmp_path_factory.mktemp("project"), "kept", **files) as root:
+        yield root
+
+
+def train(name: str, run: str, *more: str, monitor: str = "val_loss", epochs: int = 3) -> dict:
+    module = ["task=lightning_module", f"task._target_=kept.{name}", f"task.monitor={monitor}", "data=none"]
+    options = [f"run={run}", f"trainer.max_epochs={epochs}", "trainer.precision=32-true", "trainer.accelerator=cpu"]
+    return lockstep.train([*module, *options, *more])
+
+
+def last(run: str) -> dict:
+    return state(f"{run}/checkpoints/last.ckpt")
+
+
+MIX = "+callbacks.mix._target_=kept.Mix"
+
+
+@pytest.mark.parametrize(("name", "more", "step"), [
+    ("Noisy", [], 8), ("Noisy", [], 6), ("Plain", [MIX], 8), ("Stateful", [], 8), ("Partial", ["callbacks=[default,ema]"], 8),
+    ("Accumulating", ["checkpoint.every_n_steps=3"], 13), ("Noisy", ["trainer.accumulate_grad_batches=2"], 4),
+])  # fmt: skip
+def test_a_crash_changes_nothing(name, more, step, crash_at):
+    run = f"{name}-{step}"
+    typed = ["checkpoint.every_n_steps=1", *more]
+    whole = train(name, f"{run}-whole", *typed)
+    crash_at(step if name != "Accumulating" else 3)  # the third update, of the twelfth batch
+    with pytest.raises(Crash):
+        train(name, f"{run}-parts", *typed)
+    crash_at(-1)
+    parts = train(name, f"{run}-parts", "resume=auto", *typed)
+    assert "already done" in Path(f"runs/{run}-parts/train.log").read_text()
+    ours, theirs = last(f"{run}-whole"), last(f"{run}-parts")
+    extra = [each["state_dict"].pop("_extra_state", None) for each in (ours, theirs)]
+    assert same(ours["state_dict"], theirs["state_dict"]) and extra[0] == extra[1]
+    assert {k: v for k, v in whole.items() if k.startswith(("val", "test"))} == {
+        k: v for k, v in parts.items() if k.startswith(("val", "test"))
+    }
+    mixed = [each["callbacks"].get("Mix", {"count": 18})["count"] for each in (ours, theirs)]
+    assert mixed == [18, 18]
+
+
+def test_a_test_has_the_constants_and_the_state_of_the_training():
+    """A module that draws in its constructor is made again for the test, for eval.py and by load_model."""
+    found = train("Permuted", "permuted", epochs=1)
+    assert found["test_loss"] == pytest.approx(found["val_loss"])
+    again = lockstep.evaluate(["run=permuted", "trainer.accelerator=cpu"])
+    assert again["test_loss"] == found["test_loss"]
+    assert torch.equal(lockstep.load_model("permuted").order, lockstep.load_model("permuted").order)
+    found = train("Stateful", "stateful", "checkpoint.monitor=null", epochs=1)
+    assert (found["test_steps"], found["test_sum"], found["test_seen"]) == (6, 6, 48)
+    kept = lockstep.load_model("stateful")
+    assert (kept.extra["steps"], float(kept.seen.sum_value)) == (6, 48)
+
+
+def test_evaluations_repeat_what_hooks_draw():
+    found = train("Noisy", "noisy", epochs=1)
+    assert (
+        found["test_loss"]
+        == found["val_loss"]
+        == lockstep.evaluate(["run=noisy", "trainer.accelerator=cpu"])["test_loss"]
+    )
+
+
+def test_two_processes_train_what_is_unfrozen_alike(forked):
+    one, two = train("Unfreezing", "one"), train("Unfreezing", "two", "strategy=ddp", "trainer.devices=2")
+    for name, weight in last("one")["state_dict"].items():
+        torch.testing.assert_close(last("two")["state_dict"][name], weight)
+    assert two["test_loss"] == pytest.approx(one["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("typed", "told"), [
+    ("Foreign", "SGD optimizes a tensor of shape (1,) that is no parameter of Foreign, so no checkpoint would contain it. Make it one"),
+    ("LateHead callbacks=[default,freeze]", "callbacks.freeze needs the layers before `setup` and `configure_model`. Create them in __init__."),
+    ("Plain +callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging +callbacks.swa.swa_lrs=0.1",
+     "StochasticWeightAveraging averages after the last checkpoint, so its weights would be neither saved nor tested. Set callbacks=[default,ema]."),
+    ("Plain +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar", "RichProgressBar cannot replace Lockstep's own progress bar. Remove it."),
+])  # fmt: skip
+def test_what_cannot_be_kept_is_told(typed, told):
+    name, *more = typed.split()
+    with pytest.raises(UserError) as refused:
+        train(name, f"refused-{name}", *more)
+    assert told in str(refused.value)
+
+
+def test_names_of_locksteps_own_batches_may_be_a_users(capsys):
+    train("Named", "named", epochs=1)
+    assert "16 already" not in capsys.readouterr().out
+
+
+def test_a_resume_says_what_is_not_called_again(crash_at, capsys):
+    crash_at(8)
+    with pytest.raises(Crash):
+        train("Unfreezing", "hooks", "checkpoint.every_n_steps=1")
+    crash_at(-1)
+    train("Unfreezing", "hooks", "resume=auto")
+    assert "resumed within an epoch: on_train_epoch_start of Unfreezing is not called for it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["OfLate", "OfUnseen"])
+def test_a_generator_that_a_dataset_creates_late_is_seeded_and_an_unseen_one_is_told(name, capsys):
+    for run in ("one", "two"):
+        train(name, f"{name}-{run}", epochs=1)
+    told = "returns different samples for the same seed" in capsys.readouterr().out
+    weights = [last(f"{name}-{run}")["state_dict"] for run in ("one", "two")]
+    assert (same(*weights), told) == ((True, False) if name == "OfLate" else (False, True))
