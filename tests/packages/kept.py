@@ -146,6 +146,8 @@ class Unfreezing(Plain):
 class Accumulating(Plain):
     """As Lightning's documentation accumulates in manual optimization, over four batches."""
 
+    of_lightning = True
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -153,8 +155,15 @@ class Accumulating(Plain):
     def training_step(self, batch, batch_idx):
         self.manual_backward(self.loss(batch) / 4)
         if self.trainer.fit_loop.epoch_loop.batch_progress.total.ready % 4 == 0:
-            self.optimizers().step()
-            self.optimizers().zero_grad()
+            optimizer = self.optimizers(use_pl_optimizer=self.of_lightning)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class AccumulatingAlone(Accumulating):
+    """Calls torch's optimizer itself, so Lightning does not see the step."""
+
+    of_lightning = False
 
 
 class Foreign(Plain):

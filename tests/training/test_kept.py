@@ -9,7 +9,9 @@ import torch
 from in_process import Crash, same, state
 
 import lockstep
+from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.errors import UserError
+from lockstep.training.arithmetic import steps_done
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Be aware that when using `ckpt_path`",
@@ -60,6 +62,14 @@ def test_a_crash_changes_nothing(name, more, step, crash_at):
     }
     mixed = [each["callbacks"].get("Mix", {"count": 18})["count"] for each in (ours, theirs)]
     assert mixed == [18, 18]
+
+
+def test_manual_optimization_is_saved_after_its_update(monkeypatch):
+    """Every fourth batch, also where torch's optimizer is called."""
+    saved = []
+    monkeypatch.setattr(LastCheckpoint, "save", lambda _, trainer: saved.append(steps_done(trainer)))
+    train("AccumulatingAlone", "alone", "checkpoint.every_n_steps=3", "checkpoint.monitor=null", epochs=2)
+    assert saved == [0, 4, 6, 8, 12]  # 6 and 12: the ends of the epochs
 
 
 def test_a_test_has_the_constants_and_the_state_of_the_training():

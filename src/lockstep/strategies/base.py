@@ -165,7 +165,7 @@ class DividedBatches(Strategy):
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
     contiguous_micro_batches = False
     means: Means
-    lacks_update = False  # whether a step has computed gradients since the last update; no checkpoint has them
+    lacks_update = False  # whether manual optimization has gradients for its next update; no checkpoint has them
     waited_s = 0.0  # how long training in this process has waited for users' loaders
     training_loaders: list[WrappedLoader] | None = None  # users' loaders; None until a step needs them
 
@@ -261,15 +261,10 @@ class DividedBatches(Strategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Weights the loss: gradients are averaged over micro-batches that may divide the global batch unevenly."""
-        self.lacks_update = True
+        self.lacks_update = not self.lightning_module.automatic_optimization
         share = self.share()
         loss = closure_loss if share == 1 else closure_loss * share
         return super().backward(self.arithmetic.to_backward(self.lightning_module, loss), optimizer, *args, **kwargs)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        self.lacks_update = False
-        return result
 
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer
@@ -345,6 +340,7 @@ class PortableCheckpoint(DividedBatches):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.named_groups(optimizer)
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "lacks_update", False))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""
