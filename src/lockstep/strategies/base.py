@@ -336,11 +336,14 @@ class PortableCheckpoint(DividedBatches):
         return [{names[id(p)]: p for p in group["params"]} for group in optimizer.param_groups]
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Raises UserError if an optimizer could not be saved."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            self.named_groups(optimizer)
-            optimizer.register_step_post_hook(lambda *_: setattr(self, "lacks_update", False))
+            self.watch(optimizer)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Raises UserError if the optimizer could not be saved."""
+        self.named_groups(optimizer)
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "lacks_update", False))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""

@@ -157,12 +157,10 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             self.share_buffers()  # as DDP does
         return super().training_step(*args, **kwargs)
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        if self.custom:
-            for optimizer in self.optimizers:
-                if optimizer.state_dict():  # unless configure_optimizers returned None
-                    self.custom.watch(optimizer)
+    def watch(self, optimizer: Optimizer) -> None:
+        if self.custom and optimizer.state_dict():  # unless configure_optimizers returned None
+            self.custom.watch(optimizer)
+        super().watch(optimizer)
 
     def on_exception(self, exception: BaseException) -> None:
         mixed = "mixed torch.Tensor and DTensor"
