@@ -1,6 +1,6 @@
 """What a run trains: a task on Lockstep's batches, or the user's own LightningModule.
 
-Everything that differs between the two is a method here.
+What differs between the two in training is a method here; pages and tables ask `task`.
 """
 
 import gc
