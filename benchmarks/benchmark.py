@@ -10,8 +10,8 @@ Each contender is a process that starts once. The contenders then train in turns
 every other round. Because machines are shared, read the ratios: each is the median over the rounds of the ratio within a round.
 contenders.py defines the contenders and lists what they omit. Peers whose package is missing are skipped (`uv run --group peers`).
 
-Memory is the peak of one process, plus (+) that of its GPU. `equal precision` is 32-true, with TF32 on GPUs, as for all peers but `tuned`. An upper
-bound is Lockstep's network, optimizer and precision in a bare loop over one batch that is already on the device.
+Memory is the peak of one process, plus (+) that of its GPU. `equal precision` is 32-true, with TF32 on GPUs, as for all peers but `tuned`. A bare
+loop trains Lockstep's network with its optimizer and precision on one batch that is already on the device.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from lockstep.machine.world import gpu_count, visible_gpus
 
 REST = 0  # steps: all that remain
 ANSWER_S = 1800  # limit of a turn, enough for a slow machine; a hanging contender ends the benchmark
-UPPER_BOUNDS = {"lockstep": "upper bound", "lockstep equal precision": "upper bound equal precision"}
+BARE_LOOPS = {"lockstep": "bare loop", "lockstep equal precision": "bare loop equal precision"}
 PLAIN, FP32 = "plain", "32-true"
 TOLERANCE = 0.01  # between accuracies: one percentage point
 
@@ -87,13 +87,13 @@ def table(contenders: Contenders) -> str:
     rows = []
     for name, figures in contenders.items():
         speed = measuring.spread(figures.speeds, ",.0f" if min(figures.speeds) >= 100 else ",.1f")
-        ratios = (ratio(contenders, name, other) for other in (PLAIN, UPPER_BOUNDS.get(name)))
+        ratios = (ratio(contenders, name, other) for other in (PLAIN, BARE_LOOPS.get(name)))
         values = zip([*ratios, figures.waiting, figures.accuracy], (".2f", ".2f", ".1%", ".2%"), strict=True)
         cells = ["" if value is None else format(value, form) for value, form in values]
         peaks = (figures.turns[-1].get(key) for key in ("peak_bytes", "peak_device_bytes"))
         memory = " + ".join(f"{size / 2**20:,.0f}" for size in peaks if size is not None)
         rows.append([name, figures.precision, f"{speed.rstrip(')')}, {len(figures.turns)})", *cells, memory])
-    head = ["contender", "precision", "images/s (range, n)", "to plain", "to upper bound", "waiting", "accuracy", "MiB"]
+    head = ["contender", "precision", "images/s (range, n)", "to plain", "to bare loop", "waiting", "accuracy", "MiB"]
     return measuring.table(head, rows)
 
 
@@ -114,7 +114,7 @@ def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
 # Limits with room for the noise of a shared machine: --quick measured 2.9, 1.7, 0.88 and 0.93 on two cores. The first applies if the
 # default precision is below fp32.
 FASTER_BY_DEFAULT = {("lockstep", PLAIN): 1.5}
-LIMITS = {("lockstep equal precision", PLAIN): 1.15, **dict.fromkeys(UPPER_BOUNDS.items(), 0.75)}
+LIMITS = {("lockstep equal precision", PLAIN): 1.15, **dict.fromkeys(BARE_LOOPS.items(), 0.75)}
 MOST_WAITING = 0.05  # 0.01 to 0.02 were measured
 PEERS = ("plain", "tuned", "lightning", "accelerate", "transformers")
 Kinds = dict[str, tuple[str, list[str]]]  # name: what it is, its options
@@ -122,8 +122,8 @@ EQUAL = ["trainer.precision=32-true"]
 OURS: Kinds = {
     "lockstep": ("lockstep", []),
     "lockstep equal precision": ("lockstep", EQUAL),
-    "upper bound": ("upper_bound", []),
-    "upper bound equal precision": ("upper_bound", EQUAL),
+    "bare loop": ("bare_loop", []),
+    "bare loop equal precision": ("bare_loop", EQUAL),
 }
 NETWORKS: Kinds = {  # of basic_net: with swapped networks, to separate the engine's contribution from the network's
     "plain, Lockstep's network": ("plain_our_net", []),
@@ -238,7 +238,7 @@ def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -
                 figures[process.name].turns.append(process.train(args.segment))
             say(" · ".join(f"{name} {figure.speeds[-1]:,.1f}" for name, figure in figures.items()))
         for process in processes if args.accuracy else ():
-            if not process.name.startswith("upper bound"):
+            if not process.name.startswith("bare loop"):
                 figures[process.name].accuracy = process.train(REST)["accuracy"]
     return figures
 

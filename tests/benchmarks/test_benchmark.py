@@ -21,7 +21,7 @@ def test_ratios_are_taken_within_a_round():
     """The machine is four times slower in the second round: medians of the rates would say 200/100 = 2, or less."""
     contenders = {"plain": figures(400, 100, 100), "lockstep": figures(600, 150, 200)}
     assert ratio(contenders, "lockstep", "plain") == 1.5
-    assert ratio(contenders, "lockstep", "upper bound") is ratio(contenders, "lockstep", None) is None
+    assert ratio(contenders, "lockstep", "bare loop") is ratio(contenders, "lockstep", None) is None
     with pytest.raises(ValueError, match="longer"):  # a round is missing
         ratio({"plain": figures(100, 100), "lockstep": figures(100)}, "lockstep", "plain")
 
@@ -29,14 +29,14 @@ def test_ratios_are_taken_within_a_round():
 def test_what_is_a_problem():
     """Ratios below the limits of those that ran, long waiting, and accuracies that are far apart."""
     contenders = {"plain": figures(100, 100, waited_s=1.0), "lockstep": figures(119, 121, waited_s=0.1)}
-    assert list(problems(contenders, {("lockstep", "plain"): 1.2, ("lockstep", "upper bound"): 0.9})) == []
+    assert list(problems(contenders, {("lockstep", "plain"): 1.2, ("lockstep", "bare loop"): 0.9})) == []
     (problem,) = problems(contenders, {("lockstep", "plain"): 1.21})
     assert problem == "lockstep is 1.20 times as fast as plain; at least 1.21 is expected"
-    waits = {"lockstep": figures(100, waited_s=0.12), "upper bound": figures(100, waited_s=None)}
+    waits = {"lockstep": figures(100, waited_s=0.12), "bare loop": figures(100, waited_s=None)}
     assert list(problems(waits, {})) == []
     (problem,) = problems(waits, {("lockstep", "plain"): 1.0})
     assert problem == "lockstep waits for data for 6.0% of its time; at most 5% is expected"
-    near = {"plain": figures(1, accuracy=0.98), "lockstep": figures(1, accuracy=0.985), "upper bound": figures(1)}
+    near = {"plain": figures(1, accuracy=0.98), "lockstep": figures(1, accuracy=0.985), "bare loop": figures(1)}
     assert list(problems(near, {})) == []
     (problem,) = problems({**near, "accelerate": figures(1, accuracy=0.96)}, {})
     assert "accelerate reached 96.00%" in problem and "98.00%" in problem
@@ -57,7 +57,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_how_to_install_it(monkeypa
     assert list(found) == ["plain", "tuned", "lightning", "transformers", *benchmark.OURS, *ours]
     assert found[ours[0]] == ("lockstep", ["compile=true", "tf32=true"])
     assert "accelerate is skipped" in (said := capsys.readouterr().err) and "uv run --group peers" in said
-    assert not any("upper bound" in name for name in benchmark.chosen(["plain"], world=2))
+    assert not any("bare loop" in name for name in benchmark.chosen(["plain"], world=2))
     # all that compute in fp32 on a GPU have the same TF32
     for device, more in (("cuda", ["tf32=true"]), ("cpu", [])):
         for name, (kind, options) in benchmark.chosen(["plain"], 1).items():
@@ -101,8 +101,8 @@ def test_a_whole_benchmark(tmp_path):
         "lightning",
         "lockstep",
         "lockstep equal precision",
-        "upper bound",
-        "upper bound equal precision",
+        "bare loop",
+        "bare loop equal precision",
     ]
     assert [name for name in rows if name in names] == names, done.stderr
     assert rows["lockstep equal precision"][1] == "32-true"
