@@ -208,6 +208,7 @@ def test_a_run_from_weights_can_be_typed_again(train, run_a, crash_at, capsys):
     assert Path("runs/x/config.yaml").read_text() == config.replace("run: whole", "run: x")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_goes_back_to_an_older_checkpoint_and_drops_what_came_later(train):
     def files() -> set[str]:
         return {path.name for path in Path("runs/b/checkpoints").iterdir()}
@@ -288,7 +289,7 @@ def test_a_finished_run_whose_continuation_fails_at_once_stays_finished(run_a, c
     assert lockstep.train(["resume=a", "trainer.max_epochs=2"])["train/steps"] == 24
 
 
-@pytest.mark.parametrize("ended_at", [13, 25])
+@pytest.mark.parametrize("ended_at", [13, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_continuation_that_the_system_restarts_goes_on(train, run_a, crash_at, monkeypatch, ended_at):
     """Before and after the first checkpoint in its own folder."""
     typed = ["resume=a", "run=b", "trainer.max_epochs=3"]

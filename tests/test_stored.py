@@ -76,7 +76,9 @@ def test_a_stored_run_is_evaluated_predicts_and_loads(stored):
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `.*_dataloader` but have no", "ignore:.*sync_dist=True")
-@pytest.mark.parametrize("run", ["module", "sweep/1", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "run", ["module", *(pytest.param(run, marks=pytest.mark.slow) for run in ("sweep/1", "sharded"))]
+)
 def test_a_stored_run_of_every_kind_goes_on_and_is_evaluated(run, stored, forked):
     report = lockstep.train([f"run={run}", "resume=auto", "trainer.max_steps=24"])
     whole = lockstep.train(["run=whole", *LATER[run], "trainer.max_steps=24"])

@@ -86,12 +86,12 @@ def change(key: str, node: dict) -> None:
     torch.save({**content, "config": OmegaConf.to_container(cfg)}, "moved.ckpt")
 
 
-SLOW = [("model", "import"), ("task", "module"), ("data", "pickle"), ("augment", "pickle")]
+SLOW = [("callbacks", "pickle"), ("model", "import"), ("task", "module"), ("data", "pickle"), ("augment", "pickle")]
 
 
 @pytest.mark.parametrize(
     ("key", "way"),
-    [("model", "nested"), ("callbacks", "pickle"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [("model", "nested"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
     monkeypatch.syspath_prepend(".")
@@ -333,7 +333,7 @@ def replaced(name: str, kind: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["link", "pipe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dangling", "device"))]
+    "kind", ["link", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("pipe", "dangling", "device"))]
 )
 @pytest.mark.parametrize("name", OF_A_RUN)
 def test_a_run_with_links_pipes_or_devices_is_refused_and_nothing_is_touched(name, kind, run_a, train, capfd):

@@ -72,7 +72,7 @@ MORE = {
     "bfloat16 inside": ("Bfloat16Net Fit", rf"{WHY}the gradient of a sample in Bfloat16Net"),
     "float32 inside": ("Float32Net Fit", SAME),
 }  # fmt: skip
-QUICK = ("dropout on padded batches", "masked mean")
+QUICK = ("masked mean",)
 SHORT = [
     "trainer.max_steps=10", "trainer.precision=32-true", "optim=sgd", "optim.lr=0.05", "loader.batch_size=16",
     "trainer.accelerator=cpu", "trainer.limit_test_batches=1",
@@ -123,6 +123,7 @@ def test_a_loss_between_samples_needs_one_padding(project):
         trained("Net Announced", "padded", "strategy=ddp", "trainer.devices=2")
 
 
+@pytest.mark.slow
 def test_an_evaluation_repeats_its_random_numbers(project):
     """At the end of a run and alone; with logical ranks on any number of processes."""
     try:

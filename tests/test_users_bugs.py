@@ -55,6 +55,7 @@ def test_a_bug_shows_its_traceback_and_stays_in_the_runs_log(train, place, more)
     assert json.loads((train.run / "report.json").read_text())["error"].startswith("ValueError:")
 
 
+@pytest.mark.slow
 def test_the_same_command_typed_again_after_a_bug_in_a_constructor_trains(train):
     for place in ("the data's constructor", "the constructor"):
         assert_shown(train, place)

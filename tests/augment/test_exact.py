@@ -47,7 +47,7 @@ def assert_same(made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_sample_depends_on_seed_and_epoch_and_not_on_the_others_of_its_micro_batch(option, channels):
     """Bit for bit: in batches of two to all, in any order of the pairs."""

@@ -126,14 +126,11 @@ TRANSFORMS: dict[str, Callable[[], object]] = {
     "generators of its own": Holding,
     "a function of the sample": lambda: shuffled,
 }
-PLACES = {
+PLACES = {"two processes": {"world": 2, "workers": 2}, "after two steps": {"done": 2}}
+SLOW_PLACES = {
     "one process": {},
     "two workers": {"workers": 2},
     "accumulated": {"accumulate": 2},
-    "two processes": {"world": 2, "workers": 2},
-    "after two steps": {"done": 2},
-}
-SLOW_PLACES = {
     "four workers": {"workers": 4},
     "spawned": {"workers": 2, "method": "spawn"},
     "forkserver": {"workers": 2, "method": "forkserver"},

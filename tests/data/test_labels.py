@@ -363,6 +363,7 @@ def written(place: Path, *names: str) -> str:
     return f"data.root={place}"
 
 
+@pytest.mark.slow
 def test_every_command_asks_a_checkpoint_for_the_names_of_its_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cache = f"data.cache_dir={tmp_path / 'cache'}"

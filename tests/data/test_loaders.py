@@ -172,6 +172,7 @@ def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected
 # --- worker processes ---
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_loader_end_when_another_takes_its_place():
     data = DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, num_workers=1)
     data.trainer = stand_in_trainer()
@@ -208,6 +209,7 @@ def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch, fork):
     assert report("a")["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_the_workers_of_training_end_before_the_test(train, monkeypatch):
     before, left, made = set(multiprocessing.active_children()), [], DataModule.test_dataloader
 

@@ -69,6 +69,7 @@ SOURCES = {
     "torch": torch_datasets,
     "huggingface": huggingface,
 }
+SLOW = ("huggingface", "folder-workers")
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,11 @@ class Case:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"source-{name}")) for name in SOURCES]
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.xdist_group(f"source-{name}"), *[pytest.mark.slow] * (name in SLOW)])
+        for name in SOURCES
+    ],
 )
 def case(request, tmp_path_factory) -> Case:
     place = tmp_path_factory.mktemp(request.param)

@@ -85,7 +85,7 @@ def test_processes_with_batches_of_their_own_end_together():
 
 STREAMS = [
     {},
-    {"num_workers": 1, "persistent_workers": True},
+    pytest.param({"num_workers": 1, "persistent_workers": True}, marks=pytest.mark.slow),  # torch waits 5 s for its end
     {"num_workers": 2},
     {"drop_last": True},
     {"collate_fn": pads},

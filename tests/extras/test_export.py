@@ -176,7 +176,8 @@ def folder(run, place):
 SLOW = ("basic", "labels", "number", "torchvision", "timm")
 
 
-@pytest.mark.parametrize("name", ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("masks", *SLOW))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own", "masks", *SLOW])
 def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(folder, place, name, tmp_path, monkeypatch):
     made = folder(name)
     (tmp_path / "images").mkdir()
@@ -282,6 +283,7 @@ def outputs_without_lockstep(folder: Path, inputs: tuple, place: Path) -> torch.
     return torch.load(made)
 
 
+@pytest.mark.slow
 def test_a_network_within_the_network_is_exported_alone_and_takes_the_same_images(
     run, place, tmp_path, monkeypatch, capsys
 ):
@@ -311,9 +313,9 @@ def test_a_network_within_the_network_is_exported_alone_and_takes_the_same_image
 
 
 @pytest.mark.parametrize(("network", "inputs"), [
-    ("decoder.layers", ["float32 of shape (batch, 6)"]),
+    pytest.param("decoder.layers", ["float32 of shape (batch, 6)"], marks=pytest.mark.slow),
     ("decoder.scaled", ["float32 of shape (batch, 6)", "float32 of shape (batch, 1)"]),
-    ("encoder.0", []),
+    pytest.param("encoder.0", [], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_network_that_gets_features_takes_these(run, tmp_path, network, inputs):
     """Also one that changes them in place, and one that gets them by names. As a graph, too."""

@@ -83,6 +83,7 @@ def test_a_part_of_the_data_has_a_row_per_sample_and_the_accuracy_of_an_evaluati
     assert len({row["index"] for row in predict("run=digits", "input=val")}) == 6
 
 
+@pytest.mark.slow
 def test_a_folder_a_glob_and_a_csv_of_its_files_say_what_its_test_part_says(predict, place):
     of_part = {row["path"]: row for row in predict("run=photos", "input=test")}
     of_folder = predict("run=photos", "input=photos")

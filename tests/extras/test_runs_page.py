@@ -117,6 +117,7 @@ def test_damaged_runs_are_rows_and_names_are_text(tmp_path, monkeypatch):
     assert page.count("</script>") == page.count("<script") == 2  # the page's own and the runs' values
 
 
+@pytest.mark.slow
 def test_a_hundred_runs_stay_small(tmp_path, monkeypatch):
     for number in range(100):
         write_run(tmp_path / f"runs/{number}", steps=500, batch_size=64 + number % 2)

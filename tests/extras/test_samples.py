@@ -154,7 +154,10 @@ def figures(gallery: str) -> dict[int, str]:
     return {int(re.findall(r"#(\d+)</small>", each)[0]): each for each in gallery.split("<figure")[1:]}
 
 
-@pytest.mark.parametrize("more", [(), ("strategy=ddp", "trainer.devices=2")], ids=["one", "ddp"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param((), id="one"), pytest.param(("strategy=ddp", "trainer.devices=2"), id="ddp", marks=pytest.mark.slow)],
+)
 def test_the_gallery_of_predictions_shows_the_same(place, tmp_path, more):
     shown = {}
     for run in ("coder", "ahead"):

@@ -66,6 +66,7 @@ def terminal(command):
         yield start
 
 
+@pytest.mark.slow
 def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal):
     command = terminal(stop=0)
     dry_runs = 0
@@ -112,6 +113,7 @@ def test_a_signal_ends_all_processes_at_the_prompt(how, code, status, terminal):
     assert f'"status": "{status}"' in (command.folder / "runs/a/report.json").read_text()
 
 
+@pytest.mark.slow
 def test_each_rank_has_a_log_and_the_terminal_shows_rank_0(terminal):
     command = terminal(*TWO)
     assert command.process.wait(200) == 0, command.seen

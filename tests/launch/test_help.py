@@ -77,7 +77,7 @@ SHELLS = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", 
 COMPLETED = {"python train.py optim=ada": "optim=adam", "lockstep train trainer.max_t": "trainer.max_time="}
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.slow)])
 def test_tab_completes_in_a_terminal(shell: str, tmp_path: Path) -> None:
     if not shutil.which(shell):
         pytest.skip(f"no {shell}")

@@ -194,8 +194,8 @@ def test_a_run_without_a_screen_is_done_and_its_log_has_every_line(forked_comman
     ("files", "expected", "words"),
     [
         ({"fail1": "3"}, RunFailed("", 1), "ended with exit code 3"),
-        ({"fail0": "2"}, RunFailed("", 2), "ended with exit code 2"),
-        ({"memory1": "4"}, OutOfMemory("", 4), "^it does not fit$"),
+        pytest.param({"fail0": "2"}, RunFailed("", 2), "ended with exit code 2", marks=pytest.mark.slow),
+        pytest.param({"memory1": "4"}, OutOfMemory("", 4), "^it does not fit$", marks=pytest.mark.slow),
         ({"memory0": "2", "memory1": "8"}, OutOfMemory("", 8), "^it does not fit$"),
         ({"memory0": "2", "memory1": "null"}, OutOfMemory(""), "^it does not fit$"),
         ({"killed1": "oom_kill 1"}, OutOfMemory("", 2), "by the kernel: .*trainer.accumulate_grad_batches=2"),
@@ -250,8 +250,8 @@ def test_processes_that_a_warning_ends_before_they_train_were_preempted(worker, 
     [
         (3, [], [".lockstep-abcdefgh.part/last.ckpt"], True),  # a checkpoint is being written
         (3, [], ["last.ckpt"], False),
-        (0, [], [], True),
-        (0, ["1"], [], True),  # the first one may be uploading a checkpoint
+        pytest.param(0, [], [], True, marks=pytest.mark.slow),
+        pytest.param(0, ["1"], [], True, marks=pytest.mark.slow),  # the first one may be uploading a checkpoint
         (0, ["0"], [], False),  # the other hangs after the last collective
     ],
 )

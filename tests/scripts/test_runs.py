@@ -300,6 +300,7 @@ def without(cfg: Any, *keys: str) -> dict[str, Any]:
     return {key: value for key, value in plain(cfg).items() if key not in ("resume", "run", *keys)}
 
 
+@pytest.mark.slow
 def test_what_failed_and_what_wrote_nothing_for_long_is_run_again(runs, call):
     write(runs / "stopped", report("interrupted", 0))
     states = ("preempted", "pruned", "running", "done")

@@ -45,7 +45,11 @@ def test_who_did_not_come_is_named_once():
 
 
 @pytest.mark.parametrize(
-    ("rank", "words"), [(0, "rank 0 of 2 could not open"), (1, "rank 1 of 2 could not reach rank 0 at")]
+    ("rank", "words"),
+    [
+        (0, "rank 0 of 2 could not open"),
+        pytest.param(1, "rank 1 of 2 could not reach rank 0 at", marks=pytest.mark.slow),
+    ],
 )
 def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch, port):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -76,7 +80,8 @@ def process(rank: str, port: str, moment: str) -> None:
     rendezvous.rendezvous(strategy_of(int(rank), int(port)), timedelta(seconds=2))
 
 
-@pytest.mark.parametrize("moment", [pytest.param("answers", marks=pytest.mark.slow), "connects"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["answers", "connects"])
 def test_one_that_is_lost_while_all_meet_is_not_waited_for(moment, monkeypatch, port):
     """As when the network goes down then. The store's clients themselves would wait for ever."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

@@ -170,7 +170,7 @@ def with_class(path: Path, name: str, place: Path) -> Path:
     return place / "changed.ckpt"
 
 
-@pytest.mark.parametrize("network", ["net", "net.features"])
+@pytest.mark.parametrize("network", [pytest.param("net", marks=pytest.mark.slow), "net.features"])
 def test_a_network_that_a_modules_config_makes_is_exported(kept, tmp_path, network):
     """Without a `forward` of the module, it gets the samples. Another process loads it without Lockstep."""
     made = export(kept, tmp_path / "exported", ["pt2"], network=network)
@@ -480,6 +480,7 @@ def test_dataloaders_that_the_data_replaces_are_told_once(train, capsys):
     assert capsys.readouterr().out.count(told) == 1
 
 
+@pytest.mark.slow
 def test_batches_that_are_not_divided_are_not_resumed_with_another_accumulation(train, crash_at, capsys):
     data = ["data=own", "data._target_=odd.Alike", "+data.num_workers=0"]
     options = ["run=alike", *data, "checkpoint.every_n_steps=1", "trainer.max_epochs=2"]
@@ -547,7 +548,7 @@ def test_a_build_without_a_network_takes_the_datas_own_normalisation():
 
 
 @pytest.mark.parametrize("saved", [
-    ["task.monitor=null", "checkpoint.every_n_steps=1"], ["task.monitor=val_loss", "trainer.val_check_interval=3"],
+    pytest.param(["task.monitor=null", "checkpoint.every_n_steps=1"], marks=pytest.mark.slow), ["task.monitor=val_loss", "trainer.val_check_interval=3"],
 ])  # fmt: skip
 def test_lazy_layers_are_tested_resumed_and_predicted(train, crash_at, tmp_path, saved):
     """Saved in steps, or in a validation within an epoch."""

@@ -41,8 +41,12 @@ MIX = "+callbacks.mix._target_=kept.Mix"
 
 
 @pytest.mark.parametrize(("name", "more", "step"), [
-    ("Noisy", [], 8), ("Noisy", [], 6), ("Plain", [MIX], 8), ("Stateful", [], 8), ("Partial", ["callbacks=[default,ema]"], 8),
-    ("Accumulating", ["checkpoint.every_n_steps=3"], 13), ("Noisy", ["trainer.accumulate_grad_batches=2"], 4),
+    ("Noisy", [], 8),
+    ("Stateful", [], 8),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("Noisy", [], 6), ("Plain", [MIX], 8), ("Partial", ["callbacks=[default,ema]"], 8),
+        ("Accumulating", ["checkpoint.every_n_steps=3"], 13), ("Noisy", ["trainer.accumulate_grad_batches=2"], 4),
+    )),
 ])  # fmt: skip
 def test_a_crash_changes_nothing(name, more, step, crash_at):
     run = f"{name}-{step}"
@@ -94,6 +98,7 @@ def test_evaluations_repeat_what_hooks_draw():
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_is_unfrozen_alike(forked):
     one, two = train("Unfreezing", "one"), train("Unfreezing", "two", "strategy=ddp", "trainer.devices=2")
     for name, weight in last("one")["state_dict"].items():

@@ -116,6 +116,7 @@ def test_several_micro_batches_have_the_mean_without_weights_and_are_refused_wit
             train(run, key)
 
 
+@pytest.mark.slow
 def test_a_crash_between_two_rows_of_the_log_changes_neither_weights_nor_rows(crash_at):
     whole, rows, _ = train("whole")
     crash_at(5)
@@ -234,6 +235,7 @@ def test_masks_belong_to_samples_and_a_teacher_to_no_process(forked):
         assert [row["train/square"] for row in again if "train/square" in row] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_teacher_is_in_no_checkpoint_and_another_one_is_told(capsys, monkeypatch):
     found, _, report = train("teacher", "trainer.max_epochs=1", module="Distilled")
     assert not [name for name in found if "teacher" in name]

@@ -169,9 +169,9 @@ def fits(monkeypatch):
     ("training", 20, ["loader.batch_size=60"], 3, ["of 60 does not", "A size of 20 fits", "grad_batches=3;"]),
     pytest.param("training", 20, ["loader.batch_size=60", "trainer.precision=bf16-true"], 3, ["A size of 20 fits"], marks=pytest.mark.slow),
     pytest.param("training", 7, ["loader.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "A size of 6 fits"], marks=pytest.mark.slow),
-    ("training", 0, ["loader.batch_size=4"], None, ["of 4 does not fit", "No smaller one fits.", "bf16-mixed"]),
+    pytest.param("training", 0, ["loader.batch_size=4"], None, ["of 4 does not fit", "No smaller one fits.", "bf16-mixed"], marks=pytest.mark.slow),
     pytest.param("training", 0, ["loader.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"], marks=pytest.mark.slow),
-    ("training", 20, ["loader.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "A size of 12 fits", "set exact.logical_ranks=8 in a new run;"]),
+    pytest.param("training", 20, ["loader.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "A size of 12 fits", "set exact.logical_ranks=8 in a new run;"], marks=pytest.mark.slow),
     ("evaluation", 16, ["trainer.val_check_interval=1"], None, ["an evaluation batch of 64", "loader.eval_batch_size=32;"]),
     pytest.param("evaluation", 5, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation batch of 8 does", "loader.eval_batch_size=32;"], marks=pytest.mark.slow),
     pytest.param("evaluation", 70, ["trainer.max_epochs=1"], None, ["an evaluation batch of 103", "loader.eval_batch_size=51;"], marks=pytest.mark.slow),
@@ -202,6 +202,7 @@ def test_what_counts_as_out_of_memory(error, expected):
 # --- what starts processes again, in this process ---
 
 
+@pytest.mark.slow
 def test_auto_goes_on_with_a_micro_batch_that_fits_and_a_resumed_run_begins_with_it(train, fits, monkeypatch, capsys):
     monkeypatch.setattr(
         local, "run_processes", lambda _, settings, **__: local.run_in_this_process(local.job("train"), settings)

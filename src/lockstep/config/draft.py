@@ -263,8 +263,8 @@ def is_shipped_node(node: Any) -> bool:
     """Whether a node has no class, or a class that comes with Lockstep. True also for a value that is not a node."""
     return (
         not isinstance(node, DictConfig)
-        or "_target_" not in (values := raw_values(node))
-        or Component.of(values).is_shipped
+        or "_target_" not in list(node.keys())
+        or Component.of(raw_values(node)).is_shipped
     )
 
 
@@ -272,13 +272,13 @@ def value_error(node: DictConfig, name: str, key: str, kind: Validator) -> str |
     """The error of the value `name` of a node, or None if it is valid; `key` is its dotted key in the config."""
     if OmegaConf.is_missing(node, name):
         return f"{key} is missing; set {key}=<{name}>."
-    text = raw_values(node)[name]
     try:
         value = plain(node[name])
     except InterpolationResolutionError:
-        return f"{key}={text} refers to a key that is not in the config. Set that key, or {key}."
+        return f"{key}={raw_values(node)[name]} refers to a key that is not in the config. Set that key, or {key}."
     if kind.accepts(value):
         return None
+    text = raw_values(node)[name]
     source = f"{to_text(value)}, from {text}," if value != text else to_text(value)
     return f"{key}={source} is invalid; expected {kind.takes}, for example {key}={kind.example}."
 
