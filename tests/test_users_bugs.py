@@ -46,7 +46,7 @@ def assert_shown(train, place: str, *more: str) -> None:
 
 @pytest.mark.parametrize(("place", "more"), [
     ("forward", []),  # in the dry run
-    ("a step", ["strategy=ddp", "trainer.devices=2"]),
+    pytest.param("a step", ["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow),
     pytest.param("a worker", ["loader.num_workers=1"], marks=pytest.mark.slow),  # a process that loads data
     pytest.param("the data", [], marks=pytest.mark.slow),
 ])  # fmt: skip

@@ -47,7 +47,6 @@ PAGES = [
     Page("contrastive", ("model.width=8", "loader.eval_batch_size=50", *MNIST), generated=True),
     Page("detection", ("model.width=8", "data.count=70", "data.image_size=32", "trainer.check_val_every_n_epoch=1"), generated=True),
 ]  # fmt: skip
-QUICKEST = {"segmentation"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Case:
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.xdist_group(self.name), *([pytest.mark.slow] * (self.name not in QUICKEST))]
+        return [pytest.mark.xdist_group(self.name), pytest.mark.slow]
 
     def typed(self, places: dict[str, object]) -> list[str]:
         command = [] if self.module else [*self.page.typed[self.page.command], *QUICK]

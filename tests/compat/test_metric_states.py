@@ -90,7 +90,7 @@ def boxes(index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {"boxes": moved, "scores": torch.tensor(random.integers(1, 4, len(box)) / 4), "labels": label}, target
 
 
-pytestmark = pytest.mark.xdist_group("metric_states")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("metric_states")]
 CASES: dict[str, tuple[Callable[[int], tuple[Any, Any]], Callable[[], Metric]]] = {
     "mean average precision": (boxes, lambda: MeanAveragePrecision(class_metrics=True)),
     "lists and sums": (dense, Frechet),

@@ -61,6 +61,7 @@ def test_each_key_of_another_tool_has_its_sentence():
         assert said == f"{key} is not a key of this project. Pass {typed_for(instead)}."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "instead", sorted({i for i in advice()["keys"].values() if not i.startswith(("nothing", "the network"))})
 )

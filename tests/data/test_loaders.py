@@ -193,6 +193,7 @@ def fork() -> Iterator[None]:
     multiprocessing.set_start_method(before, force=True)
 
 
+@pytest.mark.slow
 def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch, fork):
     fetched = Indexed.__getitem__
 

@@ -24,7 +24,7 @@ from lockstep.errors import UserError
 from lockstep.extras import exported
 from lockstep.extras.export import export
 
-pytestmark = pytest.mark.xdist_group("files")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("files")]
 CPU = ["trainer.accelerator=cpu"]
 OWN = ["data=own", "model=own"]
 RATE, LENGTH = 8000, 400

@@ -390,11 +390,12 @@ def test_what_a_logger_lacks_is_told_and_leaves_nothing(train, monkeypatch, type
     assert not Path("runs/a").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raised", "status", "code"),
     [
         (Crash("my bug"), "failed", 1),
-        pytest.param(KeyboardInterrupt(), "interrupted", 255, marks=pytest.mark.slow),
+        (KeyboardInterrupt(), "interrupted", 255),
     ],
 )
 def test_loggers_are_told_how_a_run_ended(train, kept, client, monkeypatch, raised, status, code):

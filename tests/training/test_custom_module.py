@@ -170,7 +170,8 @@ def with_class(path: Path, name: str, place: Path) -> Path:
     return place / "changed.ckpt"
 
 
-@pytest.mark.parametrize("network", [pytest.param("net", marks=pytest.mark.slow), "net.features"])
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["net", "net.features"])
 def test_a_network_that_a_modules_config_makes_is_exported(kept, tmp_path, network):
     """Without a `forward` of the module, it gets the samples. Another process loads it without Lockstep."""
     made = export(kept, tmp_path / "exported", ["pt2"], network=network)
