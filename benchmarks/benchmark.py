@@ -111,7 +111,7 @@ def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
             yield f"{name} is {speedup:.2f} times as fast as {other}; at least {limit:.2f} is expected"
 
 
-# Limits with room for the noise of a shared machine: --quick measured 2.9, 1.7, 0.88 and 0.93 on two cores. The first applies if the
+# Limits with room for the noise of a shared machine: --quick measured 2.3, 1.3, 1.13 and 0.93 on two cores. The first applies if the
 # default precision is below fp32.
 FASTER_BY_DEFAULT = {("lockstep", PLAIN): 1.5}
 LIMITS = {("lockstep equal precision", PLAIN): 1.15, **dict.fromkeys(BARE_LOOPS.items(), 0.75)}

@@ -97,7 +97,6 @@ def test_a_multirun_is_as_many_runs_as_jobs_and_a_table_and_typed_twice_harms_no
     assert [report(command, f"sweep/{job}") for job in range(4)] == reports
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_a_multirun_as_a_whole(forked_command):
     options = ["seed=0,1", "run=sweep", "trainer.max_epochs=500", "trainer.log_every_n_steps=1", *SMALL, *TWO]
     started = forked_command.start("train.py", "-m", *options)

@@ -90,7 +90,7 @@ def boxes(index: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {"boxes": moved, "scores": torch.tensor(random.integers(1, 4, len(box)) / 4), "labels": label}, target
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("metric_states")]
+pytestmark = pytest.mark.xdist_group("metric_states")
 CASES: dict[str, tuple[Callable[[int], tuple[Any, Any]], Callable[[], Metric]]] = {
     "mean average precision": (boxes, lambda: MeanAveragePrecision(class_metrics=True)),
     "lists and sums": (dense, Frechet),
@@ -147,6 +147,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[st
     return {w: [json.loads((folder / f"{rank}-{w}.json").read_text()) for rank in range(w)] for w in WORLDS}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*sample", "ignore:.*class", "ignore:The variance")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", COUNTS)

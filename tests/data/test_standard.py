@@ -308,7 +308,6 @@ def test_a_batch_is_what_the_collate_function_returns_and_the_loader_has_the_use
         _ = loader.nothing
 
 
-@pytest.mark.slow
 def test_the_first_lines_say_how_a_batch_is_divided():
     title = lambda name, *place: Process(LOADERS[name](), 0, *place).loader.title  # noqa: E731
     assert title("shuffled", 2, 1) == "batch 6 = 2 x 3"

@@ -92,6 +92,7 @@ def page(request, tmp_path_factory, mnist, cache, run_folder) -> Path:
 def run_folder(tmp_path_factory, mnist, cache) -> Path:
     """Two runs that differ, one that failed, and the page of all three."""
     import runs as ledger
+
     from lockstep.callbacks import FiniteLoss
 
     folder = tmp_path_factory.mktemp("runs")

@@ -176,8 +176,7 @@ def folder(run, place):
 SLOW = ("basic", "labels", "number", "torchvision", "timm")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["own", "masks", *SLOW])
+@pytest.mark.parametrize("name", ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("masks", *SLOW))])
 def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(folder, place, name, tmp_path, monkeypatch):
     made = folder(name)
     (tmp_path / "images").mkdir()

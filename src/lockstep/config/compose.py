@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
-from functools import lru_cache
+from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -106,19 +106,15 @@ def compose_config(config_name: str, overrides: Sequence[str], *, with_hydra: bo
             raise ConfigCompositionException(str(e)) from e
 
 
-def defaults() -> DictConfig:
-    """The config of `python train.py`. A process composes it once (60 ms), and again after a config file has changed."""
-    files = [path for folder in config_folders() for path in folder.rglob("*.yaml") if path.is_file()]
-    return composed_from(tuple((path, path.stat().st_mtime_ns) for path in files))
-
-
-composed_from = lru_cache(maxsize=1)(lambda _files: compose_config("train", []))
+# The config of `python train.py`, to read. A command composes it at most once (60 ms).
+defaults = cache(lambda: compose_config("train", []))
 
 
 def composed(
     config_name: str, overrides: Sequence[str], always: Sequence[str] = (), *, with_hydra: bool = False
 ) -> DictConfig:
-    """Like `compose_config`, but raises one UserError with all errors of the command."""
+    """The config of a command. Like `compose_config`, but raises one UserError with all errors of the command."""
+    defaults.cache_clear()  # a config file may have changed since the last command of this process
     try:
         return compose_config(config_name, [*always, *overrides], with_hydra=with_hydra)
     except CONFIG_ERRORS as e:
