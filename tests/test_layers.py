@@ -247,11 +247,11 @@ def test_text_is_utf_8_on_every_system(path):
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
     owned_lines=556,
-    engine_lines=15_275,
+    engine_lines=15_277,
     engine_modules=107,
     extras_lines=2_893,
     extras_modules=19,
-    one_statement_functions=577,
+    one_statement_functions=578,
     functions_with_cfg=4,
     files_with_cfg=3,
     places_between_two_worlds=19,

@@ -52,14 +52,6 @@ def test_the_template_where_there_is_no_project(tmp_path, monkeypatch):
     assert compose.resolve([]).model.title == "basic_net"
 
 
-def test_a_default_that_changes_between_two_commands_of_a_process_is_read(bouquet):
-    """As in a notebook. A command that trains a LightningModule compares its config with the defaults."""
-    file = bouquet / "configs/project.yaml"
-    assert compose.composed("train", []).optim.lr == compose.defaults().optim.lr == 5e-3
-    file.write_text(file.read_text().replace("lr: 5e-3", "lr: 7e-3"))
-    assert compose.composed("train", []).optim.lr == compose.defaults().optim.lr == 7e-3
-
-
 def test_a_mistake_in_the_table_is_said(tmp_path):
     for text, said in (
         ("[tool.lockstep]\npackage = []", "tool.lockstep has no key package; its only key is packages"),

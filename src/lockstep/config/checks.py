@@ -113,10 +113,10 @@ def own_loaders(settings: Settings) -> Iterator[str]:
 
 def changed_loader_keys(cfg: RunConfig) -> dict[str, Any]:
     """The keys of `loader` that differ from their defaults because a command or a recipe set them."""
-    from lockstep.config.compose import defaults  # imports this module
+    from lockstep.config.compose import compose_config  # imports this module
 
-    unchanged = defaults().loader
-    return {key: value for key, value in vars(cfg.loader).items() if value != unchanged[key]} if cfg.loader else {}
+    defaults = compose_config("train", []).loader
+    return {key: value for key, value in vars(cfg.loader).items() if value != defaults[key]} if cfg.loader else {}
 
 
 def task(settings: Settings) -> Iterator[str]:

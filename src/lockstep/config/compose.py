@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
-from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,8 @@ def to_hydra(value: Any) -> str:
 def recorded_overrides(overrides: Sequence[str], earlier: Sequence[str] = ()) -> tuple[str, ...]:
     """The overrides that a run records: without the keys of PLACE, after the `earlier` ones of the run it continues."""
     new = [o for o in overrides if key_of(o) not in PLACE and not o.startswith("+callbacks.pruning.")]
-    return (*(o for o in earlier if key_of(o) not in map(key_of, new)), *new)
+    keys = [*map(key_of, new)]
+    return (*(o for o in earlier if key_of(o) not in keys), *new)
 
 
 # --- Composes a config, and reports all errors of a command line at once ---
@@ -99,22 +99,18 @@ def compose_config(config_name: str, overrides: Sequence[str], *, with_hydra: bo
     """The config of `python <config_name>.py <overrides>`, optionally with Hydra's own node. Raises CONFIG_ERRORS."""
     with hydra_state_restored(), initialize_config_dir(str(CONFIGS)):
         try:
-            return compose(config_name, list(overrides), return_hydra_config=with_hydra)
+            cfg: DictConfig = compose(config_name, list(overrides), return_hydra_config=with_hydra)
         except CONFIG_ERRORS:
             raise
         except Exception as e:  # e.g. from YAML, or Hydra's ValueError for model=null; this block only reads configs
             raise ConfigCompositionException(str(e)) from e
-
-
-# The config of `python train.py`, to read. A command composes it at most once (60 ms).
-defaults = cache(lambda: compose_config("train", []))
+        return cfg
 
 
 def composed(
     config_name: str, overrides: Sequence[str], always: Sequence[str] = (), *, with_hydra: bool = False
 ) -> DictConfig:
-    """The config of a command. Like `compose_config`, but raises one UserError with all errors of the command."""
-    defaults.cache_clear()  # a config file may have changed since the last command of this process
+    """Like `compose_config`, but raises one UserError with all errors of the command."""
     try:
         return compose_config(config_name, [*always, *overrides], with_hydra=with_hydra)
     except CONFIG_ERRORS as e:
@@ -155,9 +151,9 @@ def without_replaced_defaults(draft: Draft, overrides: Sequence[str]) -> Draft:
     if not groups:
         return draft
     values: Any = OmegaConf.to_container(draft.tree)
-    unchanged: Any = OmegaConf.to_container(defaults())
+    defaults: Any = OmegaConf.to_container(compose_config("train", []))
     overridden = [key_of(override).partition(".")[0] for override in overrides]
-    return draft.replace({g: {} for g in groups if g not in overridden and values[g].items() <= unchanged[g].items()})
+    return draft.replace({g: {} for g in groups if g not in overridden and values[g].items() <= defaults[g].items()})
 
 
 def key_of(override: str) -> str:
@@ -174,7 +170,8 @@ def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
 
 def needs_signature_check(overrides: Sequence[str]) -> bool:
     """Whether the command line removes a key or sets one without a Validator. Only the class's signature can check these."""
-    keys = [o for o in overrides if not is_group(o) and not key_of(o).startswith(("data.", "hydra.", "augment."))]
+    always_checked = ("data.", "hydra.", "augment.")
+    keys = [o for o in overrides if not is_group(o) and not key_of(o).startswith(always_checked)]
     return any(o.startswith("~") or key_of(o) not in KEYS for o in keys)
 
 
@@ -252,7 +249,8 @@ def expand_sweep(override: str) -> list[str]:
     if not parsed.is_sweep_override():
         return [override]
     if parsed.is_interval_sweep():  # a sweeper draws values between the bounds
-        return [f"{parsed.get_key_element()}={bound}" for bound in (parsed.value().start, parsed.value().end)]
+        interval = parsed.value()
+        return [f"{parsed.get_key_element()}={bound}" for bound in (interval.start, interval.end)]
     values = islice(parsed.sweep_string_iterator(), MAX_JOBS + 1)
     overrides = [f"{parsed.get_key_element()}={value}" for value in values]
     if not overrides:  # a glob that matches nothing
@@ -272,7 +270,8 @@ def jobs(overrides: Sequence[str]) -> int:
 def compose_each(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Composes each override alone, on top of `always` and the valid groups. Returns all errors and valid overrides."""
     problems: list[str] = []
-    valid: list[str] = []
+    groups: list[str] = []
+    values: list[str] = []
     for override in sorted(overrides, key=lambda o: not is_group(o)):  # groups first: they decide which keys exist
         try:
             expanded = expand_sweep(override)
@@ -281,12 +280,12 @@ def compose_each(config_name: str, overrides: Sequence[str], always: Sequence[st
             continue
         for variant in expanded[:MAX_COMPOSED] if len(problems) < MAX_COMPOSED else ():
             try:
-                compose_config(config_name, [*always, *filter(is_group, valid), variant])
+                compose_config(config_name, [*always, *groups, variant])
             except CONFIG_ERRORS as e:
                 problems.append(message(e, variant))
             else:
-                valid.append(variant)
-    return problems, valid
+                (groups if is_group(variant) else values).append(variant)
+    return problems, [*groups, *values]
 
 
 def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:

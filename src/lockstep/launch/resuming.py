@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import Checkpoint, read_outline, step_of
-from lockstep.config.compose import defaults, dotted, is_group, key_of, recorded_overrides
+from lockstep.config.compose import compose_config, dotted, is_group, key_of, recorded_overrides
 from lockstep.config.draft import Draft, name_of_job, structure_problems, values_of, was_restarted
 from lockstep.config.formatting import plain, pluralize, to_text, warn
 from lockstep.config.instantiate import has_nearest_base
@@ -82,8 +82,8 @@ def with_new_defaults(saved: Draft) -> Draft:
         saved = saved.replace({"loader": {}} if is_data_module else {"data": data.without(*LOADER_KEYS).node})
     groups = [group for group in ("", *CLOSED) if not group or isinstance(saved.tree.get(group), Mapping)]
     if newer := [key for key in KEYS if key.rpartition(".")[0] in groups and not saved.has(key)]:
-        unchanged = Draft(defaults())
-        saved = saved.replace({key: unchanged.get(key) for key in newer})
+        defaults = Draft(compose_config("train", []))
+        saved = saved.replace({key: defaults.get(key) for key in newer})
     raise_problems(structure_problems(saved))
     return saved
 
