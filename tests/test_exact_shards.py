@@ -90,7 +90,6 @@ def test_any_number_of_processes_ends_with_the_same_bits(recipe, way, base, runs
         assert {row["val/count"] for row in found if row["val/count"]} <= {"20.0"}
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_in_another_world_ends_with_the_same_bits(base, runs, single, crash_at):
     whole = single("norms")
     crash_at(5)
