@@ -87,7 +87,7 @@ def set_threads(number: int, variable: str | None) -> None:
 
 
 def seed(number: int) -> None:
-    """The same seed on every rank, so networks start equal. callbacks/step_seed.py seeds what differs by rank."""
+    """The same seed on every rank, so networks start equal. training/seeds.py seeds what differs by rank."""
     pl.seed_everything(number, workers=True, verbose=False)
 
 

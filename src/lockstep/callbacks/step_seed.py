@@ -1,124 +1,120 @@
-"""Derives the random numbers of steps and evaluations from what they are used for: no state to save or restore.
+"""Tells training/seeds.py and training/dropout.py where a run is: at which epoch, batch and evaluation."""
 
-Masks of dropout layers depend on the samples of the global batch (training/dropout.py), and random numbers of logical
-ranks on (seed, step, logical rank): neither depends on the number of processes. All others depend on (seed,
-micro-batch, rank), and so on the number of processes. In an evaluation the batch index replaces the step, so evaluating
-the same weights again gives the same result. Hooks that run before a batch begins, such as `on_after_batch_transfer`,
-have random numbers of their own, derived in the same way.
-"""
-
-import random
-from contextlib import ExitStack
+from functools import wraps
 from typing import Any, cast
 
-import numpy as np
-import torch
+import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.strategies.base import PortableCheckpoint
 from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic, steps_done
 from lockstep.training.batches import Loaders
-from lockstep.training.invariance import same_random_numbers
+from lockstep.training.seeds import StepSeeds
+
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def step_seed(seed: int, *parts: object) -> int:
-    return dropout.key_of(seed, *parts) >> 1  # torch's seeds are signed
-
-
-def seed_generators(seed: int, device_type: str) -> None:
-    """Seeds torch's, Python's and NumPy's generators: 0.04 ms of BasicNet's 15 ms step on a CPU.
-
-    torch.manual_seed also visits unused devices, which took 0.58 ms with a CUDA build on a machine without a GPU.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device_type == "cuda":
-        torch.cuda.manual_seed_all(seed)  # all devices, for the replicas of dp
-    elif device_type == "mps":
-        torch.mps.manual_seed(seed)
+def seeds_of(trainer: Trainer) -> StepSeeds:
+    return cast(PortableCheckpoint, trainer.strategy).seeds
 
 
 class StepSeed(Callback):
-    """Seeds the generators before each batch, and passes its samples to the dropout layers.
-
-    Comes before the user's callbacks, which may draw random numbers too.
-    """
+    """Comes before the user's callbacks, which may draw random numbers too."""
 
     def __init__(self, seed: int, loaders: Loaders, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
         self.seed, self.loaders, self.arithmetic, self.masks_by_row = seed, loaders, arithmetic, masks_by_row
-        self.evaluation = ExitStack()  # restores the generators after an evaluation
+        self.reseeds_zero_grad = False
 
-    def begin(self, trainer: Trainer, *parts: object) -> None:
-        seed_generators(step_seed(self.seed, *parts), trainer.strategy.root_device.type)
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for holder in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
+            for hook in TRANSFER:
+                if holder and is_overridden(hook, holder):
+                    draw_for_samples(holder, hook, trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Runs after a LightningModule has built its layers, perhaps in `setup` or `configure_model`."""
         if self.masks_by_row:
             dropout.use_row_masks(pl_module)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        own_hooks = [is_overridden(hook, pl_module) for hook in ("on_before_zero_grad", "optimizer_zero_grad")]
+        self.reseeds_zero_grad = any([*own_hooks, *(is_overridden("on_before_zero_grad", each) for each in others)])
+        seeds_of(trainer).reseed("train start", steps_done(trainer))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seeds_of(trainer).reseed("epoch start", steps_done(trainer))
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.masks_by_row:
             dropout.begin(self.rows(trainer, batch_idx))
-        self.begin(trainer, *self.arithmetic.seed_parts(trainer, batch_idx))
+        seeds_of(trainer).begin_batch(batch_idx)
         self.arithmetic.before_forward(pl_module, batch_idx)
 
+    def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
+        """Between a forward and its backward. Nobody draws there as a rule, so seeding twice more is left out."""
+        if self.reseeds_zero_grad:
+            seeds_of(trainer).reseed("zero_grad", steps_done(trainer))
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seeds_of(trainer).step("update")
         self.arithmetic.after_backward(pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        dropout.begin(None)
+        if seeds_of(trainer).of_samples:  # there was no backward
+            seeds_of(trainer).step("batch end")
 
     def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
         """The rows of a micro-batch; None if they are unknown: then each process draws its own masks."""
         rows, strategy = self.loaders.rows(trainer, batch_idx), cast(PortableCheckpoint, trainer.strategy)
         return dropout.MicroBatch(self.seed, steps_done(trainer), strategy.device_rows(rows)) if rows else None
 
-    def before_batch(self, trainer: Trainer, *_: Any) -> None:
-        """Between two batches, hooks of an epoch's start and those that move the next batch to the device may draw."""
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self.begin(trainer, "between", *self.arithmetic.seed_parts(trainer, done))
-
-    on_train_start = cast(Any, before_batch)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning still counts the batches of the last epoch."""
-        self.begin(trainer, "between", *self.arithmetic.seed_parts(trainer, 0))
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        dropout.begin(None)
-        self.before_batch(trainer)
+    # --- Evaluations ---
 
     def begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.evaluation.enter_context(same_random_numbers(torch.device("cpu")))  # GPUs are seeded for each batch
         self.on_fit_start(trainer, pl_module)
-        self.begin(trainer, "before evaluation", 0, *self.arithmetic.evaluation_parts(trainer, 0))
+        seeds_of(trainer).batch = -1
+        seeds_of(trainer).reseed("evaluation start")
 
     def begin_batch(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, loader: int = 0
     ) -> None:
-        self.begin(trainer, "evaluation", loader, *self.arithmetic.evaluation_parts(trainer, batch_idx))
+        seeds_of(trainer).begin_batch(batch_idx, loader)
         if self.masks_by_row and isinstance(batch, dict) and "index" in batch:  # layers that stay in training mode
             count = len(batch["index"])
             first = trainer.global_rank * count
             rows = trainer.strategy.device_rows(range(first, first + count))  # type: ignore[attr-defined]
             dropout.begin(dropout.MicroBatch(self.seed, f"evaluation {loader} {batch_idx}", rows))
 
-    def end_batch(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, loader: int = 0
-    ) -> None:
+    def end_batch(self, *_: Any) -> None:
         dropout.begin(None)
-        parts = self.arithmetic.evaluation_parts(trainer, batch_idx + 1)
-        self.begin(trainer, "before evaluation", loader, *parts)
 
-    def end_evaluation(self, *_: Any) -> None:
-        dropout.begin(None)
-        self.evaluation.close()
+    def end_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The number of batches may depend on the number of processes."""
+        seeds_of(trainer).reseed("evaluation epoch end")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.end_evaluation()
         if trainer.state.fn == "fit":
-            self.before_batch(trainer)
+            seeds_of(trainer).reseed("after evaluation", steps_done(trainer))
 
     on_validation_start = on_test_start = on_predict_start = begin_evaluation
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = cast(Any, begin_batch)
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = cast(Any, end_batch)
-    on_test_end = on_predict_end = on_exception = cast(Any, end_evaluation)
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = end_epoch
+    on_exception = cast(Any, end_batch)
+
+
+def draw_for_samples(holder: pl.LightningModule | pl.LightningDataModule, hook: str, trainer: Trainer) -> None:
+    """Seeds the random numbers of a hook that moves a batch to the device."""
+    method = getattr(holder, hook)
+    original = getattr(method, "__wrapped__", method)  # wrapped by an earlier Trainer
+
+    @wraps(original)
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        seeds_of(trainer).transfer(hook)
+        return original(*args, **kwargs)
+
+    setattr(holder, hook, seeded)

@@ -119,6 +119,33 @@ def whole_value(tensor: DTensor, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(tensor.full_tensor(), name)(*args, **kwargs)
 
 
+# --- Random numbers of a sharded tensor ---
+#
+# `torch.randn_like(p)` of a DTensor draws each shard by itself (torch 2.13): with the same seed on all ranks, as in an
+# update, the shards on a CPU get the same numbers, and on a GPU others than the whole tensor. Remove this when they are
+# the shards of what one process draws: tests/compat/test_torch.py::test_shards_are_drawn_by_themselves fails then.
+
+
+def whole_draws() -> None:
+    """Applies to all DTensors of this process: each draws the whole tensor and keeps its shard."""
+    dispatcher: Any = DTensor._op_dispatcher
+    for op in dispatcher._random_ops:
+        if op._schema.arguments[0].name == "self":  # without torch.rand and the like, and without dropout
+            dispatcher._custom_op_handlers[op] = whole_draw
+
+
+def whole_draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    tensor: DTensor = args[0]
+    by_values = op is torch.ops.aten.bernoulli.default  # its probabilities are the tensor's values
+    whole = tensor.full_tensor() if by_values else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    drawn = op(whole, *args[1:], **kwargs)
+    sharded = distribute_tensor(drawn, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    if not op._schema.is_mutable:
+        return sharded
+    tensor.to_local().copy_(sharded.to_local())
+    return tensor
+
+
 # --- Gathering on a GPU what was just written ---
 #
 # FSDP2's streams (torch 2.13) wait for the current stream when the forward of the root begins, but not for what a step

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,7 @@ from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.losses import float32
 from lockstep.training.module import Means
 from lockstep.training.optim import head_of
+from lockstep.training.seeds import StepSeeds
 
 log = logging.getLogger("lockstep")
 
@@ -160,6 +162,7 @@ class DividedBatches(Strategy):
     lightning_module: pl.LightningModule  # set before anything here is called
     seed = 0  # of the run
     arithmetic = StepArithmetic()
+    seeds: StepSeeds
     compiled: frozenset[nn.Module] = frozenset()  # compiled networks of a user's module, until its first step
     without_call: set[nn.Module]  # those not called yet
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
@@ -207,13 +210,31 @@ class DividedBatches(Strategy):
             for loader in self.loaders_of(micro_batch):
                 if loader.batch_scope == "a share":
                     loader.require_agreement(loader.batch_info[micro_batch].digest)
+        self.seeds.samples()
         result = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            self.seeds.step("update")
         if self.compiled and self.compiled == self.without_call:
             raise UserError(
                 f"compile=true has no effect: a step of {type(self.lightning_module).__name__} calls methods of its networks, not the networks "
                 "themselves. Call the networks, or remove compile=true."
             )
         self.compiled = frozenset()
+        return result
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluation_step(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluation_step(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluation_step(super().predict_step, *args, **kwargs)
+
+    def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.seeds.samples()
+        result = step(*args, **kwargs)
+        self.seeds.step("batch end")
         return result
 
     @property
@@ -264,7 +285,14 @@ class DividedBatches(Strategy):
         self.lacks_update = not self.lightning_module.automatic_optimization
         share = self.share()
         loss = closure_loss if share == 1 else closure_loss * share
-        return super().backward(self.arithmetic.to_backward(self.lightning_module, loss), optimizer, *args, **kwargs)
+        within_step = self.seeds.of_samples and self.lacks_update
+        if not self.seeds.of_samples:
+            self.seeds.samples("backward")
+        loss = self.arithmetic.to_backward(self.lightning_module, loss)
+        detached = super().backward(loss, optimizer, *args, **kwargs)
+        if within_step:  # of manual optimization
+            self.seeds.samples()
+        return detached
 
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer
@@ -343,7 +371,13 @@ class PortableCheckpoint(DividedBatches):
     def watch(self, optimizer: Optimizer) -> None:
         """Raises UserError if the optimizer could not be saved."""
         self.named_groups(optimizer)
-        optimizer.register_step_post_hook(lambda *_: setattr(self, "lacks_update", False))
+        update = ExitStack()
+        optimizer.register_step_pre_hook(lambda *_: update.enter_context(self.seeds.update()))
+        optimizer.register_step_post_hook(lambda *_: self.finish_update(update))
+
+    def finish_update(self, update: ExitStack) -> None:
+        update.close()
+        self.lacks_update = False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""

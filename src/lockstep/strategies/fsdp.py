@@ -19,6 +19,7 @@ from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import map_leaves
 from lockstep.checkpoints.saving import AtomicCheckpointIO
 from lockstep.compat.lightning import WholeMeshStrategy
+from lockstep.compat.torch import whole_draws
 from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.strategies.base import Float32, PortableCheckpoint
@@ -101,6 +102,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     def setup_environment(self) -> None:
         rendezvous(self, self.timeout)
         super().setup_environment()
+        whole_draws()
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """The units that are gathered, and compiled, one at a time."""
