@@ -7,9 +7,9 @@ import torch
 from in_process import Crash, rows, state
 
 import lockstep
-from lockstep.callbacks import step_seed
 from lockstep.extras.comparison import agree, compare, find
 from lockstep.extras.panels import encode
+from lockstep.training import seeds
 from lockstep.training.arithmetic import TreeReduction
 
 pytestmark = pytest.mark.xdist_group("exact")
@@ -115,7 +115,7 @@ def one_by_one(self: TreeReduction, tensors: list) -> None:
         torch._foreach_add_(self.sums[0], tensors)
 
 
-SEED = step_seed.step_seed
+SEED = seeds.derive_seed
 
 
 def other_numbers(seed: int, *place: object) -> int:
@@ -124,7 +124,7 @@ def other_numbers(seed: int, *place: object) -> int:
 
 @pytest.mark.parametrize(("place", "fault", "told", "rounding"), [
     ((TreeReduction, "add"), one_by_one, "the runs diverge at step 1, in the gradient net.", True),
-    pytest.param((step_seed, "step_seed"), other_numbers, "the runs diverge at step 5, in the loss of logical rank 2", False, marks=pytest.mark.slow),
+    pytest.param((seeds, "derive_seed"), other_numbers, "the runs diverge at step 5, in the loss of logical rank 2", False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_first_step_and_what_differs_in_it_are_named(place, fault, told, rounding, base, runs, single, monkeypatch):
     ours = find(single("full"), runs)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from lockstep.callbacks import EMA, Throughput, stopping
-from lockstep.callbacks.step_seed import StepSeed, seed_generators, step_seed
+from lockstep.callbacks.step_seed import StepSeed
 from lockstep.callbacks.stopping import EarlyStopping, RankAgreement, Timer
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, TrainBatches
@@ -25,6 +25,7 @@ from lockstep.errors import TrainingFailed
 from lockstep.machine import process
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.batches import DataSetLoaders
+from lockstep.training.seeds import derive_seed, seed_generators
 
 
 @pytest.mark.parametrize(("windows", "images_per_s", "waited"), [
@@ -105,7 +106,7 @@ def test_what_a_step_draws_depends_on_its_seed_alone_and_each_step_and_rank_has_
         seed_generators(seed, "cpu")
         return random.random(), np.random.rand(), torch.rand(1).item()
 
-    seeds = {step_seed(*place) for place in itertools.product((0, 1), range(500), range(4))}
+    seeds = {derive_seed(*place) for place in itertools.product((0, 1), range(500), range(4))}
     assert len(seeds) == 4000
     largest = max(seeds)  # torch takes it
     first, other = draw(largest), draw(7)

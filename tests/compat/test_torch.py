@@ -3,6 +3,7 @@
 import copy
 import inspect
 
+import forked
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.modules import _functions
 
-from lockstep.compat.torch import copy_hooks, gather_after_writes, in_backward, tell_first_call, whole_values
+from lockstep.compat.torch import (
+    copy_hooks,
+    gather_after_writes,
+    in_backward,
+    tell_first_call,
+    whole_draws,
+    whole_values,
+)
 from lockstep.strategies.batch_norm import synchronise
 
 
@@ -93,6 +101,40 @@ def test_values_of_a_sharded_tensor_are_those_of_a_shard(mesh, monkeypatch):
     assert weight.full_tensor().sum() == 16 and weight.requires_grad
     assert (float(part), part.item(), int(part), bool(part)) == (7, 7, 7, True)
     assert weight.tolist() == [[2, 2]] * 4
+
+
+DRAWS = {
+    "randn_like": torch.randn_like,
+    "rand_like": torch.rand_like,
+    "randint_like": lambda t: torch.randint_like(t, 9),
+    "normal_": lambda t: t.clone().normal_(1, 2),
+    "uniform_": lambda t: t.clone().uniform_(1, 2),
+    "bernoulli_": lambda t: t.clone().bernoulli_(0.5),
+    "bernoulli": torch.bernoulli,
+}
+
+
+def draw(rank: str, folder: str) -> None:
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=2)
+    plain = torch.arange(9.0)[:, None].expand(9, 8) / 9
+    tensor = distribute_tensor(plain, init_device_mesh("cpu", (2,)), [Shard(0)])  # 5 and 4 rows
+
+    def drawn(name: str, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return DRAWS[name](x)
+
+    whole = drawn("randn_like", plain.contiguous())
+    assert not torch.equal(drawn("randn_like", tensor).full_tensor(), whole)  # when this fails, remove whole_draws
+    whole_draws()
+    for name in DRAWS:
+        assert torch.equal(drawn(name, tensor).full_tensor(), drawn(name, plain.contiguous())), name
+    torch.distributed.destroy_process_group()
+
+
+def test_shards_are_drawn_by_themselves(tmp_path):
+    ranks = [forked.call(__file__, "draw", str(rank), str(tmp_path)) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
 
 
 def test_fsdp_has_no_public_name_for_waiting_for_writes(mesh, monkeypatch):

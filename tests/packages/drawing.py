@@ -1,8 +1,11 @@
 """Modules that draw random numbers outside of forward and backward, for tests/training/test_step_numbers.py."""
 
+import os
+
 import lightning.pytorch as pl
 import torch
 from kept import Plain
+from torch import nn
 
 
 class Langevin(torch.optim.SGD):
@@ -77,3 +80,36 @@ class WeightNoise(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         for p in pl_module.parameters():
             p.add_(torch.randn_like(p), alpha=0.01)
+
+
+class Everything(GradientNoise, ZeroGradNoise, EpochScale, LangevinModule):
+    """Draws in each place."""
+
+    def on_before_optimizer_step(self, optimizer):
+        GradientNoise.on_before_optimizer_step(self, optimizer)
+        ZeroGradNoise.on_before_optimizer_step(self, optimizer)
+
+
+class Drifting(Plain):
+    """Each rank adds its own share to a weight, once."""
+
+    def __init__(self, by: float = 1.0) -> None:
+        super().__init__()
+        self.by = by
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step == 2:
+            self.head.bias.add_(self.by * self.global_rank)
+
+
+class Sets(Plain):
+    """Layers in an order that depends on the rank, as that of a set does on the hash of texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("colour", "shape") if int(os.environ.get("LOCAL_RANK", 0)) == 0 else ("shape", "colour"):
+            setattr(self, name, nn.Linear(6, 6))
+
+    def forward(self, x):
+        return super().forward(self.colour(x) + 2 * self.shape(x))

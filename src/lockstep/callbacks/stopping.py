@@ -271,6 +271,9 @@ class RankAgreement(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.check(trainer, "continues after step", steps_done(trainer))
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.strategy.require_agreement()  # type: ignore[attr-defined]
+
     @staticmethod
     def check(trainer: Trainer, verb: str, value: object) -> None:
         reference = trainer.strategy.broadcast(value)

@@ -23,8 +23,9 @@ from lockstep.data.standard import Division, WrappedLoader, wrapped_loaders
 from lockstep.data.streams import wrap_loader
 from lockstep.errors import CheckpointNotLoadable, UserError
 from lockstep.machine.world import all_gather_objects
+from lockstep.strategies.agreement import require_same_names, require_same_values
 from lockstep.strategies.batch_norm import synchronise
-from lockstep.training.arithmetic import StepArithmetic
+from lockstep.training.arithmetic import StepArithmetic, steps_done
 from lockstep.training.losses import float32
 from lockstep.training.module import Means
 from lockstep.training.optim import head_of
@@ -287,7 +288,7 @@ class DividedBatches(Strategy):
         loss = closure_loss if share == 1 else closure_loss * share
         within_step = self.seeds.of_samples and self.lacks_update
         if not self.seeds.of_samples:
-            self.seeds.samples("backward")
+            self.seeds.samples()
         loss = self.arithmetic.to_backward(self.lightning_module, loss)
         detached = super().backward(loss, optimizer, *args, **kwargs)
         if within_step:  # of manual optimization
@@ -308,6 +309,7 @@ class PortableCheckpoint(DividedBatches):
     """Base of all strategies: saves and loads weights and optimizer states by name, in their saved precision."""
 
     omitted: frozenset[str] = frozenset()  # hyperparameters that checkpoints leave out
+    agreed_at = 0  # the step after which the ranks were last compared
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """The parts of a network that are computed one after the other, if the strategy handles them separately."""
@@ -335,6 +337,19 @@ class PortableCheckpoint(DividedBatches):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
         self.make_loadable(checkpoint, filepath)
         super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
+        self.require_agreement()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.training:
+            require_same_names(self.lightning_module)
+        super().setup(trainer)
+
+    def require_agreement(self) -> None:
+        """Compares the ranks' weights after a step, once. Every rank must call it."""
+        step = steps_done(self.lightning_module.trainer)
+        if self.lightning_module.trainer.world_size > 1 and step != self.agreed_at:
+            self.agreed_at = step
+            require_same_values(self.lightning_module, self.optimizers, self.root_device, step)
 
     def make_loadable(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Removes hyperparameters that torch.load rejects with weights_only=True.

@@ -228,6 +228,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         if not self.sharded_checkpoints:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
+            self.require_agreement()
             return
         if self.writers is None:
             self.writers = torch.distributed.new_group(backend="gloo", timeout=self.timeout)

@@ -12,6 +12,7 @@ In an evaluation the batch index replaces the step, so evaluating the same weigh
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,16 +48,16 @@ class StepSeeds:
     def __init__(self, seed: int, arithmetic: StepArithmetic, trainer: pl.Trainer) -> None:
         self.seed, self.arithmetic, self.trainer = seed, arithmetic, trainer
         self.batch = self.loader = 0  # the current batch of an epoch, and its evaluation loader
-        self.count = 0  # how often the generators were seeded in this batch
+        self.counts = Counter[str]()  # how often each phase of this batch has begun
         self.of_samples = False  # whose numbers are drawn now
 
     def reseed(self, *parts: object, of_samples: bool = False) -> None:
         self.of_samples = of_samples
-        self.count += 1
         seed_generators(derive_seed(self.seed, *parts), self.trainer.strategy.root_device.type)
 
     def begin_batch(self, batch_idx: int, loader: int = 0) -> None:
-        self.batch, self.loader, self.count = batch_idx, loader, 0
+        self.batch, self.loader = batch_idx, loader
+        self.counts.clear()
         self.step("batch start")
 
     def step(self, phase: str) -> None:
@@ -67,13 +68,14 @@ class StepSeeds:
             return
         # with accumulation, an update draws the same numbers as without
         part = 0 if completes_step(trainer, self.batch) else 1 + self.batch % trainer.accumulate_grad_batches
-        self.reseed(phase, steps_done(trainer), part, self.count)
+        self.reseed(phase, steps_done(trainer), part, self.counts[phase])
+        self.counts[phase] += 1
 
-    def samples(self, *phase: str) -> None:
+    def samples(self) -> None:
         """Next come numbers of the samples of the current batch."""
-        if self.count > 1:  # not the first forward of this batch
-            phase = (*phase, str(self.count))
-        self.reseed(*self.sample_key(self.batch), *phase, of_samples=True)
+        again = self.counts["samples"]  # after a closure, an update or a hook
+        self.reseed(*self.sample_key(self.batch), *[again] * bool(again), of_samples=True)
+        self.counts["samples"] += 1
 
     def transfer(self, hook: str) -> None:
         """Next comes a hook that moves the next batch to the device."""
