@@ -3,11 +3,14 @@
 Also decides when they are saved, which are kept, and where a resumed run continues.
 """
 
+import copy
+import inspect
 import logging
 import math
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -19,10 +22,13 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.checkpoints import weights
-from lockstep.checkpoints.finding import BEST, is_checkpoint
+from lockstep.checkpoints.finding import BEST, is_checkpoint, leaves
 from lockstep.compat.lightning import load_epoch_means, save_epoch_means, save_logged_step, set_logged_step
+from lockstep.config.compose import dotted
 from lockstep.config.run_config import RunConfig
 from lockstep.errors import (
     DamagedCheckpoint,
@@ -240,6 +246,73 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             trainer.strategy.remove_checkpoint(folder / name)
 
 
+# --- The schedules of a resumed run: the config says what they are constructed with, the checkpoint how far they are ---
+
+# Keys that decide it. The state of a schedule does not show what a lambda uses, such as the length of the run.
+CONSTRUCTED_FROM = ("task", "data", "schedule", "trainer.max_epochs", "trainer.max_steps", "trainer.limit_train_batches")  # fmt: skip
+STALE = "%s cannot repeat its steps under the changed config: until its next step, the learning rate is the checkpoint's. Pass init_from=<run> to start over."
+
+
+def options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def constructed(trainer: Trainer) -> dict[str, Any]:
+    """The options of the optimizers and the states of the schedules, before the first step."""
+    schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    return copy.deepcopy({"groups": [options(each) for each in trainer.optimizers], "schedules": schedules})
+
+
+def differing(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in now.items() if key not in then or then[key] != value}
+
+
+def schedule_steps(state: dict[str, Any]) -> Any:
+    """The steps that a schedule has done; None if it does not count them. A ChainedScheduler has those of its parts."""
+    return next((value for path, value in leaves(state) if path[-1] == "last_epoch"), None)
+
+
+def can_repeat(scheduler: Any) -> bool:
+    """Whether the number of steps alone decides the learning rates, and not, for example, a metric."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return not required and schedule_steps(scheduler.state_dict()) is not None
+
+
+def repeat_steps(scheduler: Any, state: dict[str, Any]) -> None:
+    """Makes as many steps as the saved `state` has, and replaces it by the result."""
+    with warnings.catch_warnings(action="ignore"):  # the optimizer has not made a step
+        for _ in range(schedule_steps(state) - schedule_steps(scheduler.state_dict())):
+            scheduler.step()
+    state.clear()
+    state.update(scheduler.state_dict())
+
+
+def adopt_changes(trainer: Trainer, checkpoint: dict[str, Any], *, config_changed: bool) -> None:
+    """Makes a checkpoint what it would be if optimizers and schedules had been constructed as they are now.
+
+    Changed schedules repeat their steps, which also sets the learning rates. Those that need metrics keep their history.
+    """
+    now = constructed(trainer)
+    then = checkpoint.get("constructed") or now
+    new = [differing(*pair) for pair in zip(then["schedules"], now["schedules"], strict=False)]
+    schedules = list(zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], new, strict=False))
+    optimizers = zip(trainer.optimizers, checkpoint["optimizer_states"], then["groups"], strict=False)
+    for optimizer, optimizer_state, then_groups in optimizers:
+        own = [(config.scheduler, *rest) for config, *rest in schedules if config.scheduler.optimizer is optimizer]
+        changed = any(config_changed or new for _, _, new in own)
+        repeats = changed and all(can_repeat(scheduler) for scheduler, _, _ in own)
+        for scheduler, state, new in own:
+            if repeats:
+                repeat_steps(scheduler, state)
+            else:
+                state.update(new)
+            if changed and not repeats and not isinstance(scheduler, ReduceLROnPlateau):
+                log.warning(STALE, type(scheduler).__name__)
+        for group, before, after in zip(optimizer_state["param_groups"], then_groups, options(optimizer), strict=False):
+            group.update(differing({} if repeats else before, after))
+
+
 # --- When checkpoints are saved, and where in the training a resumed run continues ---
 
 
@@ -259,8 +332,11 @@ class Position(Callback):
             if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(trainer.default_root_dir) / "own-checkpoints")
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.constructed = constructed(trainer)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["config"] = self.config.plain()
+        checkpoint["config"], checkpoint["constructed"] = self.config.plain(), self.constructed
         checkpoint["global_step"] = steps_done(trainer)  # Lightning counts every optimizer's, and loads `loops`
         # exact.logical_ranks may change the config's value
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
@@ -291,6 +367,9 @@ class Position(Callback):
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             batches[scope] = {key: count * current // saved for key, count in batches[scope].items()}
+        old, new = dotted(checkpoint["config"]), dotted(self.config.plain())
+        keys = [key for key in {**old, **new} if key.startswith(CONSTRUCTED_FROM)]
+        adopt_changes(trainer, checkpoint, config_changed=any(old.get(key) != new.get(key) for key in keys))
         raise_problems(f"resume: {error}" for error in changed_frozen(pl_module, checkpoint.get("frozen", {})))
         load_epoch_means(trainer, checkpoint.get("epoch_means", {}))
         trainer.strategy.means.load(checkpoint, keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
