@@ -234,3 +234,34 @@ class OfLate(Plain):
 class OfUnseen(Plain):
     def train_dataloader(self):
         return DataLoader(Unseen(), 8)
+
+
+class Running(nn.Module):
+    """Has a statistic of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.layer(x - self.mean)
+
+
+class Statistics(Plain):
+    """A body with buffers of every kind, most of them next to no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.BatchNorm1d(6),
+            nn.BatchNorm1d(6, affine=False),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+            Running(),
+            nn.Unflatten(1, (3, 2)),
+            nn.InstanceNorm1d(3, track_running_stats=True),
+            nn.Flatten(),
+            nn.Dropout(0.1),
+        )

@@ -98,6 +98,35 @@ def test_evaluations_repeat_what_hooks_draw():
     )
 
 
+FROZEN = ["callbacks=[default,freeze]", "callbacks.freeze.unfreeze=[['*',2]]", "checkpoint.every_n_steps=1"]
+
+
+def test_no_buffer_of_a_frozen_body_moves_until_its_epoch(crash_at):
+    """Also where it has no parameters, and after a resume."""
+    train("Statistics", "frozen", *FROZEN, "checkpoint.save_top_k=9")
+    first, second, third = (state(f"frozen/checkpoints/best-step-{step}.ckpt")["state_dict"] for step in (6, 12, 18))
+    body = [name for name in first if name.startswith("body.")]
+    assert [name for name in body if not torch.equal(first[name], second[name])] == []
+    assert [name for name in body if "num_batches" in name and first[name]] == []
+    buffers = [name for name in body if name not in dict(lockstep.load_model("frozen").named_parameters())]
+    still = [name for name in buffers if torch.equal(second[name], third[name])]
+    assert still == ["body.5.num_batches_tracked"]  # torch's InstanceNorm never counts
+    crash_at(8)
+    with pytest.raises(Crash):
+        train("Statistics", "frozen-parts", *FROZEN)
+    crash_at(-1)
+    train("Statistics", "frozen-parts", "resume=auto", *FROZEN)
+    assert same(last("frozen-parts")["state_dict"], last("frozen")["state_dict"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_no_buffer_of_a_frozen_body_moves_on_two_processes(strategy, forked):
+    train("Statistics", strategy, *FROZEN, "checkpoint.save_top_k=9", f"strategy={strategy}", "trainer.devices=2")
+    first, second = (state(f"{strategy}/checkpoints/best-step-{step}.ckpt")["state_dict"] for step in (6, 12))
+    assert [name for name in first if name.startswith("body.") and not torch.equal(first[name], second[name])] == []
+
+
 @pytest.mark.slow
 def test_two_processes_train_what_is_unfrozen_alike(forked):
     one, two = train("Unfreezing", "one"), train("Unfreezing", "two", "strategy=ddp", "trainer.devices=2")

@@ -107,23 +107,24 @@ NO_LAYERS = "callbacks.freeze needs the layers before `setup` and `configure_mod
 
 
 class Freeze(Callback):
-    """Keeps parameters unchanged, for the whole run or until an epoch.
+    """Keeps parameters and buffers unchanged, for the whole run or until an epoch.
 
     `parameters`: `body`, or patterns of names such as `layer1.*`. `unfreeze`: pairs of a pattern and the epoch from
     which it is trained.
 
     Parameters that are never unfrozen need no gradient, so the backward pass ends before them. Gradients of other
     frozen parameters are removed before each step, because strategies read their parameters only once, at the start.
-    Frozen batch norms keep their statistics.
+    Modules with buffers, such as batch norms, are in evaluation mode while they are frozen, so they keep their statistics.
     """
 
     def __init__(self, parameters: Patterns = BODY, unfreeze: Sequence[tuple[str, int]] = ()) -> None:
         self.patterns = [parameters] if isinstance(parameters, str) else list(parameters)
         self.unfreeze = [(pattern, epoch) for pattern, epoch in unfreeze]
-        self.thaws: dict[str, float] = {}  # frozen parameters: the epoch from which each is trained
+        self.thaws: dict[str, float] = {}  # frozen parameters and buffers: the epoch from which each is trained
         self.without_gradient: list[nn.Parameter] = []  # in this epoch
-        # in training mode until they were frozen; the network's own `train` may keep others in evaluation mode
-        self.at_rest: set[nn.Module] = set()
+        # in training mode until they were frozen (the network's own `train` may keep others in evaluation mode), each
+        # with the parameters and buffers that it waits for
+        self.at_rest: dict[nn.Module, list[str]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.freeze(getattr(pl_module, "net", pl_module))
@@ -132,8 +133,12 @@ class Freeze(Callback):
         """Finds what is frozen until when. Raises UserError if a pattern has no match, or nothing is left to train."""
         if not any(True for _ in net.parameters()):
             raise UserError(NO_LAYERS)
-        head_ids = {id(p) for p in head_of(net).parameters()}
-        self.in_body = in_body = {name: id(p) not in head_ids for name, p in net.named_parameters()}
+        head = head_of(net)
+        head_ids = {id(tensor) for tensor in (*head.parameters(), *head.buffers())}
+        parameters = dict(net.named_parameters())
+        tensors = parameters | dict(net.named_buffers())
+        self.names = {*parameters}
+        in_body = {name: id(tensor) not in head_ids for name, tensor in tensors.items()}
         frozen = [n for n in in_body if any(in_body[n] if p == BODY else fnmatchcase(n, p) for p in self.patterns)]
         for pattern in {*self.patterns} - {BODY} | {pattern for pattern, _ in self.unfreeze}:
             if not any(fnmatchcase(name, pattern) for name in in_body):
@@ -143,20 +148,20 @@ class Freeze(Callback):
         for name in frozen:
             epochs = [epoch for pattern, epoch in self.unfreeze if fnmatchcase(name, pattern)]
             self.thaws[name] = min(epochs, default=math.inf)
-        if len(frozen) == len(in_body) and 0 not in self.thaws.values():
+        if self.names <= {*frozen} and 0 not in self.thaws.values():
             raise UserError("callbacks.freeze.parameters freezes the whole network. Freeze fewer parameters.")
-        for name, p in net.named_parameters():
+        for name, p in parameters.items():
             if self.thaws.get(name) == math.inf:
                 p.requires_grad_(False)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.in_body.keys() != {name for name, _ in getattr(pl_module, "net", pl_module).named_parameters()}:
+        if self.names != {name for name, _ in getattr(pl_module, "net", pl_module).named_parameters()}:
             raise UserError(NO_LAYERS)
 
     @property
     def trained_later(self) -> set[nn.Module]:
         """Modules with statistics that are in evaluation mode until a later epoch."""
-        return {module for module in self.at_rest if any(p.requires_grad for p in module.parameters(recurse=False))}
+        return {module for module, names in self.at_rest.items() if any(self.thaws[name] < math.inf for name in names)}
 
     def is_frozen(self, name: str, epoch: int) -> bool:
         return epoch < self.thaws.get(name, 0)
@@ -165,17 +170,22 @@ class Freeze(Callback):
         self.on_train_epoch_start(trainer, pl_module)  # Lightning does not call it for a resumed epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Modules with statistics are in evaluation mode while all their parameters are frozen."""
+        """Modules with buffers are in evaluation mode while they are frozen: all their parameters, else their buffers."""
         net, epoch = getattr(pl_module, "net", pl_module), trainer.current_epoch
         parameters = net.named_parameters()
         self.without_gradient = [p for name, p in parameters if p.requires_grad and self.is_frozen(name, epoch)]
         for path, module in net.named_modules():
-            names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-            if names and any(True for _ in module.buffers(recurse=False)):
-                if module.training and all(self.is_frozen(name, epoch) for name in names):
-                    self.at_rest.add(module.eval())
-                elif module in self.at_rest and not all(self.is_frozen(name, epoch) for name in names):
-                    self.at_rest.remove(module.train())
+            buffers = [name for name, _ in module.named_buffers(path, recurse=False)]
+            names = [name for name, _ in module.named_parameters(path)]
+            if not any(True for _ in module.parameters(recurse=False)):
+                names += buffers
+            is_frozen = all(self.is_frozen(name, epoch) for name in names)
+            if buffers and module.training and is_frozen:
+                self.at_rest[module] = names
+                module.training = False  # not its children, such as dropout
+            elif module in self.at_rest and not is_frozen:
+                del self.at_rest[module]
+                module.training = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         for p in self.without_gradient:
