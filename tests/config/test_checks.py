@@ -24,7 +24,7 @@ from lockstep.config.compose import (
 from lockstep.config.draft import Draft, advice, value_errors
 from lockstep.config.instantiate import ENGINE, SPECIAL
 from lockstep.config.project import config_folders
-from lockstep.config.run_config import CLOSED
+from lockstep.config.run_config import CLOSED, SHIPPED
 from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.config.targets import parameters
 from lockstep.errors import UserError
@@ -112,6 +112,39 @@ def test_every_key_of_a_shipped_component_and_of_a_closed_group_has_a_check():
                 assert f"{place}.{name}" in KEYS or typed, f"{place}.{name} of {node['_target_']}"
             checked |= {f"{place}.{name}" for name in node}
     assert set(KEYS) <= checked  # no check is about a key that there is not
+
+
+# Classes of libraries, and those that a clone adds beside the template's.
+OTHERS = [
+    "schedule._target_=torch.optim.lr_scheduler.MultiStepLR ++schedule.milestones=[3,7]",
+    "optim._target_=torch.optim.Adafactor ++optim.eps=[null,0.001]",
+    "callbacks=[early_stopping] callbacks.early_stopping._target_=lightning.pytorch.callbacks.EarlyStopping callbacks.early_stopping.patience=0",
+    "model._target_=project.model.Net ++model.dropout_fc=1.5 ++model.name=3 ++model.pretrained=imagenet",
+    "data._target_=project.data.Cells ++data.image_size=[224,224] ++data.mean=0.1307 ++data.std=0.3 ++data.csv=[a,b] ++data.channels=4 "
+    "++data.source=s3 ++data.cache_dir=3 ++data.resize=true ++data.test_fraction=[0.1,0.2]",
+    "task._target_=project.module.Own ++task.threshold=[0.2,0.3] ++task.class_weights=auto ++task.dice=on ++task.ignore_index=null",
+]
+
+
+@pytest.mark.parametrize("line", OTHERS)
+def test_a_keys_name_alone_validates_nothing(line):
+    assert value_errors(draft(*line.split())) == {}
+
+
+def test_what_lockstep_reads_of_any_optimizer_is_validated():
+    assert [*value_errors(draft("optim._target_=torch.optim.Adafactor", "optim.layer_decay=2"))] == [
+        "optim.layer_decay"
+    ]
+
+
+def test_the_classes_with_validators_are_those_that_configs_name():
+    text = "".join(path.read_text() for folder in config_folders() for path in folder.glob("*/*.yaml"))
+    named = {
+        target
+        for target in re.findall(r"(?m)^ *_target_: ([\w.]+)", text)
+        if not target.startswith(("lockstep.", "my_package."))
+    }
+    assert named - {"lightning.pytorch.LightningDataModule"} == {*SHIPPED}
 
 
 def test_the_example_of_each_message_is_accepted():

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from lockstep.config.formatting import plain, to_text
+from lockstep.config.instantiate import ENGINE
 from lockstep.config.renames import with_new_keys
 from lockstep.config.run_config import CLOSED, SEVERAL, Component, Invalid, RunConfig
 from lockstep.config.schema import GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES
@@ -238,13 +239,15 @@ def unknown_keys(draft: Draft) -> Iterator[str]:
 def value_errors(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, str]:
     """The error of each of `keys` with an invalid value; an empty string if the key that it refers to has the error.
 
-    Without `keys`: of all keys, except those of a user class, whose signature decides, and keys that refer to them.
+    Without `keys`: of all keys, except those that only a class outside of Lockstep reads, and keys that refer to them. Its signature
+    decides.
     """
     errors: dict[str, str] = {}
     references: dict[str, str] = {}
     for key in KEYS if keys is None else keys:
-        node, name = draft.owner(key), key.rpartition(".")[2]
-        if not draft.has(key) or (keys is None and not is_shipped_node(node)):
+        node, (group, _, name) = draft.owner(key), key.rpartition(".")
+        is_engines = group == "optim" and name in ENGINE[group]
+        if not draft.has(key) or (keys is None and not is_engines and not is_shipped_node(node)):
             continue
         if error := value_error(node, name, key, KEYS[key]):
             references[key] = str(raw_values(node).get(name))[2:-1]
