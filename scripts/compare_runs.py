@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.config.formatting import inline, readable
 from lockstep.errors import UserError
 from lockstep.extras.comparison import ENDS, agree, compare, find, rounding_verdict
-from lockstep.machine.files import to_json
+from lockstep.machine.files import local_path, to_json
 from lockstep.machine.process import protect_streams
 from lockstep.reporting.report import Report
 
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("runs", nargs=2, metavar="run", help="a run's name or directory")
     parser.add_argument("--exact", action="store_true", help="compare the whole state bit by bit")
     parser.add_argument("--tolerance", type=float, default=1e-6, help="relative difference that counts as equal")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--runs-dir", type=local_path, default=Path("runs"))
     parser.add_argument("--json", action="store_true", help="an object in JSON, for programs")
     args = parser.parse_args()
     try:

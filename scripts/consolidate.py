@@ -11,7 +11,7 @@ from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.config.formatting import inline
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
-from lockstep.machine.files import atomic_replace
+from lockstep.machine.files import atomic_replace, local_path
 
 
 def consolidate(folder: Path, file: Path) -> Path:
@@ -29,8 +29,8 @@ def consolidate(folder: Path, file: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("file", nargs="?", type=Path, help="default: the folder's name, plus -whole")
+    parser.add_argument("folder", type=local_path)
+    parser.add_argument("file", nargs="?", type=local_path, help="default: the folder's name, plus -whole")
     args = parser.parse_args()
     file = args.file or args.folder.with_name(f"{args.folder.stem}-whole.ckpt")
     print(inline(f"{args.folder} is now one file: {consolidate(args.folder, file)}"))

@@ -17,18 +17,20 @@ from lockstep.config.formatting import inline, shell_line
 from lockstep.config.project import command_prefix, short
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
+from lockstep.machine.files import local_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "what",
+        type=local_path,
         help="the name of a run in ./runs, also as run=<name>, or a run directory: exports the checkpoint that the run tested; or a checkpoint",
     )
     parser.add_argument(
         "folder",
         nargs="?",
-        type=Path,
+        type=local_path,
         help="default: exports/<run>[-<network>]; for a job of a sweep, exports/<sweep>-<job>",
     )
     parser.add_argument(
@@ -40,7 +42,7 @@ def main() -> None:
         "--files", "--images", help="compare on these files (as for predict.py), if the run's data is not available"
     )
     args = parser.parse_args()
-    path = tested_checkpoint(args.what.removeprefix("run="), "run")  # as eval.py and predict.py name it
+    path = tested_checkpoint(str(args.what).removeprefix("run="), "run")  # as eval.py and predict.py name it
     run = path.resolve().parent.parent
     prefix = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     name = "-".join(filter(None, (f"{prefix}{run.name}", args.network)))

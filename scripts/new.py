@@ -33,6 +33,7 @@ from packaging.utils import canonicalize_name
 from lockstep import ROOT, TEMPLATE, WHEEL, __version__
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
+from lockstep.machine.files import local_path
 
 NAME = "project"  # the package of the template
 COPIED = {
@@ -353,7 +354,7 @@ def commit(folder: Path, message: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=local_path)
     parser.add_argument("--package")
     parser.add_argument("--upgrade", action="store_true")
     parser.add_argument("--lockstep", help="a requirement; default: what this Lockstep was installed from")

@@ -44,7 +44,7 @@ from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras.runs_page import runs_page
 from lockstep.launch.exits import exit_code
-from lockstep.machine.files import to_json, write_text
+from lockstep.machine.files import local_path, to_json, write_text
 from lockstep.machine.process import protect_streams
 from lockstep.reporting.console import out, print_wide
 from lockstep.reporting.report import Report
@@ -243,7 +243,7 @@ def rerun_command(run: Report, runs_dir: Path) -> str:
 
 def main() -> None:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--runs-dir", type=Path, default=argparse.SUPPRESS, help="default: runs")
+    common.add_argument("--runs-dir", type=local_path, default=argparse.SUPPRESS, help="default: runs")
     filters = argparse.ArgumentParser(add_help=False)
     where_help = "a condition; can be repeated, all must hold"
     filters.add_argument("--where", action="append", default=argparse.SUPPRESS, metavar="'key=value'", help=where_help)
@@ -256,7 +256,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", metavar="{html,show,failed}")
     html = commands.add_parser("html", parents=[common, filters])
     html.add_argument("run", nargs="?", metavar="sweep")
-    html.add_argument("-o", "--out", type=Path, default=Path("runs.html"))
+    html.add_argument("-o", "--out", type=local_path, default=Path("runs.html"))
     commands.add_parser("show", parents=[common, as_json]).add_argument("run")
     failed = commands.add_parser("failed", parents=[common])
     failed.add_argument("run", nargs="?", metavar="sweep")

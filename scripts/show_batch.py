@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
+from lockstep.machine.files import local_path
 
 if TYPE_CHECKING:
     from lockstep.data.dataset import Batch
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=16, help="number of samples")
     parser.add_argument("--step", type=int, default=0, help="step of the epoch, from 0")
     parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("batch.png"))
+    parser.add_argument("--out", type=local_path, default=Path("batch.png"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     args = parser.parse_args()
     if min(args.count, args.step + 1, args.epoch + 1) < 1:

@@ -380,6 +380,30 @@ def test_an_interpolation_is_judged_by_its_value(monkeypatch):
 # --- What a run continues from, and what a command prints ---
 
 
+URLS = {
+    "train": "runs_dir=s3://b/r resume=gs://b/last.ckpt init_from=https://b/last.ckpt run=s3://b/r data=folder data.root=file:///b data.csv=s3://b/a.csv "
+             "data.cache_dir=hdfs://b/c model=timm model.name=resnet10t model.checkpoint_path=s3://b/w.pth",
+    "eval": "checkpoint=s3://b/last.ckpt runs_dir=s3://b/r",
+    "predict": "run=a runs_dir=s3://b/r input=s3://b/photos output=s3://b/out.csv",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("job", URLS)
+def test_a_url_is_no_path(job, tmp_path, monkeypatch):
+    """pathlib would make a local folder of `s3://bucket`."""
+    monkeypatch.chdir(tmp_path)
+    overrides = URLS[job].split()
+    with pytest.raises(UserError) as error:
+        start(restoring_job(job), draft(*overrides, job=job), overrides)
+    errors = [*error.value.problems]
+    if job == "train":
+        errors += value_errors(draft(*overrides)).values()
+    told = [override for override in overrides if "://" in override]
+    assert [override for override in told if not any(each.startswith(override) for each in errors)] == []
+    assert all("URLs are not supported" in each for each in errors if not each.startswith("run="))
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize(("job", "overrides", "told"), [
     ("train", ["resume=auto"], "run=<name>"),
     ("train", ["resume=nothing"], "neither a checkpoint nor a run"),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,20 @@ def test_a_wrong_command_is_rejected_before_torch_is_imported(typed, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert not re.search(r"\| +(torch|lightning|timm)$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("typed", [
+    "export.py s3://b/run", "export.py a s3://b/a", "consolidate.py a s3://b/a.ckpt", "runs.py --runs-dir gs://b", "runs.py html -o s3://b/all.html",
+    "show_batch.py --out s3://b/batch.png", "new.py s3://b/mine",
+])  # fmt: skip
+def test_a_url_makes_no_local_folder(typed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script, *args = typed.split()
+    monkeypatch.setattr(sys, "argv", [script, *args])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts" / script))["main"]()
+    assert (end.value.code, [*tmp_path.iterdir()]) == (2, [])
+    assert "is a URL, which is not supported. Pass a path, local or in a mounted folder." in capsys.readouterr().err
 
 
 def test_where_two_runs_differ_is_told(runs, monkeypatch, capsys):

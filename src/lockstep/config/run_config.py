@@ -171,7 +171,7 @@ class Request:
     """The options of predict.py."""
 
     input: Annotated[str, validators.INPUT]
-    output: Annotated[str | None, validators.TEXT.or_null()]
+    output: Annotated[str | None, validators.PATH.or_null()]
     overwrite: Flag
     top_k: Annotated[int, integer(1, 5)]
     probabilities: Flag
@@ -198,7 +198,7 @@ class RunConfig:
     exact: Exact
     seed: Annotated[int | None, integer(0, 0, high=2**32 - 1).or_null()]  # the largest seed of NumPy's generators
     run: Annotated[str | None, validators.NAME]
-    runs_dir: Annotated[str, validators.TEXT]
+    runs_dir: Annotated[str, validators.PATH]
     resume: Annotated[str | None, validators.TRAINED]
     init_from: Annotated[str | None, validators.TRAINED]
     debug_rank: Annotated[int | None, integer(0, 1, "a rank").or_null()]

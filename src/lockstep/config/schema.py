@@ -2,7 +2,7 @@
 
 from lockstep.config import validators
 from lockstep.config.run_config import CLOSED, Request, RunConfig, annotated
-from lockstep.config.validators import FLAG, MONITOR, SHARE, TEXT, Validator, integer, number, numbers, one_of
+from lockstep.config.validators import FLAG, MONITOR, PATH, SHARE, TEXT, Validator, integer, number, numbers, one_of
 
 # Keys that are true or false.
 FLAGS = (
@@ -15,9 +15,9 @@ OF_COMPONENTS: dict[str, Validator] = {
     **dict.fromkeys(FLAGS, FLAG),
     "task.monitor": MONITOR,
     "task.mode": one_of("max", "min"),
-    "data.root": TEXT,
+    "data.root": PATH,
     "data.source": one_of("auto", "disk", "download", "embedded"),
-    "data.cache_dir": TEXT.or_null(),
+    "data.cache_dir": PATH.or_null(),
     "data.image_size": integer(1, 224, "a whole number of pixels", 2**15),
     "data.eval_size": integer(1, 224, "a whole number of pixels", 2**15).or_null(),
     "data.resize": one_of("model", "crop", "pad", "squash"),
@@ -27,7 +27,7 @@ OF_COMPONENTS: dict[str, Validator] = {
     "data.mean": validators.CHANNELS,
     "data.std": validators.CHANNELS,
     "data.test_fraction": number(0, 0.1, above=True, below=1),
-    "data.csv": TEXT.or_null(),
+    "data.csv": PATH.or_null(),
     "data.channels": one_of(1, 3, example=3),
     "data.decode": one_of("auto", "cache", "workers"),
     "optim.lr": number(0, "1e-3"),
@@ -69,7 +69,7 @@ OF_COMPONENTS: dict[str, Validator] = {
     "model.name": TEXT,
     "model.dropout_conv": number(0, 0.25, below=1),
     "model.dropout_fc": number(0, 0.5, below=1),
-    "model.checkpoint_path": TEXT.or_null(),
+    "model.checkpoint_path": PATH.or_null(),
     "strategy.name": TEXT,
     "strategy.bucket_cap_mb": number(0, 25, above=True, high=1e6),
     "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
@@ -82,6 +82,7 @@ KEYS: dict[str, Validator] = {
     **{key: kind for name, group in CLOSED.items() for key, kind in annotated(group, f"{name}.")},
     **OF_COMPONENTS,
 }
+EVALUATE = {"checkpoint": PATH.or_null()}  # keys of eval.py and predict.py, at the top level
 PREDICT = dict(annotated(Request))  # keys of predict.py alone, at the top level
 GROUPS = (
     "task", "model", "data", "loader", "augment", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint", "exact",

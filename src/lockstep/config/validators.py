@@ -102,6 +102,11 @@ def is_text(v: Any) -> bool:
     return is_utf8 and all(len(n.encode()) <= MAX_NAME_BYTES for n in v.split("/"))
 
 
+def is_path(v: Any) -> bool:
+    """Of `s3://bucket/runs`, pathlib would make a local folder `s3:`."""
+    return is_text(v) and "://" not in v
+
+
 def is_texts(v: Any) -> bool:
     return isinstance(v, list) and all(map(is_text, v))
 
@@ -117,8 +122,15 @@ PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true
 
 FLAG = one_of(True, False, example="true")
 TEXT = Validator(is_text, f"UTF-8 text with at most {MAX_NAME_BYTES} bytes between slashes", "name")
+PATH = Validator(
+    is_path,
+    f"a path, local or in a mounted folder, with at most {MAX_NAME_BYTES} bytes between slashes; URLs are not supported",
+    "data",
+)
 TRAINED = Validator(
-    lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
+    lambda v: type(v) in (str, int) and is_path(str(v)),
+    "the name of a run or the path of a checkpoint; URLs are not supported",
+    "first",
 ).or_null()
 STEPS = Validator(is_batches, "a number of steps (an integer) or a fraction of the run (0.0 to 1.0)", "100")
 BATCHES = Validator(is_batches, "a number of batches (an integer) or a fraction of them (0.0 to 1.0)", "10").or_null()
@@ -149,7 +161,7 @@ POWER_OF_TWO = Validator(
     lambda v: type(v) is int and 1 <= v <= 1024 and v.bit_count() == 1, "a power of two, up to 1024", "8"
 ).or_null()
 INPUT = Validator(
-    lambda v: isinstance(v, str) and v != "" and "\0" not in v,
-    "a folder, a glob, a CSV, a file, or one of test, val, train",
+    lambda v: isinstance(v, str) and v != "" and "\0" not in v and "://" not in v,
+    "a folder, a glob, a CSV, a file, or one of test, val, train; URLs are not supported",
     "photos",
 )

@@ -17,7 +17,7 @@ from lockstep.config.checks import check, check_classes, step_problems
 from lockstep.config.compose import fixed_keys, key_of, needs_signature_check, resolve, without_replaced_defaults
 from lockstep.config.draft import Draft, missing_keys, value_error, value_errors, was_restarted
 from lockstep.config.formatting import inline, warn
-from lockstep.config.schema import PREDICT
+from lockstep.config.schema import EVALUATE, PREDICT
 from lockstep.config.settings import OF_NETWORK, Settings
 from lockstep.errors import OutOfMemory, UserError, raise_problems
 from lockstep.launch import local
@@ -101,7 +101,7 @@ def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
     """
     project.make_importable()
     raise_problems([*fixed_keys(overrides), *missing_keys(draft)])
-    kinds = PREDICT if job.name == "predict" else {}
+    kinds = ({} if job.trains else EVALUATE) | (PREDICT if job.name == "predict" else {})
     asked_for = (value_error(draft.tree, key, key, kind) for key, kind in kinds.items())
     raise_problems(filter(None, [*value_errors(draft, FIRST).values(), *asked_for]))
     # Use the values that were checked: `${now:%S}` would give a new name at each access. `run=0` is a name.

@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,13 @@ from lockstep.machine import system
 
 PROBE_BYTES = 2**16
 MOST_BYTES = 2**30  # limit for reading a whole file: an untrusted sparse file can have any size
+
+
+def local_path(text: str) -> Path:
+    """The type of a script's argument. Of `s3://bucket/runs`, pathlib would make a local folder `s3:`."""
+    if "://" in text:
+        raise ArgumentTypeError(f"{text} is a URL, which is not supported. Pass a path, local or in a mounted folder.")
+    return Path(text)
 
 
 @contextmanager
