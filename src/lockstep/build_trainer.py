@@ -8,20 +8,14 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ProgressBar,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from lockstep.callbacks import step_seed, stopping, summary
 from lockstep.callbacks.hang_detector import HangDetector
-from lockstep.callbacks.module_hooks import ModuleHooks
+from lockstep.callbacks.module_hooks import ModuleHooks, callback_errors
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import read_outline
@@ -43,15 +37,6 @@ PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
-}
-
-# Lightning's callbacks that do not work here, each with the reason and what to do instead.
-REJECTED: dict[type[pl.Callback], str] = {
-    GradientAccumulationScheduler: "changes the number of micro-batches per global batch. Set trainer.accumulate_grad_batches=<number>.",
-    LearningRateFinder: "sets a learning rate that the schedule overwrites at the next step. Compare rates in a sweep, such as -m optim.lr=1e-4,1e-3,1e-2.",
-    StochasticWeightAveraging: "averages after the last checkpoint, so its weights would be neither saved nor tested. Set callbacks=[default,ema].",
-    ProgressBar: "cannot replace Lockstep's own progress bar. Remove it.",
-    BatchSizeFinder: "changes the global batch, and so the result. Keep the batch size and set trainer.accumulate_grad_batches=auto.",
 }
 
 
@@ -211,12 +196,9 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp; otherwise Lightning would requeue a SLURM job of one task
-    raise_problems(
-        f"callbacks: {type(callback).__name__} {reason}"
-        for callback in given["callbacks"]
-        for kind, reason in REJECTED.items()
-        if isinstance(callback, kind)
-    )
+    raise_problems(callback_errors(given["callbacks"]))
+    bars = [callback for callback in given["callbacks"] if isinstance(callback, ProgressBar)]
+    given["callbacks"] = [callback for callback in given["callbacks"] if callback not in bars]
     try:
         made = pl.Trainer(
             **given,
@@ -228,6 +210,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
     strategy.seeds = StepSeeds(settings.seed, work.arithmetic, made)
+    made.callbacks += bars  # type: ignore[attr-defined]  # Lightning rejects them; callbacks/module_hooks.py reports them
     without_sigterm_handler(made)
     log_by(made, StepsFromOne)
     return made

@@ -3,6 +3,15 @@
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -49,6 +58,33 @@ class Plain(pl.LightningModule):
         return DataLoader(samples(0, 16), 8)
 
     test_dataloader = val_dataloader  # the same samples, so that both losses are equal
+
+
+class StepCheckpoint(ModelCheckpoint):
+    pass
+
+
+def of_lightning() -> list[pl.Callback]:
+    """What projects have. The first has the monitor and the mode of the run."""
+    return [
+        ModelCheckpoint(monitor="val_loss", save_last=True, filename="{epoch}-{step}"),
+        StepCheckpoint(every_n_train_steps=4, save_top_k=-1, filename="at-{step}"),
+        EarlyStopping("val_loss", patience=0, min_delta=1000),
+        RichProgressBar(),
+        TQDMProgressBar(),
+        ModelSummary(),
+        LearningRateMonitor(),
+    ]
+
+
+class Adopted(Plain):
+    def configure_callbacks(self):
+        return of_lightning()
+
+
+class Averaged(Plain):
+    def configure_callbacks(self):
+        return StochasticWeightAveraging(0.1)
 
 
 class Permuted(Plain):

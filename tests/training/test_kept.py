@@ -1,5 +1,6 @@
 """What a user's module, callback or data keeps or draws outside of a step is neither lost nor left to chance."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,54 @@ def test_no_buffer_of_a_frozen_body_moves_on_two_processes(strategy, forked):
     assert [name for name in first if name.startswith("body.") and not torch.equal(first[name], second[name])] == []
 
 
+# As kept.of_lightning.
+OF_LIGHTNING = """
+best._target_=ModelCheckpoint best.monitor=val_loss best.save_last=true best.filename='{epoch}-{step}'
+steps._target_=kept.StepCheckpoint steps.every_n_train_steps=4 steps.save_top_k=-1 steps.filename='at-{step}'
+stop._target_=EarlyStopping stop.monitor=val_loss stop.patience=0 stop.min_delta=1000
+rich._target_=RichProgressBar tqdm._target_=TQDMProgressBar summary._target_=ModelSummary rates._target_=LearningRateMonitor
+"""
+
+
+def overrides_of(text: str) -> list[str]:
+    named = re.sub("=(?=[A-Z])", "=lightning.pytorch.callbacks.", text)
+    return [f"+callbacks.{each}" for each in named.split()]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("of", ["config", "module"])
+def test_callbacks_of_lightning_work_and_resume(of, crash_at):
+    name, more = ("Plain", overrides_of(OF_LIGHTNING)) if of == "config" else ("Adopted", [])
+    own = {key: Path(f"runs/{of}-{key}/own-checkpoints") for key in ("whole", "parts", "again")}
+    whole = train(name, f"{of}-whole", *more)
+    crash_at(8)
+    with pytest.raises(Crash):
+        train(name, f"{of}-parts", "checkpoint.every_n_steps=1", *more)
+    crash_at(-1)
+    parts = train(name, f"{of}-parts", "checkpoint.every_n_steps=1", "resume=auto", *more)
+    assert (parts["train/steps"], parts["test_loss"]) == (whole["train/steps"], whole["test_loss"]) and whole[
+        "train/epochs"
+    ] == 2
+    assert same(last(f"{of}-parts")["state_dict"], last(f"{of}-whole")["state_dict"])
+    assert sorted(path.name for path in own["parts"].iterdir()) == sorted(path.name for path in own["whole"].iterdir())
+    log = Path(f"runs/{of}-whole/train.log").read_text().splitlines()
+    for line in (
+        "RichProgressBar is left out: Lockstep shows progress itself",
+        "TQDMProgressBar is left out: Lockstep shows progress itself",
+        f"ModelCheckpoint saves to {own['whole']}, in addition to the checkpoints of the run",
+        f"StepCheckpoint saves to {own['whole']}, in addition to the checkpoints of the run",
+        "EarlyStopping remains stopped when the run is resumed",
+    ):
+        assert sum(each.endswith(line) for each in log) == 1, line
+    (best,) = own["whole"].glob("epoch=*.ckpt")  # the same as the run's
+    assert lockstep.evaluate([f"checkpoint='{best}'"])["test_loss"] == whole["test_loss"]
+    (at_step,) = own["whole"].glob("at-step=8.ckpt")  # within an epoch
+    assert train(name, f"{of}-parts", "resume=auto", *more, epochs=5)["train/epochs"] == 2  # stays stopped
+    Path(f"runs/{of}-whole").rename(f"runs/{of}-again")
+    train(name, f"{of}-again", f"resume='{own['again'] / at_step.name}'", *more)
+    assert same(last(f"{of}-again")["state_dict"], last(f"{of}-parts")["state_dict"])
+
+
 @pytest.mark.slow
 def test_two_processes_train_what_is_unfrozen_alike(forked):
     one, two = train("Unfreezing", "one"), train("Unfreezing", "two", "strategy=ddp", "trainer.devices=2")
@@ -140,7 +189,10 @@ def test_two_processes_train_what_is_unfrozen_alike(forked):
     ("LateHead callbacks=[default,freeze]", "callbacks.freeze needs the layers before `setup` and `configure_model`. Create them in __init__."),
     ("Plain +callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging +callbacks.swa.swa_lrs=0.1",
      "StochasticWeightAveraging averages after the last checkpoint, so its weights would be neither saved nor tested. Set callbacks=[default,ema]."),
-    ("Plain +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar", "RichProgressBar cannot replace Lockstep's own progress bar. Remove it."),
+    ("Averaged", "StochasticWeightAveraging averages after the last checkpoint, so its weights would be neither saved nor tested."),
+    ("Plain +callbacks.saves._target_=lightning.pytorch.callbacks.ModelCheckpoint +callbacks.saves.dirpath=memory://bucket",
+     "ModelCheckpoint has dirpath=memory://bucket, but URLs are not supported. Set a path, local or in a mounted folder."),
+    ("Adopted callbacks=[default,early_stopping]", "2 callbacks save their state as EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}. Keep one"),
 ])  # fmt: skip
 def test_what_cannot_be_kept_is_told(typed, told):
     name, *more = typed.split()

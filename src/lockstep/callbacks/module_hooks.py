@@ -2,16 +2,20 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.loggers import Logger
 
+from lockstep.callbacks.stopping import EarlyStopping
+from lockstep.checkpoints import saving
 from lockstep.compat.lightning import restart_loaders
 from lockstep.data.standard import wrapped_loaders
-from lockstep.errors import UserError, did_you_mean
+from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.machine.world import all_gather_objects
 from lockstep.reporting.console import print_line
 from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
@@ -19,6 +23,47 @@ from lockstep.training.workload import Workload
 
 LIBRARIES = ("lockstep.", "lightning.")
 OF_VALIDATION = re.compile(r"(?:^|[\W_])val(?:id|idation)?(?=$|[\W_])")
+
+
+# Lightning's callbacks that do not work here, each with the reason and what to do instead.
+REJECTED: dict[type[Callback], str] = {
+    callbacks.GradientAccumulationScheduler: "changes the number of micro-batches per global batch. Set trainer.accumulate_grad_batches=<number>.",
+    callbacks.LearningRateFinder: "sets a learning rate that the schedule overwrites at the next step. Compare rates in a sweep, such as -m optim.lr=1e-4,1e-3,1e-2.",
+    callbacks.StochasticWeightAveraging: "averages after the last checkpoint, so its weights would be neither saved nor tested. Set callbacks=[default,ema].",
+    callbacks.BatchSizeFinder: "changes the global batch, and so the result. Keep the batch size and set trainer.accumulate_grad_batches=auto.",
+}
+
+
+def callback_errors(chosen: Iterable[Callback]) -> Iterator[str]:
+    """What does not work, and what would lose something silently."""
+    keys = Counter(each.state_key for each in chosen if type(each).state_dict is not Callback.state_dict)
+    for callback in chosen:
+        name, folder = type(callback).__name__, getattr(callback, "dirpath", None)
+        yield from (f"callbacks: {name} {why}" for kind, why in REJECTED.items() if isinstance(callback, kind))
+        if "://" in str(folder):
+            yield f"callbacks: {name} has dirpath={folder}, but URLs are not supported. Set a path, local or in a mounted folder."
+        if keys[callback.state_key] > 1:
+            yield f"callbacks: {keys[callback.state_key]} callbacks save their state as {callback.state_key}. Keep one, or override state_key."
+
+
+def adopt(trainer: Trainer, *, reports: bool) -> None:
+    """Lets Lightning's callbacks work next to Lockstep's, whether the config has them or the module's `configure_callbacks`."""
+    raise_problems(callback_errors(trainer.callbacks))  # type: ignore[attr-defined]
+    for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.ProgressBar):
+            trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
+            note = "is left out: Lockstep shows progress itself"
+        elif isinstance(callback, callbacks.ModelCheckpoint) and not isinstance(callback, saving.ModelCheckpoint):
+            # not over the run's checkpoints
+            callback.dirpath = callback.dirpath or str(Path(trainer.default_root_dir) / "own-checkpoints")
+            note = f"saves to {callback.dirpath}, in addition to the checkpoints of the run"
+        elif type(callback) is callbacks.EarlyStopping:
+            callback.__class__ = EarlyStopping
+            note = "remains stopped when the run is resumed"
+        else:
+            continue
+        if reports:
+            print_line(f"{type(callback).__name__} {note}")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,6 +84,7 @@ class ModuleHooks(Callback):
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         # Lockstep's datamodule calls the module's hooks
         warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
+        adopt(trainer, reports=stage == "fit")
         self.work.loaders.begin(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

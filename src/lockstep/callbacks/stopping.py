@@ -156,7 +156,7 @@ class EarlyStopping(callbacks.EarlyStopping):
         self.stopped = state_dict["stopping_reason"] not in rechecked
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience
+        trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= max(1, self.patience)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.stopping_reason_message:

@@ -190,6 +190,16 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         self.kept: dict[str, tuple[float, float]] = {}  # score and loss by file name, the best first
         self.saved_at = 0
 
+    @property
+    def state_key(self) -> str:
+        """Not that of Lightning's ModelCheckpoint, which a user may add with the same arguments."""
+        return f"lockstep.{super().state_key}"
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        states, former = checkpoint["callbacks"], super().state_key  # until November 2026
+        if "kept" in states.get(former, {}):
+            states[self.state_key] = states[former]
+
     def state_dict(self) -> dict[str, Any]:
         return {"kept": self.kept}
 
@@ -325,12 +335,6 @@ class Position(Callback):
 
     def __init__(self, config: RunConfig, begin: Sequence[Callable[[Trainer], None]] = ()) -> None:
         self.config, self.begin = config, begin  # saved in every checkpoint; called before anything begins a step
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Makes a module's own ModelCheckpoint save into the run's folder, but not over the run's checkpoints."""
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(Path(trainer.default_root_dir) / "own-checkpoints")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.constructed = constructed(trainer)

@@ -232,7 +232,7 @@ def message(error: BaseException, override: str) -> str:
         option = missing[2] if missing[1] == key else value  # may be a path
         names, tip = options(key), advice()["options"].get(key, "").format(value=option)
         return f"{override}: {key} has no option {option}; use one of {', '.join(names)}{did_you_mean(option, names)}. {tip}".rstrip()
-    if "token recognition error" in text:  # Hydra's grammar
+    if "token recognition error" in text or "mismatched input '='" in text:  # Hydra's grammar
         return f"{override}: this value needs quotes for Hydra and for the shell. Set '{key}=\"{value}\"'."
     return f"{override}: {' '.join(str(error).split())}"
 
