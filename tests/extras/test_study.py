@@ -37,7 +37,9 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.setenv(STORAGE, "")
     folder = tmp_path / "runs" / "search"
 
-    def run(reports: dict[int, dict] | None = None, dies_at: int | None = None) -> list[tuple[str, ...]]:
+    def run(
+        reports: dict[int, dict] | None = None, dies_at: int | None = None, space: list[str] = SPACE
+    ) -> list[tuple[str, ...]]:
         jobs: list[tuple[str, ...]] = []
 
         def launch(overrides, initial_job_idx):
@@ -57,7 +59,7 @@ def sweep(tmp_path, monkeypatch):
         sweeper.setup(hydra_context=None, task_function=None, config=config)
         sweeper.launcher = SimpleNamespace(launch=launch)
         with nullcontext() if dies_at is None else pytest.raises(KeyboardInterrupt):
-            sweeper.sweep(SPACE)
+            sweeper.sweep(space)
         return jobs
 
     return run
@@ -79,6 +81,19 @@ def test_a_killed_sweep_runs_its_own_trials_again_and_then_the_missing_ones(swee
     assert [t.params for t in after[:4]] == [t.params for t in before]
     assert len({t.params["optim.lr"] for t in after}) == 5  # the sampler does not repeat itself
     assert sweep() == []
+
+
+@pytest.mark.parametrize("dies_at", [None, 3])
+def test_a_changed_search_space_needs_a_new_name(dies_at, sweep, tmp_path):
+    sweep(dies_at=dies_at, space=["optim=adam,sgd"])
+    before = [(t.number, t.state) for t in trials(tmp_path)]
+    with pytest.raises(
+        UserError, match=r"optim: the study search searches .*'adam', 'sgd'.*Set run=<new name>, or restore"
+    ):
+        sweep(space=["optim=adam,sgd,adamw"])
+    with pytest.raises(UserError, match="Set run=<new name>"):
+        sweep(space=["optim=interval(0.1,1)"])
+    assert [(t.number, t.state) for t in trials(tmp_path)] == before
 
 
 def test_a_trial_ends_as_its_report_says(sweep, tmp_path):

@@ -117,8 +117,7 @@ class StudySweeper(SweeperSteps):
 
     def sweep(self, arguments: list[str]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        in_use = f"run={self.name}: this sweep is already running. Set run=<new name>."
-        with locked(self.folder / ".lock", in_use, 0):
+        with locked(self.folder / ".lock", f"run={self.name}: this sweep is already running. Set run=<new name>.", 0):
             self.search(arguments)
 
     def search(self, arguments: list[str]) -> None:
@@ -164,6 +163,7 @@ class StudySweeper(SweeperSteps):
             raise UserError(
                 f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Set run=<new name>."
             )
+        raise_problems(self.space_errors(study, space))
         study.set_user_attr("objectives", self.objectives)
         numbers = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
         runs = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in numbers]
