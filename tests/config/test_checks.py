@@ -353,6 +353,18 @@ def test_broken_yaml_is_a_mistake_of_the_config(tmp_path):
         assert any("mine" in text for text in told), told
 
 
+def test_an_error_of_hydra_without_a_message_is_explained(tmp_path, command):
+    """In a process of its own: pytest gives the assertions of Hydra a message."""
+    (tmp_path / "experiment").mkdir()
+    lines = ["# @package _global_", "defaults:", "  - override /callbacks: [default, ema]", "  - /schedule: cosine"]
+    (tmp_path / "experiment/mine.yaml").write_text("\n".join(lines))
+    done = command("train.py", "--config-dir", str(tmp_path), "experiment=mine")
+    assert (done.code, done.err.strip()) == (2, (
+        "error: experiment=mine: Hydra raised AssertionError in get_name of default_element.py about experiment/mine.yaml, without a message. "
+        "In a `defaults` list, put the lines with `override` last."
+    ))  # fmt: skip
+
+
 OUTSIDE = {
     "run=${oc.env:OUTSIDE}": "run=/elsewhere, from ${oc.env:OUTSIDE}, is invalid",
     "resume=${oc.env:EMPTY}": "resume=, from ${oc.env:EMPTY}, is invalid",

@@ -1,6 +1,7 @@
 """Composes a config, and reports all errors of a command line at once."""
 
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
@@ -100,11 +101,22 @@ def compose_config(config_name: str, overrides: Sequence[str], *, with_hydra: bo
     with hydra_state_restored(), initialize_config_dir(str(CONFIGS)):
         try:
             cfg: DictConfig = compose(config_name, list(overrides), return_hydra_config=with_hydra)
-        except CONFIG_ERRORS:
-            raise
         except Exception as e:  # e.g. from YAML, or Hydra's ValueError for model=null; this block only reads configs
-            raise ConfigCompositionException(str(e)) from e
+            if isinstance(e, CONFIG_ERRORS) and str(e):
+                raise
+            raise ConfigCompositionException(str(e) or explain_assertion(e)) from e
         return cfg
+
+
+def explain_assertion(error: Exception) -> str:
+    """Hydra's assertions have no message. Those that people meet are about the order of a `defaults` list."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [f" about {frame.f_locals['path']}.yaml" for frame in frames if frame.f_locals.get("path")]
+    where = f"{frames[-1].f_code.co_name} of {Path(frames[-1].f_code.co_filename).name}"
+    return (
+        f"Hydra raised {type(error).__name__} in {where}{files[-1] if files else ''}, without a message. In a `defaults` list, put the lines "
+        "with `override` last."
+    )
 
 
 def composed(

@@ -151,7 +151,7 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
         hydra_overrides = [o for o in overrides if compose.key_of(o).startswith("hydra")]
         # The error is neither from a job nor from Lockstep's plugins.
         if hydra_overrides and not any(file.is_relative_to(PACKAGE.parent) for file in files[1:]):
-            reason = " ".join(str([*chain(e)][-1]).split())
+            reason = " ".join(str([*chain(e)][-1]).split()) or type(e).__name__
             raise UserError(
                 f"{' '.join(hydra_overrides)}: Hydra rejected this: {reason}. Remove it, or see --hydra-help."
             ) from None
