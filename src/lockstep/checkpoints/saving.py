@@ -62,6 +62,14 @@ def new_stager() -> DefaultStager:
     )
 
 
+def with_new_state_keys(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Until November 2026, the state of Lockstep's ModelCheckpoint had the key of Lightning's."""
+    states = checkpoint.get("callbacks", {})
+    for key in [key for key in states if key.startswith("ModelCheckpoint") and "kept" in states[key]]:
+        states[f"lockstep.{key}"] = states.pop(key)
+    return checkpoint
+
+
 class AtomicCheckpointIO(CheckpointIO):
     """Gives a checkpoint its final name when it is complete and on disk: a crash leaves the previous one.
 
@@ -147,8 +155,7 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Always with weights_only=True: a checkpoint cannot run code."""
         self.drain()
-        values: dict[str, Any] = weights.load(Path(path))
-        return values
+        return with_new_state_keys(weights.load(Path(path)))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self.submit(partial(self.remove_own, Path(path)))
@@ -194,11 +201,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def state_key(self) -> str:
         """Not that of Lightning's ModelCheckpoint, which a user may add with the same arguments."""
         return f"lockstep.{super().state_key}"
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        states, former = checkpoint["callbacks"], super().state_key  # until November 2026
-        if "kept" in states.get(former, {}):
-            states[self.state_key] = states[former]
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": self.kept}
