@@ -1,8 +1,10 @@
 """LightningModules and dataloaders of a user's, for tests/training/test_custom_module.py."""
 
+import os
 import random
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
@@ -113,6 +115,24 @@ class Named(Small):
 
     def validation_step(self, batch, batch_idx):
         self.loss(batch)
+
+
+class Predicts(Small):
+    """Its columns depend on the batch, and on the variable KIND."""
+
+    def predict_step(self, batch, batch_idx):
+        digits = batch[1].tolist()
+        columns = {
+            "later": {"odd": ["a"] * len(digits)} if digits[0] == 2 else {"rest": digits},
+            "ragged": {
+                "tensor": [torch.arange(digit) for digit in digits],
+                "array": [{"boxes": [np.zeros(digit, np.float32)]} for digit in digits],
+                "text": ["a\ud800b"] * len(digits),
+            },
+            "types": {"found": [digit if digit % 2 else [digit] for digit in digits]},
+            "scalar": {"found": 3},
+        }
+        return {"digit": batch[1], **columns[os.environ["KIND"]]}
 
 
 class TwoOptimizers(Validated):

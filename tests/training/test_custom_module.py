@@ -278,6 +278,53 @@ def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_r
     assert report["valid_loss"] > 0
 
 
+@pytest.fixture
+def predict(train, tmp_path, monkeypatch):
+    """The rows of a table of 25 images in batches of 12, by the `kind` of Predicts."""
+    if not Path("runs/predicts").exists():
+        train("Predicts", "run=predicts", "data=odd", "data._target_=odd.Uneven", "trainer.max_steps=1")
+
+    def predicted(kind: str, ending: str, *more: str) -> list[dict]:
+        monkeypatch.setenv("KIND", kind)
+        output = tmp_path / f"table.{ending}"
+        lockstep.predict(["run=predicts", "input=val", f"output={output}", CPU, *more])
+        if ending == "csv":
+            return list(csv.DictReader(output.read_text().splitlines()))
+        if ending == "parquet":
+            return pytest.importorskip("pyarrow.parquet").read_table(output).to_pylist()
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    return predicted
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("strategy=ddp", "trainer.devices=2"), marks=pytest.mark.slow)])
+def test_a_table_has_the_columns_of_all_batches(predict, capfd, more):
+    rows = predict("later", "jsonl", *more)
+    filled = [row["odd"] is not None for row in rows]
+    assert 0 < sum(filled) < 25
+    numbers = [None if odd else index % 10 for index, odd in enumerate(filled)]
+    expected = [{"index": i, "digit": i % 10, "rest": numbers[i], "odd": "a" if filled[i] else None} for i in range(25)]
+    assert rows == expected
+    told = f"in the other rows: rest ({25 - sum(filled)} of 25 rows), odd ({sum(filled)} of 25 rows)"
+    assert told in capfd.readouterr().err
+
+
+def test_cells_are_ragged_tensors_arrays_or_odd_text(predict):
+    row = {"index": 2, "digit": 2, "tensor": [0, 1], "array": {"boxes": [[0.0, 0.0]]}, "text": "a\N{REPLACEMENT CHARACTER}b"}  # fmt: skip
+    assert predict("ragged", "jsonl")[2] == predict("ragged", "parquet")[2] == row
+    assert predict("ragged", "csv")[2] == {**{name: str(v) for name, v in row.items()}, "tensor": "0|1"}
+
+
+@pytest.mark.parametrize(("kind", "ending", "told"), [
+    ("types", "parquet", r"a Parquet column has values of one type, but .* Set output= to a .jsonl file"),
+    ("scalar", "csv", r"a column `found` with the shape \(\) for a batch of 12"),
+])  # fmt: skip
+def test_what_no_table_can_hold_is_named(predict, tmp_path, kind, ending, told):
+    with pytest.raises(UserError, match=told):
+        predict(kind, ending)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_figures_of_several_test_dataloaders_are_all_reported(train):
     report = train("Reads", "run=several", "data=odd", "data._target_=odd.TwoTests")
     assert {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1"} <= set(report)

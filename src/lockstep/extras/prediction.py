@@ -5,7 +5,9 @@ import heapq
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from operator import itemgetter
@@ -22,7 +24,7 @@ from lockstep import build
 from lockstep.build_trainer import evaluator, workload
 from lockstep.checkpoints.finding import DATA
 from lockstep.checkpoints.weights import read
-from lockstep.config.formatting import pluralize, warn
+from lockstep.config.formatting import inline, pluralize, warn
 from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
 from lockstep.data import DataSet, Images, Sound
@@ -44,6 +46,7 @@ from lockstep.extras.tables import (
 )
 from lockstep.launch.request import gallery_of
 from lockstep.machine.files import atomic_replace, locked, part_folder, read_text, remove, write_json, write_text
+from lockstep.machine.world import all_gather_objects
 from lockstep.panel import Lines, Mask, Picture, Sample
 from lockstep.reporting.console import print_line
 from lockstep.reporting.report import decode
@@ -56,23 +59,35 @@ from lockstep.training.task import Task
 # B batch · K class, label, ... · H W pixel
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 WIDE = "probabilities"  # a column with a number for each class or label, written on request
+
+
+def plain(value: Any) -> Any:
+    """A cell without tensors and arrays, which JSON lacks, and without lone surrogates, which UTF-8 lacks."""
+    if isinstance(value, str):
+        return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return digits(value.tolist() if hasattr(value, "tolist") else value)
 
 
 def table_rows(columns: Row, names: Sequence[str], count: int, *, wide: bool) -> list[Row]:
     """A dict for each of `count` samples. Raises UserError: a column does not have one value per sample."""
     cells: dict[str, list[Any]] = {}
     for name, value in columns.items():
-        if len(value) != count or (isinstance(value, Tensor) and value.dim() > 2):
-            size = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} values"
+        shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),) if isinstance(value, Sized) else ()
+        if shape[:1] != (count,) or len(shape) > 2:
             raise UserError(
-                f"the predictions have a column `{name}` with {size} for a batch of {count}. Return one value per sample: a number, a string, a list of either, or an integer image (HW)."
+                f"the predictions have a column `{name}` with the shape {shape} for a batch of {count}. Return one value per sample: a number, a string, a list of either, or an integer image (HW)."
             )
         if name == WIDE and names and isinstance(value, Tensor) and value.dim() == 2:
             labels = zip(names, value.unbind(1), strict=False) if wide else ()
             cells |= {f"probability/{label}": digits(column.tolist()) for label, column in labels}
         else:
-            cells[name] = digits(value.tolist()) if isinstance(value, Tensor) else list(value)
+            cells[name] = digits(value.tolist()) if isinstance(value, Tensor) else plain([*value])
     return [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
 
 
@@ -103,16 +118,19 @@ def masks(output: Path, column: str) -> Path:
 
 
 class PredictionParts:
-    """The rows of all processes. `write` writes the table and counts `count`, `broken` and `wrong`; `gallery` writes a page."""
+    """The rows of all processes. `write` writes the table and counts `count`, `broken` and `wrong`; `gallery` writes a page.
 
-    def __init__(self, output: Path, folder: Path, world: int) -> None:
+    `example` has a value of each column that any row has.
+    """
+
+    def __init__(self, output: Path, folder: Path, world: int, example: Row) -> None:
         self.output, self.folder, self.world = output, folder, world
+        self.example = dict(sorted(example.items(), key=lambda item: item[0] == ERROR))  # the last column
         self.count = self.broken = self.wrong = 0
+        self.filled = Counter[str]()  # rows that have a column
         self.reasons: list[tuple[str, str]] = []  # why the first broken files could not be read
-        example = next((row for _, row in self.rows() if not row.get(ERROR)), None)
-        if example is None:
+        if not example:
             raise UserError("the files can no longer be read. Nothing was written.")
-        self.example: Row = example
         self.masks = sorted(path.name for path in folder.iterdir() if path.is_dir())
         columns = [name for name in self.example if name not in (*FIRST, ERROR) and not name.startswith("target/")]
         numbers = [name for name in self.example if f"target/{name}" in self.example]  # one may be named target
@@ -133,6 +151,7 @@ class PredictionParts:
     def counted(self) -> Iterator[Row]:
         for _, row in self.rows():
             self.count += 1
+            self.filled.update(row.keys())
             self.wrong += self.is_wrong(row)
             if row.get(ERROR):
                 self.broken += 1
@@ -185,7 +204,7 @@ class PredictionParts:
             shown = {n: replace(v, file=file) if isinstance(v, Sound) else v for n, v in shown.items()}
         if self.masks and np.ndim(raw.get("target", 0)) == 2:
             shown["target"] = Mask(np.asarray(raw["target"]))
-        for name in self.masks:
+        for name in [name for name in self.masks if name in row]:
             with Image.open(self.output.parent / row[name]) as mask:
                 shown[name] = Mask(np.asarray(mask))
         image = shown.pop("image", None)
@@ -208,6 +227,7 @@ class Writer(pl.Callback):
         self.loaders, self.task, self.asked, self.made, self.names = loaders, task, asked, made, names
         self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
         self.output = self.folder = Path(str(asked.output))
+        self.columns: Row = {}  # with a value of each; of all processes at the end
         self.own = ExitStack()  # on rank 0: the folder of the parts
         dataset = getattr(loaders.data, "dataset", None)
         self.files = dataset.test if isinstance(dataset, Inputs) else None
@@ -257,9 +277,15 @@ class Writer(pl.Callback):
         for position, (index, row) in enumerate(zip(indices, rows, strict=True)):
             problem = self.problems and self.problems[position]  # None: the data is not files
             row = self.first(index) | ({} if problem else row) | ({} if problem is None else {ERROR: problem})
+            if not problem:
+                self.add(row)
             self.file.write(f"{json.dumps([batch_idx, index, row])}\n")
         if self.asked.gallery and self.task:
             self.draw(self.task, outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
+
+    def add(self, row: Row) -> None:
+        """Keeps a value of each column of the row."""
+        self.columns |= {name: value for name, value in row.items() if self.columns.get(name) in (None, [])}
 
     def draw(self, task: Task, outputs: Any, keys: Sequence[tuple[float, int]]) -> None:
         """Keeps the pictures and curves of the samples that the gallery may show, encoded for a page, because images are large."""
@@ -294,7 +320,8 @@ class Writer(pl.Callback):
         self.close()
         lines = [f"[{index}, {facts}]\n" for _, index, facts in self.drawn]
         write_text(self.folder / DRAWN.format(trainer.global_rank), "".join(lines))
-        trainer.strategy.barrier("the parts are written")
+        for columns in all_gather_objects(self.columns):  # also waits for the parts
+            self.add(columns)
 
     def close(self) -> None:
         if self.file:
@@ -355,11 +382,19 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
             trainer.predict(work.module, datamodule=data, return_predictions=False)
         if world.rank:
             return None
-        parts = PredictionParts(output, writer.folder, world.size)
+        parts = PredictionParts(output, writer.folder, world.size, writer.columns)
         parts.write()
         if request.gallery:
             parts.gallery(
                 gallery_of(output), data, {"Input": request.input, "Checkpoint": Path(settings.tested_checkpoint).name}
+            )
+        filled = {name: parts.filled[name] for name in parts.example}
+        partial = [
+            f"{name} ({n:,} of {parts.count:,} rows)" for name, n in filled.items() if n < parts.count - parts.broken
+        ]
+        if partial:
+            warn(
+                f"not every batch has these columns, so they are empty in the other rows: {inline(', '.join(partial))}"
             )
         if parts.broken:
             message = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"

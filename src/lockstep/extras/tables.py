@@ -211,10 +211,15 @@ def write_parquet(path: Path, example: Row, rows: Iterator[Row]) -> None:
     readable = ({name: as_utf8(value) for name, value in row.items()} for row in rows)
     chunks = iter(lambda: list(itertools.islice(readable, CHUNK)), [])
     first = next(chunks)
-    schema = pa.schema([(name, kind(pa, [row[name] for row in (example, *first)])) for name in example])
-    with pq.ParquetWriter(path, schema) as writer:
-        for rows_of_chunk in itertools.chain([first], chunks):
-            writer.write_table(pa.Table.from_pylist(rows_of_chunk, schema))
+    try:
+        schema = pa.schema([(name, kind(pa, [row[name] for row in (example, *first)])) for name in example])
+        with pq.ParquetWriter(path, schema) as writer:
+            for rows_of_chunk in itertools.chain([first], chunks):
+                writer.write_table(pa.Table.from_pylist(rows_of_chunk, schema))
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as e:
+        raise UserError(
+            f"a Parquet column has values of one type, but these predictions do not ({inline(e)}). Set output= to a .jsonl file, or return values of one type."
+        ) from None
 
 
 def as_utf8(value: Any) -> Any:
