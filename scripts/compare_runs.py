@@ -17,6 +17,7 @@ from pathlib import Path
 from lockstep.config.formatting import inline, readable
 from lockstep.errors import UserError
 from lockstep.extras.comparison import ENDS, agree, compare, find, rounding_verdict
+from lockstep.launch.exits import after_output
 from lockstep.machine.files import local_path, to_json
 from lockstep.machine.process import protect_streams
 from lockstep.reporting.report import Report
@@ -68,5 +69,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    protect_streams()  # a reader such as `head` may end first
-    sys.exit(main())
+    protect_streams()
+    sys.exit(after_output(main()))

@@ -10,8 +10,9 @@ from pathlib import Path
 from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.config.formatting import inline
 from lockstep.errors import UserError
-from lockstep.launch.exits import exit_code
+from lockstep.launch.exits import after_output, exit_code
 from lockstep.machine.files import atomic_replace, local_path
+from lockstep.machine.process import protect_streams
 
 
 def consolidate(folder: Path, file: Path) -> Path:
@@ -37,4 +38,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    protect_streams()
+    sys.exit(after_output(exit_code(main)))

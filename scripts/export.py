@@ -16,8 +16,9 @@ from lockstep.checkpoints.finding import tested_checkpoint
 from lockstep.config.formatting import inline, shell_line
 from lockstep.config.project import command_prefix, short
 from lockstep.errors import UserError
-from lockstep.launch.exits import exit_code
+from lockstep.launch.exits import after_output, exit_code
 from lockstep.machine.files import local_path
+from lockstep.machine.process import protect_streams
 
 
 def main() -> None:
@@ -67,4 +68,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    protect_streams()
+    sys.exit(after_output(exit_code(main)))

@@ -32,8 +32,9 @@ from packaging.utils import canonicalize_name
 
 from lockstep import ROOT, TEMPLATE, WHEEL, __version__
 from lockstep.errors import UserError
-from lockstep.launch.exits import exit_code
+from lockstep.launch.exits import after_output, exit_code
 from lockstep.machine.files import local_path
+from lockstep.machine.process import protect_streams
 
 NAME = "project"  # the package of the template
 COPIED = {
@@ -379,4 +380,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    protect_streams()
+    sys.exit(after_output(exit_code(main)))

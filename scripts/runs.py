@@ -43,7 +43,7 @@ from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras.runs_page import runs_page
-from lockstep.launch.exits import exit_code
+from lockstep.launch.exits import after_output, exit_code
 from lockstep.machine.files import local_path, to_json, write_text
 from lockstep.machine.process import protect_streams
 from lockstep.reporting.console import out, print_wide
@@ -294,5 +294,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    protect_streams()  # a reader such as `head` may end first
-    sys.exit(exit_code(main))
+    protect_streams()
+    sys.exit(after_output(exit_code(main)))

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from lockstep.errors import UserError
-from lockstep.launch.exits import exit_code
+from lockstep.launch.exits import after_output, exit_code
 from lockstep.machine.files import local_path
+from lockstep.machine.process import protect_streams
 
 if TYPE_CHECKING:
     from lockstep.data.dataset import Batch
@@ -152,4 +153,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    protect_streams()
+    sys.exit(after_output(exit_code(main)))

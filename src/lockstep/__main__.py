@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 from lockstep.config import project
-from lockstep.launch.exits import exit_code
+from lockstep.launch.exits import after_output, exit_code
 from lockstep.launch.local import script, scripts
+from lockstep.machine.process import protect_streams
 
 
 def usage() -> str:
@@ -31,6 +32,8 @@ def main() -> None:
     name, *args = sys.argv[1:] or ["--help"]
     paths: list[Path] = []
 
+    protect_streams()
+
     def start() -> None:
         project.enter(Path.cwd())
         if name in ("-h", "--help"):
@@ -42,7 +45,7 @@ def main() -> None:
 
     code = exit_code(start)
     if not paths:
-        sys.exit(code)
+        sys.exit(after_output(code))
     sys.argv = [str(paths[0]), *args]
     sys.path.insert(0, str(paths[0].parent))  # as for `python <script>`
     runpy.run_path(str(paths[0]), run_name="__main__")

@@ -179,12 +179,37 @@ process.exit_process({code})
     assert (tmp_path / "done").read_text() == "not the screen"
 
 
+def on_full_disk(place: Path, *command: str) -> tuple[int, str]:
+    """The exit code and standard error of a script whose standard output cannot be written."""
+    with Path("/dev/full").open("w") as full, (place / "err").open("w+") as err:
+        started = forked_processes.Popen([sys.executable, *command], cwd=place, stdout=full, stderr=err)
+        code = started.wait(300)
+        err.seek(0)
+        return code, err.read()
+
+
+UNWRITTEN = "error: standard output could not be written: No space left on device.\n"
+
+
 @NO_DISK
-def test_a_run_without_a_screen_is_done_and_its_log_has_every_line(forked_command):
-    command = [sys.executable, str(ROOT / "train.py"), "run=a", "debug=one_batch", f"data.root={forked_command.data}"]
-    with Path("/dev/full").open("w") as full:
-        process = forked_processes.Popen(command, cwd=forked_command.folder, stdout=full, stderr=full)
-        assert process.wait(300) == 0
+@pytest.mark.parametrize("command", [
+    "scripts/runs.py", "scripts/runs.py --json", "scripts/new.py new", "train.py --help", "train.py --cfg job", "src/lockstep/__main__.py --help",
+])  # fmt: skip
+def test_output_that_cannot_be_written_is_exit_code_1(command, tmp_path):
+    (tmp_path / "runs").mkdir()
+    script, *args = command.split()
+    assert on_full_disk(tmp_path, str(ROOT / script), *args) == (1, UNWRITTEN)
+
+
+@NO_DISK
+@pytest.mark.parametrize(
+    "options", [["--json"], pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow)]
+)
+def test_a_run_without_a_screen_is_done_and_its_log_has_every_line(forked_command, options):
+    data = [f"data.root={forked_command.data}", "data.image_size=12", "trainer.accelerator=cpu"]
+    code, err = on_full_disk(forked_command.folder, str(ROOT / "train.py"), "run=a", "debug=one_batch", *data, *options)
+    assert (code, err.count(UNWRITTEN)) == (1, 1), err
+    assert forked_command.report("a")["status"] == "done"
     log = (forked_command.folder / "runs/a/train.log").read_text()
     assert " \u00b7 " in log and "result: the same" in log
     assert "evaluate it: " in log.splitlines()[-1]

@@ -23,7 +23,7 @@ from lockstep.config.draft import Draft, advice, value_errors
 from lockstep.config.settings import Settings
 from lockstep.errors import RunFailed, SaveFailed, UserError, chain, raise_problems
 from lockstep.launch import local
-from lockstep.launch.exits import AGAIN, INTERRUPTED, exit_code
+from lockstep.launch.exits import AGAIN, INTERRUPTED, after_output, exit_code
 from lockstep.launch.local import Job
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
@@ -78,6 +78,7 @@ def main(job: Job) -> None:
     if exit_codes[0] and (process.started_by_lockstep or launcher):
         process.report_failure(rank)
         process.exit_process(exit_codes[0])  # at once, because exit handlers might wait for something of the failed job
+    exit_codes[0] = after_output(exit_codes[0])
     sys.exit(exit_codes[0])
 
 
@@ -97,6 +98,7 @@ def command_with_json(job: Job, argv: list[str]) -> None:
     sys.stdout.flush()
     stdout = process.Stream(os.fdopen(os.dup(1), "wb"), "utf-8")
     os.dup2(2, 1)  # for the run's other processes as well
+    sys.stdout = sys.stderr
     result = command(job, [arg for arg in argv if arg != "--json"])
     if rank_of() == 0:
         if not result:  # a read-only disk

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -68,3 +69,12 @@ def exit_code(call: Callable[[], Any], rank: int = 0, again: str = AGAIN) -> int
             print_error("\n".join(lines))
         return outcome_of(e).exit_code
     return 0
+
+
+def after_output(code: int) -> int:
+    """The exit code of a command that ends with `code`: 1 if only its output could not be written."""
+    sys.stdout.flush()
+    if code or not process.unwritten:
+        return code
+    print_error(f"error: standard output could not be written: {process.unwritten[0]}.")
+    return 1

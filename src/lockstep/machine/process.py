@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import errno
 import inspect
 import io
 import locale
@@ -187,7 +188,10 @@ def end_with_parent(*, has_pipe: bool, message: str = "") -> None:
 # --- Standard output and error of a process of a run. Free of torch ---
 #
 # A stream may be closed (`>&-`), full (`>/dev/full`), without a reader (`| head -1`), on a terminal that is gone, or
-# ASCII only. Output that it cannot take is dropped and training continues: the logs have the same lines.
+# ASCII only. Output that it cannot take is dropped and training continues: the logs have the same lines. The command then
+# ends with exit code 1, unless the reader of a pipe ended first (launch/exits.py).
+
+unwritten: list[str] = []  # why standard output could not be written
 
 from_notebook = False  # whether a notebook's kernel started this process
 ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\x1b\]8;[^\x1b]*\x1b\\|\r")  # includes rich's links
@@ -202,15 +206,20 @@ class Stream(io.TextIOWrapper):
             log.write(text)
         try:
             super().write(text)
-        except OSError:
-            discard(self.fileno())
+        except OSError as e:
+            self.drop(e)
         return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
-        except OSError:
-            discard(self.fileno())
+        except OSError as e:
+            self.drop(e)
+
+    def drop(self, error: OSError) -> None:
+        discard(self.fileno())
+        if self is not sys.stderr and error.errno != errno.EPIPE:
+            unwritten.append(str(error.strerror))
 
 
 def in_notebook() -> bool:
@@ -233,7 +242,7 @@ def protect_streams() -> None:
         if stream is None:  # closed: a file opened later would get its number, and so its output
             discard(descriptor)
             setattr(sys, name, Stream(open(descriptor, "wb", closefd=False), "utf-8", "replace"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
+        elif isinstance(stream, io.TextIOWrapper) and not isinstance(stream, Stream):
             line_buffering, write_through = stream.line_buffering, stream.write_through
             setattr(sys, name, Stream(stream.buffer, stream.encoding, "replace", None, line_buffering, write_through))
 
