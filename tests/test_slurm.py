@@ -155,6 +155,32 @@ def test_a_submitted_multirun_gives_the_result_of_one_machine_and_one_job_stops_
 
 
 @pytest.mark.full
+def test_tasks_of_srun_are_the_processes_without_a_number_per_node(cluster, place, data):
+    srun = ["srun", "--ntasks=2", "--nodes=1", sys.executable, "train.py", "run=tasks", *OPTIONS, *data]
+    environment = {**cluster.env, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(srun, cwd=place, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert report(place / "runs/tasks")["world_size"] == 2
+    identical(place, "tasks")
+
+
+@pytest.mark.full
+def test_nodes_with_unequal_tasks_are_an_error_before_a_folder(cluster, place, data):
+    srun = [
+        "srun",
+        "--ntasks=4",
+        "--nodes=2",
+        "--distribution=block:block:block,pack",
+        sys.executable,
+        "train.py",
+        "run=uneven",
+    ]
+    done = subprocess.run(srun, cwd=place, env=cluster.env, capture_output=True, text=True, timeout=400)
+    assert (done.returncode, "Pass --ntasks-per-node to sbatch or srun" in done.stderr) == (2, True), done.stderr
+    assert not (place / "runs/uneven").exists()
+
+
+@pytest.mark.full
 def test_ctrl_c_takes_the_jobs_back(cluster, place, data):
     process = typed(cluster, place, *OPTIONS, "run=stopped", "seed=0,1", "trainer.max_epochs=500", *data)
     until(lambda: all(rows(place / f"runs/stopped/{job}/metrics.csv") > 5 for job in range(2)), 300, "both jobs")

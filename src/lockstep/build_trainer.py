@@ -1,5 +1,6 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,8 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     given |= {"sync_batchnorm": False, "enable_progress_bar": False, "max_time": None}
     # For processes that Lockstep started, only LOCAL_RANK and the like matter, not the rest of the environment.
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which is in a different folder.
+    if world.external == "slurm":  # Lightning needs this variable, which `srun --ntasks` does not set
+        os.environ["SLURM_NTASKS_PER_NODE"] = str(world.devices)
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
     offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded, "arithmetic": work.arithmetic}

@@ -196,6 +196,9 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
         rank, size, parts = (int(env.get(name, "1")) for name in PARTS[launcher])
         invalid = [name for name in PARTS[launcher] if name in env] if rank >= size or not parts or size % parts else []
         reason = " contradict each other"
+        if launcher == SLURM and "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):  # such as 3,1; else 2(x2)
+            invalid = ["SLURM_STEP_TASKS_PER_NODE"]
+            reason = ": each node needs the same number of tasks. Pass --ntasks-per-node to sbatch or srun"
     if not invalid:
         return []
     # The variables of a launcher belong together: if one is unset, the remaining ones are an error.
