@@ -161,6 +161,13 @@ def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: S
     return made
 
 
+class StartedProcesses(LightningEnvironment):
+    """The processes that Lockstep started."""
+
+    def teardown(self) -> None:
+        """Keeps WORLD_SIZE, which Lightning removes at the end of each stage: data sets read it."""
+
+
 def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Trainer:
     cfg, world, folder = settings.cfg, settings.world, settings.folder.path
     given = matching_kwargs("lightning.pytorch.Trainer", vars(cfg.trainer))  # a custom key is for a custom callback
@@ -188,7 +195,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     if world.external == "slurm":  # Lightning needs this variable, which `srun --ntasks` does not set
         os.environ["SLURM_NTASKS_PER_NODE"] = str(world.devices)
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
-    environment = slurm if world.external else LightningEnvironment()
+    environment = slurm if world.external else StartedProcesses()
     offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded, "arithmetic": work.arithmetic}
     strategy = create_object(chosen, "strategy", **matching_kwargs(chosen.target, offered))
     if not isinstance(strategy, DividedBatches):

@@ -1,7 +1,9 @@
 """LightningModules and dataloaders of a user's, for tests/training/test_custom_module.py."""
 
+import json
 import os
 import random
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate, random_split
 
 SIZES: list[tuple[int, int, bool]] = []  # what Named got
 DRAWN: list[list[int]] = []  # by Lazy
@@ -330,6 +332,44 @@ class Plateau(Whole):
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "valid_loss"}}
+
+
+LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class Surroundings(Whole):
+    """Notes what a launcher's variables are where its batches are made and used, in the folder NOTES."""
+
+    def note(self, place):
+        found = {name: os.environ[name] for name in LAUNCHER if name in os.environ}
+        Path(os.environ["NOTES"], f"{place}-{self.global_rank}").write_text(json.dumps(found))
+
+    def collate(self, samples):
+        self.note("worker")
+        return default_collate(samples)
+
+    def train_dataloader(self):
+        self.note("train_dataloader")
+        return DataLoader(Data().images(24), batch_size=12, num_workers=1, collate_fn=self.collate)
+
+    def test_dataloader(self):
+        self.note("test_dataloader")
+        return DataLoader(Data().images(24), batch_size=12)
+
+    def test_step(self, batch, batch_idx):
+        self.note("test_step")
+
+    def teardown(self, stage):
+        self.note("teardown")
 
 
 class Redrawn(Data):

@@ -336,6 +336,26 @@ def test_figures_of_several_test_dataloaders_are_all_reported(train):
         lockstep.predict(["run=several", "input=test", CPU])
 
 
+NOTED = {"train_dataloader", "worker", "test_dataloader", "test_step", "teardown"}
+
+
+def test_each_rank_has_torchruns_variables_to_the_end(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    train("Surroundings", "run=surroundings", *TWO, "data=none")
+    for rank in range(2):
+        found = {place: json.loads((tmp_path / f"{place}-{rank}").read_text()) for place in NOTED}
+        (port,) = {noted["MASTER_PORT"] for noted in found.values()}
+        numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}  # fmt: skip
+        texts = {name: str(number) for name, number in numbers.items()}
+        assert found == dict.fromkeys(NOTED, texts | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+
+
+def test_a_single_process_has_no_variables_of_a_launcher(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    train("Surroundings", "run=alone", "data=none")
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"{}"}
+
+
 def test_figures_of_the_average_and_of_the_weights_have_names_of_their_own(train):
     more = ["trainer.max_steps=4"]
     plain = train("Tested", "run=plain", *more)

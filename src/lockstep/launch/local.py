@@ -224,8 +224,10 @@ def environment(world: World, port: int) -> dict[str, str]:
     # One thread per core in every process would slow all of them down. A single process keeps torch's default.
     several = {"OMP_NUM_THREADS": str(max(1, system.cores() // count))} if count > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
-    place = {"RANK": str(world.rank), "LOCAL_RANK": str(local_rank), "NODE_RANK": str(node)}
-    return {**several, **os.environ, **here, **place}
+    # As torchrun sets them: data sets and libraries read them. Not TORCHELASTIC_RUN_ID: no agent supervises the process.
+    place = dict.fromkeys(("RANK", "ROLE_RANK"), world.rank) | dict.fromkeys(("NODE_RANK", "GROUP_RANK"), node)
+    place |= {"LOCAL_RANK": local_rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": count}
+    return {**several, **os.environ, **here, **{name: str(number) for name, number in place.items()}}
 
 
 def run_in_this_process(job: Job, settings: Settings, data: Any = None, *, end_file: Path | None = None) -> Any:
