@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from dividing import DIVISIONS, EPOCH, SEED, Process, digests, indices, joined
 from packages import brought
 from packages.brought import Draws, Plain, Row, pads
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lockstep.data.keyed import IsolatedRandomState
 from lockstep.data.sampler import key_of
@@ -30,6 +31,17 @@ class Stream(IterableDataset):
         self.begun += 1
         for index in range(self.count):
             yield index, random.random() + (index >= self.differs_from) + self.begun / 1000
+
+
+class Resets(IterableDataset):
+    """Its own iterator, as many streams are: `iter` starts it again."""
+
+    def __iter__(self) -> "Resets":
+        self.rows = iter(range(23))
+        return self
+
+    def __next__(self) -> int:
+        return next(self.rows)
 
 
 class Iterates(DataLoader):
@@ -109,6 +121,23 @@ def test_a_stream_is_divided_as_other_data_is(options):
         assert some(world, accumulate, 2 * accumulate) == single[2:]
     evaluated = some(3, 1, trains=False)
     assert [row for batch in evaluated for row in batch] == [row for batch in some(1, 1, trains=False) for row in batch]
+
+
+@pytest.mark.parametrize("make_loader", [
+    lambda: DataLoader(Resets(), batch_size=6),
+    lambda: DataLoader(Resets(), batch_size=6, num_workers=1),
+    lambda: DataLoader(range(23), batch_size=6, sampler=Resets()),
+    lambda: DataLoader(range(23), batch_sampler=BatchSampler(Resets(), 6, False)),
+    Resets,
+])  # fmt: skip
+def test_an_iterator_that_resets_itself_is_read_to_its_end(make_loader):
+    def some(done: int) -> list[int]:
+        loader = wrap_loader(make_loader(), Division(seed=SEED, position=lambda: (EPOCH, done)))
+        return torch.cat([torch.as_tensor(batch).view(-1) for batch in islice(loader, 30)]).tolist()
+
+    whole = some(0)
+    assert whole == [*range(23)]
+    assert some(2) == (whole[2:] if make_loader is Resets else whole[12:])
 
 
 def test_a_worker_of_a_stream_that_stays_reads_the_next_epoch():

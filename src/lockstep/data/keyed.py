@@ -179,7 +179,7 @@ class IsolatedRandomState:
     def reader(self, begin: Callable[[], Any]) -> Callable[[int], list[Any]]:
         """A function that returns the next elements of what `begin` returns, up to a number, drawn in this state."""
         with self:
-            elements = iter(begin())
+            elements = (element for element in begin())  # calls iter() once: that of a stream may start it again
 
         def take(count: int) -> list[Any]:
             with self:
