@@ -16,7 +16,7 @@ from packages import brought
 from packages.brought import LOADERS, Draws, Endless, Plain, Ragged, Row, masks
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, RandomSampler, Sampler, Subset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.global_batches import digest_or_error
@@ -116,6 +116,59 @@ def test_each_epoch_and_seed_has_its_own_order_and_random_numbers(name):
     drawn = [{row for _, share in epoch for row in share} for epoch in found]
     assert not drawn[0] & drawn[1]
     assert [share[0][0] for _, share in found[0]] != [share[0][0] for _, share in found[1]]
+
+
+class InPlace(Sampler):
+    """Shuffles a list of its own, as many samplers do, so an epoch's order follows from those before."""
+
+    def __init__(self) -> None:
+        self.order, self.turns = [*range(23)], 0
+
+    def __len__(self) -> int:
+        return 23
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        self.turns += 1
+        yield from self.order[self.turns :]
+        yield from self.order[: self.turns]
+
+
+class EndlessInPlace(InPlace):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from super().__iter__()
+
+
+class BatchesInPlace(InPlace):
+    def __iter__(self) -> Iterator[list[int]]:
+        order = [*super().__iter__()]
+        yield from (order[i : i + 6] for i in range(0, 23, 6))
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("options", [
+    {"batch_size": 6, "sampler": InPlace},
+    {"batch_size": 6, "sampler": EndlessInPlace},
+    {"batch_sampler": BatchesInPlace},
+    {"batch_sampler": lambda: Ragged(InPlace())},
+])  # fmt: skip
+def test_a_resume_repeats_earlier_epochs_of_a_sampler(options):
+    def begun(epoch: int) -> Process:
+        process = Process(DataLoader(Draws(), **{k: v() if callable(v) else v for k, v in options.items()}), 1, 2, 1)
+        process.epoch = epoch
+        return process
+
+    whole, process = [], begun(0)
+    for process.epoch in range(4):
+        whole.append(process.epoch_from())
+    assert whole[3] != whole[2]
+    assert [begun(epoch).epoch_from(2) for epoch in range(4)] == [found[2:] for found in whole]
+    made_anew = begun(3)  # by a Trainer that makes its loaders anew in each epoch
+    made_anew.loader.order.reload_every = 1
+    assert made_anew.epoch_from() != whole[3]
 
 
 def test_a_sample_that_is_given_twice_draws_twice():
@@ -352,7 +405,10 @@ def test_a_sampler_is_not_asked_much_earlier_than_it_must():
         def __len__(self) -> int:
             return 10_000
 
-    batches = iter(Process(DataLoader(range(10_000), batch_size=4, sampler=Asked()), 0, 2, 1).loader)
+    process = Process(DataLoader(range(10_000), batch_size=4, sampler=Asked()), 0, 2, 1)
+    process.epoch = 0
+    batches = iter(process.loader)
+    asked.clear()  # what showed whether the order can be repeated
     for number in range(1, 2000):
         next(batches)
         assert 4 * number <= len(asked) <= min(8 * number, 4 * number + 1024)
@@ -371,6 +427,18 @@ def test_a_batch_sampler_that_gives_more_than_its_length_ends_there():
 class Entropic(Plain):
     def number(self, index: int) -> float:
         return float(np.random.default_rng().random())
+
+
+class EntropicOrder(InPlace):
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(23).tolist())
+
+
+def test_a_sampler_that_cannot_be_repeated_is_told():
+    notes = lambda sampler: Process(DataLoader(Plain(), batch_size=6, sampler=sampler), 0, 1, 1).loader.notes  # noqa: E731
+    assert [notes(InPlace()), notes(RandomSampler(range(23)))] == [[], []]
+    (told,) = notes(EntropicOrder())
+    assert told.startswith("EntropicOrder returns different samples for the same seed") and "not exact" in told
 
 
 def test_datasets_that_differ_by_process_are_refused():

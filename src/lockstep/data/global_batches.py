@@ -1,9 +1,11 @@
 """The global batches of an epoch, from a user's sampler or stream, and the share of them that each process computes."""
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,16 +117,19 @@ def digest_or_error(value: Any, previous: str, name: str) -> str:
 class GlobalBatches:
     """The global batches of a loader. Iterates its sampler in a separate random state, keyed by seed and epoch.
 
-    The order must depend only on random numbers and `set_epoch`. If the sampler counts epochs itself, resuming loses
-    the count.
+    The order must depend only on random numbers, `set_epoch` and earlier epochs, which a resumed run repeats.
     """
 
-    def __init__(self, batch_sampler: Any, compare: bool) -> None:
+    def __init__(self, batch_sampler: Any, compare: bool, reload_every: int = 0) -> None:
         divides = type(batch_sampler) is BatchSampler
         self.size: int | None = batch_sampler.batch_size if divides else None  # None: the batch sampler decides
         self.drop_last = divides and batch_sampler.drop_last
         self.sampler, self.compare = without_rank_split(batch_sampler.sampler if divides else batch_sampler), compare
         self.name = type(self.sampler).__name__
+        # the order of torch's own samplers does not depend on earlier epochs
+        self.is_own = not type(self.sampler).__module__.startswith("torch.")
+        self.reload_every = reload_every  # epochs after which the Trainer makes a new sampler; 0: never
+        self.next_epoch = 0  # the first one that has not been drawn
 
     @property
     def count(self) -> int | None:
@@ -171,7 +176,17 @@ class GlobalBatches:
             yield from ((keys[i : i + size], digest) for i in range(0, len(keys), size))
 
     def drawn(self, seed: int, epoch: int) -> Iterator[tuple[Any, str]]:
-        """What a user's sampler yields. Draws few elements at first: the sampler may not be meant to run ahead."""
+        """What a user's sampler yields. A resumed run first iterates it for earlier epochs: many shuffle in place."""
+        begin = max(self.next_epoch, epoch // self.reload_every * self.reload_every if self.reload_every else 0)
+        self.next_epoch = epoch + 1
+        if self.is_own:
+            count = length_hint(self) * (self.size or 1)  # 0 without a length: it may never end
+            for earlier in range(begin, epoch):
+                deque(islice(self.drawn_in(seed, earlier), count), 0)
+        yield from self.drawn_in(seed, epoch)
+
+    def drawn_in(self, seed: int, epoch: int) -> Iterator[tuple[Any, str]]:
+        """Draws few elements at first: the sampler may not be meant to run ahead."""
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)

@@ -1,5 +1,6 @@
 """Wraps users' DataLoaders. Lockstep controls their order, division among processes, position and random numbers."""
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Division(ShareSpec):
 
     seed: int
     position: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the epoch, and how many of its micro-batches are done
+    reload_every: int = 0  # epochs after which the Trainer makes a new loader; 0: never
     number: Callable[[Any], int] = lambda _: 0  # index of a loader among those that train together
     waited: Callable[[float], None] = lambda _: None  # receives the seconds that training waited for a batch
     agree: Callable[[str], bool] = lambda _: True  # whether all processes pass the same text; all must call it
@@ -196,7 +198,7 @@ class StandardLoader(WrappedLoader):
 
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
         super().__init__(loader, division)
-        self.order = GlobalBatches(loader.batch_sampler, division.world > 1)
+        self.order = GlobalBatches(loader.batch_sampler, division.world > 1, division.reload_every)
         self.name, self.size = f"{type(loader.dataset).__name__} with {self.order.name}", self.order.size
         self.notes = [*self.limits()]
         self.data, self.due = MicroBatches(loader.dataset, loader.collate_fn), ShareSampler()
@@ -225,6 +227,15 @@ class StandardLoader(WrappedLoader):
         if digests[0] != digests[1]:
             self.notes.append(f"{self.name} {UNSEEDED}")
         self.require_agreement(digests[0] if digests[0] == digests[1] else "")
+        if self.order.is_own and len({self.first_keys(), self.first_keys()}) > 1:
+            self.notes.append(f"{self.order.name} {UNSEEDED}")
+
+    def first_keys(self) -> str:
+        """Digest of the first batch of a copy of the sampler, which shares its dataset; empty if it has none."""
+        with suppress(Exception):
+            order = copy.deepcopy(self.order, {id(self.given.dataset): self.given.dataset})
+            return digest_of(next(order.batches(self.division.seed, 0)).batch)
+        return ""
 
     def evaluated(self) -> int | None:
         """The number of batches in an evaluation, if known. All processes call this.
