@@ -118,6 +118,56 @@ def test_each_epoch_and_seed_has_its_own_order_and_random_numbers(name):
     assert [share[0][0] for _, share in found[0]] != [share[0][0] for _, share in found[1]]
 
 
+class Seeded(Plain):
+    """PyTorch's idiom for random numbers of NumPy in workers."""
+
+    def number(self, index: int) -> float:
+        return float(np.random.default_rng([torch.initial_seed() % 2**32, index]).random())
+
+
+class SeededTogether(Seeded):
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        return [self[index] for index in indices]
+
+
+def collates_seeded(samples: list[Row]) -> list[Row]:
+    return [(index, number + torch.initial_seed() % 100) for index, number in samples]
+
+
+@pytest.mark.parametrize("loader", [
+    partial(DataLoader, Seeded()),
+    partial(DataLoader, SeededTogether()),
+    partial(DataLoader, Seeded(), collate_fn=collates_seeded),
+    partial(DataLoader, Subset(Seeded(), range(23)), sampler=[*range(23)]),
+])  # fmt: skip
+def test_initial_seed_follows_the_sample_not_the_worker(loader):
+    def numbers(workers: int, seed: int, epoch: int = EPOCH, done: int = 0) -> list[Row]:
+        torch.manual_seed(seed)
+        process = Process(loader(batch_size=6, num_workers=workers), 0, 1, 1)
+        process.epoch = epoch
+        return [row for _, share in process.epoch_from(done) for row in share]
+
+    whole = numbers(0, 5)
+    assert numbers(0, 6) == numbers(2, 7) == whole and numbers(0, 8, done=2) == whole[12:]
+    assert not {*whole} & {*numbers(0, 5, EPOCH + 1)}
+    assert torch.initial_seed() == 5
+
+
+class Kept(Plain):
+    def number(self, index: int) -> float:
+        return float(np.random.default_rng([self.seed, index]).random())
+
+
+def keeps_seed(_: int) -> None:
+    get_worker_info().dataset.seed = torch.initial_seed()
+
+
+def test_a_seed_kept_by_worker_init_fn_is_that_of_every_worker():
+    loaders = [DataLoader(Kept(), batch_size=6, num_workers=n, worker_init_fn=keeps_seed) for n in (1, 2)]
+    one, two = (Process(loader, 0, 1, 1).epoch_from() for loader in loaders)
+    assert one == two
+
+
 class InPlace(Sampler):
     """Shuffles a list of its own, as many samplers do, so an epoch's order follows from those before."""
 

@@ -21,6 +21,7 @@ MEMBERS, SEARCHED = 64, 10_000  # most objects that are searched for generators:
 PLAIN = (str, bytes, int, float, type, ModuleType, np.ndarray, torch.Tensor)
 NUMPY: np.random.RandomState = np.random.rand.__self__  # type: ignore[attr-defined]
 DEFAULTS = (torch.default_generator, NUMPY, random.random.__self__)  # type: ignore[attr-defined]
+TORCH = 0  # the index of torch's default generator
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -103,8 +104,8 @@ def generators_in(*values: Any) -> list[Generator]:
 class Generators:
     """The default generators of torch, NumPy and Python, and the generators that `holder` contains.
 
-    A generator is seeded for each sample once something has drawn from it; the batch in which this happens is reread.
-    Seeding all generators would take 12 us per sample.
+    A generator is seeded for each sample once something has drawn from it or called `torch.initial_seed`; the batch in
+    which this happens is reread. Seeding all generators would take 12 us per sample.
     """
 
     def __init__(self, holder: Any) -> None:
@@ -134,11 +135,19 @@ class Generators:
 
     def tried(self, count: int, states: Callable[[], NDArray[np.uint64]], make: Callable[[int], Any]) -> list[Any]:
         previous_states, memory = [generator.state() for generator in self.all], memory_of_numpy()
+        original, asked = torch.initial_seed, set[int]()
+
+        def initial_seed() -> int:
+            asked.add(TORCH)
+            return original()
+
+        torch.initial_seed = initial_seed  # it is often used as a seed, and differs between workers
         try:
             while True:
                 result = self.seeded(states(), make) if self.used else [make(index) for index in range(count)]
                 unused = {*range(len(self.all))} - self.used
                 drawn = {index for index in unused if self.all[index].has_drawn(previous_states[index], memory)}
+                drawn |= asked & unused
                 if not drawn:
                     return result
                 self.used |= drawn
@@ -146,6 +155,7 @@ class Generators:
             self.used = {*range(len(self.all))}  # any of them may have drawn
             raise
         finally:
+            torch.initial_seed = original
             for index in self.used:
                 self.all[index].restore(previous_states[index])
 

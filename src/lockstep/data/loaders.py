@@ -350,6 +350,7 @@ def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
     assert info is not None
     object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # torch 2.11 forbids `=`
     if init is not None:
+        torch.manual_seed(info.seed - worker)  # `init` may keep the seed: the samples must not depend on the worker
         init(worker)
 
 

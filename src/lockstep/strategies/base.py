@@ -188,7 +188,7 @@ class DividedBatches(Strategy):
             waited=self.wait,
             accumulate=trainer.accumulate_grad_batches,
             contiguous=self.contiguous_micro_batches,
-            reload_every=trainer.reload_dataloaders_every_n_epochs,
+            reload_every=trainer.reload_dataloaders_every_n_epochs,  # type: ignore[attr-defined]
             position=lambda: (epochs.processed, loop.epoch_loop.batch_progress.current.ready),
             number=lambda loader: [other is loader for other in wrapped_loaders(trainer.train_dataloader)].index(True),
         )
