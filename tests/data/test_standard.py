@@ -23,7 +23,7 @@ from lockstep.data.global_batches import digest_or_error
 from lockstep.data.sampler import permute
 from lockstep.data.standard import Division
 from lockstep.data.streams import wrap_loader
-from lockstep.errors import UserError
+from lockstep.errors import TrainingFailed, UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
 SLOW = {"spawned"}
@@ -472,6 +472,65 @@ def test_a_batch_sampler_that_gives_more_than_its_length_ends_there():
     loader = lambda: DataLoader(Draws(), batch_sampler=Short())  # noqa: E731
     whole = Process(loader(), 0, 1, 1).epoch_from()
     assert len(whole) == 3 and Process(loader(), 0, 1, 1).epoch_from(2) == whole[2:]
+
+
+class Half(Sampler):
+    """64 of the 128 samples that it declares, and none in a second epoch."""
+
+    def __init__(self) -> None:
+        self.left = iter(range(64))
+
+    def __len__(self) -> int:
+        return 128
+
+    def __iter__(self) -> Iterator[int]:
+        return self.left
+
+
+class Stops(Plain):
+    def number(self, index: int) -> float:
+        if index == 64:
+            raise StopIteration
+        return super().number(index)
+
+
+class ShorterBatches(Ragged):
+    def __len__(self) -> int:
+        return 16
+
+
+class Declares(brought.Stream):
+    def __init__(self) -> None:
+        self.rows = iter([*super().__iter__()])
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.rows
+
+    def __len__(self) -> int:
+        return 128
+
+
+@pytest.mark.parametrize(("make_loader", "evaluates", "told"), [
+    (lambda: DataLoader(Plain(128), batch_size=8, sampler=Half()), True, "Plain with Half ended after 8 batches of the 16 that"),
+    (lambda: DataLoader(Stops(128), batch_size=8), True, "Stops with SequentialSampler ended after 8 batches of the 16"),
+    (lambda: DataLoader(Stops(128), batch_size=8, num_workers=2), True, "ended after 8 batches of the 16"),
+    (lambda: DataLoader(Plain(), batch_sampler=ShorterBatches()), False, "Plain with ShorterBatches ended after 5 batches of the 16"),
+])  # fmt: skip
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_epoch_shorter_than_declared_is_an_error(make_loader, evaluates, told, world):
+    for trains in (True, False) if evaluates or world == 1 else (True,):
+        with pytest.raises(TrainingFailed, match=f"{told}.*in epoch 1"):
+            process = Process(make_loader(), 0, world, 1, trains=trains)
+            process.epoch = 0
+            process.epoch_from()
+
+
+def test_the_length_of_a_stream_is_an_estimate_but_not_of_nothing(caplog):
+    process = Process(DataLoader(Declares(), batch_size=8), 0, 1, 1)
+    assert len(process.epoch_from()) == 3
+    assert "Declares ended after 3 batches of the 16 that it declares" in caplog.text
+    with pytest.raises(TrainingFailed, match="ended after 0 batches"):
+        process.epoch_from()
 
 
 class Entropic(Plain):

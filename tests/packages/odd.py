@@ -260,6 +260,21 @@ class Uneven(Data):
         return DataLoader(self.images(25), batch_size=12)
 
 
+class Declared(Data):
+    """Declares 96 samples and yields 48."""
+
+    def train_dataloader(self):
+        return DataLoader(self.images(48), batch_size=12, sampler=Half())
+
+
+class Half:
+    def __iter__(self):
+        return iter(range(48))
+
+    def __len__(self):
+        return 96
+
+
 class ByRank(Data):
     """Divides the samples itself."""
 

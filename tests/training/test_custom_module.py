@@ -430,6 +430,13 @@ def test_an_evaluation_counts_each_sample_once(train, forked):
 
 
 @pytest.mark.slow
+def test_all_processes_end_with_an_epoch_that_is_too_short(train, forked, capfd):
+    with pytest.raises(RunFailed, match="exit code 1"):
+        train("Small", "run=declared", "data=odd", "data._target_=odd.Declared", "trainer.max_epochs=2", *TWO)
+    assert "with Half ended after 4 batches of the 8 that it declares, in epoch 1" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["ByRank", "LateByRank"])
 def test_a_sampler_that_divides_the_samples_itself_is_refused(train, forked, capfd, data):
     with pytest.raises(RunFailed, match="exit code 2"):

@@ -1,6 +1,7 @@
 """Wraps users' DataLoaders. Lockstep controls their order, division among processes, position and random numbers."""
 
 import copy
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,7 +28,9 @@ from lockstep.data.loaders import (
     timed,
 )
 from lockstep.data.sampler import key_of
-from lockstep.errors import UserError
+from lockstep.errors import TrainingFailed, UserError
+
+log = logging.getLogger("lockstep")
 
 BatchScope = Literal["a share", "all", "its own"]  # what a process gets of a loader's batches
 OPTIONS = "num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"
@@ -71,6 +74,7 @@ class WrappedLoader(ResumableLoader):
     """Wraps a user's loader for the Trainer, and has the attributes of the user's loader."""
 
     batch_scope: BatchScope = "a share"
+    is_indexed = False  # whether samples are read by index
 
     def __init__(self, loader: Any, division: Division) -> None:
         self.given, self.division = loader, division
@@ -123,10 +127,23 @@ class WrappedLoader(ResumableLoader):
             self.batch_info = {number: info} | {n: old for n, old in self.batch_info.items() if n == number - 1}
             yield batch
             number += 1
+        self.check_length(epoch, turn.done + number - turn.number)
         self.ended = LoaderPosition(epoch, number, turn.times + 1, 0)
         if number == done and done and self.length is None:  # resumed run: where it last restarted is unknown
             length = self.count_batches(self.division.seed_of(self), epoch)
             self.ended = LoaderPosition(epoch, done, *divmod(done, length)) if length else None
+
+    def check_length(self, epoch: int, count: int) -> None:
+        """Schedules and positions in checkpoints use the declared length. That of a stream is often an estimate."""
+        if count >= (1 if self.length is None else self.length) or not (self.is_indexed or self.division.trains):
+            return
+        declared = "" if self.length is None else f" of the {self.length // self.division.accumulate} that it declares"
+        ended = f"{self.name} ended after {count // self.division.accumulate} batches{declared}, in epoch {epoch + 1}"
+        if count and not self.is_indexed:
+            return log.warning("%s", ended)
+        raise TrainingFailed(
+            f"{ended}. Make its __len__ return the number that it yields in each epoch, and let no __getitem__ raise StopIteration."
+        )
 
     def require_agreement(self, digest: str) -> None:
         """All processes call this with the digest of what they have read."""
@@ -196,6 +213,8 @@ def from_workers(loader: DataLoader[Any], data: Any, **options: Any) -> FromWork
 class StandardLoader(WrappedLoader):
     """A DataLoader whose batches are divided among processes and accumulation steps."""
 
+    is_indexed = True
+
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
         super().__init__(loader, division)
         self.order = GlobalBatches(loader.batch_sampler, division.world > 1, division.reload_every)
@@ -248,6 +267,8 @@ class StandardLoader(WrappedLoader):
         batches = enumerate(join_small_batches(self.order.batches(division.seed, 0), division.world), 1)
         ((count, last),) = deque(batches, 1) or [(0, GlobalBatch(0, []))]
         self.require_agreement(last.digest)
+        if (size := self.order.size) and (found := -(-(last.place + len(last.batch)) // size)) < len(self.order):
+            self.check_length(0, found)
         if last.joined:
             (share,) = division.shares(iter([last]), 0, division.seed, 0, None)
             try:
