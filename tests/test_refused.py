@@ -283,6 +283,8 @@ TWO = "trainer.accumulate_grad_batches=2"
         ("run=a +optim.foo=1", "foo"),
         ("run=a optim=sgd optim.momentum=0", "momentum"),
         ("run=a trainer.limit_train_batches=0.001", "leaves no batches to train in an epoch"),
+        ("run=a trainer.limit_test_batches=0.1", "limit_test_batches=0.1 of 1 leaves no batches to test"),
+        ("run=a trainer.limit_val_batches=0.1", "val_dataloader` but 0.1 . 1 < 1"),
         ("run=a trainer.val_check_interval=13", "trainer.val_check_interval=13 is more than the 12 batches"),
         ("run=a trainer.min_steps=50", "trainer.min_steps=50 is more than the run's 12 steps"),
         (f"run=a {TWO} trainer.val_check_interval=0.3", "after 7 micro-batches, within a step of 2"),

@@ -220,9 +220,12 @@ def unused_overrides(settings: Settings) -> Iterator[str]:
 # --- Checks that need the prepared data ---
 
 
-def step_problems(settings: Settings, samples: int) -> Iterator[str]:
-    """Limits that exceed the length of a run with `samples` training samples per epoch."""
+def step_problems(settings: Settings, samples: int, test_batches: int) -> Iterator[str]:
+    """Limits that exceed the length of a run with `samples` training samples per epoch, or that leave nothing."""
     trainer, plan = settings.cfg.trainer, settings.steps
+    limit = trainer.limit_test_batches  # of the others, Lightning reports it before training
+    if isinstance(limit, float) and limit and int(limit * test_batches) == 0:
+        yield f"trainer.limit_test_batches={limit} of {test_batches} leaves no batches to test. Set a larger number."
     interval = trainer.val_check_interval
     batches, total = plan.epoch(samples), plan.steps(samples)
     if not batches:
