@@ -433,7 +433,7 @@ def test_an_evaluation_counts_each_sample_once(train, forked):
 def test_all_processes_end_with_an_epoch_that_is_too_short(train, forked, capfd):
     with pytest.raises(RunFailed, match="exit code 1"):
         train("Small", "run=declared", "data=odd", "data._target_=odd.Declared", "trainer.max_epochs=2", *TWO)
-    assert "with Half ended after 4 batches of the 8 that it declares, in epoch 1" in capfd.readouterr().err
+    assert "with Half yields 4 micro-batches in epoch 1, but declares 8" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -137,13 +137,10 @@ class WrappedLoader(ResumableLoader):
         """Schedules and positions in checkpoints use the declared length. That of a stream is often an estimate."""
         if count >= (1 if self.length is None else self.length) or not (self.is_indexed or self.division.trains):
             return
-        declared = "" if self.length is None else f" of the {self.length // self.division.accumulate} that it declares"
-        ended = f"{self.name} ended after {count // self.division.accumulate} batches{declared}, in epoch {epoch + 1}"
+        told = f"{self.name} yields {count} micro-batches in epoch {epoch + 1}, but declares {self.length or 'more than 0'}"
         if count and not self.is_indexed:
-            return log.warning("%s", ended)
-        raise TrainingFailed(
-            f"{ended}. Make its __len__ return the number that it yields in each epoch, and let no __getitem__ raise StopIteration."
-        )
+            return log.warning("%s", told)
+        raise TrainingFailed(f"{told}. Make them agree, and let no __getitem__ raise StopIteration.")
 
     def require_agreement(self, digest: str) -> None:
         """All processes call this with the digest of what they have read."""
