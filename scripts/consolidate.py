@@ -23,8 +23,10 @@ def consolidate(folder: Path, file: Path) -> Path:
         raise UserError(f"{file} exists. Pass a different file.")
     from lockstep.checkpoints import weights  # imports torch; not needed to reject a command
 
+    content = weights.load(folder)
+    weights.make_plain(content)
     with atomic_replace(file) as part:
-        weights.write(weights.load(folder), part)
+        weights.write(content, part)
     return file
 
 

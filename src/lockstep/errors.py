@@ -24,7 +24,7 @@ class UnsafeCheckpoint(UserError):
     def __init__(self, name: str, path: Path | None = None) -> None:
         what = f"contains objects that could run code ({name}); a checkpoint has only tensors and plain values"
         super().__init__(
-            f"{path} is not a checkpoint of Lockstep: it {what}. Nothing was loaded. Remove the file to use a different checkpoint."
+            f"{path} is not a checkpoint of Lockstep: it {what}. Nothing was loaded. Move the file away to use a different checkpoint."
             if path
             else name
         )
@@ -53,12 +53,6 @@ class Interrupted(Preempted):
 
 class SaveFailed(TrainingFailed):
     """A checkpoint or a result could not be written; earlier ones are intact."""
-
-
-class CheckpointNotLoadable(SaveFailed):
-    """A checkpoint would contain an object that cannot be loaded again."""
-
-    alike = True
 
 
 class DamagedCheckpoint(TrainingFailed):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoints import finding, weights
 from lockstep.checkpoints.finding import checkpoints, is_checkpoint, step_of
-from lockstep.checkpoints.weights import open_file, row_range, rows_between
+from lockstep.checkpoints.weights import PLACEHOLDER, open_file, row_range, rows_between
 from lockstep.errors import UserError
 from lockstep.machine import files
 
@@ -169,3 +169,52 @@ def test_each_process_gets_its_rows_whoever_wrote_them(rows, wrote, reads):
     mine = [rows_between(shards, *row_range(rows, rank, reads)) for rank in range(reads)]
     chunks = [*tensor.chunk(reads), *[tensor[:0]] * reads]  # as torch divides a tensor
     assert all(torch.equal(own, chunk) for own, chunk in zip(mine, chunks, strict=False))
+
+
+# --- Parts of a checkpoint that do not belong together ---
+
+
+def two_shards(folder: Path, step: int) -> Path:
+    """Five rows of one tensor, as two processes save them."""
+    folder.mkdir()
+    tensor, content = torch.arange(10.0).view(5, 2), {"global_step": step, "w": PLACEHOLDER + "w"}
+    for rank in range(2):
+        begin, end = row_range(5, rank, 2)
+        shard = {"first": begin, "shape": [5, 2], "rows": tensor[begin:end].clone()}
+        weights.save(content, {PLACEHOLDER + "w": shard}, folder, rank, 2)
+    return folder
+
+
+def test_shards_are_placed_by_their_records(tmp_path):
+    a, b = (two_shards(tmp_path / name, step=step) for name, step in (("a", 7), ("b", 8)))
+    first, second = finding.shard_files(a)
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    assert torch.equal(weights.load(a)["w"], torch.arange(10.0).view(5, 2))
+    second.write_bytes(contents[1])
+    with pytest.raises(UserError, match="a is damaged: its shards do not fit together"):
+        weights.load(a)
+    first.write_bytes(finding.shard_files(b)[0].read_bytes())
+    with pytest.raises(UserError, match=r"shard-00000-of-00002\.pt is of a different step than rest\.pt"):
+        weights.load(a)
+
+
+def test_a_record_that_is_shorter_than_its_tensor_is_damage(file, tmp_path):
+    whole, cut = tmp_path / "whole.ckpt", tmp_path / "cut.ckpt"
+    whole.write_bytes(file)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(cut, "w") as target:
+        for entry in source.infolist():
+            content = source.read(entry)
+            target.writestr(entry.filename, content[:-4] if "/data/" in entry.filename else content)
+    assert is_checkpoint(cut)
+    for read in (open_file, finding.read_pickle):
+        with pytest.raises(UserError, match=r"its record data/0 is smaller than the tensor"):
+            read(cut)
+
+
+def test_a_link_to_itself_is_no_checkpoint(tmp_path):
+    link = tmp_path / "bad.ckpt"
+    link.symlink_to(link)
+    with pytest.raises(UserError, match=r"checkpoint=.*bad\.ckpt does not exist"):
+        finding.locate_checkpoint(str(link), "checkpoint", str(tmp_path), finding.newest_checkpoint)

@@ -1,6 +1,7 @@
 """Checkpoints on disk: where they are, which are complete, and what they contain. Does not import torch."""
 
 import codecs
+import os
 import pickle
 import re
 import zipfile
@@ -140,7 +141,12 @@ class Checkpoint:
             )
 
 
-KNOWN = ("torch", "collections", "builtins", codecs.encode.__module__)  # what tensors and plain values need
+# the modules of what tensors and plain values need; `__builtin__` is Python 2's name of `builtins`
+KNOWN = {"__builtin__", "builtins", "collections", "torch", "torch.nn.parameter", codecs.encode.__module__}
+KNOWN |= {f"torch.{name}" for name in ("_tensor", "_utils", "cuda", "serialization", "sparse", "storage")}
+# bytes of a number by the type of its storage; types that are not here are saved as bytes
+SIZES = {"ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "Float": 4, "Int": 4, "QInt32": 4}
+SIZES |= dict.fromkeys(("Half", "BFloat16", "Short"), 2)
 
 
 class StandIn:
@@ -156,12 +162,18 @@ class StandIn:
 class Outline(pickle.Unpickler):
     """Reads a pickle without creating its objects: nothing that it names is imported or called."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] not in KNOWN:
-            raise UnsafeCheckpoint(f"{module}.{name}")
-        return {"OrderedDict": OrderedDict, "Counter": Counter}.get(name, StandIn)
+    stored: Callable[[str], int]  # the size of a tensor's record
 
-    def persistent_load(self, _: Any) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in KNOWN:
+            raise UnsafeCheckpoint(f"{module}.{name}")
+        return {"OrderedDict": OrderedDict, "Counter": Counter}.get(name) or type(name, (StandIn,), {})
+
+    def persistent_load(self, reference: Any) -> Any:
+        """Raises ValueError if the record of a tensor is smaller than the tensor."""
+        _, storage, key, _, count = reference
+        if self.stored(key) < count * SIZES.get(storage.__name__.removesuffix("Storage"), 1):
+            raise ValueError(f"its record data/{key} is smaller than the tensor")
         return StandIn()
 
 
@@ -174,7 +186,9 @@ def read_pickle(path: Path) -> Any:
             if name is None:
                 raise pickle.UnpicklingError("it is an archive that torch.save did not write")
             with archive.open(name) as pickled:
-                return Outline(pickled).load()
+                outline, folder = Outline(pickled), name.removesuffix("data.pkl")
+                outline.stored = lambda key: archive.getinfo(f"{folder}data/{key}").file_size
+                return outline.load()
     except UnsafeCheckpoint as e:
         raise UnsafeCheckpoint(str(e), path) from None
     except OutOfMemory:
@@ -301,7 +315,7 @@ def complete_checkpoint(path: Path, key: str) -> Path:
         raise UserError(
             f"{key}={path} is a link; a run folder must not contain links. Pass the path that it points to."
         )
-    path = path.resolve() if path.is_symlink() else path
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path  # may be a link to itself
     if not path.exists():
         run = "run=<name> with" if key == "checkpoint" else f"{key}=<name> with"
         raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or {run} the name of a run.")

@@ -4,9 +4,10 @@ torch.save writes all files, so they load with weights_only=True, and zip checks
 """
 
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from datetime import date, datetime
+from itertools import accumulate, chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parameter import is_lazy
 
-from lockstep.checkpoints.finding import REST, Checkpoint, map_leaves, max_values, shard_files
+from lockstep.checkpoints.finding import REST, Checkpoint, Place, map_leaves, max_values, read_pickle, shard_files
 from lockstep.config import formatting
 from lockstep.config.instantiate import network
 from lockstep.errors import UnsafeCheckpoint, UserError, oom_with_path
@@ -26,43 +27,80 @@ from lockstep.machine.files import open_plain
 from lockstep.machine.process import seeded_and_restored
 from lockstep.run import explain_damage, why_not_plain
 
-# --- Values that torch.load accepts with weights_only=True, as checkpoints are loaded ---
+# --- What a checkpoint may hold ---
+#
+# torch.load accepts tensors, VALUES, lists, tuples and MAPPINGS with weights_only=True. A value of TYPES is saved as such
+# values, and `types` in the checkpoint lists where, so it is loaded as what it was. Anything else is left out.
 
 MAPPINGS = (dict, OrderedDict, Counter)
-SEQUENCES = (list, tuple, set)
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+FACTORIES: tuple[Any, ...] = (bool, int, float, str, list, dict, set)  # of a defaultdict; checkpoints have the index
+# the plain form of a value, and back
+TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    **{cls: (list, cls) for cls in (tuple, set, frozenset)},  # tuples with values of these types
+    **{cls: (cls.isoformat, cls.fromisoformat) for cls in (date, datetime)},
+    type(Path()): (str, Path),
+    deque: (lambda x: [x.maxlen, *x], lambda x: deque(x[1:], x[0])),
+    defaultdict: (lambda x: [FACTORIES.index(x.default_factory), {**x}], lambda x: defaultdict(FACTORIES[x[0]], x[1])),
+    np.ndarray: (
+        lambda x: x.tolist() if x.dtype.kind in "US" else torch.from_numpy(np.array(x, order="C")),
+        lambda x: x.numpy().copy() if isinstance(x, Tensor) else np.array(x),
+    ),
+    **{np.dtype(code).type: (lambda x: x.item(), np.dtype(code).type) for code in "?bhilqBHILQefdFDUS"},
+}
+BY_NAME = {cls.__name__: back for cls, (_, back) in TYPES.items()}
 
 
-def unsafe_values(tree: Any, path: str = "") -> Iterator[str]:
-    """The paths and types of the values that torch.load rejects."""
-    if type(tree) in MAPPINGS:
-        for key, value in tree.items():
-            yield from unsafe_values(key, f"{path}/{key}")
-            yield from unsafe_values(value, f"{path}/{key}")
-    elif type(tree) in SEQUENCES:
-        for index, value in enumerate(tree):
-            yield from unsafe_values(value, f"{path}/{index}")
-    elif type(tree) not in VALUES and not isinstance(tree, Tensor):
-        yield f"{path} ({type(tree).__module__}.{type(tree).__qualname__})"
+def to_plain(tree: Any, types: list[Any], omitted: list[str], path: Place = ()) -> Any:
+    """`tree` as plain values, without copying parts that are plain.
 
-
-# what save_hyperparameters() and users' hooks add to a checkpoint
-HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
-
-
-def omit_hyperparameters(checkpoint: dict[str, Any]) -> Iterator[str]:
-    """Removes hyperparameters that torch.load rejects, and yields their names.
-
-    A resumed run does not need them, because a config creates the module.
+    Adds to `types` the path and name of each type to restore, inner ones first, and to `omitted` the entries of dicts that
+    cannot be saved. Raises LookupError, TypeError or ValueError for a value outside of dicts.
     """
-    for name in ("hparams_type", "datamodule_hparams_type"):  # a class
-        checkpoint.pop(name, None)
-    for key in HPARAMS:
-        if key in checkpoint:
-            values = formatting.plain(checkpoint[key])  # may be a Hydra node
-            values = values if isinstance(values, Mapping) else vars(values)  # a Namespace
-            checkpoint[key] = {name: value for name, value in values.items() if not any(unsafe_values({name: value}))}
-            yield from (f"{key}.{name}" for name in values if name not in checkpoint[key])
+    tree = formatting.plain(tree)  # may be a Hydra node
+    if type(tree) in VALUES or (isinstance(tree, Tensor) and type(tree).__module__.partition(".")[0] == "torch"):
+        return tree
+    if type(tree) in MAPPINGS:
+        items = {}
+        for old, value in tree.items():
+            key, known = old.item() if isinstance(old, np.generic) else old, len(types)
+            try:
+                if to_plain(key, [], []) is not key:
+                    raise TypeError
+                items[key] = to_plain(value, types, omitted, (*path, key))
+            except (LookupError, TypeError, ValueError):
+                del types[known:]
+                omitted.append(".".join(map(str, (*path, key))))
+        unchanged = [*map(id, chain(*items.items()))] == [*map(id, chain(*tree.items()))]
+        return tree if unchanged else type(tree)(items)
+    if type(tree) in (list, tuple):
+        values = [to_plain(value, types, omitted, (*path, i)) for i, value in enumerate(tree)]
+        if [*map(id, values)] == [*map(id, tree)]:
+            return tree
+    else:
+        values = to_plain(TYPES[type(tree)][0](tree), types, omitted, path)
+    if type(tree) is not list:
+        types.append((path, type(tree).__name__))
+    return values
+
+
+def make_plain(checkpoint: dict[str, Any]) -> list[str]:
+    """Converts a checkpoint in place. Returns the names of what it leaves out."""
+    types, omitted = list[Any](), list[str]()
+    values = {key: value for key, value in checkpoint.items() if not key.endswith("hparams_type")}  # a class
+    checkpoint.clear()
+    checkpoint.update(to_plain(values, types, omitted), types=types)
+    return omitted
+
+
+def restore_types(content: Any) -> Any:
+    """Undoes `make_plain`."""
+    for (*parents, key), name in content.pop("types", ()) if isinstance(content, dict) else ():
+        parent = content
+        for each in parents:
+            parent = parent[each]
+        parent[key] = BY_NAME.get(name, lambda x: x)(parent[key])
+    return content
 
 
 def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
@@ -71,8 +109,9 @@ def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
     Raises UserError for other values that cannot be saved: before training, not at the first checkpoint.
     """
     values: dict[str, Any] = map_leaves(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
-    if rejected := next(unsafe_values(values), None):
-        raise UserError(f"{name}{rejected} cannot be saved in a checkpoint. Use plain Python values and lists of them.")
+    saved = {**values}
+    if rejected := make_plain(saved) or [path[0] for path, _ in saved["types"]]:
+        raise UserError(f"{name}/{rejected[0]} cannot be saved in a checkpoint. Use plain values and lists of them.")
     return values
 
 
@@ -98,16 +137,17 @@ def open_file(path: Path) -> Any:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             if problem := why_not_plain(content, references=True, most=max_values(path)):
                 raise ValueError(problem)
-            return content
         except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
             if "weights_only" in str(e):  # torch's own message suggests running the file's code
                 raise UnsafeCheckpoint("rejected by torch.load", path) from None
             if "allocate memory" in str(e).lower():  # for a memory mapping
                 raise MemoryError from None
             raise UserError(
-                f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it; resume=auto then uses the newest "
+                f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or move it away; resume=auto then uses the newest "
                 "complete checkpoint."
             ) from None
+    read_pickle(path)  # compares sizes: torch.load maps a tensor beyond the end of a record that is too small
+    return content
 
 
 # --- A checkpoint as a folder ---
@@ -147,32 +187,31 @@ def divide(content: Any) -> tuple[Any, dict[str, Any]]:
 
 def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int) -> None:
     """Writes this process's part into an existing folder. The checkpoint is complete when all processes return."""
-    write(shards, folder / f"shard-{rank:05}-of-{world:05}.pt")
+    write({**shards, "global_step": rest["global_step"]}, folder / f"shard-{rank:05}-of-{world:05}.pt")
     if rank == 0:
         write(rest, folder / REST)
 
 
 def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
-    """The values of a checkpoint on the CPU, with whole tensors.
+    """The values of a checkpoint on the CPU, with whole tensors and the types that it was saved with.
 
     With a `mesh`, tensors from a folder of shards are sharded over it, regardless of how many processes wrote them.
     Each process reads only its rows.
     """
-    if not path.is_dir():
-        return open_file(path)
-    shards: dict[str, list[dict[str, Any]]] = {}  # by note, in the order of their rows, memory-mapped
     with explain_damage(path, "Restore it from a copy."):
+        if not path.is_dir():
+            return restore_types(open_file(path))
+        rest = open_file(path / REST)
+        shards: dict[str, list[dict[str, Any]]] = {}  # by note, memory-mapped
         for file in shard_files(path):
-            for note, shard in open_file(file).items():
+            part = open_file(file)
+            if part.pop("global_step", rest["global_step"]) != rest["global_step"]:
+                raise ValueError(f"{file.name} is of a different step than {REST}")
+            for note, shard in part.items():
                 shards.setdefault(note, []).append(shard)
-        tensors = {
-            note: resharded(parts, mesh) if mesh else torch.cat([part["rows"] for part in parts])
-            for note, parts in shards.items()
-        }
-    return map_leaves(
-        open_file(path / REST),
-        lambda _, leaf: tensors[leaf] if isinstance(leaf, str) and leaf.startswith(PLACEHOLDER) else leaf,
-    )
+        tensors = {note: joined(parts, mesh) for note, parts in shards.items()}
+        rest = map_leaves(rest, lambda _, x: tensors[x] if isinstance(x, str) and x.startswith(PLACEHOLDER) else x)
+        return restore_types(rest)
 
 
 def rows_between(shards: list[dict[str, Any]], begin: int, end: int) -> Tensor:
@@ -180,8 +219,15 @@ def rows_between(shards: list[dict[str, Any]], begin: int, end: int) -> Tensor:
     return torch.cat([s["rows"][max(begin - s["first"], 0) : max(end - s["first"], 0)] for s in shards])
 
 
-def resharded(shards: list[dict[str, Any]], mesh: DeviceMesh) -> DTensor:
-    shape = torch.Size(shards[0]["shape"])
+def joined(shards: list[dict[str, Any]], mesh: DeviceMesh | None) -> Tensor:
+    """The whole tensor, or sharded over `mesh`. Raises ValueError if the shards are not all rows of one tensor."""
+    shards.sort(key=lambda shard: shard["first"])
+    shape, rows = torch.Size(shards[0]["shape"]), [*accumulate((len(s["rows"]) for s in shards), initial=0)]
+    found = [(s["first"], *s["shape"], *s["rows"].shape[1:]) for s in shards]
+    if found != [(row, *shape, *shape[1:]) for row in rows[:-1]] or rows[-1] != shape[0]:
+        raise ValueError("its shards do not fit together")
+    if mesh is None:
+        return torch.cat([shard["rows"] for shard in shards])
     local = rows_between(shards, *row_range(shape[0], mesh.get_local_rank(), mesh.size()))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local.to(mesh.device_type), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -218,8 +264,9 @@ def load_network(path: Path) -> nn.Module | None:
 def load_module_weights(module: Any, checkpoint: Checkpoint) -> None:
     """Loads the weights of a custom module, as Lightning does. Raises UserError if the checkpoint does not fit."""
     module.on_load_checkpoint(checkpoint.values)
-    materialize(module, checkpoint.state_dict)
-    load_into(module, checkpoint.state_dict, checkpoint.path, strict=module.strict_loading)
+    saved = checkpoint.values["state_dict"]  # the hook may have replaced it
+    materialize(module, saved)
+    load_into(module, saved, checkpoint.path, strict=module.strict_loading)
 
 
 def materialize(module: nn.Module, saved: Mapping[str, Tensor]) -> None:

@@ -16,18 +16,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lockstep.checkpoints.weights import load_into, materialize, omit_hyperparameters, sharded_like, unsafe_values
+from lockstep.checkpoints.finding import POSITION, leaves
+from lockstep.checkpoints.weights import load_into, make_plain, materialize, sharded_like
 from lockstep.compat.torch import tell_first_call
 from lockstep.data.loaders import ResumableLoader
 from lockstep.data.standard import Division, WrappedLoader, wrapped_loaders
 from lockstep.data.streams import wrap_loader
-from lockstep.errors import CheckpointNotLoadable, UserError
+from lockstep.errors import UserError
 from lockstep.machine.world import all_gather_objects
 from lockstep.strategies.agreement import require_same_names, require_same_values
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import StepArithmetic, steps_done
 from lockstep.training.losses import float32
-from lockstep.training.module import Means
+from lockstep.training.module import Means, digest
 from lockstep.training.optim import head_of
 from lockstep.training.seeds import StepSeeds
 
@@ -309,8 +310,10 @@ class DividedBatches(Strategy):
 class PortableCheckpoint(DividedBatches):
     """Base of all strategies: saves and loads weights and optimizer states by name, in their saved precision."""
 
-    omitted: frozenset[str] = frozenset()  # hyperparameters that checkpoints leave out
+    omitted: frozenset[str] = frozenset()  # what checkpoints leave out
     agreed_at = 0  # the step after which the ranks were last compared
+    is_trial: bool | None = None  # whether the content of a checkpoint is only checked; None before the first step
+    has_updated = True  # whether an optimizer, if there is one, has stepped with a gradient
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """The parts of a network that are computed one after the other, if the strategy handles them separately."""
@@ -336,9 +339,10 @@ class PortableCheckpoint(DividedBatches):
         load_into(self.lightning_module, checkpoint["state_dict"], "the checkpoint", strict=strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        self.make_loadable(checkpoint, filepath)
-        super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
-        self.require_agreement()
+        self.make_loadable(checkpoint)
+        if not self.is_trial:
+            super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
+            self.require_agreement()
 
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.training:
@@ -352,22 +356,55 @@ class PortableCheckpoint(DividedBatches):
             self.agreed_at = step
             require_same_values(self.lightning_module, self.optimizers, self.root_device, step)
 
-    def make_loadable(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Removes hyperparameters that torch.load rejects with weights_only=True.
+    def try_saving(self) -> None:
+        """Checks what a checkpoint would hold before the first step, without writing it."""
+        self.is_trial = True
+        try:
+            self.lightning_module.trainer.save_checkpoint("")
+        except UserError:
+            raise
+        except Exception as e:  # a user's hook may need what a step creates; the first checkpoint shows its error
+            log.debug("the content of a checkpoint is unknown before the first step: %s", e)
+        finally:
+            self.is_trial = False
 
-        Every process must call it, after all hooks that write into the checkpoint: rank 0's content decides for all.
+    def make_loadable(self, checkpoint: dict[str, Any]) -> None:
+        """Leaves out what torch.load rejects with weights_only=True, and records what a hook left out.
+
+        Every process must call it, after all hooks that write into the checkpoint.
 
         Raises:
-            CheckpointNotLoadable: torch.load rejects something else.
+            UserError: the checkpoint lacks trained weights.
         """
-        if new := {*omit_hyperparameters(checkpoint)} - self.omitted:
+        if "optimizer_states" in checkpoint:  # not in a checkpoint of weights only
+            checkpoint["optimizer_sizes"] = [len(each.state_dict().get("state", ())) for each in self.optimizers]
+        if new := {*make_plain(checkpoint)} - self.omitted:
             self.omitted |= new
-            advice = "only plain values are saved. Pass them to load_from_checkpoint as arguments"
-            log.warning("checkpoints omit %s: %s.", ", ".join(sorted(new)), advice)
-        if rejected := self.broadcast(next(unsafe_values(checkpoint), None)):
-            raise CheckpointNotLoadable(
-                f"the checkpoint {path} could not be loaded: it has {rejected}, but only tensors and plain values can be loaded. Save those instead."
+            log.warning("checkpoints omit %s: only plain values are saved.", ", ".join(sorted(new)))
+        self.record_unsaved(checkpoint)
+
+    def record_unsaved(self, checkpoint: dict[str, Any]) -> None:
+        """Records digests of the weights that a hook left out. Raises UserError if some of these are trained.
+
+        If a part of the checkpoint has an unknown name and the shape of a weight, a hook has renamed this weight.
+        """
+        module, saved = self.lightning_module, checkpoint["state_dict"]
+        named = dict(module.named_parameters(remove_duplicate=False))  # tied weights have several names
+        weights = {name: x for name, x in (module.state_dict() | named).items() if isinstance(x, Tensor)}
+        parts = {key: value for key, value in checkpoint.items() if key not in POSITION}
+        shapes = {x.shape for path, x in leaves(parts) if isinstance(x, Tensor) and path[-1] not in weights}
+        kept = {id(x) for name, x in weights.items() if name in saved or x.shape in shapes}
+        # only rank 0 has whole tensors
+        unsaved = self.broadcast([name for name, x in weights.items() if id(x) not in kept])
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        if lost := [name for name in unsaved if id(weights[name]) in trained]:
+            raise UserError(
+                f"checkpoints of {type(module).__name__} lack its trained weights {', '.join(lost)}, so a test or a resumed run would start with "
+                "new ones. Keep them in `state_dict` and `on_save_checkpoint`, or remove them from the optimizer."
             )
+        if unsaved:
+            checkpoint["frozen"] = checkpoint.get("frozen", {}) | {name: digest(weights[name]) for name in unsaved}
 
     def named_groups(self, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
         """The parameters of each of the optimizer's groups, by name. Raises UserError if one is not the module's."""
@@ -386,14 +423,15 @@ class PortableCheckpoint(DividedBatches):
 
     def watch(self, optimizer: Optimizer) -> None:
         """Raises UserError if the optimizer could not be saved."""
-        self.named_groups(optimizer)
+        self.has_updated = not any(self.named_groups(optimizer))
         update = ExitStack()
         optimizer.register_step_pre_hook(lambda *_: update.enter_context(self.seeds.update()))
-        optimizer.register_step_post_hook(lambda *_: self.finish_update(update))
+        optimizer.register_step_post_hook(lambda *_: self.finish_update(optimizer, update))
 
-    def finish_update(self, update: ExitStack) -> None:
+    def finish_update(self, optimizer: Optimizer, update: ExitStack) -> None:
         update.close()
         self.lacks_update = False
+        self.has_updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""
@@ -409,6 +447,12 @@ class PortableCheckpoint(DividedBatches):
         }
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.has_updated = True
+        sizes = [len(saved["state"]) for saved in checkpoint["optimizer_states"]]
+        if sizes != checkpoint.get("optimizer_sizes", sizes):
+            raise UserError(
+                "the checkpoint lacks states of the optimizers. Pass init_from=<checkpoint> to start a new run from its weights."
+            )
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if not optimizer.state_dict():
                 continue

@@ -183,7 +183,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
             return full.cpu() if self.is_global_zero else None
 
-        return state if self.sharded_checkpoints else map_leaves(state, unshard)
+        return state if self.sharded_checkpoints or self.is_trial else map_leaves(state, unshard)
 
     def share_buffers(self) -> None:
         """Copies rank 0's running statistics to all processes, before validations and checkpoints.
@@ -226,7 +226,9 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     ) -> None:
         """Writes one file from rank 0, or a folder of shards that gets its final name when it is complete."""
         path = Path(self.broadcast(filepath))
-        self.make_loadable(checkpoint, path)
+        self.make_loadable(checkpoint)
+        if self.is_trial:
+            return
         if not self.sharded_checkpoints:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path)

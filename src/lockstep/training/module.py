@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
@@ -190,10 +191,18 @@ class Module(pl.LightningModule):
 
 
 def changed_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
-    """A message for each frozen network whose weights differ from the checkpoint with these digests."""
+    """A message for each frozen network or weight that differs from the checkpoint with these digests."""
     digests = {name: m.frozen_digest for name, m in module.named_modules() if hasattr(m, "frozen_digest")}
+    tensors = module.state_dict() | dict(module.named_parameters(remove_duplicate=False))
+    digests |= {name: digest(tensor) for name, tensor in tensors.items() if name in saved}
     message = "the weights of the frozen network {} differ from those of the checkpoint's run, and checkpoints omit them. Load the same weights, or start a new run."
-    return [message.format(name) for name, digest in digests.items() if saved.get(name, digest) != digest]
+    return [message.format(name) for name, current in digests.items() if saved.get(name, current) != current]
+
+
+def digest(tensor: Tensor) -> str:
+    """Tells weights apart, but not the same ones on different devices or in different precisions."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return str(int(whole.detach().to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64)))
 
 
 def sum_over_processes(sums: Sums) -> Sums:
