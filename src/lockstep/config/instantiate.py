@@ -50,10 +50,10 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
     try:
         factory = instantiate({**arguments, "_partial_": True}, _execution_whitelist_=allowed, _convert_="all")
         # Without Hydra, which would instantiate nodes in kwargs: a network's come from a possibly untrusted checkpoint.
-        if not node.get("_partial_"):
-            return factory(**kwargs)
-        # Hydra's partial objects cannot be pickled, and Lightning drops hyperparameters that cannot be pickled.
-        return partial(factory.func, *factory.args, **factory.keywords, **kwargs)
+        # It would also reject a module that a user's function gets from a library. Its partial objects cannot be pickled,
+        # and Lightning drops hyperparameters that cannot be pickled.
+        create = partial(factory.func, *factory.args, **factory.keywords, **kwargs)
+        return create if node.get("_partial_") else create()
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
     except ValueError as e:
