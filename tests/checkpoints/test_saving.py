@@ -213,7 +213,8 @@ def trainer(monkeypatch):
     """A trainer with so many `steps` done."""
     trainer = Mock(loggers=[], is_global_zero=True, sanity_checking=False, steps=0, global_step=0)
     trainer.save_checkpoint = lambda path, **_: path.touch()
-    trainer.strategy.reduce_boolean_decision, trainer.strategy.remove_checkpoint = bool, Path.unlink
+    trainer.strategy.reduce_boolean_decision = lambda decision, **_: decision
+    trainer.strategy.remove_checkpoint = Path.unlink
     trainer.state.fn = "fit"
     monkeypatch.setattr(saving, "steps_done", lambda trainer: trainer.steps)
     return trainer
@@ -241,8 +242,8 @@ def test_the_kept_checkpoints_are_the_first_of_a_sorted_list_also_across_resumes
         trainer.callback_metrics = {"val/acc": torch.tensor(score), "val/loss": torch.tensor(loss)}
         callback.on_validation_end(trainer, None)
         state = callback.state_dict()
-        worst = -math.inf if math.isnan(score) else sign * score
-        seen.append((worst, -math.inf if math.isnan(loss) else -loss, step))
+        if math.isfinite(score) and math.isfinite(loss):  # others are never among the best
+            seen.append((sign * score, -loss, step))
         expected = [each[2] for each in sorted(seen, reverse=True)][: None if top == -1 else top]
         assert names(tmp_path.iterdir()) == names(callback.best_k_models) == sorted(expected)
         assert names([callback.best_model_path]) == expected[:1]

@@ -1,5 +1,9 @@
 """What modules, callbacks and data of a user's keep or draw outside of a step, for tests/training/test_kept.py."""
 
+from collections import OrderedDict, defaultdict, deque
+from datetime import datetime
+from pathlib import Path
+
 import lightning.pytorch as pl
 import numpy as np
 import torch
@@ -301,3 +305,122 @@ class Statistics(Plain):
             nn.Flatten(),
             nn.Dropout(0.1),
         )
+
+
+ODD = {
+    "scalar": np.float64(0.1), "integer": np.int64(3), "truth": np.bool_(True), "array": np.arange(6.0).reshape(2, 3)[:, ::-1],
+    "names": np.array(["a", "bc"]), "path": Path("a/b"), "set": {1, "b"}, "frozen": frozenset([(1, 2)]), "complex": 1 - 2j,
+    "recent": deque([1.0, 2.0], maxlen=2), "counts": defaultdict(int, a=1), "lists": defaultdict(list, {3: [Path("c")]}),
+    "when": datetime(2026, 1, 2, 3, 4, 5), "pair": (np.float32(0.5), {"x": {np.int8(1)}}), "ordered": OrderedDict(b=1, a=2),
+}  # fmt: skip
+
+
+class Odd(pl.Callback):
+    """Its state has values of many types."""
+
+    loaded = None
+
+    def state_dict(self):
+        return {**ODD, np.int64(7): "key"}
+
+    def load_state_dict(self, state_dict):
+        Odd.loaded = state_dict
+
+
+class Writing(Plain):
+    """Writes objects into its checkpoints, as libraries do."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["special"] = {"loss": F.mse_loss, "kept": np.float64(2.0), "list": [object()], frozenset([1]): 1}
+
+    def on_load_checkpoint(self, checkpoint):
+        assert checkpoint["special"] == {"kept": 2.0}
+        assert type(checkpoint["special"]["kept"]) is np.float64
+
+
+class Hiding(Plain):
+    """A hook of its state_dict drops trained weights."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self.hide)
+
+    @staticmethod
+    def hide(module, state, prefix, metadata):
+        del state[prefix + "head.weight"]
+
+
+class Dropping(Plain):
+    """Drops trained weights from its checkpoints."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("head.")}
+
+
+class Moving(Plain):
+    """Saves its trained weights elsewhere in its checkpoints."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = {f"my {k}": checkpoint["state_dict"].pop(k) for k in [*checkpoint["state_dict"]]}
+
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {k.removeprefix("my "): v for k, v in checkpoint["mine"].items()}
+
+
+class Teaching(Partial):
+    """Its part without gradients changes, and is not saved."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.frozen.weight.data.lerp_(self.body.weight.data, 0.5)
+
+
+class Emptying(Plain):
+    """Removes what its optimizer keeps, to save space."""
+
+    def on_save_checkpoint(self, checkpoint):
+        for saved in checkpoint["optimizer_states"]:
+            saved["state"] = {}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+class NotANumber(Plain):
+    """Its validations in `bad` are NaN."""
+
+    bad, validations = range(10), 0
+
+    def validation_step(self, batch, batch_idx):
+        value = float("nan") if self.validations in self.bad else 1.0 / (self.validations + 1)
+        self.log("val_loss", value, sync_dist=True, batch_size=8)
+
+    def on_validation_epoch_end(self):
+        self.validations += not self.trainer.sanity_checking
+
+
+class OnceNotANumber(NotANumber):
+    bad = (0, 2)
+
+
+class Skipping(Plain):
+    """Never returns a loss."""
+
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class OfLibrary(Plain):
+    """As a library's class."""
+
+
+OfLibrary.__module__ = "elsewhere"
+
+
+def from_library():
+    return OfLibrary()

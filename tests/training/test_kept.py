@@ -1,23 +1,30 @@
 """What a user's module, callback or data keeps or draws outside of a step is neither lost nor left to chance."""
 
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import thin_project
 import torch
-from in_process import Crash, same, state
+from in_process import Crash, report, same, state
 
 import lockstep
+from lockstep.checkpoints.finding import read_pickle
 from lockstep.checkpoints.saving import LastCheckpoint
-from lockstep.errors import UserError
+from lockstep.checkpoints.weights import load, make_plain, write
+from lockstep.config.instantiate import create_custom_module
+from lockstep.config.run_config import Component
+from lockstep.errors import TrainingFailed, UserError
 from lockstep.training.arithmetic import steps_done
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Be aware that when using `ckpt_path`",
     "ignore:You passed in a `.*_dataloader` but have no",
     "ignore:Trying to infer the `batch_size`",
+    "ignore:`training_step` returned `None`",
 )
 
 
@@ -176,6 +183,103 @@ def test_callbacks_of_lightning_work_and_resume(of, crash_at):
     assert same(last(f"{of}-again")["state_dict"], last(f"{of}-parts")["state_dict"])
 
 
+def interrupted(name: str, run: str, crash_at, *more: str) -> None:
+    crash_at(8)
+    with pytest.raises(Crash):
+        train(name, run, "checkpoint.every_n_steps=1", *more)
+    crash_at(-1)
+
+
+def test_values_come_back_with_their_types(tmp_path):
+    kept = importlib.import_module("kept")
+    content = {"a": {**kept.ODD, np.int64(7): "key", frozenset([1]): 1, "list": [object()]}, "state_dict": {}}
+    assert make_plain(content) == ["a.frozenset({1})", "a.list"]
+    write(content, tmp_path / "odd")
+    assert torch.load(tmp_path / "odd", weights_only=True)["a"]["scalar"] == 0.1  # a plain number for others
+    loaded = load(tmp_path / "odd")["a"]
+    assert loaded.pop(7) == "key"
+    assert loaded.keys() == kept.ODD.keys()
+    for name, value in kept.ODD.items():
+        assert type(loaded[name]) is type(value), name
+        assert repr(loaded[name]) == repr(value), name
+    assert read_pickle(tmp_path / "odd")["state_dict"] == {}
+
+
+@pytest.mark.slow
+def test_what_hooks_save_survives_a_crash(crash_at):
+    """What a checkpoint cannot hold is named once, before the first step."""
+    more = ["+callbacks.odd._target_=kept.Odd"]
+    interrupted("Writing", "odd", crash_at, *more)
+    train("Writing", "odd", "resume=auto", *more)
+    kept = importlib.import_module("kept")
+    assert repr(kept.Odd.loaded) == repr({**kept.ODD, 7: "key"})
+    named = "checkpoints omit special.frozenset({1}), special.list, special.loss: only plain values are saved."
+    lines = Path("runs/odd/train.log").read_text().splitlines()
+    told = [number for number, line in enumerate(lines) if "checkpoints omit" in line]
+    assert [named in lines[number] for number in told] == [True, True]  # of the interrupted and the resumed process
+    assert not any("step 1 " in line for line in lines[: told[0]])
+    assert lockstep.load_model("odd").body.weight.shape == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("Dropping", "head.weight, head.bias"),
+        pytest.param("Hiding", "head.weight", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trained_weight_that_is_not_saved_is_an_error(name, lost):
+    with pytest.raises(UserError, match=f"checkpoints of {name} lack its trained weights {lost}, so"):
+        train(name, f"lost-{name}")
+    assert not Path(f"runs/lost-{name}/checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_weights_saved_under_other_names_are_saved(crash_at):
+    interrupted("Moving", "moving", crash_at)
+    found = train("Moving", "moving", "resume=auto")
+    assert found["test_loss"] == pytest.approx(train("Plain", "unmoved")["test_loss"])
+
+
+@pytest.mark.slow
+def test_a_frozen_weight_that_is_not_saved_must_stay(crash_at, capsys):
+    message = "the weights of the frozen network frozen.weight differ from those of the checkpoint's run"
+    interrupted("Teaching", "teaching", crash_at)
+    with pytest.raises(UserError, match=f"resume: {message}"):
+        train("Teaching", "teaching", "resume=auto")
+    train("Teaching", "taught", epochs=1)
+    assert f"WARNING: {message}" in capsys.readouterr().out
+    train("Partial", "partial", epochs=1)
+    assert "differ from" not in capsys.readouterr().out
+
+
+def test_a_resume_without_the_optimizers_state_is_an_error(crash_at):
+    interrupted("Emptying", "emptying", crash_at)
+    with pytest.raises(UserError, match="the checkpoint lacks states of the optimizers"):
+        train("Emptying", "emptying", "resume=auto")
+
+
+def test_a_validation_that_is_never_a_number_ends_the_run(capsys):
+    with pytest.raises(TrainingFailed, match="monitor=val_loss is of no use: each validation was NaN or infinite"):
+        train("NotANumber", "never")
+    assert "val_loss is nan at step 6. This checkpoint is not a candidate" in capsys.readouterr().err
+    assert [path.name for path in Path("runs/never/checkpoints").iterdir()] == ["last.ckpt"]
+    assert report("never")["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_validation_that_is_not_a_number_is_never_the_best(capsys):
+    found = train("OnceNotANumber", "once", epochs=3)
+    assert found["checkpoint"] == "checkpoints/best-step-12.ckpt"
+    assert capsys.readouterr().err.count("val_loss is nan") == 2
+
+
+def test_a_run_without_an_update_is_an_error():
+    with pytest.raises(TrainingFailed, match="none of the 18 steps updated a parameter"):
+        train("Skipping", "skipping")
+    assert report("skipping")["status"] == "failed"
+
+
 @pytest.mark.slow
 def test_two_processes_train_what_is_unfrozen_alike(forked):
     one, two = train("Unfreezing", "one"), train("Unfreezing", "two", "strategy=ddp", "trainer.devices=2")
@@ -199,6 +303,11 @@ def test_what_cannot_be_kept_is_told(typed, told):
     with pytest.raises(UserError) as refused:
         train(name, f"refused-{name}", *more)
     assert told in str(refused.value)
+
+
+def test_a_function_may_return_a_librarys_module():
+    made = create_custom_module(Component.of({"_target_": "kept.from_library"}))
+    assert type(made).__module__ == "elsewhere"
 
 
 def test_names_of_locksteps_own_batches_may_be_a_users():

@@ -195,7 +195,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         # saves after each validation: max_steps may end an epoch early
         super().__init__(**options, save_on_train_epoch_end=False)
         self.kept: dict[str, tuple[float, float]] = {}  # score and loss by file name, the best first
-        self.saved_at = 0
+        self.saved_at, self.unranked = 0, 0  # a step; the number of validations without a finite result
 
     @property
     def state_key(self) -> str:
@@ -221,8 +221,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def ranking(self, trainer: Trainer) -> tuple[str, dict[str, tuple[float, float]], list[str]]:
         """The file name of the latest validation, the scores of all files, and their names, the best first."""
         new, sign = f"best-step-{steps_done(trainer)}.ckpt", 1 if self.mode == "max" else -1
-        score, loss = (float(trainer.callback_metrics.get(name, math.nan)) for name in (self.monitor or "", "val/loss"))
-        score, loss = -sign * math.inf if math.isnan(score) else score, math.inf if math.isnan(loss) else loss
+        score, loss = (float(trainer.callback_metrics.get(name, math.inf)) for name in (self.monitor or "", "val/loss"))
         scores = self.kept | {new: (score, loss)}
         steps = {name: int(name.removeprefix("best-step-").removesuffix(".ckpt")) for name in scores}
         keys = {name: (sign * scores[name][0], -scores[name][1], steps[name]) for name in scores}
@@ -236,13 +235,19 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         assert self.monitor
         logged = sorted(trainer.callback_metrics)
         if self.monitor not in logged:  # config/checks.py rejects what is known before the run starts
-            trainer.save_checkpoint(Path(str(self.dirpath)) / LAST, weights_only=False)
-            LastCheckpoint.wait(trainer)
-            raise TrainingFailed(
-                f"checkpoint.monitor={self.monitor} is not logged by {type(pl_module).__name__}, which logs {', '.join(logged) or 'nothing'}"
-                f"{did_you_mean(self.monitor, logged)}. Set checkpoint.monitor=<one of them>, or checkpoint.monitor=null to keep only the "
-                "last checkpoint; add resume=auto to continue."
+            self.fail(
+                trainer,
+                f"is not logged by {type(pl_module).__name__}, which logs {', '.join(logged) or 'nothing'}"
+                f"{did_you_mean(self.monitor, logged)}. Set checkpoint.monitor=<one of them>, or",
             )
+        values = {name: float(trainer.callback_metrics.get(name, 0)) for name in (self.monitor, "val/loss")}
+        bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if trainer.strategy.reduce_boolean_decision(bool(bad), all=False):
+            self.unranked += 1
+            log.warning("%s at step %d. This checkpoint is not a candidate for the best.", ", ".join(bad), step)
+            if self.unranked > 1:
+                self.on_train_end(trainer, pl_module)
+            return
         new, all_scores, ranked = self.ranking(trainer)
         best = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
         if not trainer.strategy.reduce_boolean_decision(new in best):  # processes may have different scores
@@ -256,6 +261,18 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             logger.after_save_checkpoint(self)
         for name in ranked[len(best) :]:
             trainer.strategy.remove_checkpoint(folder / name)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raises TrainingFailed if no validation had a finite result. Also called after the second without one."""
+        if self.unranked and not self.kept:
+            self.fail(trainer, "is of no use: each validation was NaN or infinite. Correct the validation, or set")
+
+    def fail(self, trainer: Trainer, reason: str) -> None:
+        trainer.save_checkpoint(Path(str(self.dirpath)) / LAST, weights_only=False)
+        LastCheckpoint.wait(trainer)
+        raise TrainingFailed(
+            f"checkpoint.monitor={self.monitor} {reason} checkpoint.monitor=null to keep only the last checkpoint; add resume=auto to continue."
+        )
 
 
 # --- The schedules of a resumed run: the config says what they are constructed with, the checkpoint how far they are ---
@@ -380,6 +397,12 @@ class Position(Callback):
         load_epoch_means(trainer, checkpoint.get("epoch_means", {}))
         trainer.strategy.means.load(checkpoint, keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if steps_done(trainer) and not trainer.strategy.has_updated:  # type: ignore[attr-defined]
+            raise TrainingFailed(
+                f"none of the {steps_done(trainer)} steps updated a parameter: `training_step` returned None, or no parameter got a gradient."
+            )
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         interval, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches
         if interval is not None and interval != float("inf") and interval % accumulate:
@@ -432,6 +455,8 @@ class LastCheckpoint(Checkpoint):
 
     def begin_step(self, trainer: Trainer) -> None:
         """Waits for the update of a module that accumulates gradients itself."""
+        if trainer.strategy.is_trial is None:  # type: ignore[attr-defined]
+            trainer.strategy.try_saving()  # type: ignore[attr-defined]
         self.is_due |= bool(self.every_n_steps and steps_done(trainer) % self.every_n_steps == 0)
         if self.is_due and not trainer.strategy.lacks_update:  # type: ignore[attr-defined]
             self.save(trainer)
@@ -479,7 +504,7 @@ def best_checkpoint(trainer: Trainer) -> str | None:
     is_complete = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all
     if not trainer.strategy.broadcast(is_complete):
         raise DamagedCheckpoint(
-            f"{path} was damaged after it was saved and cannot be tested. Restore it from a copy, or remove it to test the last "
+            f"{path} was damaged after it was saved and cannot be tested. Restore it from a copy, or move it away to test the last "
             "checkpoint instead; then rerun the command with resume=auto."
         )
     return path
