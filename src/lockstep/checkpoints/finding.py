@@ -143,7 +143,7 @@ class Checkpoint:
 
 # the modules of what tensors and plain values need; `__builtin__` is Python 2's name of `builtins`
 KNOWN = {"__builtin__", "builtins", "collections", "torch", "torch.nn.parameter", codecs.encode.__module__}
-KNOWN |= {f"torch.{name}" for name in ("_tensor", "_utils", "cuda", "serialization", "sparse", "storage")}
+KNOWN |= {"torch._tensor", "torch._utils", "torch.cuda", "torch.serialization", "torch.sparse", "torch.storage"}
 # bytes of a number by the type of its storage; types that are not here are saved as bytes
 SIZES = {"ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "Float": 4, "Int": 4, "QInt32": 4}
 SIZES |= dict.fromkeys(("Half", "BFloat16", "Short"), 2)
