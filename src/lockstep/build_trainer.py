@@ -31,7 +31,6 @@ from lockstep.reporting.loggers import MetricsCsv, TruncateLogsOnResume
 from lockstep.strategies.base import DividedBatches
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.module import Means
-from lockstep.training.seeds import StepSeeds
 from lockstep.training.workload import TaskWorkload, Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
@@ -219,7 +218,6 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         )
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
-    strategy.seeds = StepSeeds(settings.seed, work.arithmetic, made)
     made.callbacks += bars  # type: ignore[attr-defined]  # Lightning rejects them; callbacks/module_hooks.py reports them
     without_sigterm_handler(made)
     log_by(made, StepsFromOne)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import build
-from lockstep.compat.lightning import LogsNothing, MeansOfAllProcesses, is_open_mean, log_by, without_anonymous_user
+from lockstep.compat.lightning import LogsNothing, ValuesOfAllProcesses, is_open, log_by, without_anonymous_user
 from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
@@ -144,7 +144,7 @@ def test_lightnings_mesh_of_two_nodes_with_three_processes(monkeypatch):
 
 
 def test_lightning_logs_the_mean_of_one_process(monkeypatch):
-    """When the first lines fail, see whether compat/lightning.py:MeansOfAllProcesses and `DividedBatches.reduce` can go."""
+    """When the first lines fail, see whether compat/lightning.py:ValuesOfAllProcesses and `DividedBatches.reduce` can go."""
     assert "result.copy_(result / world_size)" in inspect.getsource(_sync_ddp)
     results, reduce = _ResultCollection(training=False), Mock()
     for value, samples in ((1.0, 2), (4.0, 1)):
@@ -163,17 +163,19 @@ def test_lightning_logs_the_mean_of_one_process(monkeypatch):
     assert not reduce.called
 
     def of_all(own):
-        assert own == dict.fromkeys(("validation_step.mean", "validation_step.own", "validation_step.nan"), (6, 3))
-        return [own, {"validation_step.mean": (30.0, 5.0), "validation_step.nan": (math.nan, 1.0)}]
+        means = dict.fromkeys(("validation_step.mean", "validation_step.own", "validation_step.nan"), (6, 3))
+        assert own == means | {"validation_step.largest": (4, 1), "validation_step.sum": (5, 1)}
+        others = {"mean": (30.0, 5.0), "nan": (math.nan, 1.0), "largest": (9.0, 1.0), "sum": (30.0, 1.0)}
+        return [own, {f"validation_step.{name}": value for name, value in others.items()}]
 
     monkeypatch.setattr("lockstep.compat.lightning.all_gather_objects", of_all)
     for item in results.values():
         item._computed = None
-    MeansOfAllProcesses(Mock(_results=results, world_size=2)).epoch_end_reached()
+    ValuesOfAllProcesses(Mock(_results=results, world_size=2)).epoch_end_reached()
     values = {item.meta.name: float(item.compute()) for item in results.values()}
     assert math.isnan(values.pop("nan"))
-    assert values == {"mean": 4.5, "largest": 4, "own": 2, "sum": 5, "main": 5}
-    assert not [key for key, item in results.items() if is_open_mean(item)]  # so the next call leaves them as they are
+    assert values == {"mean": 4.5, "largest": 9, "own": 2, "sum": 35, "main": 5}
+    assert not [key for key, item in results.items() if is_open(item)]  # so the next call leaves them as they are
 
 
 class Evaluated(Net):

@@ -1,6 +1,6 @@
 """Private names of Lightning, each with the reason and when to remove it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
@@ -28,16 +28,16 @@ def restart_loaders(trainer: pl.Trainer) -> None:
     iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
 
-# --- Epoch means over the samples of all processes ---
+# --- Values of an epoch over the samples of all processes ---
 #
-# With `self.log("val_loss", loss)` Lightning 2.6.6 keeps a mean per process. With sync_dist=True it rounds the number
-# of samples that it divides by: a mean over 103 samples on two processes was 1% too large. Remove this when Lightning
-# takes the mean over all samples: tests/compat/test_lightning.py::test_lightning_logs_the_mean_of_one_process fails
-# then.
+# With `self.log("val_loss", loss)` Lightning 2.6.6 keeps a mean per process; so it does with sums and extremes
+# (`reduce_fx`). With sync_dist=True it rounds the number of samples that it divides by: a mean over 103 samples on two
+# processes was 1% too large. Remove this when Lightning takes the mean over all samples:
+# tests/compat/test_lightning.py::test_lightning_logs_the_mean_of_one_process fails then.
 
 
-class MeansOfAllProcesses(_LoggerConnector):
-    # this epoch's sums and weights from before the run was resumed
+class ValuesOfAllProcesses(_LoggerConnector):
+    # this epoch's values and weights from before the run was resumed
     before: ClassVar[dict[str, tuple[float, float]]] = {}
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
@@ -52,46 +52,56 @@ class MeansOfAllProcesses(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         """Runs in each process after the last batch of a loader, before Lightning computes the values."""
         super().epoch_end_reached()
-        means, by_rank = open_means(self.trainer, self.trainer._results)
-        for key, item in means.items():
-            sums = [values[key] for values in (*by_rank, self.before) if key in values]
-            logged = torch.tensor(sums, dtype=torch.float64)
-            rank_means, (total, samples) = logged[:, 0] / logged[:, 1], logged.sum(0)
-            all_equal = bool((rank_means == rank_means[0]).all())  # equal means keep their bits; NaN equals nothing
-            item._computed = item.value / item.cumulated_batch_size if all_equal else (total / samples).to(item.value)
+        items, by_rank = open_values(self.trainer, self.trainer._results)
+        for key, item in items.items():
+            logged = [values[key] for values in (*by_rank, self.before) if key in values]
+            # equal means keep their bits; NaN equals nothing
+            if item.meta.is_mean_reduction and len({value / weight if weight else 0 for value, weight in logged}) == 1:
+                item._computed = item.value / item.cumulated_batch_size
+            else:
+                value, weight = combine(item, logged)
+                item._computed = item.value.new_tensor(value / weight)
         if self.trainer.training:
             self.before = {}  # type: ignore[misc]
 
 
-def open_means(
+def open_values(
     trainer: pl.Trainer, results: Any
 ) -> tuple[dict[str, _ResultMetric], list[dict[str, tuple[float, float]]]]:
-    """The means that are not computed yet, and their sums and weights in each process."""
-    means = {key: item for key, item in (results or {}).items() if is_open_mean(item)}
-    sums = {key: (float(item.value), float(item.cumulated_batch_size)) for key, item in means.items()}
-    return means, all_gather_objects(sums) if trainer.world_size > 1 else [sums]
+    """What was logged per batch and is not computed yet, with the value and weight that each process has so far."""
+    items = {key: item for key, item in (results or {}).items() if is_open(item)}
+    values = {key: (float(item.value), float(getattr(item, "cumulated_batch_size", 1))) for key, item in items.items()}
+    return items, all_gather_objects(values) if trainer.world_size > 1 else [values]
+
+
+def combine(item: _ResultMetric, values: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The value and weight of several parts of an epoch. A mean is their quotient; other values have the weight 1."""
+    if item.meta.is_mean_reduction:
+        return sum(value for value, _ in values), sum(weight for _, weight in values)
+    reduced = item.meta.reduce_fx(torch.tensor([value for value, _ in values], dtype=torch.float64))
+    return float(reduced), 1.0
 
 
 def save_epoch_means(trainer: pl.Trainer) -> dict[str, tuple[float, float]]:
-    """The sums so far, for a checkpoint within an epoch: Lightning 2.6.6 does not save them.
+    """The values so far, for a checkpoint within an epoch: Lightning 2.6.6 does not save them.
 
     Every process must call it.
     """
     results = trainer.fit_loop.epoch_loop._results  # those of training, even during a validation
-    _, by_rank = open_means(trainer, results)
-    all_sums = (*by_rank, trainer._logger_connector.before)  # type: ignore[attr-defined]
-    keys = dict.fromkeys(key for values in all_sums for key in values)
-    return {key: tuple(map(sum, zip(*(v[key] for v in all_sums if key in v), strict=True))) for key in keys}  # type: ignore[misc]
+    items, by_rank = open_values(trainer, results)
+    before: dict[str, tuple[float, float]] = trainer._logger_connector.before  # type: ignore[attr-defined]
+    parts = (*by_rank, before)
+    return before | {key: combine(item, [v[key] for v in parts if key in v]) for key, item in items.items()}
 
 
 def load_epoch_means(trainer: pl.Trainer, saved: Mapping[str, tuple[float, float]]) -> None:
     trainer._logger_connector.before = dict(saved)  # type: ignore[attr-defined]
 
 
-def is_open_mean(item: _ResultMetric) -> bool:
-    """Whether it is a mean that was logged per batch and is not computed yet."""
+def is_open(item: _ResultMetric) -> bool:
+    """Whether it was logged per batch and is not computed yet."""
     logged = item.is_tensor and item.meta.on_epoch and item._computed is None and not item.has_reset
-    return logged and item.meta.is_mean_reduction and not (item.meta.sync.rank_zero_only or item.meta.sync.group)
+    return logged and not (item.meta.sync.rank_zero_only or item.meta.sync.group)
 
 
 # --- The step that logs are written under ---
@@ -102,7 +112,7 @@ def is_open_mean(item: _ResultMetric) -> bool:
 # tests/compat/test_lightning.py::test_lightning_logs_a_step_under_another_number fails then.
 
 
-class StepsFromOne(MeansOfAllProcesses):
+class StepsFromOne(ValuesOfAllProcesses):
     @property
     def should_update_logs(self) -> bool:
         """Lightning's rule uses the number of the previous step."""
@@ -130,7 +140,7 @@ def save_logged_step(fit_loop: dict[str, Any], step: int) -> None:
 # Trainer has a switch for it: tests/compat/test_lightning.py::test_a_test_is_logged_at_step_0 fails then.
 
 
-class LogsNothing(MeansOfAllProcesses):
+class LogsNothing(ValuesOfAllProcesses):
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         pass
 

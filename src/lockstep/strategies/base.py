@@ -345,6 +345,7 @@ class PortableCheckpoint(DividedBatches):
             self.require_agreement()
 
     def setup(self, trainer: pl.Trainer) -> None:
+        self.seeds = StepSeeds(self.seed, self.arithmetic, trainer)
         if trainer.training:
             require_same_names(self.lightning_module)
         super().setup(trainer)

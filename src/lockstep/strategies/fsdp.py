@@ -239,6 +239,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         rest, shards = weights.divide(checkpoint)
         assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
         self.checkpoint_io.save({"rest": rest, "own": shards}, path, self.write_shards)
+        self.require_agreement()
 
     def write_shards(self, content: dict[str, Any], path: Path) -> None:
         """Runs in the writing thread while training continues, with its own process group."""
