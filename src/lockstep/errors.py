@@ -1,6 +1,7 @@
 """Lockstep's exceptions, and how each ends a run. UserErrors are for users to correct: exit code 2, no traceback."""
 
 import difflib
+import os
 from bdb import BdbQuit
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -65,7 +66,11 @@ class FolderRemoved(TrainingFailed):
     """The folder of a run was removed during the run."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(f"{folder} was removed during the run. Start the run again.")
+        message = f"{folder} was removed during the run. Start the run again."
+        began_at = Path(os.environ.get("PWD", ""), folder)
+        if began_at.is_dir():
+            message = f"{folder} is not in the working directory that os.chdir set. Pass runs_dir={began_at.parent} resume=auto."
+        super().__init__(message)
 
 
 class DataChanged(TrainingFailed):
@@ -87,7 +92,7 @@ class RendezvousFailed(TrainingFailed):
 
 
 class ProcessDied(TrainingFailed):
-    """A signal ended a process of the run before it could report an error."""
+    """A process of the run ended before it could report an error."""
 
 
 class OutOfMemory(TrainingFailed):

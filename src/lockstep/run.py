@@ -315,13 +315,13 @@ def provenance(root: Path | None) -> dict[str, Any]:
 
 
 # The types that readers expect of these report values. Each value may also be null; other keys may have any value.
-TEXTS = ("status", "run", "host", "started", "monitor", "monitor_mode", "unit", "data/name", "data/sha256", "evaluated", "overrides", "resumed_from")  # fmt: skip
+TEXTS = ("status", "run", "host", "started", "monitor", "monitor_mode", "unit", "data/name", "data/sha256", "evaluated", "overrides", "resumed_from", "checkpoint")  # fmt: skip
 NUMBERS = ("batch_size", "micro_batch", "world_size", "restarts", "wall_s", "train/steps", "train/epochs")
 
 
 def validate_report(report: Any) -> dict[str, Any]:
     """The report with checked value types, because anyone may have written it. Raises ValueError: a type is wrong."""
-    if not isinstance(report, dict):
+    if not isinstance(report, dict) or not report:
         raise ValueError("it is not a report")
     report = {key: files.without_nan(value) for key, value in report.items()}
     numbers = {*NUMBERS, *metrics_of_test(report)}

@@ -1,20 +1,23 @@
 """What a command says to errors that are neither the user's bugs nor its own refusals: a lost process, a full disk, the environment."""
 
+import inspect
 import logging
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from lockstep.errors import Interrupted, UserError
+from lockstep.errors import FolderRemoved, Interrupted, UserError
 from lockstep.launch import exits, local
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
 from lockstep.machine.files import atomic_replace
 from lockstep.reporting.console import LogFile
 from lockstep.reporting.loggers import MetricsCsv
+from lockstep.run import CsvLog
 
 LOST = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.77.0.2]:24577",
@@ -39,9 +42,35 @@ def test_an_exit_after_sigterm_is_not_silent(code, monkeypatch, capsys):
     monkeypatch.setattr(process, "received", [signal.SIGTERM])
     assert exit_code(lambda: local.run_in_this_process(Mock(side_effect=SystemExit(code)), Mock())) == 1
     assert capsys.readouterr().err == "error: ended by SIGTERM; rerun the command.\n"
-    monkeypatch.setattr(process, "received", [])
-    with pytest.raises(SystemExit):
-        exit_code(lambda: local.run_in_this_process(Mock(side_effect=SystemExit(code)), Mock()))
+
+
+def test_a_run_that_calls_sys_exit_is_not_done(capsys):
+    """Its exit code was 0."""
+    for given, code in ((None, 1), (0, 1), (3, 3)):
+        try:
+            ended = exit_code(lambda given=given: local.run_in_this_process(lambda *_: sys.exit(given), Mock()))
+        except SystemExit as e:
+            ended = e.code
+        assert ended == code
+    line = f"error: {__file__}:{{}} called sys.exit before the run was done. Remove the call.\n"
+    number = inspect.currentframe().f_lineno - 5
+    assert capsys.readouterr().err == 2 * line.format(number)
+
+
+def test_a_run_that_left_its_working_directory_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    log = CsvLog(Path("runs/a/metrics.csv"))
+    log.append({"step": 1})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    advice = f"not in the working directory that os.chdir set. Pass runs_dir={tmp_path}/runs resume=auto"
+    with pytest.raises(FolderRemoved, match=advice):
+        log.append({"step": 2})
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    with pytest.raises(FolderRemoved, match="runs/a was removed during the run"):
+        log.append({"step": 3})
 
 
 def test_a_ctrl_c_that_the_launcher_forwards_late_does_not_hide_how_the_run_ended(capsys, monkeypatch):

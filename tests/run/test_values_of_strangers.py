@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoints import finding
 from lockstep.config.compose import compose_config, resolve
 from lockstep.config.draft import Draft, as_yaml
 from lockstep.errors import UserError
@@ -149,6 +150,16 @@ def test_a_value_of_the_wrong_kind_under_any_key_of_a_report(odd, run, monkeypat
 def test_a_report_that_is_none(text, run, monkeypatch):
     (run / "report.json").write_text(text)
     read_everywhere(monkeypatch)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"status": "done", "checkpoint": 5}'])
+def test_a_report_without_its_checkpoint_is_damaged(text, run):
+    """The newest checkpoint was evaluated instead of the tested one."""
+    (run / "report.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"report\.json is damaged: (it is not a report|checkpoint is 5)\. Remove the file"
+    ):
+        finding.tested_checkpoint(str(run), "run")
 
 
 TABLES = [

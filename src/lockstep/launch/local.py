@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -238,8 +239,13 @@ def run_in_this_process(job: Job, settings: Settings, data: Any = None, *, end_f
         try:
             result = job(settings, data)
         except SystemExit as e:  # raised by Lightning after SIGTERM, in a job with its own Trainer
-            if not process.received or isinstance(e.__context__, KeyboardInterrupt):
+            if isinstance(e.__context__, KeyboardInterrupt) or (e.code and not process.received):
                 raise
+            if not process.received:  # with exit code 0 it would count as done
+                *_, caller = traceback.extract_tb(e.__traceback__)
+                raise ProcessDied(
+                    f"{caller.filename}:{caller.lineno} called sys.exit before the run was done. Remove the call."
+                ) from None
             raise Preempted(f"ended by {process.received[0].name}; rerun the command.") from None
         if end_file is not None:
             end_file.touch()
