@@ -5,7 +5,6 @@ import heapq
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -45,7 +44,16 @@ from lockstep.extras.tables import (
     write_table,
 )
 from lockstep.launch.request import gallery_of
-from lockstep.machine.files import atomic_replace, locked, part_folder, read_text, remove, write_json, write_text
+from lockstep.machine.files import (
+    atomic_replace,
+    locked,
+    part_folder,
+    plain_values,
+    read_text,
+    remove,
+    write_json,
+    write_text,
+)
 from lockstep.machine.world import all_gather_objects
 from lockstep.panel import Lines, Mask, Picture, Sample
 from lockstep.reporting.console import print_line
@@ -59,19 +67,7 @@ from lockstep.training.task import Task
 # B batch · K class, label, ... · H W pixel
 
 
-SURROGATE = re.compile("[\ud800-\udfff]")
 WIDE = "probabilities"  # a column with a number for each class or label, written on request
-
-
-def plain(value: Any) -> Any:
-    """A cell without tensors and arrays, which JSON lacks, and without lone surrogates, which UTF-8 lacks."""
-    if isinstance(value, str):
-        return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return digits(value.tolist() if hasattr(value, "tolist") else value)
 
 
 def table_rows(columns: Row, names: Sequence[str], count: int, *, wide: bool) -> list[Row]:
@@ -87,7 +83,7 @@ def table_rows(columns: Row, names: Sequence[str], count: int, *, wide: bool) ->
             labels = zip(names, value.unbind(1), strict=False) if wide else ()
             cells |= {f"probability/{label}": digits(column.tolist()) for label, column in labels}
         else:
-            cells[name] = digits(value.tolist()) if isinstance(value, Tensor) else plain([*value])
+            cells[name] = digits(plain_values(value if isinstance(value, Tensor) else [*value]))
     return [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
 
 
@@ -185,9 +181,7 @@ class PredictionParts:
             "samples": [self.sample(index, row, data, path.parent, drawn.get(index, {})) for index, row in chosen],
             "rows": [row for _, row in chosen],
             "hidden": {*FIRST, self.guess, f"target/{self.guess}", self.key, ERROR, *self.masks},
-            "names": [
-                as_utf8(os.path.relpath(row["path"], common)) if "path" in row else f"#{index}" for index, row in chosen
-            ],
+            "names": [as_utf8(os.path.relpath(row["path"], common)) if "path" in row else f"#{i}" for i, row in chosen],
             "order": SORTED.get(str(self.key), "the first ones"),
             "unit": data.unit,
             "table": self,
@@ -269,9 +263,8 @@ class Writer(pl.Callback):
             return
         columns = self.made(outputs)
         for name, value in columns.items():
-            if (
-                isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point()
-            ):  # a mask for each sample
+            # a mask for each sample
+            if isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point():
                 columns[name] = self.saved(name, value, indices)
         rows = table_rows(columns, self.names, len(indices), wide=self.asked.probabilities)
         for position, (index, row) in enumerate(zip(indices, rows, strict=True)):
@@ -385,17 +378,12 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
         parts = PredictionParts(output, writer.folder, world.size, writer.columns)
         parts.write()
         if request.gallery:
-            parts.gallery(
-                gallery_of(output), data, {"Input": request.input, "Checkpoint": Path(settings.tested_checkpoint).name}
-            )
-        filled = {name: parts.filled[name] for name in parts.example}
-        partial = [
-            f"{name} ({n:,} of {parts.count:,} rows)" for name, n in filled.items() if n < parts.count - parts.broken
-        ]
+            metadata = {"Input": request.input, "Checkpoint": Path(settings.tested_checkpoint).name}
+            parts.gallery(gallery_of(output), data, metadata)
+        partial = {name: count for name, count in parts.filled.items() if count < parts.count - parts.broken}
         if partial:
-            warn(
-                f"not every batch has these columns, so they are empty in the other rows: {inline(', '.join(partial))}"
-            )
+            counts = ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial.items())
+            warn(f"not every batch has these columns, so they are empty in the other rows: {counts}")
         if parts.broken:
             message = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
             warn(f"{message}:{list_errors(parts.reasons, parts.broken)}")

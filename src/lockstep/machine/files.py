@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -275,6 +276,20 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def to_json(value: Any) -> str:
     """JSON with null for NaN and infinities, which JSON does not have."""
     return json.dumps(without_nan(value), indent=1)
+
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def plain_values(value: Any) -> Any:
+    """`value` without tensors and arrays, which JSON lacks, and without lone surrogates, which UTF-8 lacks."""
+    if isinstance(value, str):
+        return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, Mapping):
+        return {str(name): plain_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def without_nan(value: Any) -> Any:
