@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed import HashStore
 
 from lockstep.callbacks import EMA, Throughput, stopping
-from lockstep.callbacks.step_seed import StepSeed
+from lockstep.callbacks.step_seed import StepSeed, draw_for_samples
 from lockstep.callbacks.stopping import EarlyStopping, RankAgreement, Timer
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, TrainBatches
@@ -111,6 +112,20 @@ def test_what_a_step_draws_depends_on_its_seed_alone_and_each_step_and_rank_has_
     largest = max(seeds)  # torch takes it
     first, other = draw(largest), draw(7)
     assert other != first == draw(largest)
+
+
+def test_a_decorated_hook_draws_for_samples_once_per_trainer():
+    class Decorated(LightningModule):
+        @torch.no_grad()
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch, dataloader_idx, torch.is_grad_enabled()
+
+    module, first, second = Decorated(), Mock(), Mock()
+    for trainer in (first, second):
+        draw_for_samples(module, "on_after_batch_transfer", trainer)
+    assert module.on_after_batch_transfer("batch", 1) == ("batch", 1, False)
+    assert not first.strategy.seeds.transfer.called
+    second.strategy.seeds.transfer.assert_called_once_with("on_after_batch_transfer")
 
 
 def test_processes_that_would_compute_differently_end_and_say_so():

@@ -110,11 +110,12 @@ class StepSeed(Callback):
 def draw_for_samples(holder: pl.LightningModule | pl.LightningDataModule, hook: str, trainer: Trainer) -> None:
     """Seeds the random numbers of a hook that moves a batch to the device."""
     method = getattr(holder, hook)
-    original = getattr(method, "__wrapped__", method)  # wrapped by an earlier Trainer
+    original = getattr(method, "unseeded", method)  # wrapped by an earlier Trainer
 
     @wraps(original)
     def seeded(*args: Any, **kwargs: Any) -> Any:
         seeds_of(trainer).transfer(hook)
         return original(*args, **kwargs)
 
+    seeded.unseeded = original  # type: ignore[attr-defined]  # not __wrapped__, which a user's decorator sets as well
     setattr(holder, hook, seeded)
