@@ -1,7 +1,6 @@
 """Composes a config, and reports all errors of a command line at once."""
 
 import re
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
@@ -96,6 +95,10 @@ def hydra_state_restored() -> Iterator[None]:
         GlobalHydra.instance().hydra = previous
 
 
+# Hydra's assertions have no message; those that people meet are about this order
+OVERRIDES_LAST = "In a `defaults` list, put the lines with `override` last."
+
+
 def compose_config(config_name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     """The config of `python <config_name>.py <overrides>`, optionally with Hydra's own node. Raises CONFIG_ERRORS."""
     with hydra_state_restored(), initialize_config_dir(str(CONFIGS)):
@@ -104,19 +107,8 @@ def compose_config(config_name: str, overrides: Sequence[str], *, with_hydra: bo
         except Exception as e:  # e.g. from YAML, or Hydra's ValueError for model=null; this block only reads configs
             if isinstance(e, CONFIG_ERRORS) and str(e):
                 raise
-            raise ConfigCompositionException(str(e) or explain_assertion(e)) from e
+            raise ConfigCompositionException(str(e) or f"Hydra raised {type(e).__name__}. {OVERRIDES_LAST}") from e
         return cfg
-
-
-def explain_assertion(error: Exception) -> str:
-    """Hydra's assertions have no message. Those that people meet are about the order of a `defaults` list."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    files = [f" about {frame.f_locals['path']}.yaml" for frame in frames if frame.f_locals.get("path")]
-    where = f"{frames[-1].f_code.co_name} of {Path(frames[-1].f_code.co_filename).name}"
-    return (
-        f"Hydra raised {type(error).__name__} in {where}{files[-1] if files else ''}, without a message. In a `defaults` list, put the lines "
-        "with `override` last."
-    )
 
 
 def composed(
