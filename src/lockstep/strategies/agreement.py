@@ -22,10 +22,6 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 log = logging.getLogger("lockstep")
 
 
-def is_same_on_all_ranks(values: Sequence[object]) -> bool:
-    return len({*all_gather_objects(hashlib.sha256(str(values).encode()).hexdigest())}) == 1
-
-
 def require_same_names(module: nn.Module) -> None:
     """Compares names, shapes and dtypes in their order, by which DDP and FSDP2 pair tensors. Every rank must call it.
 
@@ -34,16 +30,14 @@ def require_same_names(module: nn.Module) -> None:
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     own = [f"{name} {'' if is_lazy(t) else tuple(t.shape)} {t.dtype}" for name, t in tensors]
-    if is_same_on_all_ranks(own):
-        return
-    by_rank = all_gather_objects(own)
-    for rank, names in enumerate(by_rank):
-        different = [(ours, theirs) for ours, theirs in zip_longest(by_rank[0], names) if ours != theirs]
-        if different:
-            raise TrainingFailed(
-                f"rank {rank} has {different[0][1] or 'nothing'} where rank 0 has {different[0][0] or 'nothing'}, and ranks pair "
-                "parameters and buffers by their order. Create layers in the same order on every rank, not in that of a set."
-            )
+    of_rank_0, *others = all_gather_objects(own)
+    for rank, names in enumerate(others, 1):
+        for expected, name in zip_longest(of_rank_0, names, fillvalue="nothing"):
+            if name != expected:
+                raise TrainingFailed(
+                    f"rank {rank} has {name} where rank 0 has {expected}, and ranks pair parameters and buffers by their order. Create "
+                    "layers in the same order on every rank, not in that of a set."
+                )
 
 
 @torch.no_grad()
@@ -57,7 +51,8 @@ def require_same_values(module: nn.Module, optimizers: Sequence[Optimizer], devi
     if not tensors:  # all are shards
         return
     sums = dict(zip(tensors, torch.stack([sum_of_bits(t).to(device) for t in tensors.values()]).tolist(), strict=True))
-    if is_same_on_all_ranks([*sums.items()]):
+    digest = hashlib.sha256(str(sums).encode()).hexdigest()  # of few bytes, however many the ranks and tensors are
+    if len({*all_gather_objects(digest)}) == 1:
         return
     by_rank = all_gather_objects(sums)
     names = dict.fromkeys(name for each in by_rank for name in each)
