@@ -39,9 +39,9 @@ class StepSeed(Callback):
             dropout.use_row_masks(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
-        own_hooks = [is_overridden(hook, pl_module) for hook in ("on_before_zero_grad", "optimizer_zero_grad")]
-        self.reseeds_zero_grad = any([*own_hooks, *(is_overridden("on_before_zero_grad", each) for each in others)])
+        holders = [pl_module, *(each for each in trainer.callbacks if each is not self)]  # type: ignore[attr-defined]
+        is_used = any(is_overridden("on_before_zero_grad", each) for each in holders)
+        self.reseeds_zero_grad = is_used or is_overridden("optimizer_zero_grad", pl_module)
         seeds_of(trainer).reseed("train start", steps_done(trainer))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -400,7 +400,7 @@ class Position(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if steps_done(trainer) and not trainer.strategy.has_updated:  # type: ignore[attr-defined]
             raise TrainingFailed(
-                f"none of the {steps_done(trainer)} steps updated a parameter: `training_step` returned None, or no parameter got a gradient."
+                f"none of the {steps_done(trainer)} steps updated a parameter: `training_step` returned None, or no optimizer made a step."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -167,6 +166,7 @@ class DividedBatches(Strategy):
     seeds: StepSeeds
     compiled: frozenset[nn.Module] = frozenset()  # compiled networks of a user's module, until its first step
     without_call: set[nn.Module]  # those not called yet
+    has_updated = True  # whether an optimizer, if there is one, has had a gradient to step with
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
     contiguous_micro_batches = False
     means: Means
@@ -215,8 +215,6 @@ class DividedBatches(Strategy):
                     loader.require_agreement(loader.batch_info[micro_batch].digest)
         self.seeds.samples()
         result = super().training_step(*args, **kwargs)
-        if not self.lightning_module.automatic_optimization:
-            self.seeds.step("update")
         if self.compiled and self.compiled == self.without_call:
             raise UserError(
                 f"compile=true has no effect: a step of {type(self.lightning_module).__name__} calls methods of its networks, not the networks "
@@ -286,6 +284,7 @@ class DividedBatches(Strategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Weights the loss: gradients are averaged over micro-batches that may divide the global batch unevenly."""
         self.lacks_update = not self.lightning_module.automatic_optimization
+        self.has_updated |= not self.lacks_update
         share = self.share()
         loss = closure_loss if share == 1 else closure_loss * share
         within_step = self.seeds.of_samples and self.lacks_update
@@ -313,7 +312,6 @@ class PortableCheckpoint(DividedBatches):
     omitted: frozenset[str] = frozenset()  # what checkpoints leave out
     agreed_at = 0  # the step after which the ranks were last compared
     is_trial: bool | None = None  # whether the content of a checkpoint is only checked; None before the first step
-    has_updated = True  # whether an optimizer, if there is one, has stepped with a gradient
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """The parts of a network that are computed one after the other, if the strategy handles them separately."""
@@ -425,14 +423,13 @@ class PortableCheckpoint(DividedBatches):
     def watch(self, optimizer: Optimizer) -> None:
         """Raises UserError if the optimizer could not be saved."""
         self.has_updated = not any(self.named_groups(optimizer))
-        update = ExitStack()
-        optimizer.register_step_pre_hook(lambda *_: update.enter_context(self.seeds.update()))
-        optimizer.register_step_post_hook(lambda *_: self.finish_update(optimizer, update))
+        optimizer.register_step_pre_hook(lambda *_: self.seeds.begin_update())
+        optimizer.register_step_post_hook(lambda *_: self.end_update())
 
-    def finish_update(self, optimizer: Optimizer, update: ExitStack) -> None:
-        update.close()
+    def end_update(self) -> None:
         self.lacks_update = False
-        self.has_updated |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        self.has_updated |= not self.lightning_module.automatic_optimization  # there, `backward` sets it
+        self.seeds.end_update()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""

@@ -13,8 +13,6 @@ In an evaluation the batch index replaces the step, so evaluating the same weigh
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import numpy as np
@@ -49,7 +47,7 @@ class StepSeeds:
         self.seed, self.arithmetic, self.trainer = seed, arithmetic, trainer
         self.batch = self.loader = 0  # the current batch of an epoch, and its evaluation loader
         self.counts = Counter[str]()  # how often each phase of this batch has begun
-        self.of_samples = False  # whose numbers are drawn now
+        self.of_samples = self.within_samples = False  # whose numbers are drawn now, and were before an update
 
     def reseed(self, *parts: object, of_samples: bool = False) -> None:
         self.of_samples = of_samples
@@ -87,12 +85,12 @@ class StepSeeds:
             return self.arithmetic.seed_parts(self.trainer, batch_idx)
         return "evaluation", self.loader, *self.arithmetic.evaluation_parts(self.trainer, batch_idx)
 
-    @contextmanager
-    def update(self) -> Iterator[None]:
-        """An update, which belongs to the step even within the training step of a module with manual optimization."""
-        within_samples = self.of_samples
-        if within_samples:
+    def begin_update(self) -> None:
+        """An update belongs to the step, even within the training step of a module with manual optimization."""
+        self.within_samples = self.of_samples
+        if self.within_samples:
             self.step("update")
-        yield
-        if within_samples:
+
+    def end_update(self) -> None:
+        if self.within_samples:
             self.samples()
