@@ -619,6 +619,6 @@ def test_a_root_whose_path_is_not_utf_8_is_rejected_before_training(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     classes(tmp_path / "photos", "cat", "dog")
     moved(tmp_path / "photos", b"phot\xf3s")
-    with pytest.raises(UserError, match=r"data\.root=phot.s is invalid; expected UTF-8 text"):
+    with pytest.raises(UserError, match=r"data\.root=phot.s is invalid; expected a path in UTF-8"):
         lockstep.train(["data=folder", 'data.root="phot\udcf3s"'])
     assert [path.name for path in Path().iterdir()] == ["phot\udcf3s"]  # no run

@@ -82,6 +82,24 @@ class WeightNoise(pl.Callback):
             p.add_(torch.randn_like(p), alpha=0.01)
 
 
+class LateLayers(Plain):
+    """Draws layers after the constructor has drawn others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = None
+
+    def configure_model(self):
+        if self.late is None:
+            self.late = nn.Linear(6, 6)
+
+    def on_fit_start(self):
+        nn.init.normal_(self.head.weight)
+
+    def forward(self, x):
+        return super().forward(self.late(x))
+
+
 class Everything(GradientNoise, ZeroGradNoise, EpochScale, LangevinModule):
     """Draws in each place."""
 

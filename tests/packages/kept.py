@@ -352,6 +352,23 @@ class Hiding(Plain):
         del state[prefix + "head.weight"]
 
 
+class Prefixed(Plain):
+    """Its state_dict has names of its own."""
+
+    def state_dict(self, *args, **kwargs):
+        return {f"net.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        return super().load_state_dict({n.removeprefix("net."): v for n, v in state_dict.items()}, *args, **kwargs)
+
+
+class Ending(Plain):
+    """An iterator of its own ends within a step."""
+
+    def training_step(self, batch, batch_idx):
+        next(iter([]))
+
+
 class Dropping(Plain):
     """Drops trained weights from its checkpoints."""
 

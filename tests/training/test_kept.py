@@ -192,8 +192,17 @@ def interrupted(name: str, run: str, crash_at, *more: str) -> None:
 
 def test_values_come_back_with_their_types(tmp_path):
     kept = importlib.import_module("kept")
-    content = {"a": {**kept.ODD, np.int64(7): "key", frozenset([1]): 1, "list": [object()]}, "state_dict": {}}
-    assert make_plain(content) == ["a.frozenset({1})", "a.list"]
+    content = {
+        "a": {
+            **kept.ODD,
+            np.int64(7): "key",
+            frozenset([1]): 1,
+            "list": [object()],
+            "sparse": torch.eye(2).to_sparse(),
+        },
+        "state_dict": {},
+    }
+    assert make_plain(content) == ["a.frozenset({1})", "a.list", "a.sparse"]
     write(content, tmp_path / "odd")
     assert torch.load(tmp_path / "odd", weights_only=True)["a"]["scalar"] == 0.1  # a plain number for others
     loaded = load(tmp_path / "odd")["a"]
@@ -234,11 +243,17 @@ def test_a_trained_weight_that_is_not_saved_is_an_error(name, lost):
     assert not Path(f"runs/lost-{name}/checkpoints").exists()
 
 
+def test_a_step_that_raises_stop_iteration_fails():
+    with pytest.raises(RuntimeError, match="a step raised StopIteration"):
+        train("Ending", "ending")
+
+
 @pytest.mark.slow
-def test_weights_saved_under_other_names_are_saved(crash_at):
-    interrupted("Moving", "moving", crash_at)
-    found = train("Moving", "moving", "resume=auto")
-    assert found["test_loss"] == pytest.approx(train("Plain", "unmoved")["test_loss"])
+@pytest.mark.parametrize("name", ["Moving", "Prefixed"])
+def test_weights_saved_under_other_names_are_saved(name, crash_at):
+    interrupted(name, name, crash_at)
+    found = train(name, name, "resume=auto")
+    assert found["test_loss"] == pytest.approx(train("Plain", f"unmoved-{name}")["test_loss"])
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 
 ALONE = [
+    ("LateLayers", []),
     ("LangevinModule", []),
     ("GradientNoise", []),
     ("ZeroGradNoise", []),

@@ -11,7 +11,7 @@ from lockstep.strategies.base import PortableCheckpoint
 from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic, steps_done
 from lockstep.training.batches import Loaders
-from lockstep.training.seeds import StepSeeds
+from lockstep.training.seeds import StepSeeds, derive_seed, seed_generators
 
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -28,6 +28,11 @@ class StepSeed(Callback):
         self.reseeds_zero_grad = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """What draws from here to the first batch, such as layers made in `configure_model`, draws the same everywhere.
+
+        Lightning's strategies with several processes seed again, as before the module's constructor; that of one does not.
+        """
+        seed_generators(derive_seed(self.seed, "setup"), trainer.strategy.root_device.type)
         for holder in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             for hook in TRANSFER:
                 if holder and is_overridden(hook, holder):

@@ -58,6 +58,8 @@ def to_plain(tree: Any, types: list[Any], omitted: list[str], path: Place = ()) 
     cannot be saved. Raises LookupError, TypeError or ValueError for a value outside of dicts.
     """
     tree = formatting.plain(tree)  # may be a Hydra node
+    if isinstance(tree, Tensor) and (tree.layout != torch.strided or tree.is_quantized):
+        raise TypeError  # the copy for writing in the background cannot hold it
     if type(tree) in VALUES or (isinstance(tree, Tensor) and type(tree).__module__.partition(".")[0] == "torch"):
         return tree
     if type(tree) in MAPPINGS:

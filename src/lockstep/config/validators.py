@@ -124,7 +124,7 @@ FLAG = one_of(True, False, example="true")
 TEXT = Validator(is_text, f"UTF-8 text with at most {MAX_NAME_BYTES} bytes between slashes", "name")
 PATH = Validator(
     is_path,
-    f"a path, local or in a mounted folder, with at most {MAX_NAME_BYTES} bytes between slashes; URLs are not supported",
+    f"a path in UTF-8, local or in a mounted folder, with at most {MAX_NAME_BYTES} bytes between slashes; URLs are not supported",
     "data",
 )
 TRAINED = Validator(

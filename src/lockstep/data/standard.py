@@ -139,7 +139,7 @@ class WrappedLoader(ResumableLoader):
             return
         told = f"{self.name} yields {count} micro-batches in epoch {epoch + 1}, but declares {self.length or 'more than 0'}"
         if count and not self.is_indexed:
-            return log.warning("%s", told)
+            return log.warning("%s; there is no validation at its end", told)
         raise TrainingFailed(f"{told}. Make them agree, and let no __getitem__ raise StopIteration.")
 
     def require_agreement(self, digest: str) -> None:

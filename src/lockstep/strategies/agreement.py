@@ -62,7 +62,8 @@ def require_same_values(module: nn.Module, optimizers: Sequence[Optimizer], devi
     more = f" and {len(different) - 1} more" if len(different) > 1 else ""
     message = (
         f"after step {step}, {different[0]}{more} differ by up to {distance:.1e} between the ranks, and a checkpoint holds only rank 0's. Look for a hook, "
-        "callback or optimizer that depends on the rank, or on a batch, loss or generator of one rank; average over the ranks what it reads."
+        "callback or optimizer that depends on the rank, or on a batch, loss or generator of one rank; average over the ranks what it reads. Random "
+        "numbers in training_step are those of a rank's samples, those of on_before_optimizer_step and of optimizers are the same on all ranks."
     )
     if not distance <= DRIFTED:
         raise TrainingFailed(f"the ranks have drifted apart: {message}")

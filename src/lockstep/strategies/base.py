@@ -154,6 +154,14 @@ def copy_in_format_of(value: Any, parameter: Tensor) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
+def call_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Lightning would take a StopIteration of a user's step for the end of the epoch."""
+    try:
+        return step(*args, **kwargs)
+    except StopIteration as e:
+        raise RuntimeError("a step raised StopIteration") from e
+
+
 COMPARED = 100  # micro-batches between two comparisons of what processes read; more frequent early in an epoch
 
 
@@ -214,7 +222,7 @@ class DividedBatches(Strategy):
                 if loader.batch_scope == "a share":
                     loader.require_agreement(loader.batch_info[micro_batch].digest)
         self.seeds.samples()
-        result = super().training_step(*args, **kwargs)
+        result = call_step(super().training_step, *args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
             raise UserError(
                 f"compile=true has no effect: a step of {type(self.lightning_module).__name__} calls methods of its networks, not the networks "
@@ -234,7 +242,7 @@ class DividedBatches(Strategy):
 
     def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.seeds.samples()
-        result = step(*args, **kwargs)
+        result = call_step(step, *args, **kwargs)
         self.seeds.step("batch end")
         return result
 
@@ -390,8 +398,9 @@ class PortableCheckpoint(DividedBatches):
         module, saved = self.lightning_module, checkpoint["state_dict"]
         named = dict(module.named_parameters(remove_duplicate=False))  # tied weights have several names
         weights = {name: x for name, x in (module.state_dict() | named).items() if isinstance(x, Tensor)}
+        names = named.keys() | dict(module.named_buffers()).keys()
         parts = {key: value for key, value in checkpoint.items() if key not in POSITION}
-        shapes = {x.shape for path, x in leaves(parts) if isinstance(x, Tensor) and path[-1] not in weights}
+        shapes = {x.shape for path, x in leaves(parts) if isinstance(x, Tensor) and path[-1] not in names}
         kept = {id(x) for name, x in weights.items() if name in saved or x.shape in shapes}
         # only rank 0 has whole tensors
         unsaved = self.broadcast([name for name, x in weights.items() if id(x) not in kept])
