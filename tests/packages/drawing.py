@@ -63,6 +63,16 @@ class ZeroGradNoise(Plain):
             p.grad.mul_(1 + 0.1 * self.noise)
 
 
+class BackwardNoise(ZeroGradNoise):
+    """Draws right before the backward."""
+
+    def on_before_zero_grad(self, optimizer):
+        pass
+
+    def on_before_backward(self, loss):
+        self.noise = torch.randn(1).item()
+
+
 class EpochScale(Plain):
     def __init__(self) -> None:
         super().__init__()

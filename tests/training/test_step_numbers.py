@@ -61,6 +61,7 @@ ALONE = [
     ("LangevinModule", []),
     ("GradientNoise", []),
     ("ZeroGradNoise", []),
+    ("BackwardNoise", []),
     ("EpochScale", []),
     ("ManualLangevin", []),
     ("ManualLangevin", ["+task.raw=true"]),

@@ -13,6 +13,8 @@ from lockstep.training.arithmetic import StepArithmetic, steps_done
 from lockstep.training.batches import Loaders
 from lockstep.training.seeds import StepSeeds, derive_seed, seed_generators
 
+# Hooks between a forward and its backward. Nobody draws there as a rule, so seeding for each is left out where none is used.
+BETWEEN = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -25,7 +27,7 @@ class StepSeed(Callback):
 
     def __init__(self, seed: int, loaders: Loaders, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
         self.seed, self.loaders, self.arithmetic, self.masks_by_row = seed, loaders, arithmetic, masks_by_row
-        self.reseeds_zero_grad = False
+        self.between = set[str]()  # the hooks of BETWEEN that are used
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """What draws from here to the first batch, such as layers made in `configure_model`, draws the same everywhere.
@@ -44,9 +46,9 @@ class StepSeed(Callback):
             dropout.use_row_masks(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        holders = [pl_module, *(each for each in trainer.callbacks if each is not self)]  # type: ignore[attr-defined]
-        is_used = any(is_overridden("on_before_zero_grad", each) for each in holders)
-        self.reseeds_zero_grad = is_used or is_overridden("optimizer_zero_grad", pl_module)
+        holders = [pl_module, *trainer.callbacks]  # type: ignore[attr-defined]
+        users = [each for each in holders if not type(each).__module__.startswith("lockstep.")]
+        self.between = {hook for hook in BETWEEN for each in users if is_overridden(hook, each)}
         seeds_of(trainer).reseed("train start", steps_done(trainer))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -59,9 +61,12 @@ class StepSeed(Callback):
         self.arithmetic.before_forward(pl_module, batch_idx)
 
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
-        """Between a forward and its backward. Nobody draws there as a rule, so seeding twice more is left out."""
-        if self.reseeds_zero_grad:
+        if self.between - {"on_before_backward"}:
             seeds_of(trainer).reseed("zero_grad", steps_done(trainer))
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        if "on_before_backward" in self.between:
+            seeds_of(trainer).step("before backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seeds_of(trainer).step("update")
