@@ -201,11 +201,14 @@ def test_values_come_back_with_their_types(tmp_path):
             "sparse": torch.eye(2).to_sparse(),
         },
         "state_dict": {},
+        "types": ["cat"],
     }
     assert make_plain(content) == ["a.frozenset({1})", "a.list", "a.sparse"]
     write(content, tmp_path / "odd")
     assert torch.load(tmp_path / "odd", weights_only=True)["a"]["scalar"] == 0.1  # a plain number for others
-    loaded = load(tmp_path / "odd")["a"]
+    whole = load(tmp_path / "odd")
+    assert whole["types"] == ["cat"]  # as a hook named it
+    loaded = whole["a"]
     assert loaded.pop(7) == "key"
     assert loaded.keys() == kept.ODD.keys()
     for name, value in kept.ODD.items():

@@ -102,9 +102,10 @@ class Preemption(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """If rank 0, which hosts the store, loses a warned process in an evaluation, it ends like that process."""
         lost = isinstance(exception, RuntimeError) and not isinstance(exception, Preempted) and trainer.world_size > 1
-        evaluates = trainer.testing or trainer.predicting or trainer.validating
+        is_endless = trainer.validating and math.inf in trainer.num_val_batches
+        evaluates = trainer.testing or trainer.predicting or is_endless
         if lost and evaluates and trainer.is_global_zero and process.store.check([WARNED]):
-            raise self.ended(IN_VALIDATION if trainer.validating else DURING[trainer.testing]) from None
+            raise self.ended(IN_VALIDATION if is_endless else DURING[trainer.testing]) from None
 
     def ended(self, when: str) -> Preempted:
         sender = process.received[0].name if process.received else process.store.get(WARNED).decode()

@@ -30,7 +30,7 @@ from lockstep.run import explain_damage, why_not_plain
 # --- What a checkpoint may hold ---
 #
 # torch.load accepts tensors, VALUES, lists, tuples and MAPPINGS with weights_only=True. A value of TYPES is saved as such
-# values, and `types` in the checkpoint lists where, so it is loaded as what it was. Anything else is left out.
+# values, and the checkpoint lists where under TYPES_KEY, so it is loaded as what it was. Anything else is left out.
 
 MAPPINGS = (dict, OrderedDict, Counter)
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -48,6 +48,7 @@ TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     **{np.dtype(code).type: (lambda x: x.item(), np.dtype(code).type) for code in "?bhilqBHILQefdFDUS"},
 }
+TYPES_KEY = "lockstep.types"  # a hook of a user may save `types`
 BY_NAME = {cls.__name__: back for cls, (_, back) in TYPES.items()}
 
 
@@ -91,13 +92,13 @@ def make_plain(checkpoint: dict[str, Any]) -> list[str]:
     types, omitted = list[Any](), list[str]()
     values = {key: value for key, value in checkpoint.items() if not key.endswith("hparams_type")}  # a class
     checkpoint.clear()
-    checkpoint.update(to_plain(values, types, omitted), types=types)
+    checkpoint.update(to_plain(values, types, omitted) | {TYPES_KEY: types})
     return omitted
 
 
 def restore_types(content: Any) -> Any:
     """Undoes `make_plain`."""
-    for (*parents, key), name in content.pop("types", ()) if isinstance(content, dict) else ():
+    for (*parents, key), name in content.pop(TYPES_KEY, ()) if isinstance(content, dict) else ():
         parent = content
         for each in parents:
             parent = parent[each]
@@ -112,7 +113,7 @@ def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
     """
     values: dict[str, Any] = map_leaves(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
     saved = {**values}
-    if rejected := make_plain(saved) or [path[0] for path, _ in saved["types"]]:
+    if rejected := make_plain(saved) or [path[0] for path, _ in saved[TYPES_KEY]]:
         raise UserError(f"{name}/{rejected[0]} cannot be saved in a checkpoint. Use plain values and lists of them.")
     return values
 

@@ -319,6 +319,7 @@ class PortableCheckpoint(DividedBatches):
 
     omitted: frozenset[str] = frozenset()  # what checkpoints leave out
     agreed_at = 0  # the step after which the ranks were last compared
+    tried: dict[str, Any] | None = None  # the content of a checkpoint before the first step
     is_trial: bool | None = None  # whether the content of a checkpoint is only checked; None before the first step
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
@@ -345,10 +346,16 @@ class PortableCheckpoint(DividedBatches):
         load_into(self.lightning_module, checkpoint["state_dict"], "the checkpoint", strict=strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        if self.is_trial:
+            self.tried = checkpoint
+            return
         self.make_loadable(checkpoint)
-        if not self.is_trial:
-            super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
-            self.require_agreement()
+        super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
+        self.require_agreement()
+
+    def barrier(self, name: str | None = None) -> None:
+        if not self.is_trial:  # a hook may have failed on one rank alone
+            super().barrier(name)  # type: ignore[safe-super]
 
     def setup(self, trainer: pl.Trainer) -> None:
         self.seeds = StepSeeds(self.seed, self.arithmetic, trainer)
@@ -365,7 +372,7 @@ class PortableCheckpoint(DividedBatches):
 
     def try_saving(self) -> None:
         """Checks what a checkpoint would hold before the first step, without writing it."""
-        self.is_trial = True
+        self.is_trial, self.tried = True, None
         try:
             self.lightning_module.trainer.save_checkpoint("")
         except UserError:
@@ -374,6 +381,9 @@ class PortableCheckpoint(DividedBatches):
             log.debug("the content of a checkpoint is unknown before the first step: %s", e)
         finally:
             self.is_trial = False
+        if self.reduce_boolean_decision(self.tried is not None):
+            self.make_loadable(self.tried or {})
+        self.tried = None
 
     def make_loadable(self, checkpoint: dict[str, Any]) -> None:
         """Leaves out what torch.load rejects with weights_only=True, and records what a hook left out.

@@ -225,10 +225,11 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes one file from rank 0, or a folder of shards that gets its final name when it is complete."""
+        if self.is_trial:
+            self.tried = checkpoint
+            return
         path = Path(self.broadcast(filepath))
         self.make_loadable(checkpoint)
-        if self.is_trial:
-            return
         if not self.sharded_checkpoints:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
