@@ -19,7 +19,7 @@ def run(tmp_path):
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-        (folder / "report.json").write_text(json.dumps(report))
+        (folder / "report.json").write_text(json.dumps({"run": name, **report}))
         (folder / "config.yaml").write_text(f"trainer: {{precision: '{precision}'}}")
         return Report(RunFolder(folder))
 

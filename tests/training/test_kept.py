@@ -299,6 +299,13 @@ def test_a_run_without_an_update_is_an_error():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_hook_that_fails_on_one_rank_before_the_first_step_waits(strategy, forked):
+    train("OfRankZero", f"zero-{strategy}", f"strategy={strategy}", "trainer.devices=2", epochs=1)
+    assert torch.load(f"runs/zero-{strategy}/checkpoints/last.ckpt", weights_only=True)["later"] == 5
+
+
+@pytest.mark.slow
 def test_two_processes_train_what_is_unfrozen_alike(forked):
     one, two = train("Unfreezing", "one"), train("Unfreezing", "two", "strategy=ddp", "trainer.devices=2")
     for name, weight in last("one")["state_dict"].items():

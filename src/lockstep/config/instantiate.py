@@ -52,7 +52,7 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         # Without Hydra, which would instantiate nodes in kwargs: a network's come from a possibly untrusted checkpoint.
         # It would also reject a module that a user's function gets from a library. Its partial objects cannot be pickled,
         # and Lightning drops hyperparameters that cannot be pickled.
-        create = partial(factory.func, *factory.args, **factory.keywords, **kwargs)
+        create = partial(factory.func, *factory.args, **{**factory.keywords, **kwargs})
         return create if node.get("_partial_") else create()
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
