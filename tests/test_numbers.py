@@ -14,7 +14,7 @@ from in_process import state
 from torch import nn
 
 import lockstep
-from lockstep.errors import LossNotFinite, RunFailed, SaveFailed, UserError
+from lockstep.errors import LossNotFinite, RunFailed, UserError
 from lockstep.extras.page import headline_parts
 from lockstep.training.workload import primary_metric
 
@@ -172,9 +172,7 @@ def test_hyperparameters_that_a_hook_writes_are_left_out_if_they_cannot_be_loade
 @pytest.mark.parametrize(("hook", "more"), [
     ("all", []), *(pytest.param(hook, ["strategy=ddp", *TWO], marks=slow) for hook in ("all", "rank0")),
 ])  # fmt: skip
-def test_a_state_that_cannot_be_loaded_ends_the_run_in_all_processes_alike(hook, more, forked, capfd):
-    with pytest.raises((SaveFailed, RunFailed)) as failed:
-        module(f"+task.hook={hook}", *more)
-    told = str(failed.value) + capfd.readouterr().err
-    assert "could not be loaded: it has /mine (torch.nn.modules.loss.MSELoss)" in told
-    assert "Traceback" not in told and "gloo" not in told.lower()
+def test_a_state_that_cannot_be_loaded_is_left_out(hook, more, forked):
+    assert module(f"+task.hook={hook}", *more)["status"] == "done"
+    assert "mine" not in state("a/checkpoints/last.ckpt")
+    assert Path("runs/a/train.log").read_text().count("checkpoints omit mine: only plain values are saved") == 1

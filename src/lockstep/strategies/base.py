@@ -374,7 +374,7 @@ class PortableCheckpoint(DividedBatches):
         """Checks what a checkpoint would hold before the first step, without writing it."""
         self.is_trial, self.tried = True, None
         try:
-            self.lightning_module.trainer.save_checkpoint("")
+            self.lightning_module.trainer.save_checkpoint("", weights_only=False)
         except UserError:
             raise
         except Exception as e:  # a user's hook may need what a step creates; the first checkpoint shows its error
