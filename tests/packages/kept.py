@@ -433,6 +433,13 @@ class NotANumber(Plain):
         self.validations += not self.trainer.sanity_checking
 
 
+class WithoutLoss(Plain):
+    """Its validations have a score, but no loss."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict({"val/acc": 0.5, "val/loss": float("nan")}, sync_dist=True, batch_size=8)
+
+
 class OnceNotANumber(NotANumber):
     bad = (0, 2)
 

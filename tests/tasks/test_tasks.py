@@ -142,20 +142,6 @@ def test_loss_and_metrics_are_those_of_all_samples_whatever_the_batches(case, ba
 # --- What single tasks do ---
 
 
-@pytest.mark.parametrize(("create", "shape", "target"), [
-    (lambda: bound(Classification(), classes=["a", "b", "c"]), (2, 3), [0, 1]),
-    (multilabel, (2, 3), [[0, 1, 0], [0, 0, 0]]),
-    (segmentation, (1, 3, 2, 2), [[[0, 1], [2, 0]]]),
-    (language_model, (2, 2, 5), [[0, 1], [2, 0]]),
-])  # fmt: skip
-def test_an_output_of_nan_is_wrong(create, shape, target):
-    """torch's argmax of NaN is the index of a NaN, and NaN is below each threshold."""
-    task, batch = create(), {"target": torch.tensor(target)}
-    accuracy = task.metrics()["acc"]
-    accuracy.update(*task.metric_inputs(torch.full(shape, torch.nan), batch))
-    assert float(accuracy.compute()) == 0
-
-
 def test_the_perplexity_of_an_improbable_token_is_finite():
     metric = language_model().metrics()["perplexity"]
     metric.update(torch.tensor([[0.0, 200.0], [0.0, 0.0]]), torch.tensor([0, PADDING]))

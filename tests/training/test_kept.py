@@ -277,12 +277,15 @@ def test_a_resume_without_the_optimizers_state_is_an_error(crash_at):
         train("Emptying", "emptying", "resume=auto")
 
 
-def test_a_validation_that_is_never_a_number_ends_the_run(capsys):
-    with pytest.raises(TrainingFailed, match="monitor=val_loss is of no use: each validation was NaN or infinite"):
-        train("NotANumber", "never")
-    assert "val_loss is nan at step 6. This checkpoint is not a candidate" in capsys.readouterr().err
-    assert [path.name for path in Path("runs/never/checkpoints").iterdir()] == ["last.ckpt"]
-    assert report("never")["status"] == "failed"
+@pytest.mark.parametrize(
+    ("name", "monitor", "bad"), [("NotANumber", "val_loss", "val_loss"), ("WithoutLoss", "val/acc", "val/loss")]
+)
+def test_a_validation_that_is_never_a_number_ends_the_run(name, monitor, bad, capsys):
+    with pytest.raises(TrainingFailed, match=f"monitor={monitor} is of no use: each validation so far was NaN"):
+        train(name, f"never-{name}", monitor=monitor)
+    assert f"{bad} is nan at step 6. This checkpoint is not a candidate" in capsys.readouterr().err
+    assert [path.name for path in Path(f"runs/never-{name}/checkpoints").iterdir()] == ["last.ckpt"]
+    assert report(f"never-{name}")["status"] == "failed"
 
 
 @pytest.mark.slow

@@ -265,7 +265,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises TrainingFailed if no validation had a finite result. Also called after the second without one."""
         if self.unranked and not self.kept:
-            self.fail(trainer, "is of no use: each validation was NaN or infinite. Correct the validation, or set")
+            self.fail(
+                trainer, "is of no use: each validation so far was NaN or infinite. Correct the validation, or set"
+            )
 
     def fail(self, trainer: Trainer, reason: str) -> None:
         trainer.save_checkpoint(Path(str(self.dirpath)) / LAST, weights_only=False)

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lockstep.data import Batch
 from lockstep.errors import UserError
 from lockstep.panel import Calibration, Confusion, Panel, PrecisionRecall, wilson
-from lockstep.training.losses import Targets, loss_factors, validate_outputs, wrong_if_nan
+from lockstep.training.losses import Targets, loss_factors, validate_outputs
 from lockstep.training.task import Task
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
@@ -70,9 +70,6 @@ class Classification(Task):
 
     def metrics(self) -> dict[str, Metric]:
         return {"acc": MulticlassAccuracy(len(self.value_names), average="micro", validate_args=False)}
-
-    def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        return wrong_if_nan(output, batch["target"]), batch["target"]
 
     def probabilities(self, output_BK: Tensor) -> Tensor:
         """The probability of each class. With bce, probabilities are independent: each class against the rest."""

@@ -55,8 +55,7 @@ class Multilabel(Task):
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         # Passes probabilities, because torchmetrics would mistake logits in [0, 1] for probabilities.
-        probability_BL, target_BL = output.sigmoid(), batch["target"].long()
-        return probability_BL.where(~output.isnan(), 1 - target_BL), target_BL  # NaN is wrong
+        return output.sigmoid(), batch["target"].long()
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         probability_BL = output.float().sigmoid()

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from lockstep.panel import ByPixel, Mask, Panel
-from lockstep.training.losses import Targets, validate_outputs, wrong_if_nan
+from lockstep.training.losses import Targets, validate_outputs
 from lockstep.training.task import Task
 
 
@@ -64,8 +64,7 @@ class Segmentation(Task):
         return {**super().metric_arguments(), "ignore_index": self.ignore_index}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        target_BHW = batch["target"].long()
-        return wrong_if_nan(output, target_BHW), target_BHW
+        return output, batch["target"].long()
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         return {"mask": output.argmax(1)}

@@ -294,13 +294,6 @@ def is_small(column: Any, count: int) -> bool:
     return isinstance(column, list | tuple) and len(column) == count and all(isinstance(x, Plain) for x in column)
 
 
-def wrong_if_nan(logits: Tensor, target: Tensor) -> Tensor:
-    """`logits` whose argmax is not the target if they contain NaN: torch's argmax of NaN is the index of a NaN."""
-    class_K = torch.arange(logits.shape[1], device=logits.device).view(-1, *[1] * (logits.dim() - 2))
-    wrong = (class_K != target.unsqueeze(1)).to(logits.dtype)
-    return logits.where(~logits.amax(1, keepdim=True).isnan(), wrong)
-
-
 def validate_outputs(output: Tensor, *shape: int) -> None:
     """Raises UserError if a network's output has a different shape."""
     if output.shape != shape:
