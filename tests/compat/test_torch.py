@@ -17,6 +17,7 @@ from lockstep.compat.torch import (
     gather_after_writes,
     in_backward,
     tell_first_call,
+    tell_initial_seed,
     whole_draws,
     whole_values,
 )
@@ -101,6 +102,15 @@ def test_values_of_a_sharded_tensor_are_those_of_a_shard(mesh, monkeypatch):
     assert weight.full_tensor().sum() == 16 and weight.requires_grad
     assert (float(part), part.item(), int(part), bool(part)) == (7, 7, 7, True)
     assert weight.tolist() == [[2, 2]] * 4
+
+
+def test_only_a_replaced_function_tells_that_the_seed_was_asked_for():
+    state, told = torch.get_rng_state(), []
+    assert torch.initial_seed() == torch.initial_seed()
+    assert torch.equal(torch.get_rng_state(), state)  # when this fails, remove tell_initial_seed
+    with tell_initial_seed(lambda: told.append(1)):
+        seed = torch.initial_seed()
+    assert (told, seed) == ([1], torch.initial_seed())
 
 
 DRAWS = {

@@ -550,6 +550,19 @@ def test_a_sampler_that_cannot_be_repeated_is_told():
     assert told.startswith("EntropicOrder returns different samples for the same seed") and "not exact" in told
 
 
+class TooLargeToCopy(Plain):
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        raise MemoryError
+
+
+def test_a_sampler_is_compared_without_copying_its_datasets():
+    data, sampler = TooLargeToCopy(), EntropicOrder()
+    sampler.data = data
+    loader = DataLoader(Subset(data, range(23)), batch_size=6, sampler=sampler)
+    (told,) = Process(loader, 0, 1, 1).loader.notes
+    assert told.startswith("EntropicOrder returns different samples")
+
+
 def test_datasets_that_differ_by_process_are_refused():
     told: list[str] = []
     shard = lambda rank: DataLoader(Subset(Plain(), range(rank, 22, 2)), batch_size=4, shuffle=True)  # noqa: E731

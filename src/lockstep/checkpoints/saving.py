@@ -244,7 +244,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if trainer.strategy.reduce_boolean_decision(bool(bad), all=False):
             self.unranked += 1
-            log.warning("%s at step %d. This checkpoint is not a candidate for the best.", ", ".join(bad), step)
+            if bad:
+                log.warning("%s at step %d. This checkpoint is not a candidate for the best.", ", ".join(bad), step)
             if self.unranked > 1:
                 self.on_train_end(trainer, pl_module)
             return

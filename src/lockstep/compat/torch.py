@@ -146,6 +146,28 @@ def whole_draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
     return tensor
 
 
+# --- Whether code asks for the seed of torch's generator ---
+#
+# Data sets use `torch.initial_seed()` as a seed of their own. It differs between workers, and asking leaves no trace in the
+# generator (torch 2.13). Remove this when it does:
+# tests/compat/test_torch.py::test_only_a_replaced_function_tells_that_the_seed_was_asked_for fails then.
+
+
+@contextmanager
+def tell_initial_seed(tell: Callable[[], object]) -> Iterator[None]:
+    original = torch.initial_seed
+
+    def initial_seed() -> int:
+        tell()
+        return original()
+
+    torch.initial_seed = initial_seed
+    try:
+        yield
+    finally:
+        torch.initial_seed = original
+
+
 # --- Gathering on a GPU what was just written ---
 #
 # FSDP2's streams (torch 2.13) wait for the current stream when the forward of the root begins, but not for what a step

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lockstep.compat.torch import tell_initial_seed
 from lockstep.data.sampler import GOLDEN, mix
 
 MEMBERS, SEARCHED = 64, 10_000  # most objects that are searched for generators: in one container, in total
@@ -135,16 +136,11 @@ class Generators:
 
     def tried(self, count: int, states: Callable[[], NDArray[np.uint64]], make: Callable[[int], Any]) -> list[Any]:
         previous_states, memory = [generator.state() for generator in self.all], memory_of_numpy()
-        original, asked = torch.initial_seed, set[int]()
-
-        def initial_seed() -> int:
-            asked.add(TORCH)
-            return original()
-
-        torch.initial_seed = initial_seed  # it is often used as a seed, and differs between workers
+        asked = set[int]()
         try:
             while True:
-                result = self.seeded(states(), make) if self.used else [make(index) for index in range(count)]
+                with tell_initial_seed(lambda: asked.add(TORCH)):
+                    result = self.seeded(states(), make) if self.used else [make(index) for index in range(count)]
                 unused = {*range(len(self.all))} - self.used
                 drawn = {index for index in unused if self.all[index].has_drawn(previous_states[index], memory)}
                 drawn |= asked & unused
@@ -155,7 +151,6 @@ class Generators:
             self.used = {*range(len(self.all))}  # any of them may have drawn
             raise
         finally:
-            torch.initial_seed = original
             for index in self.used:
                 self.all[index].restore(previous_states[index])
 

@@ -247,9 +247,13 @@ class StandardLoader(WrappedLoader):
             self.notes.append(f"{self.order.name} {UNSEEDED}")
 
     def first_keys(self) -> str:
-        """Digest of the first batch of a copy of the sampler, which shares its dataset; empty if it has none."""
+        """Digest of the first batch of a copy of the sampler, which shares its datasets; empty if it has none."""
+        shared, data = dict[int, Any](), self.given.dataset
+        while data is not None and id(data) not in shared:
+            shared[id(data)] = data
+            data = getattr(data, "dataset", None)  # of a Subset
         with suppress(Exception):
-            order = copy.deepcopy(self.order, {id(self.given.dataset): self.given.dataset})
+            order = copy.deepcopy(self.order, shared)
             return digest_of(next(order.batches(self.division.seed, 0)).batch)
         return ""
 
