@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
-MARGIN_MIB, RANK, STEP = "TEST_MARGIN_MIB", "TEST_LIMITED_RANK", "TEST_LIMITED_STEP"
+MARGIN_MIB = "TEST_MARGIN_MIB"
 
 
 def install(folder: Path) -> dict[str, str]:
@@ -34,7 +34,7 @@ class Limit(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        if trainer.global_step != int(os.environ.get(STEP, "0")) or batch_idx % trainer.accumulate_grad_batches:
+        if trainer.global_step or batch_idx:
             return
         torch.ones(1, requires_grad=True).sum().backward()  # starts autograd's threads, whose stacks would count
         margin = int(os.environ[MARGIN_MIB]) * 2**20
@@ -48,5 +48,4 @@ class Limit(pl.Callback):
 
 
 def callbacks() -> list[pl.Callback]:
-    limited = os.environ.get(RANK, os.environ.get("RANK", "0")) == os.environ.get("RANK", "0")
-    return [Limit()] if limited else []
+    return [Limit()]

@@ -174,7 +174,7 @@ def test_what_a_batch_holds_of_each_sample_is_gathered_wherever_it_is(whole_of_t
 
 
 @pytest.mark.parametrize(("override", "told"), [
-    ("trainer.accumulate_grad_batches=auto", "Set trainer.accumulate_grad_batches=1"),
+    ("trainer.accumulate_grad_batches=2", "Set trainer.accumulate_grad_batches=1"),
     ("exact.logical_ranks=2", "exact.logical_ranks=2 divides the global batch into logical ranks"),
 ])  # fmt: skip
 def test_what_divides_a_batch_is_refused(override, told, options):

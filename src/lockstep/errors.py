@@ -96,7 +96,7 @@ class ProcessDied(TrainingFailed):
 
 
 class OutOfMemory(TrainingFailed):
-    """Memory ran out. `accumulate` is the trainer.accumulate_grad_batches to continue with; None if no number helps."""
+    """Memory ran out. `accumulate`: the trainer.accumulate_grad_batches that the message suggests, if any."""
 
     def __init__(self, message: str, accumulate: int | None = None) -> None:
         super().__init__(message, accumulate)  # both, so it can be pickled: a sweep's job may run in another process

@@ -209,7 +209,7 @@ strategy=ddp strategy.comm_hook=fp16 loader.on_device=true loader.prefetch_facto
     loader.prefetch_factor=4 has no effect without workers ... loader.num_workers=2
 strategy=ddp trainer.num_nodes=2
     MASTER_ADDR ... torchrun
-strategy=ddp trainer.devices=3 trainer.accumulate_grad_batches=auto
+strategy=ddp trainer.devices=3
     loader.batch_size=64 ... 63 or 66
 strategy=fsdp trainer.precision=64-true optim=sgd optim.momentum=0 optim.fused=true trainer.check_val_every_n_epoch=null
     trainer.check_val_every_n_epoch=null ... Set trainer.val_check_interval=<number of batches>
@@ -219,8 +219,8 @@ strategy=fsdp trainer.precision=64-true optim=sgd optim.momentum=0 optim.fused=t
 trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 loader.repeats=5
     loader.batch_size=64 ... 3 equal micro-batches, each a multiple of 5 samples (loader.repeats=5 ... 60 or 75
     trainer.limit_train_batches=5 ... a multiple of 3 ... trainer.limit_train_batches=3
-strategy=ddp trainer.accumulate_grad_batches=auto trainer.val_check_interval=5
-    trainer.val_check_interval=5 counts micro-batches ... grad_batches=1
+trainer.accumulate_grad_batches=auto
+    trainer.accumulate_grad_batches=auto is invalid ... 2
 trainer.devices=[5] trainer.min_epochs=5 trainer.max_epochs=2 trainer.min_steps=5 trainer.max_steps=2
     trainer.devices=[5] ... a CPU has none
     trainer.min_epochs=5 is more than the run's 2
@@ -315,20 +315,6 @@ def test_every_group_class_and_key_that_the_engine_reads_is_missed():
         for value in (None, "abc") if key in groups else ():
             told = problems_of(whole.replace({key: value}))
             assert any(text.startswith(f"{key}=") for text in told), (key, value)
-
-
-def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypatch):
-    auto = ["strategy=ddp", "trainer.accelerator=cpu", "trainer.accumulate_grad_batches=auto"]
-    assert problems(*auto, "trainer.devices=2", "trainer.val_check_interval=0.5") == []
-    assert problems("trainer.accumulate_grad_batches=2", "trainer.limit_train_batches=1.0") == []  # all of them
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
-        monkeypatch.setenv(name, "0")
-    (told,) = problems(*auto, "trainer.num_nodes=2", "run=a")
-    assert "more than one parent process started them" in told
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    (told,) = problems(*auto)
-    assert re.search("torchrun started them.*trainer.accumulate_grad_batches=1", told)
 
 
 def test_options_and_facts_that_would_do_something_else_are_refused():

@@ -19,7 +19,7 @@ from lockstep import ROOT
 from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory, Preempted, RunFailed
-from lockstep.launch import local, start
+from lockstep.launch import local
 from lockstep.machine import process
 from lockstep.machine.world import World
 
@@ -239,26 +239,6 @@ def test_one_that_fails_ends_all_and_is_reported_once(files, expected, words, wo
     assert error.value.args[1:] == expected.args[1:]
     assert all(gone(pid) for pid in started(worker))
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_an_attempt_without_a_checkpoint_of_its_own_does_not_continue_an_abandoned_one(saves, tmp_path, monkeypatch):
-    """`resume=` may name an older checkpoint than the newest in the folder."""
-    newest, attempts = tmp_path / "last.ckpt", []
-    newest.touch()
-    os.utime(newest, (1, 1))
-    monkeypatch.setattr(start, "checkpoint_if_any", lambda _: newest)
-
-    def run(settings: Settings) -> None:
-        attempts.append((settings.cfg.trainer.accumulate_grad_batches, settings.cfg.resume))
-        if len(attempts) == 1:
-            if saves:
-                newest.touch()
-            raise OutOfMemory("a micro-batch of 64 does not fit", 2)
-
-    given = [f"runs_dir={tmp_path}", "run=a", "trainer.accumulate_grad_batches=auto", "resume=older"]
-    start.run_with_auto_accumulation(run, Settings.of(resolve(given)))
-    assert attempts == [(1, "older"), (2, str(newest) if saves else "older")]
 
 
 def test_processes_that_a_warning_ends_before_they_train_were_preempted(worker, forked):

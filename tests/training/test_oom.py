@@ -1,9 +1,7 @@
-"""When memory runs out: one message that helps, or with `auto` smaller micro-batches of the same global batch."""
+"""When memory runs out: one message that helps."""
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import limited
@@ -12,17 +10,14 @@ import torch
 from in_process import report
 from omegaconf import OmegaConf
 
-from lockstep import ROOT
 from lockstep.config.compose import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory
-from lockstep.extras import comparison
 from lockstep.launch import local
 from lockstep.machine.world import World
 from lockstep.training.oom import is_oom
 from project.model import BasicNet
 
-AUTO = "trainer.accumulate_grad_batches=auto"
 # 192 images of 48 pixels need some 250 MiB for their activations alone, and 16 of them 31.
 LARGE = [
     "trainer.precision=32-true", "data.image_size=48", "loader.batch_size=192", "trainer.max_steps=2", "checkpoint.every_n_steps=1", "loader.eval_batch_size=16",
@@ -48,11 +43,6 @@ def little(command, tmp_path):
     return run
 
 
-def differences(runs: Path, first: str, second: str, *, exact: bool = True) -> dict[str, list[str]]:
-    found = comparison.compare(comparison.find(first, runs), comparison.find(second, runs), exact=exact, tolerance=1e-6)
-    return {section: lines for section, lines in found.items() if lines}
-
-
 def division(run: Path) -> tuple[int, int]:
     """Accumulated micro-batches and their size, as the report has them; config.yaml has the same."""
     found, accumulate = report(run), OmegaConf.load(run / "config.yaml").trainer.accumulate_grad_batches
@@ -63,7 +53,7 @@ def division(run: Path) -> tuple[int, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=NO_GPU)])
-def test_one_message_names_a_micro_batch_that_fits_and_auto_ends_as_the_run_with_it(accelerator, little):
+def test_one_message_names_a_micro_batch_that_fits(accelerator, little):
     here = f"trainer.accelerator={accelerator}"
     (message,) = little("run=a", here, code=1)
     assert message.startswith("error: a micro-batch of 192 does not fit in memory. A size of ")
@@ -73,77 +63,7 @@ def test_one_message_names_a_micro_batch_that_fits_and_auto_ends_as_the_run_with
     (key,) = re.findall(r"set (trainer\.accumulate_grad_batches=\d+);", message)
     again = "WARNING: runs/a has no checkpoint yet: training starts from step 0."
     assert little("run=a", "resume=auto", key, here) == [again]
-    told = little("run=auto", AUTO, here)
-    accumulate, micro_batch = division(little.folder / "auto")
-    assert accumulate == division(little.folder / "a")[0] == int(key.partition("=")[2]) > 1
-    words = "a micro-batch of 192 does not fit in memory; continuing with"
-    assert told == [f"{words} {micro_batch} x {accumulate} accumulated"]
-    assert differences(little.folder, "auto", "a") == {}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_auto_starts_all_processes_again_when_one_has_too_little(strategy, little):
-    two = [f"strategy={strategy}", "trainer.devices=2", "loader.batch_size=384", CPU]
-    told = little("run=auto", AUTO, *two, **{limited.RANK: "1"})
-    assert 1 <= len(told) <= 3  # fsdp tries one after the other
-    assert all(re.fullmatch(r"a micro-batch of \d+ does not fit in memory; continuing with .*", w) for w in told)
-    accumulate, _ = division(little.folder / "auto")
-    assert accumulate > 1
-    little("run=typed", f"trainer.accumulate_grad_batches={accumulate}", *two, **{limited.RANK: "none"})
-    assert differences(little.folder, "auto", "typed") == {}
-
-
-@pytest.mark.full
-def test_auto_goes_on_from_the_last_checkpoint_and_begins_with_the_micro_batch_that_it_had(little):
-    little("run=plain", CPU, **{limited.RANK: "none"})
-    assert len(little("run=auto", AUTO, CPU, **{limited.STEP: "1"})) == 1
-    first = report(little.folder / "auto")
-    assert first["resumed_from"] == "runs/auto/checkpoints/last.ckpt"
-    found = differences(little.folder, "plain", "auto", exact=False)
-    assert set(found) == {"config"}, found
-    (difference,) = found["config"]
-    assert difference.startswith("trainer.accumulate_grad_batches: 1 | ")
-    assert little("run=auto", AUTO, CPU, "resume=auto", "trainer.max_steps=3", **{limited.STEP: "2"}) == []
-    assert division(little.folder / "auto")[0] == first["accumulate_grad_batches"]
-
-
-@pytest.fixture
-def container(tmp_path):
-    """The folder of a control group of 1,200 MiB, as a container's is."""
-    places = [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")]
-    top, key = next(((top, key) for top, key in places if Path(top, "cgroup.procs").exists()), ("", ""))
-    group = Path(top, f"lockstep-test-{os.getpid()}")
-    try:
-        group.mkdir()
-        (group / key).write_text(str(1200 * 2**20))
-        if (group / "memory.swap.max").exists():
-            (group / "memory.swap.max").write_text("0")
-    except OSError:
-        pytest.skip("control groups cannot be made here")
-    yield group
-    group.rmdir()
-
-
-@pytest.mark.slow
-def test_auto_goes_on_after_the_kernel_has_ended_a_process(container, command):
-    options = [
-        *LARGE,
-        "data.image_size=64",
-        "loader.batch_size=512",
-        CPU,
-        "run=auto",
-        AUTO,
-        f"data.root={command.data}",
-    ]
-    train = [sys.executable, str(ROOT / "train.py"), *options, f"data.cache_dir={command.cache}"]
-    inside = ["sh", "-c", f'echo $$ > {container}/cgroup.procs && exec "$@"', "sh", *train]
-    kills = local.kernel_kills()
-    done = subprocess.run(inside, cwd=command.folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert division(command.folder / "runs/auto")[0] > 1
-    assert local.kernel_kills() - kills >= len(done.stderr.splitlines()) >= 1
-    assert all(line.startswith("a micro-batch of ") for line in done.stderr.splitlines())
+    assert division(little.folder / "a")[0] == int(key.partition("=")[2]) > 1
 
 
 # --- what is said, with a network that torch refuses memory to ---
@@ -197,25 +117,6 @@ def test_the_message_names_what_fits(phase, most, options, accumulate, parts, tr
 ])  # fmt: skip
 def test_what_counts_as_out_of_memory(error, expected):
     assert is_oom(error) == expected
-
-
-# --- what starts processes again, in this process ---
-
-
-@pytest.mark.slow
-def test_auto_goes_on_with_a_micro_batch_that_fits_and_a_resumed_run_begins_with_it(train, fits, monkeypatch, capsys):
-    monkeypatch.setattr(
-        local, "run_processes", lambda _, settings, **__: local.run_in_this_process(local.job("train"), settings)
-    )
-    fits("training", 20)
-    for more in ("trainer.max_steps=1", "trainer.max_steps=2"):
-        found = train("run=a", AUTO, "loader.batch_size=60", "resume=auto", more)
-        assert (found["accumulate_grad_batches"], found["status"]) == (3, "done")
-    told = ["a micro-batch of 60 does not fit in memory; continuing with 20 x 3 accumulated"]  # once
-    assert [line for line in capsys.readouterr().err.splitlines() if "does not fit" in line] == told
-    fits("training", 0)
-    with pytest.raises(OutOfMemory, match="No smaller one fits"):
-        train("run=b", AUTO, "loader.batch_size=4")
 
 
 def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):

@@ -30,7 +30,7 @@ REJECTED: dict[type[Callback], str] = {
     callbacks.GradientAccumulationScheduler: "changes the number of micro-batches per global batch. Set trainer.accumulate_grad_batches=<number>.",
     callbacks.LearningRateFinder: "sets a learning rate that the schedule overwrites at the next step. Compare rates in a sweep, such as -m optim.lr=1e-4,1e-3,1e-2.",
     callbacks.StochasticWeightAveraging: "averages after the last checkpoint, so its weights would be neither saved nor tested. Set callbacks=[default,ema].",
-    callbacks.BatchSizeFinder: "changes the global batch, and so the result. Keep the batch size and set trainer.accumulate_grad_batches=auto.",
+    callbacks.BatchSizeFinder: "changes the global batch, and so the result. Keep the batch size: if it does not fit in memory, the error suggests a trainer.accumulate_grad_batches that does.",
 }
 
 

@@ -107,8 +107,6 @@ def own_loaders(settings: Settings) -> Iterator[str]:
             f"task={settings.cfg.task.title} needs a lockstep.data.DataSet, but data={settings.cfg.data.title} is a LightningDataModule with its "
             "own dataloaders. Write a DataSet, or use a LightningModule as the task."
         )
-    if settings.cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={settings.cfg.data.title} creates its own. Set a number."
 
 
 def changed_loader_keys(cfg: RunConfig) -> dict[str, Any]:

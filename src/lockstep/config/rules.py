@@ -222,20 +222,11 @@ def division(settings: Settings) -> Iterator[str]:
 
 
 def accumulation(settings: Settings) -> Iterator[str]:
-    """Counts of micro-batches must be whole steps, and trainer.accumulate_grad_batches=auto must be able to restart."""
-    trainer, world, accumulate = settings.cfg.trainer, settings.world, settings.steps.accumulate
-    auto, is_auto = "trainer.accumulate_grad_batches=auto", trainer.accumulate_grad_batches == "auto"
-    if is_auto and (world.external or world.nodes > 1):
-        launcher = world.external or "more than one parent process"
-        yield (
-            f"{auto} restarts the processes when memory runs out, but {launcher} started them. Set trainer.accumulate_grad_batches=1: "
-            "if a micro-batch does not fit, the error suggests a number that does."
-        )
+    """Counts of micro-batches must be whole steps."""
+    accumulate = settings.steps.accumulate
     for key in ("limit_train_batches", "val_check_interval"):
         count = settings.cfg.get(f"trainer.{key}")
         is_fraction = isinstance(count, float) and count != 1 and key == "limit_train_batches"
-        if is_auto and count and (is_fraction or isinstance(count, int)):
-            yield f"trainer.{key}={count} counts micro-batches; with {auto} their number per step is not known yet. Set trainer.accumulate_grad_batches=1, or a larger number."
         if (is_fraction and accumulate > 1) or (isinstance(count, int) and count % accumulate):
             yield f"trainer.{key}={count} counts micro-batches and must be a multiple of {accumulate}, which is one step. Set trainer.{key}={accumulate * max(1, int(count) // accumulate)}."
 

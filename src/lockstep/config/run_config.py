@@ -114,7 +114,7 @@ class Trainer:
     enable_checkpointing: Flag
     enable_progress_bar: Flag
     enable_model_summary: Flag
-    accumulate_grad_batches: Annotated[int | Auto, integer(1, 2).or_word("auto")]
+    accumulate_grad_batches: Annotated[int, integer(1, 2)]
     gradient_clip_val: Annotated[float | None, number(0, 1.0, above=True).or_null()]
     gradient_clip_algorithm: Annotated[str | None, one_of("norm", "value", None)]
     deterministic: Annotated[bool | str | None, one_of(True, False, "warn", None, example="true")]

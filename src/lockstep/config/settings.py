@@ -36,7 +36,7 @@ class StepPlan:
 
     batch_size: int  # global; 0 with custom dataloaders
     repeats: int
-    accumulate: int  # `trainer.accumulate_grad_batches`; 1 for `auto`, which starts with 1
+    accumulate: int  # `trainer.accumulate_grad_batches`
     logical_ranks: int | None  # exact.logical_ranks, which divide the batch in place of `accumulate`
     max_epochs: int | None
     max_steps: int
@@ -213,11 +213,10 @@ class Settings:
     @cached_property
     def steps(self) -> StepPlan:
         loader, trainer = self.cfg.loader, self.cfg.trainer
-        accumulate = trainer.accumulate_grad_batches
         return StepPlan(
             batch_size=loader.batch_size if loader else 0,
             repeats=loader.repeats if loader else 1,
-            accumulate=1 if accumulate == "auto" else accumulate,
+            accumulate=trainer.accumulate_grad_batches,
             logical_ranks=self.cfg.exact.logical_ranks,
             max_epochs=trainer.max_epochs,
             max_steps=trainer.max_steps,

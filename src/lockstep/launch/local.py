@@ -373,7 +373,7 @@ def killed_error(settings: Settings, rank: int, *, by_kernel: bool, trains: bool
     if batch is None:
         advice = f"smaller batches or fewer workers in {settings.cfg.data.target}"
     elif trains:
-        more = next((k for k in settings.accumulations if now != "auto" and k > now), None)
+        more = next((k for k in settings.accumulations if k > now), None)
         parts = (
             f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
         )

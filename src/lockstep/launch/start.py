@@ -1,13 +1,12 @@
-"""From a composed config to the processes of a run: checks the config, prepares the data, starts them, again if memory ran out."""
+"""From a composed config to the processes of a run: checks the config, prepares the data, starts them."""
 
 import gc
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from lockstep.config.draft import Draft, missing_keys, value_error, value_errors
 from lockstep.config.formatting import inline, warn
 from lockstep.config.schema import EVALUATE, PREDICT
 from lockstep.config.settings import OF_NETWORK, Settings
-from lockstep.errors import OutOfMemory, UserError, raise_problems
+from lockstep.errors import UserError, raise_problems
 from lockstep.launch import local
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
@@ -85,8 +84,8 @@ def checked_settings(overrides: list[str]) -> Settings:
 
 def runs_in_this_process(settings: Settings) -> bool:
     """Whether this process runs the job itself instead of starting other processes."""
-    world, restarts = settings.world, settings.cfg.trainer.accumulate_grad_batches == "auto"
-    return not restarts and (world.external is not None or world.one_process)
+    world = settings.world
+    return world.external is not None or world.one_process
 
 
 def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
@@ -179,39 +178,6 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
     return result
 
 
-def run_with_auto_accumulation(run: Callable[[Settings], None], settings: Settings) -> None:
-    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the newest checkpoint.
-
-    Raises:
-        OutOfMemory: a smaller micro-batch does not help, or does not exist.
-    """
-    folder, batch, key = settings.folder, settings.steps.batch_size, "trainer.accumulate_grad_batches"
-    had = max(1, folder.report().get("micro_batch") or batch)  # micro-batch of a resumed run
-    fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
-    settings = settings.replace({key: next(fits, max(settings.accumulations))})
-    while True:
-        earlier = newest_saved(folder)
-        try:
-            return run(settings)
-        except OutOfMemory as e:
-            if e.accumulate is None or process.received:
-                raise
-            before, settings = settings.batches["micro_batch"], settings.replace({key: e.accumulate})
-        if (newest := newest_saved(folder)) and newest != earlier:  # an old one may belong to an abandoned continuation
-            settings = settings.replace({"resume": newest[0]})
-        if not settings.cfg.resume:
-            folder.discard()
-        now = settings.batches
-        words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
-        print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)
-
-
-def newest_saved(folder: RunFolder) -> tuple[str, int] | None:
-    """The newest checkpoint of a run and its modification time."""
-    newest = checkpoint_if_any(folder.path)
-    return (str(newest), newest.stat().st_mtime_ns) if newest else None
-
-
 def debug_problems(world: World) -> Iterator[str]:
     """Why `debug_rank` cannot have the terminal."""
     rank = process.debug_rank
@@ -231,15 +197,12 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
     if process.debug_rank is not None and world.size > 1:
         logs = folder.path / "logs"
         print(f"rank {process.debug_rank} controls the terminal; ranks also print to {inline(logs)}", file=sys.stderr)
-    in_processes = partial(local.run_processes, job.script, trains=job.trains)
     with process.recording_signals():
         try:
             if runs_in_this_process(settings):
                 local.run_in_this_process(job, settings, data)
-            elif cfg.trainer.accumulate_grad_batches == "auto":
-                run_with_auto_accumulation(in_processes, settings)
             else:
-                in_processes(settings)
+                local.run_processes(job.script, settings, trains=job.trains)
         except BaseException as e:
             if world.rank == 0 and job.trains:
                 with suppress(UserError, OSError):  # a damaged report or a full disk; `e` matters more
