@@ -74,7 +74,7 @@ def train(project, mnist, cache):
     ("Small strategy=dp +task.metrics.a._target_=torchmetrics.MeanMetric",
      ["strategy=dp changes how a task's network is called", "Set strategy=ddp.", "task.metrics has no effect"]),
     ("Small data=odd loader.num_workers=2 +data.val_fraction=0.2",
-     ["loader.num_workers=2 has no effect: odd.Data creates its own batches. Remove it; if the class has this argument, pass data.num_workers=2.", "data=data creates its own",
+     ["loader.num_workers=2 has no effect: odd.Data creates its own batches. Remove it; if the class has this argument, pass data.num_workers=2.",
       "data.val_fraction is not an argument of odd.Data"]),
     ("Small data=odd data.num_workers=auto", ["data.num_workers=auto is invalid"]),
     ("TakesIterator", ["TakesIterator.training_step takes dataloader_iter, so Lockstep cannot track its batches"]),
