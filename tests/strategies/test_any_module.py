@@ -64,6 +64,15 @@ def test_shards_find_the_weights_of_one_process(name, forked):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_optimizer_that_reads_its_loss_reads_that_of_all_ranks(strategy, forked):
+    """With its own, each rank would search a different number of times, and wait for the other for ever."""
+    train("Searches", f"search-{strategy}-1", "strategy=single", "trainer.max_steps=3")
+    train("Searches", f"search-{strategy}", f"strategy={strategy}", "trainer.devices=2", "trainer.max_steps=3")
+    assert far(weights(f"search-{strategy}"), weights(f"search-{strategy}-1")) < 1e-4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "more"), [
     ("Plain", ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.05"]),
     ("Beside", ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.05"]),

@@ -1,8 +1,9 @@
 """Shared by all strategies: in-place changes to a network, division of batches, portable checkpoints."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,6 +163,13 @@ def call_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a step raised StopIteration") from e
 
 
+@cache
+def requires_closure(step: Callable[..., Any]) -> bool:
+    """Whether this method of an optimizer cannot be called without a closure."""
+    parameter = inspect.signature(step).parameters.get("closure")
+    return parameter is not None and parameter.default is parameter.empty
+
+
 COMPARED = 100  # micro-batches between two comparisons of what processes read; more frequent early in an epoch
 
 
@@ -303,6 +311,16 @@ class DividedBatches(Strategy):
         if within_step:  # of manual optimization
             self.seeds.samples()
         return detached
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Optimizers such as LBFGS decide by the loss of their closure: give them that of all processes."""
+
+        def loss_of_all() -> Any:
+            loss = closure()
+            return self.reduce(loss.detach() * self.share()) if isinstance(loss, Tensor) else loss
+
+        reads_loss = self.lightning_module.trainer.world_size > 1 and requires_closure(type(optimizer).step)
+        return super().optimizer_step(optimizer, loss_of_all if reads_loss else closure, *args, **kwargs)
 
     def close_loaders(self) -> None:
         trainer = self.lightning_module.trainer
