@@ -242,7 +242,7 @@ def test_text_is_utf_8_on_every_system(path):
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
     owned_lines=556,
-    engine_lines=15_816,
+    engine_lines=15_814,
     engine_modules=109,
     extras_lines=2_915,
     extras_modules=19,
