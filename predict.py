@@ -11,7 +11,7 @@ from lockstep import launch
 from train import data, module
 
 if TYPE_CHECKING:
-    from lockstep.data import DataSet
+    from lockstep import DataSet
 
 
 def predict(config: launch.Settings, data: "DataSet | None") -> None:

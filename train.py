@@ -17,7 +17,7 @@ from lockstep.extras import write_page
 if TYPE_CHECKING:  # importing torch and Lightning takes 7 s; the config is checked first
     import lightning.pytorch as pl
 
-    from lockstep.data import DataSet
+    from lockstep import DataSet
 
 
 def data(config: launch.Settings) -> "DataSet":

@@ -36,7 +36,7 @@ from typing import Any
 import measuring
 from measuring import some_of
 
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.data.sampler import val_count
 from lockstep.errors import TrainingFailed, UserError

@@ -295,8 +295,23 @@ def modules(checks: Checks) -> Iterator[str]:
         checks.cwd = ROOT  # fmt: skip
 
 
+def golden(checks: Checks) -> Iterator[str]:
+    """Of the ways on one device: the stored order of samples, and a resumed run with the bits of an uninterrupted one."""
+    accelerator = "gpu" if checks.device == "cuda" else "cpu"
+    options = [
+        "--ways",
+        "single,accumulated,logical_1,resumed",
+        "--recipes",
+        "mnist,module",
+        "--accelerator",
+        accelerator,
+    ]
+    checks.run("golden", ["benchmarks/golden.py", "--stored", *options])
+    yield from checks.output("golden").splitlines()[-3:]
+
+
 TESTS = (
-    "training/test_oom.py", "strategies/test_batch_norm.py", "data/test_loaders.py", "augment/test_references.py", "compat/test_torch.py",
+    "training/test_oom.py", "strategies/test_batch_norm.py", "data/test_loaders.py", "kit/augment/test_references.py", "compat/test_torch.py",
 )  # fmt: skip
 
 
@@ -307,7 +322,7 @@ def tests(checks: Checks) -> Iterator[str]:
 
 
 STAGES: dict[str, Callable[[Checks], Iterator[str]]] = {
-    "default": default, "modules": modules, "waits": waits, "transforms": transforms, "parity": parity, "bits": bits, "speed": speed, "exact": exact,
+    "default": default, "modules": modules, "waits": waits, "transforms": transforms, "parity": parity, "bits": bits, "golden": golden, "speed": speed, "exact": exact,
     "precisions": precisions, "basic_net": basic_net, "memory": memory, "vit": vit, "tests": tests,
 }  # fmt: skip
 

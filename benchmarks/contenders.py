@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 
 from lockstep import build
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.datamodule import DataModule

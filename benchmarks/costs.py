@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import ROOT, build, launch
 from lockstep.checkpoints import saving as checkpoint_saving
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.launch.local import received_handover, run_processes

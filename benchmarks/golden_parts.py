@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.data import Arrays, DataSet
-from lockstep.tasks import Regression
+from lockstep import Arrays, DataSet
+from lockstep.kit.tasks import Regression
 
 
 class Record(pl.Callback):

@@ -330,7 +330,7 @@ def predict(args: argparse.Namespace) -> str:
     """One process trains a small network, then predicts increasing numbers of files. The growth of the peak is the cost of the added files."""
     from PIL import Image
 
-    from lockstep.data import Images
+    from lockstep.kit import Images
 
     folder, rows = args.folder, []
     for name in ("a", "b"):

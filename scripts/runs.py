@@ -38,7 +38,6 @@ from lockstep.checkpoints.finding import checkpoints
 from lockstep.config.compose import PLACE, key_of, to_hydra
 from lockstep.config.formatting import inline, number, shell_line, to_text, warn
 from lockstep.config.project import command
-from lockstep.config.renames import RENAMES, overrides_of
 from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.errors import UserError, did_you_mean, raise_problems
@@ -48,7 +47,7 @@ from lockstep.machine.files import local_path, to_json, write_text
 from lockstep.machine.process import protect_streams
 from lockstep.reporting.console import out, print_wide
 from lockstep.reporting.report import Report
-from lockstep.run import run_folders
+from lockstep.run import overrides_of, run_folders
 
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",
@@ -59,7 +58,6 @@ COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.
 
 def value_of(run: Report, key: str) -> Any:
     """A value of report.json or config.yaml; ABSENT without the key. A group has the value of its title."""
-    key = RENAMES.get(key, key)
     if key in run or key.partition(".")[0] not in (*GROUPS, *KEYS):
         return run.get(key, ABSENT)  # config.yaml is read only if needed
     if key in run.settings:

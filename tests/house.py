@@ -1,4 +1,4 @@
-"""The size of the house, counted: what tests/test_layers.py holds below its ceilings.
+"""The size of the house, counted: what tests/test_layers.py holds below the ceilings of tests/ceilings.toml.
 
 python tests/house.py     # prints the table; with --places, also where the two worlds are separated
 """
@@ -6,10 +6,11 @@ python tests/house.py     # prints the table; with --places, also where the two 
 import ast
 import io
 import re
+import subprocess
 import sys
 import tokenize
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -17,8 +18,12 @@ ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 OWNED = sorted([*SRC.glob("project/*.py"), *ROOT.glob("*.py"), *ROOT.glob("configs/**/*.yaml")])  # what a fork edits
 FILES = sorted(path for path in SRC.rglob("*.py") if path not in OWNED)
-EXTRAS = [path for path in FILES if path.is_relative_to(SRC / "lockstep/extras")]
-ENGINE = [path for path in FILES if path not in EXTRAS]
+KIT, EXTRAS = ([path for path in FILES if path.is_relative_to(SRC / "lockstep" / name)] for name in ("kit", "extras"))
+CORE = [path for path in FILES if path not in KIT + EXTRAS]
+OWNED_PYTHON = [path for path in OWNED if path.suffix == ".py"]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+CEILINGS = ROOT / "tests/ceilings.toml"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Places that separate what Lockstep has of its own from what users bring: a flag that is asked, a type that is compared, a base class whose
 # subclass is the other kind. An object should answer instead.
@@ -59,9 +64,29 @@ def lines_of_code(path: Path) -> int:
         and ast.get_docstring(node, clean=False) is not None
     ]
     left_out = {line for node in documented for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    code = (token for token in tokens if token.type not in IGNORED)
-    return len({line for token in code for line in range(token.start[0], token.end[0] + 1)} - left_out)
+    return len({line for token in tokens(path) for line in range(token.start[0], token.end[0] + 1)} - left_out)
+
+
+def tokens(path: Path) -> list[tokenize.TokenInfo]:
+    """Without comments and ends of lines. A docstring is one."""
+    every = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return [token for token in every if token.type not in IGNORED]
+
+
+def longest_function(files: list[Path]) -> int:
+    """Lines, without its docstring."""
+    found = [0]
+    for _, node in nodes(files, *FUNCTIONS):
+        body = node.body[ast.get_docstring(node) is not None :]  # type: ignore[attr-defined, arg-type]
+        found.append(node.end_lineno - body[0].lineno + 1 if body else 0)  # type: ignore[attr-defined]
+    return max(found)
+
+
+def names_of_kit() -> int:
+    """Names of the kit that the core imports: none when loader and module are of one kind."""
+    found = [f"{node.module}.{alias.name}" for _, node in nodes(CORE, ast.ImportFrom) for alias in node.names]  # type: ignore[attr-defined]
+    found += [alias.name for _, node in nodes(CORE, ast.Import) for alias in node.names]  # type: ignore[attr-defined]
+    return sum(f"{name}.".startswith("lockstep.kit.") for name in found)
 
 
 def arguments(node: ast.AST) -> set[str]:
@@ -89,35 +114,72 @@ def separates(node: ast.AST) -> bool:
     return asks in ("getattr", "hasattr") and getattr(node.args[1], "value", None) in ASKED
 
 
-@dataclass(frozen=True)
-class House:
-    owned_lines: int  # of OWNED, with comments and blank lines: all that a forker reads
-    engine_lines: int
-    engine_modules: int
-    extras_lines: int
-    extras_modules: int
-    functions_with_cfg: int
-    files_with_cfg: int
-    places_between_two_worlds: int
-    questions_before_import: int  # uses of SHIPPED
-    branches_on_logical_ranks: int
+def size(files: list[Path]) -> dict[str, int]:
+    return {
+        "lines": sum(map(lines_of_code, files)),
+        "tokens": sum(len(tokens(path)) for path in files),
+        "modules": len(files),
+        "longest_function": longest_function(files),
+    }
 
 
-def counted() -> House:
+def counted() -> dict[str, dict[str, int]]:
+    """As in tests/ceilings.toml."""
     with_cfg = [path for path, node in nodes(FILES, *FUNCTIONS) if "cfg" in arguments(node)]
     asked = [found for path in FILES for found in SHIPPED.findall(path.read_text())]
-    return House(
-        owned_lines=sum(len(path.read_text().splitlines()) for path in OWNED),
-        engine_lines=sum(map(lines_of_code, ENGINE)),
-        engine_modules=len(ENGINE),
-        extras_lines=sum(map(lines_of_code, EXTRAS)),
-        extras_modules=len(EXTRAS),
-        functions_with_cfg=len(with_cfg),
-        files_with_cfg=len(set(with_cfg)),
-        places_between_two_worlds=sum(separates(node) for _, node in nodes(FILES, ast.AST)),
-        questions_before_import=len(asked),
-        branches_on_logical_ranks=branches_on("logical_ranks"),
-    )
+    return {
+        "core": {
+            **size(CORE),
+            "names_of_kit": names_of_kit(),
+            "functions_with_cfg": len(with_cfg),
+            "files_with_cfg": len(set(with_cfg)),
+            "places_between_two_worlds": sum(separates(node) for _, node in nodes(FILES, ast.AST)),
+            "questions_before_import": len(asked),
+            "branches_on_logical_ranks": branches_on("logical_ranks"),
+        },
+        "kit": size(KIT),
+        "extras": size(EXTRAS),
+        "owned": {
+            **size(OWNED_PYTHON),
+            "lines": sum(len(path.read_text().splitlines()) for path in OWNED),
+            "modules": len(OWNED),
+        },
+        "tests": size(TESTS),
+        "pages": {"words": sum(len(page.read_text().split()) for page in PAGES)},
+    }
+
+
+# --- the history of the ceilings ---
+
+Ceilings = dict[str, dict[str, int]]
+
+
+def git(*command: str, folder: Path = ROOT) -> str:
+    return subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def history(file: Path) -> list[tuple[str, Ceilings]]:
+    """The subject of each commit that changed the ceilings, oldest first, with what it made of them; and the file as it is."""
+    folder, versions = file.parent, []
+    for line in git("log", "--reverse", "--format=%H %s", "--", file.name, folder=folder).splitlines():
+        commit, _, subject = line.partition(" ")
+        versions.append((subject, tomllib.loads(git("show", f"{commit}:./{file.name}", folder=folder))))
+    return [*versions, ("what is not committed", tomllib.loads(file.read_text()))]
+
+
+def rises(versions: list[tuple[str, Ceilings]]) -> list[str]:
+    """The ceilings that were raised, but to a former value in a commit that reverts another; and those that are gone."""
+    former: dict[str, list[int]] = {}
+    found = []
+    for subject, ceilings in versions:
+        now = {f"{package}.{name}": value for package, values in ceilings.items() for name, value in values.items()}
+        for name, value in now.items():
+            *_, before = former.get(name, [value])
+            if value > before and not (subject.startswith('Revert "') and value in former[name]):
+                found.append(f"{name}: {before} -> {value} in {subject!r}")
+            former.setdefault(name, []).append(value)
+        found += [f"{name} is gone in {subject!r}" for name in former.keys() - now.keys()]
+    return found
 
 
 if __name__ == "__main__":
@@ -125,10 +187,10 @@ if __name__ == "__main__":
         for path, node in nodes(FILES, ast.AST):
             if separates(node):
                 print(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node).splitlines()[0]}")  # type: ignore[attr-defined]
-    for name, value in vars(counted()).items():
-        print(f"{name.replace('_', ' '):28} {value:7,}")
-    for kind, files in (("tests", "tests"), ("benchmarks", "benchmarks"), ("scripts", "scripts")):
-        paths = sorted((ROOT / files).rglob("*.py"))
-        print(f"{kind:28} {sum(map(lines_of_code, paths)):7,} lines in {len(paths)} files")
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    print(f"{'README and docs':28} {sum(len(page.read_text().split()) for page in pages):7,} words")
+    ceilings = tomllib.loads(CEILINGS.read_text())
+    for package, values in counted().items():
+        for name, value in values.items():
+            print(f"{package:7} {name.replace('_', ' '):28} {value:8,} of {ceilings[package][name]:8,}")
+    for kind in ("benchmarks", "scripts"):
+        paths = sorted((ROOT / kind).rglob("*.py"))
+        print(f"{kind:36} {sum(map(lines_of_code, paths)):8,} lines in {len(paths)} files")

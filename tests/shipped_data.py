@@ -12,8 +12,8 @@ import numpy as np
 import yaml
 
 from lockstep.config.project import config_folders
-from lockstep.data.cache import Cached, Parts
-from lockstep.data.published import Published
+from lockstep.kit.cache import Cached, Parts
+from lockstep.kit.published import Published
 from project.data import Mnist
 
 

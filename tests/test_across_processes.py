@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("across")
 SHORT = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
 OWN = """from torch.nn.functional import cross_entropy
 
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 
 class Contrastive(Classification):

@@ -19,7 +19,7 @@ from lockstep.config import compose
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.machine.world import World
-from lockstep.training.schedules import scheduler
+from lockstep.training.optim import scheduler
 from lockstep.training.workload import Workload
 from project.data import Cifar10
 

@@ -15,7 +15,7 @@ from torch.optim import SGD
 import numpy as np
 import torch
 from project.data import Mnist
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 
 def without_decay(named_parameters, *, lr, weight_decay):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import build
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.dataset import Batch

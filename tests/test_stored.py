@@ -1,11 +1,12 @@
 """Runs that earlier versions left, as they are stored in tests/stored: they go on, are evaluated and load."""
 
-# stored/0.1/task was killed after step 17 of 24, between two rows of the log; its last checkpoint has 15 steps. It was made by
-#   python train.py run=task <OPTIONS>       at 0048f8e5, the last version in which a task was held by a TaskModule
-# The others ended after step 15, at f373af13, the last version whose config was untyped:
-#   python train.py run=sharded <OPTIONS> <SHORT> strategy=fsdp trainer.devices=2 checkpoint.sharded=true
-#   python train.py -m run=sweep <OPTIONS> <SHORT> optim.lr=0.01,0.03      without the checkpoint of the first job
-#   python train.py run=module <MODULE>
+# stored/0.2/task was killed after step 17 of 24, between two rows of the log; its last checkpoint has 15 steps. The others ended after step 15.
+# All were made at 5f859c29, the last commit of 0.2:
+#   python train.py run=task <OPTIONS>
+#   python train.py run=sharded <OPTIONS> <SHORT> trainer.max_steps=15 strategy=fsdp trainer.devices=2 checkpoint.sharded=true
+#   python train.py -m run=sweep <OPTIONS> <SHORT> trainer.max_steps=15 optim.lr=0.01,0.03      without the checkpoint of the first job
+#   python train.py run=module <MODULE> trainer.max_steps=15
+# stored/0.1/task is of 0048f8e5, whose config had the keys of the loader in `data`.
 
 import csv
 import json
@@ -17,11 +18,13 @@ import torch
 from in_process import state
 
 import lockstep
+from lockstep.errors import UserError
 
-STORED = Path(__file__).parent / "stored/0.1"
+STORED = Path(__file__).parent / "stored"
 OPTIONS = [
     "trainer.accelerator=cpu", "data.source=embedded", "data.image_size=6", "loader.batch_size=16", "loader.limit_train=192", "optim=sgd", "optim.lr=0.02",
     "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.precision=32-true", "checkpoint.every_n_steps=5",
+    "task=classification", "augment=[shift]", "augment.shift.pixels=1",
 ]  # fmt: skip
 SHORT = ["schedule=constant", "task.monitor=null"]
 MODULE = [
@@ -43,7 +46,7 @@ def stored(tmp_path, monkeypatch) -> Path:
     """A copy of the stored runs, in the folder that this process works in."""
     monkeypatch.chdir(tmp_path)
     Path("pyproject.toml").write_text(PROJECT)
-    shutil.copytree(STORED, "runs")
+    shutil.copytree(STORED / "0.2", "runs")
     return tmp_path / "runs"
 
 
@@ -93,17 +96,22 @@ def test_a_stored_run_of_every_kind_goes_on_and_is_evaluated(run, stored, forked
     assert not whole.keys() - report.keys()
 
 
-def test_a_command_of_an_earlier_version_trains_as_that_of_today(tmp_path, monkeypatch, capsys):
+def test_of_a_run_of_0_1_the_weights_load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    of_then = [override.replace("loader.", "data.") for override in OPTIONS]
-    assert of_then != OPTIONS
-    lockstep.train(["run=then", *of_then])
-    told = "data.batch_size was renamed to loader.batch_size, data.limit_train was renamed to loader.limit_train."
-    assert f"WARNING: {told}\n" in capsys.readouterr().err
-    lockstep.train(["run=now", *OPTIONS])
-    assert "WARNING: data." not in capsys.readouterr().err
-    assert rows(tmp_path / "runs/then") == rows(tmp_path / "runs/now")
-    assert lockstep.load_report("then")["overrides"] == lockstep.load_report("now")["overrides"]
+    shutil.copytree(STORED / "0.1", "runs")
+    checkpoint = "runs/task/checkpoints/last.ckpt"
+    for call, given in (
+        (lockstep.train, ["run=task", "resume=auto"]),
+        (lockstep.evaluate, ["run=task"]),
+        (lockstep.predict, [f"checkpoint={checkpoint}", "input=test"]),
+    ):
+        with pytest.raises(
+            UserError, match=r"made by Lockstep 0\.1\. To continue, .* install lockstep==0\.2\. Its weights load"
+        ):
+            call(given)
+    assert lockstep.load_model("task")(torch.zeros(2, 1, 6, 6)).shape == (2, 10)
+    report = lockstep.train(["run=next", *OPTIONS, f"init_from={checkpoint}", "trainer.max_steps=1"])
+    assert report["status"] == "done"
 
 
 def test_the_table_of_a_stored_sweep(stored, capsys):

@@ -33,13 +33,13 @@ from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft
 from lockstep.config.run_config import SEVERAL
 from lockstep.config.schema import GROUPS, RECIPES
-from lockstep.data import cache as cache_module
-from lockstep.data import images
-from lockstep.data.pixels import Frame
 from lockstep.errors import OutOfMemory, UserError
 from lockstep.extras.export import export
 from lockstep.extras.runs_page import runs_page
 from lockstep.extras.study import write_plots
+from lockstep.kit import cache as cache_module
+from lockstep.kit import images
+from lockstep.kit.pixels import Frame
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
@@ -230,7 +230,7 @@ FREE = {  # what a module opens in another way, and why it may
     "launch/local.py": ("Path.read_bytes file.write_bytes file.touch path.read_bytes end_file.touch VMSTAT.read_text", "files of a private temporary folder; a counter of the system"),
     "launch/help.py": ("read_text read_bytes", "configs of the project"),
 }  # fmt: skip
-NOT_OF_A_RUN = ("machine/", "config/", "data/", "extras/", "__main__.py")
+NOT_OF_A_RUN = ("machine/", "config/", "data/", "kit/", "extras/", "__main__.py")
 
 
 COPIES = ("shutil.copyfile", "shutil.copytree")

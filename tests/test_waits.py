@@ -11,10 +11,10 @@ from in_process import config_of, options
 from measuring import ready
 from torch import nn
 
-from lockstep import build, launch
+from lockstep import Task, build, launch
 from lockstep.config.settings import Settings
+from lockstep.kit.tasks import Classification, LanguageModel, Multilabel, Regression
 from lockstep.machine.world import World
-from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # fake tensors warn of many things
 

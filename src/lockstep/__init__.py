@@ -7,15 +7,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from lockstep.extras import testing as testing
-    from lockstep.extras.frozen import Frozen
+    from lockstep.config import formatting
+    from lockstep.data import sampler
+    from lockstep.data.dataset import Arrays, Batch, DataSet, Sound, add_arrays, is_pillow, leaves_of
+    from lockstep.data.keyed import Generators
+    from lockstep.data.sampler import Indices
+    from lockstep.errors import DataChanged, UserError, did_you_mean, explain_os_error, raise_problems
+    from lockstep.extras import testing
+    from lockstep.extras.frozen import frozen
+    from lockstep.machine import files, system, world
     from lockstep.reporting.report import Report
-    from lockstep.training.dropout import rand as rand
-    from lockstep.training.module import Module as Module
+    from lockstep.training.dropout import rand
+    from lockstep.training.module import Module
+    from lockstep.training.task import Task
 
-    frozen = Frozen
-
-__version__ = "0.2.0"
+# What projects and lockstep.kit use. docs/python.md lists them.
+__all__ = [
+    "Arrays", "Batch", "DataChanged", "DataSet", "Generators", "Indices", "Module", "Sound", "Task", "UserError", "add_arrays",
+    "did_you_mean", "evaluate", "explain_os_error", "files", "formatting", "frozen", "is_pillow", "leaves_of", "load_model", "load_report",
+    "predict", "raise_problems", "rand", "sampler", "sweep", "system", "testing", "train", "world",
+]  # fmt: skip
+__version__ = "0.3.0"
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[1]  # the checkout, with train.py, configs/ and scripts/ next to src/; a wheel contains them
@@ -26,13 +38,22 @@ CONFIGS = PACKAGE / "configs"
 DOCS = (PACKAGE if WHEEL else ROOT) / "docs"  # the documentation of this version, in Markdown
 
 
-# Imported on first access, because they need torch.
-LATER = {
-    "Module": "lockstep.training.module:Module",
-    "frozen": "lockstep.extras.frozen:Frozen",
-    "rand": "lockstep.training.dropout:rand",
-    "testing": "lockstep.extras.testing",
+# Where they are. Imported on first access: some need torch.
+HOMES = {
+    "config": ("formatting",),
+    "data": ("sampler",),
+    "data.dataset": ("Arrays", "Batch", "DataSet", "Sound", "add_arrays", "is_pillow", "leaves_of"),
+    "data.keyed": ("Generators",),
+    "data.sampler": ("Indices",),
+    "errors": ("DataChanged", "UserError", "did_you_mean", "explain_os_error", "raise_problems"),
+    "extras": ("testing",),
+    "extras.frozen": ("frozen",),
+    "machine": ("files", "system", "world"),
+    "training.dropout": ("rand",),
+    "training.module": ("Module",),
+    "training.task": ("Task",),
 }
+LATER = {name: f"lockstep.{home}.{name}" for home, names in HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

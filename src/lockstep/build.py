@@ -21,7 +21,6 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lockstep import strategies
-from lockstep.augment import Augmentation
 from lockstep.build_trainer import arithmetic, evaluator, trainer, workload, workload_of
 from lockstep.checkpoints.finding import Checkpoint, read_outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
@@ -34,9 +33,10 @@ from lockstep.config.rules import optimizer_node
 from lockstep.config.run_config import SHIPPED, Component
 from lockstep.config.settings import Settings
 from lockstep.config.targets import TRUSTED, matching_kwargs
-from lockstep.data import DataSet
 from lockstep.data.datamodule import MATCHED, NAMES, DataModule, names_at
+from lockstep.data.dataset import DataSet
 from lockstep.errors import UserError, raise_problems
+from lockstep.kit.augment import Augmentation
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
@@ -152,7 +152,7 @@ def module(settings: Settings, data: Any) -> pl.LightningModule:
         return made
     goal, title = made, f"task={cfg.task.title}"
     if not hasattr(data, "dataset"):
-        raise UserError(f"{title} needs a lockstep.data.DataSet. Write one, or use a LightningModule as the task.")
+        raise UserError(f"{title} needs a lockstep.DataSet. Write one, or use a LightningModule as the task.")
     match_names(settings, data, weights, [key for key in NAMES if key in goal.needs or key not in MATCHED])
     if goal.target_spec and names_at(data.metadata, goal.names):
         data.check_targets(goal.names, goal.target_spec.wrong, goal.target_spec.integer)

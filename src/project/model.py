@@ -8,8 +8,6 @@ from torch import Tensor, nn
 class BasicNet(nn.Module):
     """From image_BCHW to logits_BK: two 3x3 convolutions, max-pool, two linear layers. 1.2M parameters on MNIST, 7.4M at 336 px."""
 
-    smallest_image = 6  # for two convolutions without padding and the pool; used by a config check
-
     def __init__(
         self,
         *,
@@ -23,10 +21,8 @@ class BasicNet(nn.Module):
         # Images above 87 pixels get a larger pool: at 336 pixels, the first linear layer would have 226 million weights.
         pool = max(2, (image_size - 4) // 28)
         side = (image_size - 4) // pool
-        if image_size < self.smallest_image:
-            raise ValueError(
-                f"data.image_size={image_size}: BasicNet needs images of at least {self.smallest_image} pixels."
-            )
+        if image_size < 6:  # two convolutions without padding, and the pool
+            raise ValueError(f"data.image_size={image_size}: BasicNet needs images of at least 6 pixels.")
         # ReLU after the pool gives the same result as before it, on a quarter of the elements. Both are cheap in
         # channels_last, which is also fast for convolutions. After `Flatten`, the memory format no longer matters.
         self.features = nn.Sequential(

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep.data import Batch
-from lockstep.tasks import Classification
+from lockstep import Batch
+from lockstep.kit.tasks import Classification
 
 
 class Classifier(Classification):

@@ -8,7 +8,7 @@ import pytest
 from benchmark import Figures, problems, ratio, table
 
 from lockstep import ROOT
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 
 
 def figures(*rates: float, accuracy: float | None = None, waited_s: float | None = 0.5, **metadata: object) -> Figures:

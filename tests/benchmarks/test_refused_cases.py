@@ -11,7 +11,8 @@ import refused
 from refused import DIM, LATE, LEFT, SILENT, TRACEBACK, WELL, WORKS, WRONGLY, Case, Outcome, cases, verdict
 
 from lockstep import ROOT
-from lockstep.config.compose import fixed_keys, resolve
+from lockstep.config.checks import resolve
+from lockstep.config.compose import fixed_keys
 from lockstep.errors import UserError
 
 EVERY = 150  # of the cases that the config check alone refuses

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from lockstep.callbacks import hang_detector
 from lockstep.callbacks.hang_detector import Heartbeat, Monitor, hanging_ranks, where
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine import process
 from lockstep.machine.world import World

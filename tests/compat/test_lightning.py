@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import build
 from lockstep.compat.lightning import LogsNothing, ValuesOfAllProcesses, is_open, log_by, without_anonymous_user
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
 from lockstep.strategies import SingleDevice

@@ -16,10 +16,10 @@ from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
 from torchmetrics.wrappers import ClasswiseWrapper
 
+from lockstep import Task
 from lockstep.compat.metric_states import in_order
 from lockstep.data.sampler import EvalSampler, Split
 from lockstep.launch import local
-from lockstep.tasks import Task
 
 BATCH, COUNTS, WORLDS = 4, (5, 6, 1), (2, 3)
 

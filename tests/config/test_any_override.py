@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.checks import check
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, fixed_keys
+from lockstep.config.checks import check, explain
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, fixed_keys
 from lockstep.config.draft import Draft
 from lockstep.config.schema import KEYS
 from lockstep.errors import UserError

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.config import settings
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.errors import UserError
 from lockstep.launch import start
 from lockstep.machine import system, world

@@ -10,14 +10,13 @@ import yaml
 from omegaconf import OmegaConf
 from shipped_data import shipped
 
-from lockstep.config.checks import check
+from lockstep.config.checks import check, explain
 from lockstep.config.compose import (
     CONFIG_ERRORS,
     compose_config,
     compose_each,
     config_file,
     dotted,
-    explain,
     fixed_keys,
     options,
 )
@@ -40,11 +39,11 @@ OPTIONS = {
     )
 }
 LISTS = ("augment", "callbacks", "logger")
-DATASET = "{_target_: lockstep.data.Arrays}"  # any class that imports no torch
+DATASET = "{_target_: lockstep.Arrays}"  # any class that imports no torch
 NEEDS = {
     "model=timm": ["model.name=resnet10t"],
     "data=torch": [f"data.train={DATASET}", f"data.test={DATASET}"],
-    "data=own_images": ["data._target_=lockstep.data.Images"],
+    "data=own_images": ["data._target_=lockstep.kit.Images"],
     "data=torchvision": ["data.dataset=Flowers102"],
 }
 # Options that wait for a class of the user's, or leave all to it.

@@ -13,7 +13,7 @@ import thin_project
 import lockstep
 from lockstep import PACKAGE
 from lockstep.config import checks, project
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.draft import as_yaml
 from lockstep.config.instantiate import create_object, network, problems
 from lockstep.config.run_config import Component
@@ -35,7 +35,7 @@ from torch import nn
 from torch.optim import AdamW
 from torchmetrics import Metric
 
-from lockstep.data import Arrays, DataSet
+from lockstep import Arrays, DataSet
 
 
 class Net(nn.Module):
@@ -181,12 +181,12 @@ REFUSED = {
 }  # fmt: skip
 ADMITTED = {
     "model": [
-        "lockstep.models.from_timm", "project.model.BasicNet", "timm.create_model", "timm.models.resnet18", "torchvision.models.resnet18",
+        "lockstep.kit.timm.from_timm", "project.model.BasicNet", "timm.create_model", "timm.models.resnet18", "torchvision.models.resnet18",
         "torchvision.models.segmentation.fcn_resnet50", "torch.nn.Sequential", "mine.Net", "mine.net", "mine.unsaid",
     ],
     "optim": ["torch.optim.AdamW", "timm.optim.Muon", "timm.optim.create_optimizer_v2", "mine.AdamW"],
     "schedule": [
-        "torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.ReduceLROnPlateau", "lockstep.training.schedules.cosine",
+        "torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.ReduceLROnPlateau", "lockstep.kit.schedules.cosine",
     ],
     "callbacks.x": ["lightning.pytorch.callbacks.EarlyStopping"],
     "logger.x": ["lightning.pytorch.loggers.CSVLogger", "lockstep.reporting.loggers.wandb"],
@@ -356,8 +356,8 @@ def test_a_key_of_ones_own_class_may_mean_anything(overrides):
           "loader.persistent_workers=false has no effect without workers", "Set loader.batch_size=8 or 10"]),
         ([*DATA, "loader.batch_size=0"], ["loader.batch_size=0 is invalid"]),
         ([*DATA, "~loader.batch_size"], ["loader.batch_size is missing from the config, and the engine needs it"]),
-        ([*DATA, "+data.batch_size=8"], ["data.batch_size=8 was renamed to loader.batch_size. Set loader.batch_size=8, which"]),
-        (["data=own", "data._target_=mine.Folds", "+data.folds=3"], ["data.folds=3 was renamed to loader.folds. Set loader.folds=3, which"]),
+        ([*DATA, "+data.batch_size=8"], ["data.batch_size=8 is a key of the loader. Set loader.batch_size=8, which"]),
+        (["data=own", "data._target_=mine.Folds", "+data.folds=3"], ["data.folds=3 is a key of the loader. Set loader.folds=3, which"]),
         (["task._target_=mine.Module", "+task.metrics.f1._target_=mine.Bell", "+task.metrics.f1.sond=x"],
          ["task.metrics.f1.sond is not an argument of mine.Bell (did you mean sound?)"]),
         ([*MODULE, "task.monitor=val_loss", "task.mode=train"], ["checkpoint.mode=train is invalid; expected one of max, min"]),
@@ -422,7 +422,7 @@ def raised(file: Path, module: str) -> ValueError:
 @pytest.mark.parametrize(
     ("file", "module", "users"),
     [
-        (PACKAGE / "data/images.py", "lockstep.data.images", False),
+        (PACKAGE / "kit/images.py", "lockstep.kit.images", False),
         (PACKAGE.with_name("lockstep_flowers") / "net.py", "lockstep_flowers.net", True),
         (Path(sysconfig.get_path("purelib"), "torch/nn/modules/linear.py"), "torch.nn.modules.linear", False),
         (Path(sysconfig.get_path("purelib"), "bouquet/net.py"), "bouquet.net", True),  # the project's, installed

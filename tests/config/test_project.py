@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import lockstep
 from lockstep import CONFIGS, ROOT
-from lockstep.config import compose, project
+from lockstep.config import checks, compose, project
 from lockstep.config.draft import Draft
 from lockstep.config.run_config import Component
 from lockstep.errors import UserError
@@ -49,7 +49,7 @@ def test_the_template_where_there_is_no_project(tmp_path, monkeypatch):
     assert project.current() == project.Project()
     assert (project.current().packages, project.config_folders()) == (("project",), [ROOT / "configs", CONFIGS])
     assert (local.script("train"), local.script("runs")) == (ROOT / "train.py", ROOT / "scripts/runs.py")
-    assert compose.resolve([]).model.title == "basic_net"
+    assert checks.resolve([]).model.title == "basic_net"
 
 
 def test_a_mistake_in_the_table_is_said(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from in_process import state
 
 import lockstep
-from lockstep.data import Arrays, DataSet
+from lockstep import Arrays, DataSet
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import RunFailed, UserError
 
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from lockstep.data import Arrays, DataSet
-from lockstep.tasks import Classification
+from lockstep import Arrays, DataSet
+from lockstep.kit.tasks import Classification
 
 SEEN: list[tuple[str, int, int]] = []
 

@@ -16,15 +16,14 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 import lockstep
-from lockstep import build
-from lockstep.config.compose import resolve
-from lockstep.data import Arrays, DataSet
+from lockstep import Arrays, DataSet, Task, build
+from lockstep.config.checks import resolve
 from lockstep.data.datamodule import DataModule
 from lockstep.data.datamodule import names_at as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
 from lockstep.extras.tables import columns_of_module
-from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
+from lockstep.kit.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
 
 NUMBERS = np.arange(24) % 3
 CLASSES = {"classes": ["cat", "dog", "wolf"]}

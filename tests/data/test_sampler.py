@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.data import sampler
 from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Arrays, DataSet
-from lockstep.data.sampler import FILLER, EvalSampler, Split, TrainBatches, balanced, permute, splits
+from lockstep.data.sampler import FILLER, EvalSampler, Split, TrainBatches, permute
+from lockstep.data.splits import balanced, splits
 from lockstep.errors import UserError
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 SEEDS = st.integers(0, 2**32 - 1)
 EPOCHS = st.integers(0, 10_000)

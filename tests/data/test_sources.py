@@ -14,12 +14,12 @@ from pictures import COLOURS, picture, write_classes
 from shipped_data import stand_in_trainer
 
 import lockstep
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.data.datamodule import DataModule
-from lockstep.data.folder import Folder
 from lockstep.errors import UserError
 from lockstep.extras.adapters import TorchDataset, Torchvision
+from lockstep.kit.folder import Folder
 
 SIZE, BATCH, TEST = 12, 6, 21  # 21 test samples: neither two processes nor the batches divide them
 # What names the data on the command line, and what changes the first training image, which a fingerprint of samples reads.

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchvision import transforms
 
-from lockstep.data.pixels import Frame, Preprocess, resize_nearest
+from lockstep.kit.pixels import Frame, Preprocess, resize_nearest
 
 GREY = {"mean": (0.1307,), "std": (0.3081,)}
 COLOUR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}

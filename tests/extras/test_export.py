@@ -25,10 +25,10 @@ from safetensors.torch import load_file
 
 import lockstep
 from lockstep.checkpoints import finding
-from lockstep.data import pixels
 from lockstep.errors import UserError
 from lockstep.extras import export_parts, exported
 from lockstep.extras.export import export
+from lockstep.kit import pixels
 
 pytestmark = pytest.mark.xdist_group("export")
 CPU = ["trainer.accelerator=cpu"]
@@ -101,7 +101,8 @@ def block(inside, outside):
     "src/garden/unused.py": "import lockstep\n",
     "src/garden/data.py": """
 import numpy as np
-from lockstep.data import Arrays, Images
+from lockstep import Arrays
+from lockstep.kit import Images
 
 class Masks(Images):
     classes = ("dark", "bright")
@@ -116,7 +117,7 @@ class Halved(Masks):
         return super().preprocess({**batch, "input": batch["input"] // 2})
 """,
     "src/garden/task.py": """
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 class Own(Classification):
     def predictions(self, output):

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lockstep.data import Arrays, DataSet
+from lockstep import Arrays, DataSet
 from mywork.sounds import Sounds
 
 class Read(DataSet):
@@ -130,7 +130,7 @@ class Bag(nn.Sequential):
         super().__init__(nn.Embedding(tokens, 16), nn.Flatten(), nn.Linear(12 * 16, num_classes))
 """
 TASK = """
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 class OfSeveral(Classification):
     def outputs(self, net, batch):

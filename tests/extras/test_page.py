@@ -21,10 +21,10 @@ from lockstep.config.draft import Draft, values_of
 from lockstep.config.settings import Settings
 from lockstep.extras import page as pages
 from lockstep.extras.panels import classes_of, is_right
+from lockstep.kit.panels import Bars, Gallery, Matrix, Panel, Sample
+from lockstep.kit.tasks import Classification
 from lockstep.launch import local
-from lockstep.panel import Bars, Gallery, Matrix, Panel, Sample
 from lockstep.run import RunFolder
-from lockstep.tasks import Classification
 from lockstep.training.workload import TaskWorkload, Workload
 
 pytestmark = pytest.mark.xdist_group("page")

@@ -23,14 +23,14 @@ from lockstep.config.draft import Draft, values_of
 from lockstep.errors import UserError
 from lockstep.extras import page as pages
 from lockstep.extras.panels import SIDE, SMALL, charts, write_panels
-from lockstep.panel import Gallery, Lines, Picture, Sample
+from lockstep.kit.panels import Gallery, Lines, Picture, Sample
 from lockstep.reporting.report import read_panels
 from lockstep.run import RunFolder
 
 pytestmark = pytest.mark.xdist_group("samples")
 DATA = """
 import numpy as np
-from lockstep.data import Arrays, DataSet
+from lockstep import Arrays, DataSet
 
 class Circles(DataSet):
     def __init__(self):
@@ -68,7 +68,7 @@ class Ahead(nn.Linear):
 SHOUTING = """
 import math
 
-from lockstep.panel import Picture
+from lockstep.kit.panels import Picture
 from mywork.samples import Autoencoder, Forecast
 
 TEXT = "<script>alert(1)</script> \\x1b[31m" + "x" * 5000

@@ -22,17 +22,17 @@ from lockstep.checkpoints import saving
 from lockstep.compat.metric_states import exact_on, prepare
 from lockstep.compat.torch import masks_restored, without_masks
 from lockstep.config import checks, compose, rules
-from lockstep.config.checks import check
-from lockstep.config.compose import compose_config, resolve
+from lockstep.config.checks import check, resolve
+from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import source_parameters
 from lockstep.errors import SaveFailed, UserError, outcome_of
 from lockstep.extras import prediction
+from lockstep.kit.panels import Calibration
 from lockstep.launch import cli, exits, local, resuming
 from lockstep.machine import files
-from lockstep.panel import Calibration
 from lockstep.reporting import console
 from project.data import Mnist
 
@@ -183,8 +183,6 @@ def test_hydra_s_own_refusals_are_one_message(argv, words, tmp_path, monkeypatch
 @pytest.mark.parametrize(("overrides", "words"), [
     (["+optim.nosuch=1"], "optim.nosuch is not an argument of torch.optim.AdamW"),
     (["optim=sgd", "+optim.dampning=1"], "did you mean dampening?"),
-    (["data.image_size=1"], "BasicNet needs images of at least 6 pixels"),
-    (["data.image_size=5"], "BasicNet needs images of at least 6 pixels"),
     (["schedule=cosine", "trainer.max_epochs=-1"], "the schedule needs the run's number of steps"),
     (["schedule=step", "trainer.max_epochs=-1"], "the schedule needs the run's number of steps"),
     (["callbacks=[default,ema]", "+callbacks.ema.decai=1"], "did you mean decay?"),
@@ -202,7 +200,7 @@ def test_what_is_right_is_accepted(overrides):
     assert isinstance(check(draft(*overrides)).cfg, RunConfig)
 
 
-@pytest.mark.parametrize("path", ["os.nosuch", "nosuch.X", "X", "lockstep.models.from_timm", "lockstep.nosuch.X"])
+@pytest.mark.parametrize("path", ["os.nosuch", "nosuch.X", "X", "lockstep.kit.timm.from_timm", "lockstep.nosuch.X"])
 def test_a_source_that_cannot_be_read_says_nothing(path):
     assert source_parameters(path) is None
 

@@ -12,7 +12,7 @@ from in_process import options, report
 
 import lockstep
 from lockstep import ROOT
-from lockstep.config.targets import imports_no_torch, source_bases, source_constant, source_parameters
+from lockstep.config.targets import imports_no_torch, source_bases, source_parameters
 from lockstep.errors import UserError
 from lockstep.launch import local
 
@@ -36,7 +36,7 @@ LIGHTNING = (
 )
 DATA = (
     "return launch.data(config)",
-    "import numpy as np; from lockstep.data import Arrays, DataSet; made = DataSet(); made.metadata = {'classes': list('0123456789')}; "
+    "import numpy as np; from lockstep import Arrays, DataSet; made = DataSet(); made.metadata = {'classes': list('0123456789')}; "
     "made.train = made.test = Arrays(input=np.ones((480, 1, 12, 12), np.float32), target=np.arange(480) % 10); return made",
 )
 
@@ -114,13 +114,13 @@ def test_eval_uses_the_network_of_train(tmp_path, mnist, cache):
 def test_the_source_of_a_class_says_what_it_is_without_an_import():
     lightning = "lightning.pytorch.core.module.LightningModule"
     assert source_bases("project.module.Classifier") == [
-        "project.module.Classifier", "lockstep.tasks.classification.Classification", "lockstep.training.task.Task",
+        "project.module.Classifier", "lockstep.kit.tasks.classification.Classification", "lockstep.training.task.Task",
     ]  # fmt: skip
     assert source_bases("lightning.pytorch.demos.boring_classes.BoringModel")[1:] == [lightning]
     assert source_bases("lockstep.Module")[1:] == [lightning]
     assert source_bases("torch.nn.Linear") is source_bases("project.model.nosuch") is None
     assert (imports_no_torch("project.data.Mnist"), imports_no_torch("project.model.BasicNet")) == (True, False)
-    assert source_constant("project.module.Classifier", "between_samples") is False
+    assert (imports_no_torch("lockstep.kit.Folder"), imports_no_torch("lockstep.kit.tasks.Regression")) == (True, False)
 
 
 def test_each_eval_py_uses_the_train_py_of_its_own_folder(tmp_path):
@@ -138,7 +138,7 @@ def test_each_eval_py_uses_the_train_py_of_its_own_folder(tmp_path):
 
 CLASSES = """
 from dataclasses import dataclass
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 @dataclass
 class Data(Classification):

@@ -20,7 +20,7 @@ from lockstep.machine import process
 
 TASK = """import os, sys
 from pathlib import Path
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 
 class Stops(Classification):

@@ -16,7 +16,7 @@ import torch.distributed
 from forked import until
 
 from lockstep import ROOT
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory, Preempted, RunFailed
 from lockstep.launch import local
@@ -58,7 +58,7 @@ import sys
 from pathlib import Path
 from lockstep.config.settings import Settings
 from lockstep.launch import local, start
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process
 from lockstep.machine.world import World

@@ -10,7 +10,7 @@ import thin_project
 
 DATA = """
 import torch
-from lockstep.data import Arrays, DataSet
+from lockstep import Arrays, DataSet
 
 class Drawn(DataSet):
     def __init__(self, *, fixed: bool = False, late: str = "") -> None:

@@ -79,18 +79,6 @@ def test_a_grid_with_other_values_does_not_continue_the_jobs_of_these_numbers(ov
     assert [problem in each for each in problems] == [True] * bool(problem)
 
 
-@pytest.mark.parametrize("key", ["loader.batch_size", "data.batch_size"])  # the latter of a LightningDataModule's own
-def test_a_sweep_of_an_earlier_version_is_continued_under_the_key_of_today(key, tmp_path):
-    write_text(tmp_path / "multirun.yaml", json.dumps({"hydra": {"overrides": {"task": ["data.batch_size=8,16"]}}}))
-    for place, value in enumerate((8, 16)):
-        (tmp_path / str(place)).mkdir()
-        (tmp_path / str(place) / "config.yaml").touch()
-        sweeps.record(RunFolder(tmp_path / str(place)), [f"data.batch_size={value}"], failed=True)
-    assert not list(sweeps.numbering_problems(tmp_path, [f"{key}=8,16"]))
-    (problem,) = sweeps.numbering_problems(tmp_path, [f"{key}=8,32"])
-    assert f"would now run with {key}=32" in problem
-
-
 def test_a_job_of_an_earlier_sweep_than_the_last_is_not_continued_with_other_values(tmp_path):
     write_text(tmp_path / "multirun.yaml", json.dumps({"hydra": {"overrides": {"task": ["model.dropout_fc=0.1"]}}}))
     for place, value in enumerate((0.1, 0.5)):
@@ -123,7 +111,7 @@ def test_jobs_that_differ_by_seed_or_fold_have_a_mean_and_a_spread(tmp_path, cap
         return {"run": "s/0", "overrides": overrides, "status": status, "test/acc": acc, "evaluated": "test/acc"}
 
     rows = [row("optim=sgd seed=0", 0.5), row("optim=sgd seed=1", 0.7), row("optim=adam seed=0", 0.9), row("optim=sgd seed=2", None, "failed"),
-            row("data.fold=0 data.folds=2", 0.1), row("loader.fold=1 loader.folds=2", 0.3)]  # fmt: skip
+            row("loader.fold=0 loader.folds=2", 0.1), row("loader.fold=1 loader.folds=2", 0.3)]  # fmt: skip
     found = sweeps.spread(rows)
     assert [(each["run"], each["overrides"], round(each["test/acc"], 6)) for each in found] == [
         ("mean of 2", "optim=sgd", 0.6), ("deviation of 2", "optim=sgd", 0.141421),

@@ -15,9 +15,9 @@ from unittest.mock import Mock
 import pytest
 from conftest import ROOT
 
-from lockstep.data.cache import decode_once, one_download
 from lockstep.errors import UserError
 from lockstep.extras.prediction import lock_output
+from lockstep.kit.cache import decode_once, one_download
 from lockstep.machine import files
 from lockstep.reporting.console import log_to_file
 from lockstep.run import RunFolder
@@ -59,7 +59,7 @@ def lock(request, tmp_path, monkeypatch) -> tuple[Callable[[], AbstractContextMa
     seen, whole = list[Path](), files.locked
     folder = tmp_path / "place"
     folder.mkdir()
-    for module in ("machine.files", "extras.study", "extras.prediction", "data.cache"):
+    for module in ("machine.files", "extras.study", "extras.prediction"):
         monkeypatch.setattr(f"lockstep.{module}.locked", lambda path, *more: seen.append(path) or whole(path, *more))
     with within(tmp_path / "other"):
         pass

@@ -7,8 +7,8 @@ import torch
 from in_process import config_of
 
 import lockstep
-from lockstep.config.checks import check
-from lockstep.config.compose import compose_config, resolve
+from lockstep.config.checks import check, resolve
+from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft, name_of_job, timestamp
 from lockstep.config.settings import Settings
 from lockstep.errors import UserError

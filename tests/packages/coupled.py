@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.data import DataSet
-from lockstep.tasks import Task
+from lockstep import DataSet, Task
 
 COUNT, CHANNELS, LONGEST = 96, 4, 3  # 3: the index of one of the longest
 

@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lockstep.data import Arrays, DataSet
-from lockstep.tasks import Regression
+from lockstep import Arrays, DataSet
+from lockstep.kit.tasks import Regression
 
 
 class Houses(DataSet):

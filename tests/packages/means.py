@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 COUNT, BATCH = 22, 8  # the last batch has 6 samples, which three processes do not share evenly
 SEEN: list[Tensor] = []

@@ -5,7 +5,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanSquaredError, Metric
 
-from lockstep.tasks import Classification, Task
+from lockstep import Task
+from lockstep.kit.tasks import Classification
 
 
 class Twelve(nn.Sequential):

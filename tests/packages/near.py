@@ -5,7 +5,7 @@ from torch import distributed
 from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
-from lockstep.tasks import Classification
+from lockstep.kit.tasks import Classification
 
 
 class Weighted(Classification):

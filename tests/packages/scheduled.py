@@ -9,7 +9,7 @@ from kept import Plain
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
-from lockstep.training import schedules
+from lockstep.kit import schedules
 
 
 class Warmed(lr_scheduler.LRScheduler):

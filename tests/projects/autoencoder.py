@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.data import Arrays, Images
-from lockstep.panel import Content, Gallery, Kept, Panel, Sample
-from lockstep.tasks import Task
+from lockstep import Arrays, Task
+from lockstep.kit import Images
+from lockstep.kit.panels import Content, Gallery, Kept, Panel, Sample
 
 SIDE = 4
 

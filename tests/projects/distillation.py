@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.data import Arrays, DataSet
-from lockstep.tasks import Classification
+from lockstep import Arrays, DataSet
+from lockstep.kit.tasks import Classification
 
 
 def pretrained() -> nn.Module:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data import Arrays, DataSet
-from lockstep.tasks import Regression
+from lockstep import Arrays, DataSet
+from lockstep.kit.tasks import Regression
 
 PAST, FUTURE = 12, 4
 

@@ -14,7 +14,7 @@ from in_process import rows
 import lockstep
 from lockstep.errors import UserError
 from lockstep.extras.panels import encode, write_panels
-from lockstep.panel import Bars, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Share, Table, Tokens
+from lockstep.kit.panels import Bars, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Share, Table, Tokens
 from lockstep.reporting.report import read_panels
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoints import finding
-from lockstep.config.compose import compose_config, resolve
+from lockstep.config.checks import resolve
+from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft, as_yaml
 from lockstep.errors import UserError
 from lockstep.extras import comparison

@@ -180,7 +180,7 @@ def test_own_dataloaders_are_predicted_once_a_sample(tmp_path, forked):
     assert lockstep.predict([*given[:1], "input=predict", f"output={tmp_path}/stream.csv", given[3]])["count"] == 11
     for typed, told in (
         ("input=test", "Plain has no test_dataloader"),
-        ("input=val gallery=true", "gallery=true needs a lockstep.data.DataSet"),
+        ("input=val gallery=true", "gallery=true needs a lockstep.DataSet"),
     ):
         with pytest.raises(UserError, match=told):
             lockstep.predict(["run=predicted", f"output={tmp_path}/no.csv", given[3], *typed.split()])

@@ -19,7 +19,7 @@ from PIL import Image
 
 import lockstep
 from lockstep.checkpoints.finding import step_of
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory, Preempted, RunFailed, TrainingFailed, UserError
 from lockstep.extras.export import export
@@ -113,7 +113,7 @@ def test_files_for_a_lightning_datamodule_are_refused_by_its_name(train, tmp_pat
 
 
 @pytest.mark.parametrize(("override", "told"), [
-    ("data=odd", "task=classification needs a lockstep.data.DataSet, but data=data is a LightningDataModule"),
+    ("data=odd", "task=classification needs a lockstep.DataSet, but data=data is a LightningDataModule"),
     ("model=none", "model=none is for a LightningModule with its own model; task=classification is a Task, which needs one"),
 ])  # fmt: skip
 def test_a_task_of_locksteps_refuses_what_is_for_a_module(override, told):

@@ -13,12 +13,12 @@ import torch
 from in_process import options
 
 import lockstep
-from lockstep import build
-from lockstep.config.compose import resolve
+from lockstep import Arrays, build
+from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
-from lockstep.data import Arrays, Images
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
+from lockstep.kit import Images
 from lockstep.training import dry_run
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.tasks import Task
+from lockstep import Task
 from lockstep.training import dropout, invariance
 from lockstep.training.losses import samples_at
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
-from lockstep import build
-from lockstep.data import DataSet
+from lockstep import DataSet, Task, build
 from lockstep.errors import UserError
-from lockstep.tasks import Classification, Regression, Segmentation, Task
+from lockstep.kit.tasks import Classification, Regression, Segmentation
 from lockstep.training.losses import first_rows, sample_at, samples_at
 from lockstep.training.metrics import named_values
 from lockstep.training.module import Means

@@ -10,7 +10,7 @@ import torch
 from in_process import report
 from omegaconf import OmegaConf
 
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory
 from lockstep.launch import local

@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lockstep.errors import UserError
-from lockstep.training import optim, schedules
+from lockstep.kit import schedules
+from lockstep.training import optim
 
 # --- Groups of parameters ---
 
@@ -147,5 +148,5 @@ def test_a_shape_that_does_not_fit_into_the_run_is_refused(schedule, args, told)
     (partial(lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=30), {}),
 ])  # fmt: skip
 def test_only_schedules_that_ask_are_told_how_long_the_run_is(make, given):
-    wrapped = partial(schedules.scheduler, make)
+    wrapped = partial(optim.scheduler, make)
     assert rates(wrapped, steps=10) == rates(lambda optimizer, _: make(optimizer, **given), steps=10)

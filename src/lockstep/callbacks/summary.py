@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from lockstep.checkpoints.saving import ModelCheckpoint
 from lockstep.config.formatting import metric, pluralize
-from lockstep.config.renames import with_new_keys
+from lockstep.config.renames import with_moved
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import ProgressLine, clock, print_line
@@ -50,7 +50,7 @@ class RunSummary(Callback):
         """Records changes that a resumed run may make and a reader of its metrics must see."""
         state = self.state_dict()
         saved_state = checkpoint["callbacks"].get(self.state_key) or state
-        saved_config = with_new_keys(checkpoint["config"])
+        saved_config = with_moved(checkpoint["config"])
         saved_components = {group: Component.of(saved_config[group] or {}) for group in COMPARED}
         components = {group: getattr(self.config, group) for group in COMPARED}
         saved_values = comparable(saved_components, checkpoint.get("network", {}), saved_state)

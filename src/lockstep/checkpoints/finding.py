@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.formatting import warn
-from lockstep.config.renames import with_new_keys
+from lockstep.config.renames import with_moved
 from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, RECIPES
 from lockstep.errors import OutOfMemory, UnsafeCheckpoint, UserError, oom_with_path
@@ -104,7 +104,7 @@ class Checkpoint:
             reason = f"it has no {' and no '.join(missing)}"
         elif invalid := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
             reason = f"its {invalid[0]} is a {type(values[invalid[0]]).__name__}"
-        elif (why := why_not_plain(config := values["config"], most=most)) or not is_config(with_new_keys(config)):
+        elif (why := why_not_plain(config := values["config"], most=most)) or not is_config({"loader": {}, **config}):
             reason = f"its config is not the config of a run{f': {why}' if why else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             reason = "it does not describe its data"
@@ -117,7 +117,7 @@ class Checkpoint:
             )
         raw, network = values.get("current_model_state"), values.get("network")
         metadata = values.get(DATA, {}).get("about", {})
-        config = with_new_keys(values["config"])
+        config = with_moved(values["config"])
         return cls(path, values, config, values["state_dict"], raw, network, metadata)
 
     def component(self, group: str) -> Component:

@@ -3,10 +3,20 @@
 All problems that can be detected at the same time are reported together.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from omegaconf import DictConfig
+
 from lockstep.config import rules
+from lockstep.config.compose import (
+    CONFIG_ERRORS,
+    compose_config,
+    compose_each,
+    key_of,
+    warn_of_replaced_choices,
+    without_replaced_defaults,
+)
 from lockstep.config.draft import Draft, values_of
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import (
@@ -17,11 +27,10 @@ from lockstep.config.instantiate import (
     unknown_argument_errors,
     unknown_data_keys,
 )
-from lockstep.config.renames import LOADER_KEYS, RENAMES
 from lockstep.config.run_config import COMPONENTS, Component, Invalid, InvalidValueRead, RunConfig
-from lockstep.config.schema import KEYS, NEEDED, OPTIONAL
+from lockstep.config.schema import KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.settings import Settings
-from lockstep.config.targets import disallowed_targets, imports_no_torch, source_constant, source_parameters
+from lockstep.config.targets import disallowed_targets, imports_no_torch, source_parameters
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
 TRAINED = ("train/loss", "train/lr")  # training metrics that every task logs
@@ -78,10 +87,10 @@ def data(settings: Settings) -> Iterator[str]:
     """Keys of `data` that its class does not accept."""
     component, is_datamodule = settings.cfg.data, settings.own_loaders
     if not is_datamodule:
-        for key, value in component.kwargs.items():
-            if new_key := RENAMES.get(f"data.{key}"):
-                yield f"data.{key}={to_text(value)} was renamed to {new_key}. Set {new_key}={to_text(value)}, which is also passed to a class with this argument."
-        component = component.without(*LOADER_KEYS)
+        of_loader = [key for key in component.kwargs if f"loader.{key}" in KEYS]
+        for setting in (f"{key}={to_text(component.kwargs[key])}" for key in of_loader):
+            yield f"data.{setting} is a key of the loader. Set loader.{setting}, which is also passed to a class with this argument."
+        component = component.without(*of_loader)
     names = unknown_data_keys(component)
     if len(names) > 2:  # left over from the data chosen earlier: one message instead of one per key
         yield f"data._target_={component.target} does not accept {', '.join(names)}. Pass data=own data._target_={component.target}, and its arguments as +data.<name>=<value>."
@@ -104,15 +113,13 @@ def own_loaders(settings: Settings) -> Iterator[str]:
         yield f"augment.{next(iter(settings.operations))} has no effect: {component.target} creates its own batches. Set augment=none."
     if not settings.custom_module:
         yield (
-            f"task={settings.cfg.task.title} needs a lockstep.data.DataSet, but data={settings.cfg.data.title} is a LightningDataModule with its "
+            f"task={settings.cfg.task.title} needs a lockstep.DataSet, but data={settings.cfg.data.title} is a LightningDataModule with its "
             "own dataloaders. Write a DataSet, or use a LightningModule as the task."
         )
 
 
 def changed_loader_keys(cfg: RunConfig) -> dict[str, Any]:
     """The keys of `loader` that differ from their defaults because a command or a recipe set them."""
-    from lockstep.config.compose import compose_config  # imports this module
-
     defaults = compose_config("train", []).loader
     return {key: value for key, value in vars(cfg.loader).items() if value != defaults[key]} if cfg.loader else {}
 
@@ -135,8 +142,6 @@ def task_errors(settings: Settings) -> Iterator[str]:
             f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose one with "
             f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
         )
-    if source_constant(cfg.task.target, "between_samples"):
-        yield from whole_batch_problems(settings)
 
 
 def replacing_groups(settings: Settings) -> Iterator[str]:
@@ -319,3 +324,35 @@ def run_rules(
         except InvalidValueRead:
             pass
     return list(dict.fromkeys(errors))
+
+
+def composed(
+    config_name: str, overrides: Sequence[str], always: Sequence[str] = (), *, with_hydra: bool = False
+) -> DictConfig:
+    """Like `compose_config`, but raises one UserError with all errors of the command."""
+    try:
+        return compose_config(config_name, [*always, *overrides], with_hydra=with_hydra)
+    except CONFIG_ERRORS as e:
+        raise UserError(*explain(e, config_name, overrides, always)) from None
+
+
+def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
+    """All errors of a command line that Hydra rejected with `error`."""
+    problems, valid = compose_each(config_name, overrides, always)
+    try:
+        config = compose_config(config_name, [*always, *valid])
+        if config_name == "train":  # a config of eval is merged with the run's config before it is checked
+            # imports the class of the data only if the command concerns it
+            with_data = any(key_of(o).partition(".")[0] in ("data", *RECIPES) for o in valid)
+            check(without_replaced_defaults(Draft(config), valid), with_data=with_data)
+    except UserError as e:
+        problems += e.problems
+    except CONFIG_ERRORS as e:
+        error = e
+    return problems or [" ".join(str(error).split())]
+
+
+def resolve(overrides: Sequence[str]) -> RunConfig:
+    """The config of `python train.py <overrides>`. Raises UserError with all its errors."""
+    warn_of_replaced_choices(overrides)
+    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).with_run_identity()).cfg

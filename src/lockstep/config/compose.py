@@ -17,14 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import CONFIGS
-from lockstep.config.checks import check
 from lockstep.config.draft import Draft, advice, sweep_name
 from lockstep.config.formatting import to_text, warn
 from lockstep.config.project import command, config_folders
-from lockstep.config.renames import RENAMES, renamed_overrides
-from lockstep.config.run_config import SEVERAL, RunConfig
-from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, RECIPES
-from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.config.run_config import SEVERAL
+from lockstep.config.schema import GROUPS, KEYS, OPTIONAL
+from lockstep.errors import did_you_mean, raise_problems
 from lockstep.machine.world import rank_of
 
 # --- Dotted keys of a config ---
@@ -111,37 +109,12 @@ def compose_config(config_name: str, overrides: Sequence[str], *, with_hydra: bo
         return cfg
 
 
-def composed(
-    config_name: str, overrides: Sequence[str], always: Sequence[str] = (), *, with_hydra: bool = False
-) -> DictConfig:
-    """Like `compose_config`, but raises one UserError with all errors of the command."""
-    try:
-        return compose_config(config_name, [*always, *overrides], with_hydra=with_hydra)
-    except CONFIG_ERRORS as e:
-        raise UserError(*explain(e, config_name, overrides, always)) from None
-
-
-def resolve(overrides: Sequence[str]) -> RunConfig:
-    """The config of `python train.py <overrides>`. Raises UserError with all its errors."""
-    overrides = renamed_command("train", overrides)
-    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).with_run_identity()).cfg
-
-
-def renamed_command(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
-    """A command's overrides with today's keys. Prints a warning that names each new key, and each choice without effect."""
+def warn_of_replaced_choices(overrides: Sequence[str]) -> None:
+    """Hydra takes the last of several choices of a group."""
     for group in SEVERAL:
         chosen = [override for override in overrides if override.startswith(f"{group}=")]
         if len(chosen) > 1 and rank_of() == 0:
             warn(f"of {' '.join(chosen)}, only the last applies. For several, pass {group}=[<name>,<name>].")
-    if not any(override.partition("=")[0] in RENAMES for override in overrides):
-        return list(overrides)
-    with suppress(*CONFIG_ERRORS):  # reported later
-        selected = [o for o in overrides if o.startswith(("data=", "experiment=")) and "," not in o]
-        draft = Draft(compose_config(config_name, [*always, *selected]))
-        overrides, messages = renamed_overrides(overrides, draft.has)
-        if messages and rank_of() == 0:
-            warn(f"{', '.join(messages)}.")
-    return list(overrides)
 
 
 def without_replaced_defaults(draft: Draft, overrides: Sequence[str]) -> Draft:
@@ -196,11 +169,10 @@ def config_file(name: str) -> Path:
 def nearest_key(key: str, candidates: Sequence[str] = ()) -> str:
     """The most similar key: a similar name in the same group, the same name in a similar group, or a candidate."""
     group, _, name = key.rpartition(".")
-    known_keys = [known_key.rpartition(".") for known_key in (*KEYS, *GROUPS, *RENAMES)]
+    known_keys = [known_key.rpartition(".") for known_key in (*KEYS, *GROUPS)]
     similar = [f"{g}.{n}".lstrip(".") for g, _, n in known_keys
                if (g == group and did_you_mean(name, [n])) or (n == name and (not group or did_you_mean(group, [g])))] + [*candidates]  # fmt: skip
-    nearest = max(similar, key=lambda k: SequenceMatcher(None, k, key).ratio(), default="")
-    return RENAMES.get(nearest, nearest)
+    return max(similar, key=lambda k: SequenceMatcher(None, k, key).ratio(), default="")
 
 
 def message(error: BaseException, override: str) -> str:
@@ -214,12 +186,9 @@ def message(error: BaseException, override: str) -> str:
         return f"{name} cannot be set: a group cannot be placed under a different key. Set {key}=<option>."
     if key in GROUPS and override.startswith("~"):
         return f"{override}: {key} cannot be removed, because the engine needs it. Choose an option with {key}=<name>."
-    if key in RENAMES and override.startswith("~"):
-        return f"{override}: {key} was renamed to {RENAMES[key]}, and every run needs it. Remove {override}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
         foreign, leaf = advice()["keys"], key.rpartition(".")[2]
-        renamed = {key: RENAMES[key] + "={value}"} if key in RENAMES else {}
-        if template := foreign.get(key) or renamed.get(key) or (key not in KEYS and foreign.get(leaf)):
+        if template := foreign.get(key) or (key not in KEYS and foreign.get(leaf)):
             return f"{key} is not a key of this project. Pass {template.format(value=value)}."
         similar, unknown = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [similar[1] if similar and unknown and part == unknown[1] else part for part in key.split(".")]
@@ -290,19 +259,3 @@ def compose_each(config_name: str, overrides: Sequence[str], always: Sequence[st
             else:
                 (groups if is_group(variant) else values).append(variant)
     return problems, [*groups, *values]
-
-
-def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
-    """All errors of a command line that Hydra rejected with `error`."""
-    problems, valid = compose_each(config_name, overrides, always)
-    try:
-        config = compose_config(config_name, [*always, *valid])
-        if config_name == "train":  # a config of eval is merged with the run's config before it is checked
-            # imports the class of the data only if the command concerns it
-            with_data = any(key_of(o).partition(".")[0] in ("data", *RECIPES) for o in valid)
-            check(without_replaced_defaults(Draft(config), valid), with_data=with_data)
-    except UserError as e:
-        problems += e.problems
-    except CONFIG_ERRORS as e:
-        error = e
-    return problems or [" ".join(str(error).split())]

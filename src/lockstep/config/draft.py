@@ -19,7 +19,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from lockstep.config.formatting import plain, to_text
 from lockstep.config.instantiate import ENGINE
-from lockstep.config.renames import with_new_keys
+from lockstep.config.renames import with_moved
 from lockstep.config.run_config import CLOSED, SEVERAL, Component, Invalid, RunConfig
 from lockstep.config.schema import GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.targets import target_error
@@ -83,8 +83,10 @@ class Draft:
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> "Draft":
-        """From the values of a saved config of any version."""
-        return cls(OmegaConf.create(with_new_keys(values)))
+        """From the values of a saved config. Raises UserError: a run of 0.1 saved it."""
+        if "loader" not in values:
+            raise UserError(OF_0_1)
+        return cls(OmegaConf.create(with_moved(values)))
 
     def has(self, key: str) -> bool:
         """Whether the tree has a dotted key, with or without a value."""
@@ -170,6 +172,7 @@ class Draft:
 
 # --- Structure: a tree has exactly the groups, classes and keys that the engine reads ---
 
+OF_0_1 = "this run was made by Lockstep 0.1. To continue, evaluate or export it, install lockstep==0.2. Its weights load with init_from=<its checkpoint> and lockstep.load_model."
 # In every config of a run.
 WHOLE = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")
 

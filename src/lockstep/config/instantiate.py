@@ -56,8 +56,12 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         return create if node.get("_partial_") else create()
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
+    except UserError:
+        raise
     except ValueError as e:
-        if isinstance(e, UserError) or not str(node["_target_"]).startswith(targets.TRUSTED):
+        if re.match(r"(data|loader|model|optim|schedule|task)\.\w+=", str(e)):  # names a key
+            raise UserError(str(e)) from None
+        if not str(node["_target_"]).startswith(targets.TRUSTED):
             raise
         separator = "." if str(e).partition("=")[0] in arguments else ": "  # a message may begin with the argument
         raise UserError(f"{key}{separator}{e}") from None

@@ -14,10 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lockstep import PACKAGE
+from lockstep import LATER, PACKAGE
 from lockstep.config import project
 from lockstep.config.formatting import to_text
-from lockstep.config.renames import MOVED
+from lockstep.config.renames import moved
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
 # --- What each key accepts: a class of the key's kind, or a function whose annotation says that it returns one ---
@@ -41,7 +41,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "lockstep.training.task.Task": (),
     "lockstep.data.dataset.DataSet": (),
     "lockstep.data.dataset.Arrays": (),
-    "lockstep.augment.operation.Operation": (),
+    "lockstep.kit.augment.operation.Operation": (),
     "lightning.pytorch.core.module.LightningModule": (),
     "lightning.pytorch.core.datamodule.LightningDataModule": ("lightning.pytorch.core.datamodule.",),
     "lightning.pytorch.callbacks.callback.Callback": ("lightning.pytorch.callbacks.",),
@@ -62,7 +62,11 @@ BASES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import checks for a newer version online
 CLASS = "my_package.my_module.MyClass"  # in messages
-LIGHT = ("numpy.", "PIL.", "lockstep.data.", "lockstep.errors.", "lockstep.machine.")  # modules that import no torch
+# Modules that import no torch, and those below them that do.
+LIGHT = ("numpy.", "PIL.", "lockstep.config.", "lockstep.data.", "lockstep.errors.", "lockstep.kit.", "lockstep.machine.")  # fmt: skip
+OF_KIT, OF_DATA = ("augment", "panels", "schedules", "tasks", "timm"), ("datamodule", "keyed", "loaders", "streams")
+HEAVY = (*(f"lockstep.kit.{name}." for name in OF_KIT), *(f"lockstep.data.{name}." for name in OF_DATA))
+PUBLIC = {f"lockstep.{name}": home for name, home in LATER.items()}
 FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, without a return annotation
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code
 # The kinds of a key, by the class names of their bases. A nested node may be of any kind, or anything of the project.
@@ -192,8 +196,8 @@ def locate(path: str) -> Any:
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if a config may not name it or it does not exist."""
     raise_problems(disallowed_targets({"_target_": path}, key))
-    if path in MOVED:
-        raise UserError(f"{key}._target_={path} was renamed to {MOVED[path]}. Update it.")
+    if path != moved(path):
+        raise UserError(f"{key}._target_={path} was renamed to {moved(path)}. Update it.")
     try:
         target: Callable[..., Any] = locate(path)
     except LookupError as e:
@@ -310,10 +314,12 @@ def imports_no_torch(path: str) -> bool:
     """Whether the file of a class imports only the standard library, NumPy, Pillow and LIGHT modules of Lockstep."""
     cls, names = find_source(path), list[str]()
     for node in statements(cls.tree) if cls else ():
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-    are_light = (name.split(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(LIGHT) for name in names)
-    return cls is not None and all(are_light)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            parent = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names += [f"{parent}{alias.name}" for alias in node.names]
+    homes = [f"{PUBLIC.get(name, name)}." for name in names]
+    own = [home for home in homes if home.split(".")[0] not in sys.stdlib_module_names]
+    return cls is not None and all(home.startswith(LIGHT) and not home.startswith(HEAVY) for home in own)
 
 
 def source_parameters(path: str) -> list[str] | None:
@@ -329,17 +335,6 @@ def source_parameters(path: str) -> list[str] | None:
             target.node.decorator_list or len(getattr(target.node, "bases", ())) > 1
         ):  # a dataclass; one of several constructors
             return None
-    return None
-
-
-def source_constant(path: str, name: str) -> Any:
-    """The constant value of an attribute in the source of a class or its bases; None if there is none."""
-    for cls in filter(None, map(find_source, source_bases(path) or [path])):
-        for node in cls.node.body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            value = getattr(node, "value", None)
-            if target is not None and ast.unparse(target) == name:
-                return value.value if isinstance(value, ast.Constant) else None
     return None
 
 

@@ -13,9 +13,10 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
 from lockstep.config.targets import qualified_name
-from lockstep.data.dataset import READ, Arrays, Batch, DataSet, Indices, classes_of, join_names, targets_of
+from lockstep.data.dataset import READ, Arrays, Batch, DataSet, classes_of, join_names, targets_of
 from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Reader, ResumableLoader, WithEpoch, is_numeric, timed
-from lockstep.data.sampler import PARTS, EvalSampler, Sampler, Split, TrainBatches, balanced, evaluation_splits, splits
+from lockstep.data.sampler import PARTS, EvalSampler, Indices, Sampler, Split, TrainBatches
+from lockstep.data.splits import balanced, evaluation_splits, splits
 from lockstep.errors import UserError, raise_problems
 
 VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `diverse_samples`, and for all

@@ -5,18 +5,18 @@ import hashlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.sampler import Indices, sample_states
 from lockstep.errors import UserError
 
 # --- Kinds of samples ---
 
-Indices = NDArray[np.int64]
 CLASSES = ("target_N", "targets", "labels")  # attributes in which samples keep their classes
 HELD = ("data", "targets", "labels")  # attributes in which torchvision's Datasets keep their arrays
 READ = 32  # how many samples of a part its fingerprint reads
@@ -68,13 +68,10 @@ def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
 
 
 class Items:
-    """Samples of a torch Dataset, which returns one at a time: a dict, or (input, target).
+    """Samples of a torch Dataset, which returns one at a time: a dict, or (input, target)."""
 
-    With `pixels`, which are arguments of `places.in_frame`, PIL images become bytes.
-    """
-
-    def __init__(self, dataset: Any, **pixels: Any) -> None:
-        self.dataset, self.decoding = dataset, pixels
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -107,10 +104,6 @@ class Items:
             title, kind = type(self.dataset).__name__, type(sample).__name__
             raise UserError(f"a sample of {title} is a {kind}; expected a dict of named values, or (input, target).")
         values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
-        if self.decoding and is_pillow(values["input"]):
-            from lockstep.data.spatial import in_frame
-
-            values = in_frame(values, **self.decoding)
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -200,16 +193,24 @@ def content_of(part: Any) -> bytes:
 
 def bytes_of(samples: Samples) -> bytes | None:
     """Digest of samples, read one by one as shapes may differ; None if a second read with the same seed differs."""
-    from lockstep.data.loaders import Reader  # imports torch
+    from lockstep.data.keyed import Generators  # imports torch
 
-    digests, reader = [], Reader(samples, seed=0)
+    digests, generators = [], Generators(getattr(samples, "dataset", None))
     for _ in range(2):
         digest = hashlib.sha256()
         for index in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
-            for value in leaves_of(list(reader[np.array([index]), 0].values())):
+            for value in leaves_of(list(one_batch(samples, np.array([index]), generators).values())):
                 digest.update(np.asarray(value).tobytes())
         digests.append(digest.digest())
     return digests[0] if digests[0] == digests[1] else None
+
+
+def one_batch(samples: Any, index_1: Indices, generators: Any) -> Mapping[str, Any]:
+    """One sample as a batch, with the random numbers of seed 0."""
+    if not isinstance(samples, Items):
+        return samples[index_1]  # type: ignore[no-any-return]
+    states = partial(sample_states, "data", index_1, seed=0, epoch=0)
+    return samples.collate(generators.each(1, states, lambda _: samples.one(index_1[0])))
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

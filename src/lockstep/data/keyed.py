@@ -76,7 +76,7 @@ def contents_of(value: Any) -> Iterable[Any]:
     items = (
         value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set | deque) else ()
     )
-    yield from [*items][:MEMBERS]
+    yield from islice(items, MEMBERS)
     yield from getattr(value, "__dict__", {}).values()
     if isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from lockstep.data.dataset import Arrays, Batch, Indices, Items, is_pillow, leaves_of, samples_of
+from lockstep.data.dataset import Arrays, Batch, Items, is_pillow, leaves_of, samples_of
 from lockstep.data.keyed import Generators
-from lockstep.data.sampler import FILLER, Sampler, sample_states
+from lockstep.data.sampler import FILLER, Indices, Sampler, sample_states
 from lockstep.errors import TrainingFailed, UserError, chain
 
 log = logging.getLogger("lockstep")

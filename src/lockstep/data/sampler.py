@@ -1,24 +1,20 @@
 """Which rank gets which samples at which step, for any world size: pure arithmetic on (seed, epoch, step)."""
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import CLASSES, DataSet, Indices, classes_of
-from lockstep.errors import UserError, raise_problems
-
 # Nothing is drawn, stored or communicated. A permutation of n samples is a bijection that is evaluated only as needed:
 # a process holds the indices of a few thousand samples at a time instead of n, and resuming at a step is an addition.
 # This module does not import torch.
 
+Indices = NDArray[np.int64]
 FILLER = -1  # the index used if a rank has no sample left in the last batch of an evaluation
 ROUNDS = 16  # of the Feistel network: 8 do not give uniform permutations of 5 samples (chi2/df 5.8; with 16, 0.9)
 BLOCK = 8192  # indices computed at once: 0.14 us per sample, as with 65,536; 2.4 us with 64
@@ -121,83 +117,6 @@ def val_count(train: int, fraction: float) -> int:
     return max(1, round(train * fraction))
 
 
-def length(dataset: DataSet, part: str) -> int:
-    """The length of a part; 0 without `val`. Raises UserError if it is not a valid part, such as a stream."""
-    samples = dataset.samples(part)
-    if samples is None and part == "val":
-        return 0
-    with suppress(TypeError):  # a torch Dataset may lack a length
-        if not isinstance(samples, list | tuple):
-            return len(samples)
-    raise UserError(
-        f"the {part} part of {type(dataset).__name__} is a {type(samples).__name__}; expected Arrays, a torch Dataset with a length, or your own "
-        "object with __len__ and __getitem__(indices). For a stream, write a LightningDataModule."
-    )
-
-
-def stratified(part: Any, folds: int) -> tuple[Indices, list[int]]:
-    """An order of the samples by fold, and the start of each fold. Class counts differ by at most one between folds."""
-    class_N = classes_of(part)
-    order_N = permute(np.arange(len(part)), len(part), SPLIT_SEED, 0)
-    by_class_N = np.arange(len(part)) if class_N is None else np.argsort(class_N[order_N], kind="stable")
-    fold_N = np.empty_like(order_N)
-    fold_N[by_class_N] = np.arange(len(part)) % folds
-    return order_N[np.argsort(fold_N, kind="stable")], [0, *np.bincount(fold_N, minlength=folds).cumsum().tolist()]
-
-
-def splits(
-    dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, val_gap: int | None = None, folds: int | None = None, fold: int = 0,
-    limit_train: int | None = None,
-) -> tuple[Split, Split, Split]:  # fmt: skip
-    """The training, validation and test splits.
-
-    With `folds`, the validation split is this `fold` of the training part. With `val_gap`, it is contiguous (the last
-    samples if there are no folds), and `val_gap` samples before and after it are left out.
-
-    Raises:
-        UserError: a part is empty, or a setting exceeds the size of the training split.
-    """
-    (total, val_total, test_total), has_val = (length(dataset, part) for part in PARTS), dataset.val is not None
-    unit = f"{dataset.unit} ({dataset.source})" if dataset.source else dataset.unit
-    in_blocks, order_N = val_gap is not None, None
-    if folds and in_blocks:
-        bounds = [total * number // folds for number in range(folds + 1)]
-    elif folds:
-        order_N, bounds = stratified(dataset.train, folds)
-    else:
-        bounds = [total - val_count(total, val_fraction), total] if in_blocks else [0, val_count(total, val_fraction)]
-    begin, end = bounds[fold : fold + 2]
-    val = 0 if has_val else end - begin
-    gap_before, gap_after = min(val_gap or 0, begin), min(val_gap or 0, total - end)
-    available = total - val - (0 if has_val else gap_before + gap_after)
-    count = min(available, limit_train or total)
-
-    def problems() -> Iterator[str]:
-        if folds and has_val:
-            yield "loader.folds has no effect: this data has its own validation part. Remove loader.folds, or that part."
-        if folds and folds > total:
-            yield f"loader.folds={folds} is more than the {total} training {unit}. Set a smaller number."
-        for part in PARTS:
-            if getattr(dataset, part) is not None and not length(dataset, part):
-                yield f"the {part} part of the data has no {unit}. Add some, or use different data."
-        if in_blocks and has_val:
-            yield "loader.val_gap has no effect: this data has its own validation part. Remove loader.val_gap, or that part."
-        if available < 1:
-            names = [f"loader.val_fraction={val_fraction}"] * (not folds)
-            names += [f"loader.val_gap={val_gap}"] * bool(val_gap)
-            yield f"{' with '.join(names)} leaves none of the {total} training {unit} for training. Set a smaller number."
-        if limit_train is not None and limit_train > max(batch_size, available):
-            yield f"loader.limit_train={limit_train} is more than the {available} training {unit}. Set a smaller number, or null."
-        if batch_size > count:
-            yield f"loader.batch_size={batch_size} is more than the {count} training {unit}. Set loader.batch_size={count} or less."
-
-    raise_problems(islice(problems(), 1))  # the first problem may cause the others
-    whole_val, test = (Split(n, 0, n, shuffled=False) for n in (val_total, test_total))
-    ranges = (begin + val + (0 if has_val else gap_after), count), (begin, val)
-    train, held_out = (Split(total, first, n, not in_blocks, order_N) for first, n in ranges)
-    return train, whole_val if has_val else held_out, test
-
-
 @dataclass(eq=False)
 class TrainBatches:
     """The micro-batches of one rank. All ranks and accumulation steps together form the global batches.
@@ -292,15 +211,6 @@ Sampler = TrainBatches | EvalSampler
 PARTS = ("train", "val", "test")
 
 
-def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
-    """The splits of the further evaluation sets. Raises UserError if a set is empty or its name is invalid."""
-    names = re.compile("(val|test)/(?!(?:raw|loss|count)$)[^/]+")
-    sets = {n: length(dataset, n) if names.fullmatch(n) else 0 for n in dataset.evaluation_sets or ()}
-    problem = "is not a valid name, or the set is empty. Name it val/<name> or test/<name>, and add samples to it."
-    raise_problems(f"evaluation_sets: {name!r} {problem}" for name, count in sets.items() if not count)
-    return {name: Split(total=count, first=0, count=count) for name, count in sets.items()}
-
-
 def divide_parts(
     part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]
 ) -> NDArray[np.str_]:
@@ -346,18 +256,3 @@ class Balanced(Split):
                 order = permute(within_N[round_N == index], len(members), seed, (number + 1) * ROUND + int(index))
                 position_N[round_rows] = members[order]
         return self.indices(position_N)
-
-
-def balanced(split: Split, part: Any, unit: str) -> Balanced:
-    """The balanced split. Raises UserError if the classes of the samples are unknown, or there is only one."""
-    class_N = classes_of(part)
-    if class_N is None:
-        raise UserError(
-            f"loader.balance=true needs the classes of the training {unit} as one array: `target` of Arrays, or an attribute {' or '.join(CLASSES)} "
-            "of your samples. This data has none. Remove the key."
-        )
-    train_class_N = class_N[split.indices(np.arange(split.count))]
-    members = tuple(np.flatnonzero(train_class_N == number) for number in np.unique(train_class_N))
-    if len(members) < 2:
-        raise UserError(f"loader.balance=true has no effect: all training {unit} have the same class. Remove it.")
-    return Balanced(**vars(split), members=members)

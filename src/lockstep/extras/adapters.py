@@ -17,16 +17,29 @@ from numpy.typing import NDArray
 
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import problems
-from lockstep.data.cache import cache_folder, decode_once, file_hash, key_of, one_download
-from lockstep.data.dataset import Batch, Indices, Items, bytes_of, classes_of, holder_of, join_names
-from lockstep.data.images import Images, decode_all
-from lockstep.data.listing import explain_root_error, part_names
-from lockstep.data.pixels import read_error_text
-from lockstep.data.published import folder_contents, has_photos
-from lockstep.data.sampler import PARTS, divide_parts
+from lockstep.data.dataset import Batch, Items, bytes_of, classes_of, holder_of, is_pillow, join_names
+from lockstep.data.sampler import PARTS, Indices, divide_parts
 from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.kit.cache import cache_folder, decode_once, file_hash, key_of, one_download
+from lockstep.kit.images import Images, decode_all
+from lockstep.kit.listing import explain_root_error, part_names
+from lockstep.kit.pixels import read_error_text
+from lockstep.kit.published import folder_contents, has_photos
+from lockstep.kit.spatial import in_frame
 
 IMAGE_SIZE = 224
+
+
+class Pictures(Items):
+    """Samples of a torch Dataset whose PIL images become bytes. `decoding`: arguments of `in_frame`."""
+
+    def __init__(self, dataset: Any, decoding: Mapping[str, Any]) -> None:
+        super().__init__(dataset)
+        self.decoding = decoding
+
+    def as_batch(self, sample: Any) -> dict[str, Any]:
+        values = super().as_batch(sample)
+        return in_frame(values, **self.decoding) if is_pillow(values["input"]) else values
 
 
 class WrappedDataset(Images):
@@ -47,7 +60,7 @@ class WrappedDataset(Images):
 
     def open_part(self, part: str) -> Any:
         dataset = self.held[part]
-        return None if dataset is None else Items(dataset, **self.decoding)
+        return None if dataset is None else Pictures(dataset, self.decoding)
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
@@ -149,7 +162,7 @@ class TorchDataset(WrappedDataset):
     ) -> None:  # fmt: skip
         super().__init__(**images)
         self.held = {"train": train, "val": val, "test": test}
-        self.evaluation_sets = {name: Items(held, **self.decoding) for name, held in (evaluation_sets or {}).items()}
+        self.evaluation_sets = {name: Pictures(held, self.decoding) for name, held in (evaluation_sets or {}).items()}
         if classes:
             self.names = {"classes": list(classes)}
 

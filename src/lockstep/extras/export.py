@@ -26,22 +26,22 @@ from lockstep.config.draft import as_yaml
 from lockstep.config.formatting import warn
 from lockstep.config.instantiate import WEIGHTS, create_data, create_object
 from lockstep.config.instantiate import network as make_network
-from lockstep.config.renames import overrides_of
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import matching_kwargs, nodes, parameters, target_of
-from lockstep.data import dataset, pixels
+from lockstep.data import dataset
 from lockstep.data.dataset import Batch, DataSet, samples_of
-from lockstep.data.images import FRAMING, NEEDED, Images
 from lockstep.data.loaders import Reader
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
 from lockstep.extras.render import MARKDOWN
 from lockstep.extras.tables import input_files
+from lockstep.kit import pixels
+from lockstep.kit.images import FRAMING, NEEDED, Images
 from lockstep.launch.resuming import config_of
 from lockstep.machine.files import atomic_replace, remove, write_text
-from lockstep.run import RunFolder, metrics_of_test, versions
+from lockstep.run import RunFolder, metrics_of_test, overrides_of, versions
 from lockstep.training.invariance import same_random_numbers
 from lockstep.training.losses import samples_at
 from lockstep.training.task import Task
@@ -49,7 +49,7 @@ from lockstep.training.task import Task
 # B batch · C channel · H W pixel
 
 
-TIMM = "lockstep.models.from_timm"
+TIMM = "lockstep.kit.timm.from_timm"
 COMPARED, COMPARED_IN_TRIAL = 100, 6  # samples on which files and network are compared
 SHOWN = 20  # network names in a message
 

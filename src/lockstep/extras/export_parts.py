@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from lockstep.checkpoints.finding import leaves, map_leaves
 from lockstep.data.dataset import Batch
-from lockstep.data.pixels import Frame
 from lockstep.errors import UserError
 from lockstep.extras.exported import ACTIVATIONS, Model
+from lockstep.kit.pixels import Frame
 from lockstep.training.losses import samples_at
 
 # --- The source files of a network: its module, and what it imports from its package, directly or indirectly ---

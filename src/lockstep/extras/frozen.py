@@ -39,3 +39,6 @@ class Frozen(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.network(*args, **kwargs)
+
+
+frozen = Frozen  # as a project calls it

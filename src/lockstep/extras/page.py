@@ -18,17 +18,16 @@ from lockstep.config.compose import to_hydra
 from lockstep.config.draft import as_yaml
 from lockstep.config.formatting import is_fraction, metric
 from lockstep.config.project import command
-from lockstep.config.renames import overrides_of
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.data.dataset import picture
 from lockstep.extras.panels import classes_of, is_right, write_panels
 from lockstep.extras.render import chart, render, with_colours
+from lockstep.kit.panels import Content, Gallery, Sample
 from lockstep.machine.files import write_text
-from lockstep.panel import Content, Gallery, Sample
 from lockstep.reporting.console import in_runs_dir, print_line, time_left, warnings_in
 from lockstep.reporting.report import metric_series
-from lockstep.run import RunFolder, metrics_of_test
+from lockstep.run import RunFolder, metrics_of_test, overrides_of
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
 from lockstep.training.workload import OF_RANK_0, STAGE, primary_metric
 

@@ -20,8 +20,8 @@ from PIL import Image
 from lockstep.config.formatting import metric
 from lockstep.data.dataset import Sound
 from lockstep.extras.render import ENVIRONMENT, chart, thin_out, with_colours
+from lockstep.kit.panels import Bars, Content, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Tokens
 from lockstep.machine.files import write_text
-from lockstep.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Tokens
 from lockstep.reporting.report import ARRAY, IMAGE, KIND
 
 # --- Small images for a page, as data URIs ---

@@ -26,9 +26,8 @@ from lockstep.checkpoints.weights import read
 from lockstep.config.formatting import inline, pluralize, warn
 from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
-from lockstep.data import DataSet, Images, Sound
 from lockstep.data.datamodule import DataModule
-from lockstep.data.pixels import Frame
+from lockstep.data.dataset import DataSet, Sound
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.panels import encode
@@ -43,6 +42,9 @@ from lockstep.extras.tables import (
     predicted_columns,
     write_table,
 )
+from lockstep.kit import Images
+from lockstep.kit.panels import Lines, Mask, Picture, Sample
+from lockstep.kit.pixels import Frame
 from lockstep.launch.request import gallery_of
 from lockstep.machine.files import (
     atomic_replace,
@@ -55,7 +57,6 @@ from lockstep.machine.files import (
     write_text,
 )
 from lockstep.machine.world import all_gather_objects
-from lockstep.panel import Lines, Mask, Picture, Sample
 from lockstep.reporting.console import print_line
 from lockstep.reporting.report import decode
 from lockstep.training.batches import Loaders

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import functional as F
 
-from lockstep.augment.operation import Checked, Count, Fraction, Probability
 from lockstep.data.dataset import Batch
-from lockstep.data.pixels import resize_nearest
-from lockstep.data.spatial import spatial
 from lockstep.errors import UserError
+from lockstep.kit.augment.operation import Checked, Count, Fraction, Probability
+from lockstep.kit.pixels import resize_nearest
+from lockstep.kit.spatial import spatial
 from lockstep.training.arithmetic import steps_done, total_steps
 
 ENDLESS = "it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>"

@@ -16,12 +16,13 @@ from lockstep.config.formatting import inline
 from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import Component
 from lockstep.config.targets import target_of
-from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
-from lockstep.data.folder import fold_name
-from lockstep.data.listing import MISSING, SEPARATORS, Check, Listing, find_inputs, target_problem
-from lockstep.data.pixels import file_name_text, read_error_text
+from lockstep.data.dataset import Arrays, Batch, DataSet
+from lockstep.data.sampler import Indices
 from lockstep.errors import UserError
 from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
+from lockstep.kit.folder import fold_name
+from lockstep.kit.listing import MISSING, SEPARATORS, Check, Listing, find_inputs, target_problem
+from lockstep.kit.pixels import file_name_text, read_error_text
 from lockstep.machine.files import without_nan
 from lockstep.training.losses import validated_columns
 from lockstep.training.task import Task

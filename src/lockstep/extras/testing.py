@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.config.compose import resolve
+from lockstep.config.checks import resolve
 from lockstep.launch import cli, local
 from lockstep.machine.system import kill_this_process
 

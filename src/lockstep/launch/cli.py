@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lockstep import CONFIGS, PACKAGE
-from lockstep.config import compose, project
+from lockstep.config import checks, compose, project
 from lockstep.config.draft import Draft, advice, value_errors
 from lockstep.config.settings import Settings
 from lockstep.errors import RunFailed, SaveFailed, UserError, chain, raise_problems
@@ -116,10 +116,9 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
         print(help.text(job, argv))
         return None
     search_path = compose.search_path(argv)
-    arguments = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
-    overrides = compose.renamed_command(job.name, arguments, search_path)
-    renamed = dict(zip(arguments, overrides, strict=True))
-    sys.argv[1:] = [renamed.get(arg, arg) for arg in argv]  # Hydra reads it
+    overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
+    compose.warn_of_replaced_choices(overrides)
+    sys.argv[1:] = argv  # Hydra reads it
     multirun = {"-m", "--multirun"} & set(argv)
     if multirun:  # check now: Hydra writes multirun.yaml before it detects an error
         if not job.trains:
@@ -145,10 +144,10 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
     except RunFailed:  # a job of a multirun, which has already reported its error
         raise
     except compose.CONFIG_ERRORS as e:
-        raise UserError(*compose.explain(e, job.name, overrides, search_path)) from None
+        raise UserError(*checks.explain(e, job.name, overrides, search_path)) from None
     except Exception as e:
         if not multirun:  # the command of a multirun has been checked above
-            compose.composed(job.name, overrides, search_path)  # raises a UserError if the command is wrong
+            checks.composed(job.name, overrides, search_path)  # raises a UserError if the command is wrong
         files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__)]
         hydra_overrides = [o for o in overrides if compose.key_of(o).startswith("hydra")]
         # The error is neither from a job nor from Lockstep's plugins.
@@ -236,8 +235,8 @@ def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` in this process and restores its state."""
     raise_problems(launcher_problems(os.environ))
     with process.restore_process_state():
-        overrides = compose.renamed_command(name, overrides)
-        return start(restoring_job(name), Draft(compose.composed(name, overrides)), overrides)
+        compose.warn_of_replaced_choices(overrides)
+        return start(restoring_job(name), Draft(checks.composed(name, overrides)), overrides)
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:

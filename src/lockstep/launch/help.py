@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from lockstep.config import checks
 from lockstep.config import compose as configs
 from lockstep.config.draft import advice
 from lockstep.config.formatting import to_text
@@ -53,7 +54,7 @@ class Shown:
 
     def __init__(self, config_name: str, overrides: Sequence[str], search_path: Sequence[str] = ()) -> None:
         """Raises UserError if `overrides` are invalid."""
-        composed = configs.composed(config_name, overrides, search_path, with_hydra=True)
+        composed = checks.composed(config_name, overrides, search_path, with_hydra=True)
         self.choices = dict(composed.hydra.runtime.choices)
         tree = OmegaConf.to_container(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
         self.values = {key: value for key, value in configs.dotted(tree).items() if value != {}}

@@ -71,8 +71,8 @@ class Job:
         """
         if settings.loader is None or (settings.request and settings.request.part is None):  # files are predicted
             return None
-        from lockstep.augment.operation import Augmentation
         from lockstep.data.sampler import PARTS
+        from lockstep.kit.augment.samples import Augmentation
 
         with process.seeded_and_restored(settings.seed):
             if (data := self.data(settings)) is not None:

@@ -23,9 +23,9 @@ def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Sett
     Raises:
         UserError: the request is invalid; lists all problems.
     """
-    from lockstep.data.listing import LISTS, find_inputs
-    from lockstep.data.pixels import ENDINGS
     from lockstep.data.sampler import PARTS
+    from lockstep.kit.listing import LISTS, find_inputs
+    from lockstep.kit.pixels import ENDINGS
 
     cfg, folder = settings.cfg, settings.folder.path
     folder = folder if folder.is_dir() else Path(settings.tested_checkpoint).parent  # a checkpoint that was moved

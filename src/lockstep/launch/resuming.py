@@ -12,14 +12,13 @@ from lockstep.config.draft import Draft, name_of_job, structure_problems, values
 from lockstep.config.formatting import plain, pluralize, to_text, warn
 from lockstep.config.instantiate import has_nearest_base
 from lockstep.config.project import command
-from lockstep.config.renames import LOADER_KEYS, overrides_of
 from lockstep.config.rules import keys_without_effect
 from lockstep.config.run_config import CLOSED, Component, InvalidValueRead, RunConfig
 from lockstep.config.schema import KEYS, PREDICT, RECIPES
 from lockstep.config.settings import OF_NETWORK, Settings
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import external_launcher, number_from_env, rank_of
-from lockstep.run import RunFolder, find_run
+from lockstep.run import RunFolder, find_run, overrides_of
 
 # --- The keys that cannot change when a run is resumed ---
 
@@ -71,15 +70,8 @@ TRAINING = (  # keys without effect in an evaluation
 )  # fmt: skip
 
 
-DATA_MODULE = "lightning.pytorch.core.datamodule.LightningDataModule"
-
-
 def with_new_defaults(saved: Draft) -> Draft:
     """The config of a run, with defaults for keys that are newer than the run. Raises UserError if it is malformed."""
-    data = Component.of(saved.group("data"))
-    if saved.group("loader").keys() & data.kwargs.keys():  # a config of version 0.1, see renames.py
-        is_data_module = has_nearest_base(data, "data", DATA_MODULE)
-        saved = saved.replace({"loader": {}} if is_data_module else {"data": data.without(*LOADER_KEYS).node})
     groups = [group for group in ("", *CLOSED) if not group or isinstance(saved.tree.get(group), Mapping)]
     if newer := [key for key in KEYS if key.rpartition(".")[0] in groups and not saved.has(key)]:
         defaults = Draft(compose_config("train", []))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import check, check_classes, step_problems
-from lockstep.config.compose import fixed_keys, key_of, needs_signature_check, resolve, without_replaced_defaults
+from lockstep.config.checks import check, check_classes, resolve, step_problems
+from lockstep.config.compose import fixed_keys, key_of, needs_signature_check, without_replaced_defaults
 from lockstep.config.draft import Draft, missing_keys, value_error, value_errors, was_restarted
 from lockstep.config.formatting import inline, warn
 from lockstep.config.schema import EVALUATE, PREDICT
@@ -41,7 +41,7 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     Returns the settings decided from the data, the data if this process trains on it, and the number of training
     samples. A LightningDataModule prepares its data in training.
     """
-    from lockstep.data.sampler import splits
+    from lockstep.data.splits import splits
 
     # How images become squares may depend on the network. Its library takes seconds to import.
     # This process needs the rest of its values too, if it runs the job: the data is read once.

@@ -17,7 +17,6 @@ from rich.table import Table
 from lockstep.config.compose import MAX_JOBS, expand_sweep, key_of, recorded_overrides
 from lockstep.config.draft import Draft
 from lockstep.config.formatting import inline, number, pluralize
-from lockstep.config.renames import overrides_of, renamed_override
 from lockstep.config.run_config import Component
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
@@ -27,7 +26,7 @@ from lockstep.machine.system import cores
 from lockstep.machine.world import visible_gpus, world_of
 from lockstep.reporting import console
 from lockstep.reporting.report import Report
-from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, explain_damage, metrics_of_test
+from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, explain_damage, metrics_of_test, overrides_of
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
@@ -49,12 +48,11 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     with explain_damage(file, "Set run=<new name>."):
         # Plain YAML: OmegaConf would resolve it.
         multirun = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]
-        grids = [[*map(renamed_override, grid)] for grid in (multirun["overrides"]["task"], overrides)]
+        grids = [multirun["overrides"]["task"], overrides]
         sweeper = multirun.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
         if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
             return
         varied = {key_of(o) for o in chain(*grids) if len(expand_sweep(o)) > 1}
-        original = {renamed_override(variant): variant for o in overrides for variant in expand_sweep(o)}
         jobs = [product(*(expand_sweep(o) for o in grid if key_of(o) in varied)) for grid in grids]
     for index, (previous, new) in enumerate(islice(zip_longest(*jobs), MAX_JOBS)):
         job = RunFolder(folder / str(index))
@@ -63,7 +61,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
         if None not in (previous, new) and {*previous} != {*new} and job.has_config():
             yield (
                 f"run={folder.name}: job {index} of this sweep ran with {shlex.join(previous)}, but would now run with "
-                f"{shlex.join(original.get(o, o) for o in new)}. Set run=<new name>. To extend a sweep, add values only at the end of "
+                f"{shlex.join(new)}. Set run=<new name>. To extend a sweep, add values only at the end of "
                 "its first list; leave the other lists unchanged."
             )
             return

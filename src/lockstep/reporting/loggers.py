@@ -29,8 +29,8 @@ from lockstep.config.compose import dotted
 from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import RunConfig
 from lockstep.errors import UserError, chain
+from lockstep.kit.panels import Content, Matrix, Share, Table
 from lockstep.machine.world import unreachable
-from lockstep.panel import Content, Matrix, Share, Table
 from lockstep.run import RunFolder
 from lockstep.training.arithmetic import steps_done
 

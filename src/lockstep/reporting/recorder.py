@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import Logger
 
-    from lockstep.panel import Content
+    from lockstep.kit.panels import Content
     from lockstep.reporting.loggers import Background
     from lockstep.training.workload import Workload
 

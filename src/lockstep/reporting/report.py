@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 from lockstep.config.compose import dotted
 from lockstep.config.formatting import metric
-from lockstep.config.renames import with_new_keys
+from lockstep.config.renames import with_moved
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
 from lockstep.run import RunFolder, explain_damage, metrics_of_test
@@ -21,7 +21,7 @@ from lockstep.run import RunFolder, explain_damage, metrics_of_test
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lockstep.panel import Content
+    from lockstep.kit.panels import Content
 
 # An iframe keeps the styles and the script of the page apart from those of the notebook.
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" height="640" style="border:0"></iframe>'
@@ -33,8 +33,8 @@ KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"  # keys of panels.jso
 @cache
 def saved_kinds() -> dict[str, type[Any]]:
     """The classes in panels.json by name."""
-    from lockstep import panel
     from lockstep.data.dataset import Sound
+    from lockstep.kit import panels as panel
 
     kinds = (*get_args(panel.Content), panel.Mask, panel.Picture, panel.Sample, panel.Share, Sound, panel.Tokens)
     return {kind.__name__: kind for kind in kinds}
@@ -56,7 +56,7 @@ def decode(encoded: dict[str, Any]) -> Any:
 
 def read_panels(path: Path) -> "list[Content]":
     """The panels in `path`; empty without the file. Raises UserError if it is damaged."""
-    from lockstep.panel import Content
+    from lockstep.kit.panels import Content
 
     with explain_damage(path, "Remove the file; report.html shows the same panels."):
         panels = json.loads(read_text(path), object_hook=decode) if path.exists() else []
@@ -101,7 +101,7 @@ class Report(dict[str, Any]):
     def settings(self) -> dict[str, Any]:
         """The config by dotted keys; empty if it is missing or damaged."""
         with suppress(UserError):
-            return dotted(with_new_keys(self.run_folder.saved_config()[0]))
+            return dotted(with_moved(self.run_folder.saved_config()[0]))
         return {}
 
     @cached_property

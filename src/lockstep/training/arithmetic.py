@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,9 +23,6 @@ from lockstep.data.sampler import index_in_step
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 from lockstep.training.optim import local_parts, padded_fused
-
-if TYPE_CHECKING:
-    from lockstep.training.task import Task
 
 Make = Callable[..., Optimizer]
 dist: Any = torch.distributed
@@ -126,7 +123,7 @@ class StepArithmetic:
     def after_backward(self, module: pl.LightningModule) -> None:
         """Leaves the gradients and buffers of the global batch after the last micro-batch of a step."""
 
-    def evaluation_sum(self, module: "Task", batch_idx: int) -> int:
+    def evaluation_sum(self, module: Any, batch_idx: int) -> int:
         """The index of the sum that an evaluation batch is added to."""
         return 0
 
@@ -172,7 +169,7 @@ class LogicalRanks(StepArithmetic):
         deterministic = options["deterministic"] or world.accelerator == "cuda"
         return {**counts, "accumulate_grad_batches": accumulate, "deterministic": deterministic}
 
-    def evaluation_sum(self, module: "Task", batch_idx: int) -> int:
+    def evaluation_sum(self, module: Any, batch_idx: int) -> int:
         return self.evaluation_parts(module.trainer, batch_idx)[0] % self.count
 
     def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:

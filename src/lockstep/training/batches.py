@@ -99,7 +99,7 @@ class Loaders:
         """Predicts on one part of the data: uses that part's dataloader, and calls `setup` with that part's stage."""
         if gallery:
             raise UserError(
-                f"gallery=true needs a lockstep.data.DataSet, but {type(self.holder).__name__} has its own dataloaders. Remove gallery=true."
+                f"gallery=true needs a lockstep.DataSet, but {type(self.holder).__name__} has its own dataloaders. Remove gallery=true."
             )
         hook, stage = f"{part}_dataloader", STAGE_OF[str(part)]
         if not self.provides(hook):

@@ -24,13 +24,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
 from lockstep.compat.torch import copy_hooks
-from lockstep.data.dataset import Batch, Indices
+from lockstep.data.dataset import Batch
+from lockstep.data.sampler import Indices
 from lockstep.errors import UserError
 from lockstep.training import invariance
 from lockstep.training.losses import first_rows, float32, one_per_sample, sample_weights, validated_columns
 from lockstep.training.metrics import named_values
 from lockstep.training.oom import is_oom
-from lockstep.training.schedules import scheduler
+from lockstep.training.optim import scheduler
 from lockstep.training.task import Task
 from lockstep.training.workload import TaskWorkload
 

@@ -7,25 +7,19 @@ Losses are per sample, mixed, or between all samples of a global batch.
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.data.dataset import Batch
 from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
 from lockstep.machine.world import all_gather_objects
-
-if TYPE_CHECKING:
-    from lockstep.training.task import Task
 
 Tree = Any
 Change = Callable[[Any, str], Any]  # maps a value and its name in the tree to a new value
@@ -126,7 +120,7 @@ def float32(tree: Any) -> Any:
     return apply_to_collection(tree, Tensor, to_float32)
 
 
-# --- The loss of samples that augmentation has mixed with a partner (augment/transforms.py) ---
+# --- The loss of samples that augmentation has mixed with a partner (kit/augment/transforms.py) ---
 
 
 def partner_batch(batch: Batch) -> Batch:
@@ -135,7 +129,7 @@ def partner_batch(batch: Batch) -> Batch:
     return {**batch, **samples_at(rest, batch["partner"], len(batch["partner"]))}
 
 
-def one_per_sample(value_B: Any, task: "Task", batch: Batch, method: str = "loss") -> Tensor:
+def one_per_sample(value_B: Any, task: Any, batch: Batch, method: str = "loss") -> Tensor:
     """Raises UserError if a task's loss or weight is not one number per sample."""
     count = len(batch["index"])
     if isinstance(value_B, Tensor) and value_B.shape == (count,):
@@ -148,13 +142,13 @@ def one_per_sample(value_B: Any, task: "Task", batch: Batch, method: str = "loss
     )
 
 
-def sample_weights(task: "Task", batch: Batch) -> Tensor | None:
+def sample_weights(task: Any, batch: Batch) -> Tensor | None:
     """weight_B, if samples differ in weight. Rejects (B, 1): it would broadcast to (B, B) and average the weights."""
     weight_B = task.weight(batch)
     return None if weight_B is None else one_per_sample(weight_B, task, batch, "weight")
 
 
-def weighted_loss(task: "Task", output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+def weighted_loss(task: Any, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """loss_B times weight_B, and weight_B. A mixed sample has both targets, each with its share.
 
     Exact for losses that are linear in the target, such as cross-entropy with label smoothing. For other losses, this
@@ -179,7 +173,7 @@ def weighted_loss(task: "Task", output: Any, batch: Batch) -> tuple[Tensor, Tens
 # gradient with respect to its own outputs is complete: backward communicates nothing more.
 
 
-def join_global_batch(task: "Task", output: Any, batch: Batch) -> tuple[Any, Batch]:
+def join_global_batch(task: Any, output: Any, batch: Batch) -> tuple[Any, Batch]:
     """The outputs, with gradients, and the batch of all processes, for a task with `between_samples`.
 
     For other tasks, returns `output` and `batch` as they are.
@@ -223,7 +217,7 @@ def join_global_batch(task: "Task", output: Any, batch: Batch) -> tuple[Any, Bat
     return gathered_output, {**gathered, "count": size_B * world}
 
 
-def evaluation_loss(task: "Task", output: Any, batch: Batch) -> Tensor | None:
+def evaluation_loss(task: Any, output: Any, batch: Batch) -> Tensor | None:
     """loss_B of this process's real samples, compared with those of all processes.
 
     None if the task does not compare samples, or if one process has them all. Every process must call it, even one
@@ -243,38 +237,6 @@ def evaluation_loss(task: "Task", output: Any, batch: Batch) -> Tensor | None:
 
 Plain = str | int | float
 RESERVED = ("index", "path", "row", "error")  # columns of a table of predictions that identify a row's sample
-AT_ONCE = 2**22  # numbers checked at once
-
-
-@dataclass(frozen=True)
-class Targets:
-    """The targets that a task expects. Whole numbers start at `minimum` and index the names, unless `maximum` is set."""
-
-    what: str  # description of one sample's target, for messages
-    dims: int | None  # dimensions of one sample's target; None: any
-    integer: bool = True
-    minimum: float = 0
-    maximum: float | None = None
-    ignored: int | None = None  # a number that is excluded from loss and metrics
-    hint: str = ""
-
-    def wrong(self, target_N: NDArray[Any], names: int) -> tuple[int, str] | None:
-        """The index of the first sample with an invalid target, and a description of that target."""
-        high = names - 1 if self.maximum is None else self.maximum
-        ignored = "" if self.ignored is None else f", or {self.ignored}"
-        limits = f"{f' from 0 to {high}' if self.integer else ''}{ignored}"
-        expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}; for different targets, set a different task."
-        if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in "biuf":
-            return 0, f"{target_N.dtype} of shape {target_N.shape[1:]}; {expected}"
-        rows = max(1, AT_ONCE * len(target_N) // max(1, target_N.size))  # masks may be too large for memory
-        for first in range(0, len(target_N), rows):
-            block = target_N[first : first + rows]
-            is_wrong = ~(np.isfinite(block) & (block >= self.minimum) & (block <= high) | (block == self.ignored))
-            if self.integer and block.dtype.kind == "f":
-                is_wrong |= block != np.trunc(block)
-            if is_wrong.any():
-                return first + int(np.argwhere(is_wrong)[0, 0]), f"{block[is_wrong][0]}; {expected}"
-        return None
 
 
 def validated_columns(columns: Mapping[str, Any], *, targets: bool = False) -> dict[str, Any]:
@@ -294,31 +256,12 @@ def is_small(column: Any, count: int) -> bool:
     return isinstance(column, list | tuple) and len(column) == count and all(isinstance(x, Plain) for x in column)
 
 
-def validate_outputs(output: Tensor, *shape: int) -> None:
-    """Raises UserError if a network's output has a different shape."""
-    if output.shape != shape:
-        raise UserError(
-            f"the network returns shape {tuple(output.shape)}, but the task and the data need {shape}. Choose a different model, or set its number of outputs to what the data needs."
-        )
-
-
-def loss_factors(task: "Task", name: str, factors: Sequence[float] | None) -> Tensor | None:
-    """The factors of a loss. Raises UserError if there is not one for each class or label."""
-    if factors is None:
-        return None
-    if len(factors) != len(task.value_names):
-        raise UserError(
-            f"task.{name} has {len(factors)} numbers; the data has {len(task.value_names)} {task.names}. Set one number for each."
-        )
-    return torch.tensor(factors, dtype=torch.float32)
-
-
 # A task's step must call one of these for Lockstep's promises to hold.
 EVALUATES = ("update_metrics",)
 STEP_PARTS = {"training_step": ("mean_loss", "mean"), "validation_step": EVALUATES, "test_step": EVALUATES}
 
 
-def unsafe_override(kind: type["Task"], base: type["Task"]) -> str:
+def unsafe_override(kind: type, base: type) -> str:
     """The first of Task's LightningModule methods that a class overrides without `super` or the calls in STEP_PARTS.
 
     Empty if there is none.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,10 @@ from torchmetrics import Metric
 from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
+from lockstep.kit.panels import Content, Gallery, Kept, Panel, Sample
 from lockstep.machine.world import all_gather_objects
-from lockstep.panel import Content, Gallery, Kept, Panel, Sample
 from lockstep.training.arithmetic import tree_sum
 from lockstep.training.losses import sample_at, samples_at, without_fillers
-
-if TYPE_CHECKING:
-    from lockstep.training.task import Task
 
 log = logging.getLogger("lockstep")
 
@@ -88,7 +85,7 @@ class TestPanels:
 
     __test__ = False  # for pytest
 
-    def __init__(self, task: "Task", contents: list[Content], *, compiled: bool) -> None:
+    def __init__(self, task: Any, contents: list[Content], *, compiled: bool) -> None:
         self.task, self.worst, self.random, self.compiled = task, Kept(24, by_loss=True), Kept(16), compiled
         self.panels: dict[str, Panel] = {}
         self.failed: set[str] = set()

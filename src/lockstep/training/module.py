@@ -185,7 +185,7 @@ class Module(pl.LightningModule):
         if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
             raise UserError(
                 "self.mean with weights needs those of the whole global batch, but in a step of several micro-batches the later ones are unknown. "
-                "Set trainer.accumulate_grad_batches=1 and remove exact.logical_ranks, or write a lockstep.tasks.Task, which divides later."
+                "Set trainer.accumulate_grad_batches=1 and remove exact.logical_ranks, or write a lockstep.Task, which divides later."
             )
         return torch.as_tensor(strategy.reduce(weight.clone(), reduce_op="mean"))
 

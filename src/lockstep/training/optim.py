@@ -3,8 +3,9 @@
 Padded fused steps give the same bits on any number of processes.
 """
 
+import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 
 def groups(
@@ -171,3 +173,9 @@ def padded_fused(optimizer: Optimizer) -> Optimizer:
     cls: Any = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (PaddedFusedStep, cls), {"__module__": cls.__module__})
     return optimizer
+
+
+def scheduler(make: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: float) -> LRScheduler:
+    """The schedule of an optimizer. Passes `total_steps` if the signature has it and the config does not set it."""
+    unset = "total_steps" in inspect.signature(make).parameters and "total_steps" not in getattr(make, "keywords", ())
+    return make(optimizer, **({"total_steps": total_steps} if unset else {}))

@@ -21,11 +21,10 @@ from torchmetrics import Metric
 from lockstep.compat.metric_states import exact_on, of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
-from lockstep.panel import Panel
+from lockstep.kit.panels import Panel
 from lockstep.training.arithmetic import clip_by_norm, is_logging_step, scale_gradients, total_steps
 from lockstep.training.losses import (
     Plain,
-    Targets,
     evaluation_loss,
     is_small,
     join_global_batch,
@@ -37,8 +36,7 @@ from lockstep.training.losses import (
 )
 from lockstep.training.metrics import named_values
 from lockstep.training.module import Module, RunParts, call_own_train, log_reduced
-from lockstep.training.optim import begin_momentum, head_of
-from lockstep.training.schedules import scheduler
+from lockstep.training.optim import begin_momentum, head_of, scheduler
 
 log = logging.getLogger("lockstep")
 
@@ -66,7 +64,7 @@ class Task(Module):
     between_samples: bool = False
     # Under mixed precision, the network's last layer computes in float32, for outputs with more than 3 digits.
     float32_head: bool = False
-    target_spec: Targets | None = None  # checked before training, or when targets are read; None: any `target`
+    target_spec: Any = None  # checked before training, or when targets are read; None: any `target`
     metadata: Mapping[str, Any]
     net: nn.Module
     parts: RunParts

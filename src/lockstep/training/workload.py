@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lockstep.config.formatting import metric
 from lockstep.config.settings import Settings
 from lockstep.data.datamodule import DataModule
-from lockstep.panel import Content
+from lockstep.kit.panels import Content
 from lockstep.run import metrics_of_test
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.batches import HOOKS, DataSetLoaders, Loaders

@@ -1,0 +1,354 @@
+"""Decodes image files with Pillow; data sets of images, normalised in batches on the device. Does not import torch."""
+
+import contextlib
+import copy
+import hashlib
+import io
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep import Arrays, Batch, DataSet, Indices, UserError, files, is_pillow, sampler, system, world
+from lockstep.kit.pixels import (
+    ENDINGS,
+    Frame,
+    Preprocess,
+    check_depth,
+    original_size,
+    read_error_text,
+    to_array,
+    upright,
+)
+from lockstep.kit.spatial import all_match_image, move_all_into_frame, spatial
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# B batch · C channel · H W pixel · N file
+
+# --- Samples that workers decode ---
+
+
+def decode(file: Any, *, channels: int, frame: Frame, least: int | None = None) -> Any:
+    """image_CHW in the frame, of a path or an open file. `least`: the uncropped PIL image, see `pixels.upright`."""
+    from PIL import Image
+
+    source = io.BytesIO(files.read_bytes(file, follows=True)) if isinstance(file, Path) else file
+    with warnings.catch_warnings(), Image.open(source) as image:
+        warnings.simplefilter("ignore")  # about invalid EXIF data and palettes
+        if least is not None:
+            return upright(image, channels=channels, least=least)
+        return to_array(image, channels=channels, frame=frame)
+
+
+def decode_all(files: Sequence[Any], **pixels: Any) -> Any:
+    """image_BCHW of paths or open files; with `least`, a list of PIL images."""
+    images = [decode(file, **pixels) for file in files]
+    return images if "least" in pixels else np.stack(images)
+
+
+def with_decode_arguments(samples: Any, **pixels: Any) -> Any:
+    """A copy of the samples with other arguments for `decode`; the same object if they are not decoded on access."""
+    if not getattr(samples, "decoding", None):
+        return samples
+    samples = copy.copy(samples)
+    samples.decoding = {**samples.decoding, **pixels}
+    return samples
+
+
+class Files:
+    """Image files and their targets, decoded by workers on access."""
+
+    def __init__(self, base: Path, names: Iterable[str], target_N: NDArray[Any], **pixels: Any) -> None:
+        # One array of bytes: with a list of strings, reference counts would make workers copy its memory page by page.
+        self.base, self.name_N = base, np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
+        self.target_N, self.decoding = target_N, pixels
+
+    def __len__(self) -> int:
+        return len(self.target_N)
+
+    def file(self, index: int) -> Any:
+        return self.base / os.fsdecode(self.name_N[index])
+
+    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+        return {"input": decode_all([self.file(i) for i in indices], **self.decoding), "target": self.target_N[indices]}
+
+
+class Packed(Files):
+    """Files in one array with the bytes of all files. `end_N`: the offset at which each file ends."""
+
+    def __init__(
+        self, content: NDArray[np.uint8], end_N: NDArray[np.int64], target_N: NDArray[Any], **pixels: Any
+    ) -> None:
+        super().__init__(Path(), (), target_N, **pixels)
+        self.packed, self.end_N = Arrays(content=content), end_N  # not copied to workers
+
+    def file(self, index: int) -> Any:
+        start = self.end_N[index - 1] if index else 0
+        return io.BytesIO(self.packed.arrays["content"][start : self.end_N[index]].tobytes())
+
+
+# --- All files of a part ---
+
+AHEAD = 4  # files to read ahead, per thread
+QUALITY = 95  # of stored JPEGs
+Keep = Callable[["Image", bytes], bytes]  # maps a file's image and content to the bytes to store
+
+
+@dataclass(frozen=True)
+class FileRead:
+    """A file: why it cannot be read, if so; its largest pixel if it has 16 bits, else 0; and the bytes to store."""
+
+    sha256: bytes
+    problem: str | None
+    brightest: int = 0
+    stored: bytes = b""
+
+
+def check_only(image: "Image", _content: bytes) -> bytes:
+    """Checks that the image can be decoded. Stores nothing."""
+    check_depth(image)
+    image.draft("L", (1, 1))  # decodes a JPEG at 1/8 of its size, in 1/4 of the time
+    image.load()
+    return b""
+
+
+def keep_file(_image: "Image", content: bytes) -> bytes:
+    return content
+
+
+def keep_square(image: "Image", _content: bytes, **pixels: Any) -> bytes:
+    """The pixels of the square, as CHW."""
+    return to_array(image, **pixels).tobytes()
+
+
+def keep_smaller_jpeg(image: "Image", content: bytes, *, side: int, channels: int) -> bytes:
+    """A JPEG whose shorter side has `side` pixels; the original file if it is not larger."""
+    from PIL import Image
+
+    if min(image.size) <= side:
+        check_only(image, content)
+        return content
+    whole = upright(image, channels=channels, least=2 * side)
+    scale, file = side / min(whole.size), io.BytesIO()
+    size = max(side, round(whole.width * scale)), max(side, round(whole.height * scale))
+    whole.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=QUALITY, subsampling=0)
+    return file.getvalue()
+
+
+def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_only) -> Iterator[FileRead]:
+    """Reads the files in order. `keep` returns the bytes to store of each.
+
+    Uses threads, because Pillow releases the GIL to decode and resize. Shows a progress bar on a terminal.
+    """
+    from PIL import Image
+    from rich.console import Console
+    from rich.progress import track
+
+    def read(index: int) -> FileRead:
+        digest = bytes(32)
+        try:
+            content = files.read_bytes(base / paths[index], follows=True)
+            digest = hashlib.sha256(content).digest()
+            with Image.open(io.BytesIO(content)) as image:
+                stored = keep(image, content)
+                brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
+        except Exception as e:  # Pillow raises almost any exception for a broken file
+            return FileRead(digest, read_error_text(e))
+        return FileRead(digest, None, brightest, stored)
+
+    def in_order() -> Iterator[FileRead]:
+        futures = deque[Future[FileRead]]()
+        for index in range(len(paths)):
+            futures.append(pool.submit(read, index))
+            if len(futures) > AHEAD * system.cores():
+                yield futures.popleft().result()
+        yield from (future.result() for future in futures)
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(system.cores()) as pool:
+        warnings.simplefilter("ignore")
+        console = Console(stderr=True)
+        silent = world.rank_of() > 0 or not console.is_terminal  # rich ends a bar with an empty line elsewhere
+        yield from track(in_order(), what, len(paths), console=console, disable=silent, transient=True)
+
+
+MEASURE_S = 0.5
+
+
+def measure_decoding(paths: Iterable[Path], keep: Keep, **pixels: Any) -> tuple[float, float]:
+    """Measures the first files, as `keep` returns them: images decoded per core per second, mean size in bytes."""
+    from PIL import Image
+
+    began_s, decode_s, sizes = time.perf_counter(), 0.0, [0]
+    for path in paths:
+        with contextlib.suppress(Exception):  # broken files are reported when all files are read
+            content = files.read_bytes(path, follows=True)
+            with Image.open(io.BytesIO(content)) as image:
+                stored = keep(image, content)
+            decode_began_s = time.perf_counter()
+            decode(io.BytesIO(stored), **pixels)
+            decode_s += time.perf_counter() - decode_began_s
+            sizes.append(len(stored))
+        if time.perf_counter() - began_s > MEASURE_S:
+            break
+    count = max(1, len(sizes) - 1)
+    return count / max(decode_s, 1e-9), sum(sizes) / count
+
+
+# --- Data sets of images: bytes are copied to the device, then resized and normalised in batches ---
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # means over ImageNet's three channels
+NEEDED = ("image_size", "channels", "mean", "std")  # keys of `metadata` to read files without training data
+FRAMING = ("resize", "crop_pct", "interpolation")  # further keys; older checkpoints lack them
+USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # for pixels from 0 to 1; beyond, float32 yields infinities and NaN
+
+
+class Images(DataSet):
+    """Images as `input`: uint8, BCHW, of any size. `channels`, for classes that decode images: 3 for RGB, 1 for grey.
+
+    `mean` and `std` have one number per channel. `resize`, `crop_pct` and `interpolation` are those of `pixels.Frame`.
+    `build` replaces `model` by the values that the network was pretrained with, or else by those of this class.
+    """
+
+    unit = "images"
+    endings = ENDINGS
+    mean: ClassVar[Sequence[float]] = IMAGENET_MEAN
+    std: ClassVar[Sequence[float]] = IMAGENET_STD
+    classes: Sequence[str] = ()
+
+    def __init__(
+        self, *, image_size: int, channels: int | None = None, mean: str | Sequence[float] = "model",
+        std: str | Sequence[float] = "model", channels_last: bool = True, resize: str = "squash", crop_pct: str | float = 1.0,
+        interpolation: str = "bilinear", eval_size: int | None = None
+    ) -> None:  # fmt: skip
+        settings = {"mean": mean, "std": std, "resize": resize, "crop_pct": crop_pct, "interpolation": interpolation}
+        defaults = self.defaults({"channels": channels})
+        values: dict[str, Any] = {key: defaults[key] if value == "model" else value for key, value in settings.items()}
+        self.pixel_mean, self.pixel_std = list(values.pop("mean")), list(values.pop("std"))
+        self.frame, self.channels_last = Frame(image_size, **values), channels_last
+        self.eval_frame = replace(self.frame, size=eval_size or image_size)
+
+    @classmethod
+    def defaults(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that replace `model` in a `data` node if the network is not pretrained."""
+        grey = data.get("channels") == 1 and cls.mean is IMAGENET_MEAN  # the class does not set its own mean
+        mean, std = (GREY_MEAN, GREY_STD) if grey else (cls.mean, cls.std)
+        return {"mean": list(mean), "std": list(std), "resize": "crop", "crop_pct": 1.0, "interpolation": "bilinear"}
+
+    @classmethod
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        channels = len(cls.defaults(data)["mean"])
+        if data.get("channels") not in (None, channels):
+            yield f"data.channels={data['channels']} has no effect: these images have {channels} channel{'s' * (channels > 1)}. Remove it."
+        for key, (low, high) in USABLE.items():
+            value = data.get(key)
+            if not isinstance(value, list):
+                continue
+            if len(value) != channels:
+                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channel{'s' * (channels > 1)}. Set one number per channel."
+            if not all(low <= number <= high for number in value):
+                yield f"data.{key}={value} must be from {low:g} to {high:g}: pixels are from 0 to 1."
+
+    @property
+    def channels(self) -> int:
+        return len(self.pixel_mean)
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
+        frame = asdict(self.eval_frame)  # the frame used to read files
+        shape = {"channels": self.channels, "image_size": frame.pop("size")}
+        part = vars(self).get("train")  # set in `__init__`
+        array = part.arrays.get("input") if isinstance(part, Arrays) else None
+        if array is not None and array.dtype.kind == "f":
+            raise UserError(
+                f"{type(self).__name__}: images are uint8, from 0 to 255, but `input` is {array.dtype}. Convert them, or subclass DataSet, whose arrays reach the network unchanged."
+            )
+        return {**shape, **frame, "classes": list(self.classes), **numbers}
+
+    @property
+    def image_size(self) -> int:
+        return self.frame.size
+
+    def model_kwargs(self) -> dict[str, Any]:
+        return {"in_channels": self.channels, "image_size": self.image_size}
+
+    def uncropped(self, part: str, least: int) -> Any:
+        """None if the samples are not decoded on access, or if masks or boxes belong to the squares."""
+        samples = getattr(self, part)
+        if (whole := with_decode_arguments(samples, least=least)) is samples:
+            return None
+        batch = whole[np.array([0])]
+        spatial_values, (image, *_) = spatial(batch, nested=True).values(), batch["input"]
+        shape = image.size[::-1] if is_pillow(image) else image.shape[-2:]
+        return whole if all(all_match_image(value, shape) for value in spatial_values) else None
+
+    @property
+    def evaluated(self) -> "Images":
+        if self.frame == self.eval_frame:
+            return self
+        dataset = copy.copy(self)
+        dataset.frame = self.eval_frame
+        vars(dataset).pop("preprocessing", None)
+        vars(dataset).update(
+            {part: with_decode_arguments(getattr(self, part), frame=dataset.frame) for part in sampler.PARTS}
+        )
+        dataset.evaluation_sets = {
+            n: with_decode_arguments(samples, frame=dataset.frame)
+            for n, samples in (self.evaluation_sets or {}).items()
+        }
+        return dataset
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """Arguments for `decode`."""
+        return {"channels": self.channels, "frame": self.frame}
+
+    def read(self, path: Path) -> dict[str, Any]:
+        return {"input": decode(path, channels=self.channels, frame=self.eval_frame)}
+
+    @classmethod
+    def for_files(cls, metadata: Mapping[str, Any]) -> Self:
+        if missing := [key for key in NEEDED if not metadata.get(key)]:
+            raise UserError(
+                f"input: reading image files needs {', '.join(NEEDED)} in the `metadata` of the training data, which lacks {', '.join(missing)}. Pass input=test, val or train for a part of the run's own data."
+            )
+        dataset = super().for_files(metadata)
+        dataset.frame = dataset.eval_frame = Frame(
+            metadata["image_size"], **{key: metadata[key] for key in FRAMING if key in metadata}
+        )
+        dataset.channels_last = True
+        dataset.pixel_mean, dataset.pixel_std = metadata["mean"], metadata["std"]
+        return dataset
+
+    def mask_size(self, path: Path) -> tuple[int, int]:
+        from PIL import Image
+
+        with files.open_plain(path, follows=True) as file, Image.open(file) as image:
+            return original_size(image)
+
+    @cached_property
+    def preprocessing(self) -> Preprocess:
+        return Preprocess(self.frame, mean=self.pixel_mean, std=self.pixel_std, channels_last=self.channels_last)
+
+    def preprocess(self, batch: Batch) -> Batch:
+        image_BCHW = batch["input"]
+        if image_BCHW.shape[1] != self.channels:
+            raise UserError(
+                f"the images have {image_BCHW.shape[1]} channels, but data.mean and data.std have {self.channels} numbers. Set one number per channel."
+            )
+        height, width = image_BCHW.shape[-2:]
+        if (height, width) != (self.image_size, self.image_size):
+            batch = move_all_into_frame(batch, self.frame, (height, width), 2)
+        return {**batch, "input": self.preprocessing(image_BCHW)}

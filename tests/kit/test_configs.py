@@ -1,0 +1,68 @@
+"""Each task that is shipped: its config builds it, its figures have the monitored one, and missing facts are named."""
+
+import pytest
+
+from lockstep import Task, build
+from lockstep.config.checks import monitor_problems, resolve
+from lockstep.config.compose import options
+from lockstep.config.instantiate import create_object
+from lockstep.config.settings import Settings
+from lockstep.errors import UserError
+from lockstep.kit import tasks
+
+ABOUT = {**{key: ["a", "b"] for key in ("classes", "labels", "targets", "vocabulary")}, "sequence_length": 4}
+NAMES = sorted({*options("task")} - {"lightning_module", "own"})
+HEADLINES = {
+    "classification": "acc",
+    "classifier": "acc",
+    "multilabel": "f1",
+    "regression": "rmse",
+    "segmentation": "iou",
+    "language_model": "perplexity",
+}
+REPORT = {"test/count": 1000, "unit": "images", **{f"test/{metric}": 0.5 for metric in HEADLINES.values()}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_builds_its_task_and_names_a_metric_of_it(name):
+    cfg = resolve([f"task={name}", "+task.metrics.more._target_=torchmetrics.MeanMetric"])
+    task: Task = create_object(cfg.task, "task")
+    with pytest.raises(UserError, match=f"needs {', '.join(task.needs)} in the `metadata`"):
+        task.bind({"channels": 3})
+    task.bind(ABOUT)
+    expected = (f"test {HEADLINES[name]}", "0.5000 on 1,000 images")
+    if name in ("classification", "classifier"):
+        expected = ("test accuracy", "50.00% of 1,000 images")
+    assert task.primary_metric({**REPORT, "monitor": cfg.checkpoint.monitor}) == expected
+    assert set(build.metrics(task, cfg.task.parts("metrics"))) == {*task.metrics(), "more"}
+    shown = {column for _, _, columns in task.curves() for column in columns}
+    assert shown == {"train/loss", "val/loss", *(f"val/{figure}" for figure in task.metrics())}
+    assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == (cfg.task.get("monitor"), cfg.task.get("mode"))
+    for argument in {"class_weights", "pos_weight"} & cfg.task.kwargs.keys():
+        with pytest.raises(UserError, match=f"task.{argument} has 3 numbers; the data has 2"):
+            create_object(cfg.task.replace(**{argument: [1.0, 2.0, 3.0]}), "task").bind(ABOUT)
+
+
+def test_every_task_has_a_config():
+    targets = {resolve([f"task={name}"]).task.target for name in NAMES}
+    every = [name for name, kind in vars(tasks).items() if isinstance(kind, type) and issubclass(kind, Task)]
+    assert targets - {"project.module.Classifier"} == {f"lockstep.kit.tasks.{name}" for name in every}
+
+
+@pytest.mark.parametrize("wrong", [
+    "checkpoint.monitor=val/nothing", "task.monitor=test/acc", "task.monitor=val/nothing", "task.monitor=val/ac",
+    "callbacks=[early_stopping] callbacks.early_stopping.monitor=val/nothing",
+    "callbacks=[early_stopping] callbacks.early_stopping.monitor=train/acc",
+    "callbacks=[default,lr_monitor,early_stopping] callbacks.early_stopping.monitor=val/nosuch",
+])  # fmt: skip
+def test_a_monitor_that_nothing_logs_is_told_by_its_key(wrong):
+    settings = Settings.of(resolve(["trainer.accelerator=cpu", *wrong.split()]))
+    (problem,) = monitor_problems(settings, ["acc"])
+    assert wrong.split()[-1] in problem
+
+
+@pytest.mark.parametrize("monitor", ["train/loss", "train/lr", "val/loss", "train/images_per_s"])
+def test_a_callback_may_watch_what_a_run_logs(monitor):
+    typed = ["callbacks=[default,early_stopping]", f"callbacks.early_stopping.monitor={monitor}"]
+    settings = Settings.of(resolve(["trainer.accelerator=cpu", *typed]))
+    assert list(monitor_problems(settings, ["acc"])) == []
