@@ -26,6 +26,7 @@ import measuring
 import numpy as np
 import torch
 from benchmark import machine
+from golden import ONE_DEVICE
 from measuring import last_step, wait_until
 from PIL import Image
 
@@ -298,14 +299,7 @@ def modules(checks: Checks) -> Iterator[str]:
 def golden(checks: Checks) -> Iterator[str]:
     """Of the ways on one device: the stored order of samples, and a resumed run with the bits of an uninterrupted one."""
     accelerator = "gpu" if checks.device == "cuda" else "cpu"
-    options = [
-        "--ways",
-        "single,accumulated,logical_1,resumed",
-        "--recipes",
-        "mnist,module",
-        "--accelerator",
-        accelerator,
-    ]
+    options = ["--recipes", "mnist,module", "--ways", ",".join(ONE_DEVICE), "--accelerator", accelerator]
     checks.run("golden", ["benchmarks/golden.py", "--stored", *options])
     yield from checks.output("golden").splitlines()[-3:]
 

@@ -68,6 +68,7 @@ WAYS: dict[str, list[str]] = {
     "logical_2": [*LOGICAL, *DDP],
     "resumed": ["checkpoint.every_n_steps=5"],
 }
+ONE_DEVICE = [way for way, options in WAYS.items() if "trainer.devices=2" not in options]
 BY_HAND = {"module": ("accumulated", "logical_1", "logical_2")}  # refused with manual optimization
 EACH = [
     "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "trainer.max_epochs=100", "resume=auto", "seed=1",
@@ -86,7 +87,8 @@ def overrides_of(recipe: str, way: str, accelerator: str) -> list[str]:
         overrides = [override.replace(EXACT, "trainer.precision=32-true") for override in overrides]
     kill = [f"+callbacks.record.kill_at={steps - 4}"] if way == "resumed" else []
     limits = [f"trainer.max_steps={steps}", f"trainer.accelerator={accelerator}", f"run={recipe}-{way}"]
-    return [*overrides, *EACH[:-1], *loader, *WAYS[way], *kill, *limits]
+    exact = ["trainer.deterministic=true"] if accelerator == "gpu" else []
+    return [*overrides, *EACH[:-1], *loader, *WAYS[way], *kill, *limits, *exact]
 
 
 def write_project(folder: Path, parts: Path) -> None:

@@ -36,12 +36,12 @@ from torchvision.transforms.v2 import functional as F
 
 from lockstep.data.dataset import Items
 from lockstep.data.loaders import FromWorkers, Indexed, Reader, WithEpoch
+from lockstep.extras.adapters import Pictures
 from lockstep.kit import Folder, augment
 from lockstep.kit.augment import Augmentation, Draws
 from lockstep.kit.augment.transforms import beta
 from lockstep.kit.images import Files
 from lockstep.kit.pixels import Frame
-from lockstep.kit.spatial import in_frame
 
 spent_s = partial(timeit.timeit, timer=time.process_time, number=1)  # CPU seconds
 
@@ -215,18 +215,7 @@ def decoding(args: argparse.Namespace) -> str:
 # --- keyed ---
 
 
-class Decoded(Items):
-    """Its images become bytes, as those of lockstep.extras.adapters."""
-
-    def __init__(self, dataset: Any, decoding: Mapping[str, Any]) -> None:
-        super().__init__(dataset)
-        self.decoding = decoding
-
-    def as_batch(self, sample: Any) -> dict[str, Any]:
-        return in_frame(super().as_batch(sample), **self.decoding)
-
-
-class Pictures(Dataset[tuple[Any, int]]):
+class Photos(Dataset[tuple[Any, int]]):
     """Like torchvision's data sets: PIL images from an array or a file."""
 
     def __init__(self, source: NDArray[np.uint8] | Path, count: int, transform: Callable[[Any], Any] | None) -> None:
@@ -274,7 +263,7 @@ def keyed(args: argparse.Namespace) -> str:
             ),
         }
         for case, (source, size, count, transform) in cases.items():
-            items = Decoded(Pictures(source, count, transform), {"channels": 3, "frame": Frame(size)})
+            items = Pictures(Photos(source, count, transform), {"channels": 3, "frame": Frame(size)})
             for workers in (0, 2):
                 turns = {kind.__name__: partial(rate, kind, items, workers) for kind in (Unkeyed, Reader)}
                 unkeyed, ours = in_turns(turns, args.turns, warm_up=1).values()

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import measuring
 import numpy as np
 import torch
-from images import JPEGS, SIDE, Pictures, write_jpeg
+from images import JPEGS, SIDE, Photos, write_jpeg
 from measuring import CPU, in_turns, ratio, show, start_job, table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,7 +38,7 @@ Case = tuple[Any, dict[str, Any], int]  # data, options of the loader, side leng
 
 
 class Streamed(IterableDataset[Any]):
-    def __init__(self, pictures: Pictures) -> None:
+    def __init__(self, pictures: Photos) -> None:
         self.pictures = pictures
 
     def __iter__(self) -> Iterator[Any]:
@@ -50,8 +50,8 @@ def cases(count: int, folder: Path) -> dict[str, Case]:
     small = np.random.default_rng(0).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
     tensors = TensorDataset(torch.rand(8 * count, 1, 28, 28), torch.zeros(8 * count, dtype=torch.long))
     finished = [v2.RandomHorizontalFlip(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-    crops = Pictures(small, count, v2.Compose([v2.RandomCrop(32, padding=4), *finished]))
-    files = Pictures(folder / "x.jpg", count // 2, v2.Compose([v2.RandomResizedCrop(SIDE), *finished]))
+    crops = Photos(small, count, v2.Compose([v2.RandomCrop(32, padding=4), *finished]))
+    files = Photos(folder / "x.jpg", count // 2, v2.Compose([v2.RandomResizedCrop(SIDE), *finished]))
     weighted = WeightedRandomSampler([1.0] * count, count)
     return {
         "tensors of 28 px": (tensors, {"shuffle": True}, 28),

@@ -6,12 +6,10 @@ from pathlib import Path
 import golden
 import pytest
 
+from lockstep.machine.world import gpu_count
+
 FIRST = {"mnist": ["single", "logical_2", "resumed"], "module": ["single"]}
-TREE = {
-    "mnist": {
-        "single": {"order": [["a", "b"]], "rows": [{"step": 1.0, "val/loss": 0.5}], "test": {"test/count": 9}, "weights": {"w": "f0"}},
-    },
-}  # fmt: skip
+RECORD = {"order": [["a", "b"]], "rows": [{"val/loss": 0.5}], "test": {"test/count": 9}, "weights": {"w": "f0"}}
 
 
 def problems(found: golden.Records) -> list[str]:
@@ -21,31 +19,31 @@ def problems(found: golden.Records) -> list[str]:
 
 
 def test_some_ways_of_two_recipes(tmp_path, forked):
-    for number, (recipe, ways) in enumerate(FIRST.items()):
-        found = golden.records(tmp_path / str(number), [recipe], ways)
-        assert problems(found) == []
+    for recipe, ways in FIRST.items():
+        assert problems(golden.records(tmp_path / recipe, [recipe], ways)) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", golden.RECIPES)
 def test_every_way_of(recipe, tmp_path, forked):
-    found = golden.records(tmp_path / "project", [recipe], [*golden.WAYS])
+    found = golden.records(tmp_path / "cpu", [recipe], [*golden.WAYS])
     assert problems(found) == []
+    if gpu_count():
+        on_gpu = golden.records(tmp_path / "gpu", [recipe], golden.ONE_DEVICE, "gpu")
+        assert list(golden.within(on_gpu)) == []
+        assert all(record["order"] == found[recipe][way]["order"] for way, record in on_gpu[recipe].items())
 
 
 @pytest.mark.parametrize(("path", "value"), [
     (("order", 0, 1), "c"), (("rows", 0, "val/loss"), 0.5 + 1e-6), (("test", "test/count"), 10), (("weights", "w"), "f1"), (("rows",), []),
 ])  # fmt: skip
 def test_any_difference_is_told(path, value):
-    other = copy.deepcopy(TREE)
-    node = other["mnist"]["single"]
+    other = node = copy.deepcopy(RECORD)
     for part in path[:-1]:
         node = node[part]
     node[path[-1]] = value
-    assert list(golden.differences(TREE, TREE)) == []
-    told = "\n".join(golden.differences(TREE, other))
-    assert told.startswith("mnist single")
-    assert list(golden.within({"mnist": {"single": TREE["mnist"]["single"], "resumed": other["mnist"]["single"]}}))
+    assert next(golden.differences(RECORD, other)).startswith(path[0])
+    assert list(golden.within({"mnist": {"single": RECORD, "resumed": other}}))
 
 
 def test_rows_are_compared_relatively_and_nan_is_nan():

@@ -263,7 +263,7 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
 }
 TRAINING: dict[Rule, tuple[str, ...]] = EVALUATION | {
     rules.exact_training: (),
-    rules.images: ("augment",),
+    rules.augmentation: ("augment",),
     rules.division: ("data", "augment"),
     rules.accumulation: (),
     rules.optimizer: ("optim",),

@@ -191,8 +191,9 @@ def loading(settings: Settings) -> Iterator[str]:
             yield f"loader.{key}={to_text(value)} has no effect without workers. Set loader.num_workers=2 as well, or remove it."
 
 
-def images(settings: Settings) -> Iterator[str]:
-    _ = settings.operations  # raises all errors in their arguments
+def augmentation(settings: Settings) -> Iterator[str]:
+    """Creating the operations raises all errors in their arguments."""
+    _ = settings.operations
     yield from ()
 
 

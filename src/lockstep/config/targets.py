@@ -64,8 +64,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import checks
 CLASS = "my_package.my_module.MyClass"  # in messages
 # Modules that import no torch, and those below them that do.
 LIGHT = ("numpy.", "PIL.", "lockstep.config.", "lockstep.data.", "lockstep.errors.", "lockstep.kit.", "lockstep.machine.")  # fmt: skip
-OF_KIT, OF_DATA = ("augment", "panels", "schedules", "tasks", "timm"), ("datamodule", "keyed", "loaders", "streams")
-HEAVY = (*(f"lockstep.kit.{name}." for name in OF_KIT), *(f"lockstep.data.{name}." for name in OF_DATA))
+HEAVY = ("lockstep.data.datamodule.", "lockstep.data.keyed.", "lockstep.data.loaders.", "lockstep.data.streams.", "lockstep.kit.augment.", "lockstep.kit.panels.", "lockstep.kit.schedules.", "lockstep.kit.tasks.", "lockstep.kit.timm.")  # fmt: skip
 PUBLIC = {f"lockstep.{name}": home for name, home in LATER.items()}
 FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, without a return annotation
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code

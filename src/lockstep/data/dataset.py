@@ -187,15 +187,16 @@ def content_of(part: Any) -> bytes:
         with contextlib.suppress(ValueError):  # nested lists of different lengths do not form an array
             if (array := np.asarray(value)).dtype != object:
                 digest.update(array.tobytes())
-    digest.update(bytes_of(samples_of(part)) or b"random")
+    digest.update(bytes_of(part) or b"random")
     return digest.digest()
 
 
-def bytes_of(samples: Samples) -> bytes | None:
+def bytes_of(part: Any) -> bytes | None:
     """Digest of samples, read one by one as shapes may differ; None if a second read with the same seed differs."""
     from lockstep.data.keyed import Generators  # imports torch
 
-    digests, generators = [], Generators(getattr(samples, "dataset", None))
+    samples = samples_of(part)
+    digests, generators = [], Generators(holder_of(samples))
     for _ in range(2):
         digest = hashlib.sha256()
         for index in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
