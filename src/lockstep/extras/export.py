@@ -29,7 +29,6 @@ from lockstep.config.instantiate import network as make_network
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import matching_kwargs, nodes, parameters, target_of
-from lockstep.data import dataset
 from lockstep.data.dataset import Batch, DataSet, samples_of
 from lockstep.data.loaders import Reader
 from lockstep.errors import UserError, did_you_mean, raise_problems
@@ -136,10 +135,9 @@ class NetworkToExport:
         others = [value for _, value in items if not isinstance(value, Tensor)]
         if others or not calls or (len(calls) > 1 and not self.network):
             reason = f"uses {type(others[0]).__name__} besides tensors" if others else f"calls it {len(calls)} times"
-            network = f"the network {self.network}".rstrip()
             caller, hint = (self.whole, "") if self.network else (self.task, " once per batch in the task's `outputs`,")
             raise UserError(
-                f"{network} cannot be exported: {type(caller).__name__} {reason}. Call it{hint} with tensors (in dicts, lists and tuples), and return tensors from it."
+                f"the network {self.network or 'of the task'} cannot be exported: {type(caller).__name__} {reason}. Call it{hint} with tensors (in dicts, lists and tuples), and return tensors from it."
             )
         calls[0].is_result = result is calls[0].output
         return calls[0]
@@ -210,14 +208,13 @@ class NetworkToExport:
                 # fails if `preprocess` needs an attribute that only `__init__` sets
                 type(self.data).for_files(task.metadata).preprocess(dict(self.batch))
                 parts.copy(parts.required_modules(type(self.data).__module__, parts.OFFERED), folder / "source")
-                files: dict[str, Any] = {"lockstep.data": dataset, "lockstep.errors": UserError}
-                parts.copy({name: Path(inspect.getfile(file)) for name, file in files.items()}, folder / "standin")
+                parts.write_standin(folder / "standin")
             except (UserError, AttributeError) as e:
                 warn(f"the exported load.py cannot read files: {e}")
                 content["reader"] = None
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
-        needed = [key for key in (*NEEDED, *FRAMING) if key in task.metadata] if self.takes_images else task.metadata
-        settings = {key: task.metadata[key] for key in needed}
+        needed = (*NEEDED, *FRAMING) if self.takes_images else task.metadata
+        settings = {key: value for key, value in task.metadata.items() if key in needed}
         files = {"model": content, "classes": [] if self.network else list(task.value_names), "preprocessing": settings}
         for name, values in files.items():
             write_text(folder / f"{name}.json", json.dumps(values, indent=1) + "\n")
@@ -373,11 +370,7 @@ def card(checkpoint: Checkpoint, exported_network: NetworkToExport, part: Path, 
     overrides = overrides_of(report) or ()
     if report.get("checkpoint") != os.path.relpath(checkpoint.path.resolve(), run):
         report = {}  # the run tested a different checkpoint
-    model = json.loads((part / "model.json").read_bytes())
-    inputs = []
-    for _, x in () if exported_network.takes_images else leaves(exported_network.examples()[0]):
-        shape = ", ".join(["batch", *map(str, x.shape[1:])])
-        inputs.append(f"{x.dtype} of shape ({shape})".removeprefix("torch."))
+    inputs = () if exported_network.takes_images else leaves(exported_network.examples()[0])
     values = {
         "run": config.run,
         "model": (config.model or config.task).title,
@@ -387,8 +380,10 @@ def card(checkpoint: Checkpoint, exported_network: NetworkToExport, part: Path, 
         "what": exported_network,
         "checkpoint": checkpoint,
         "data": checkpoint.values[DATA],
-        "inputs": inputs,
-        "reader": model["reader"],
+        "inputs": [
+            f"{x.dtype} of shape {('batch', *x.shape[1:])}".replace("torch.", "").replace("'", "") for _, x in inputs
+        ],
+        "reader": json.loads((part / "model.json").read_bytes())["reader"],
         "metrics": {name: report[name] for name in metrics_of_test(report) if name != "test/count"},
         "count": report.get("test/count", 0),
         "differences": differences,

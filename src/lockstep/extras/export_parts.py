@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep import HOMES, PACKAGE
 from lockstep.checkpoints.finding import leaves, map_leaves
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
@@ -28,8 +28,9 @@ from lockstep.training.losses import samples_at
 
 # --- The source files of a network: its module, and what it imports from its package, directly or indirectly ---
 
-# Names that the folder's copies of data/dataset.py and errors.py provide.
-OFFERED = {"lockstep.errors.UserError", *(f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound"))}
+# Modules that a folder has copies of, for the code of a data set: dataset.py imports the others. And the names that they provide.
+STANDIN = ("data.dataset", "data.sampler", "errors")
+OFFERED = {"lockstep.errors.UserError", *(f"lockstep.{name}" for home in STANDIN for name in HOMES[home])}
 ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable, like the standard library
 # of requirements.txt, by the name of the import
 PACKAGES = {name: name for name in sorted(ALLOWED)} | {"PIL": "pillow"}
@@ -38,7 +39,7 @@ PACKAGES = {name: name for name in sorted(ALLOWED)} | {"PIL": "pillow"}
 def source_of(module: str) -> Path | None:
     """The file of a module; None if there is no such module or it is not a Python file."""
     with suppress(ImportError, AttributeError, ValueError):
-        spec = find_spec(module)
+        spec = importlib.util.find_spec(module)
         if spec and spec.origin and spec.origin.endswith(".py"):
             return Path(spec.origin)
     return None
@@ -117,6 +118,13 @@ def copy(modules: dict[str, Path], folder: Path) -> None:
         (package / "__init__.py").touch()
 
 
+def write_standin(folder: Path) -> None:
+    """A package `lockstep` with the names that a data set's code may import, where Lockstep is not installed."""
+    copy({f"lockstep.{home}": PACKAGE.joinpath(*home.split(".")).with_suffix(".py") for home in STANDIN}, folder)
+    imports = "".join(f"from lockstep.{home} import {', '.join(HOMES[home])}\n" for home in STANDIN)
+    (folder / "lockstep/__init__.py").write_text(imports, encoding="utf-8")
+
+
 # --- A network with its preprocessing and activation as one graph ---
 
 # B batch · C channel · H W pixel
@@ -171,7 +179,7 @@ def in_frame(x: Tensor, frame: Frame) -> Tensor:
 
 def missing(formats: Sequence[str]) -> Iterator[str]:
     """Errors: packages that a format needs and that are not installed."""
-    absent = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+    absent = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if "onnx" in formats and absent:
         yield f"--onnx needs {', '.join(absent)}, which {'are' if len(absent) > 1 else 'is'} not installed. Run uv pip install 'lockstep[onnx]', or uv pip install {' '.join(absent)}."
 
