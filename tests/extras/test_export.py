@@ -374,7 +374,7 @@ def test_a_graph_that_differs_is_refused_and_nothing_is_kept(run, tmp_path, monk
 def test_packages_that_cannot_be_had_are_named(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"unused.py imports lockstep: the files of an exported network"):
         export_parts.required_modules("garden.unused")
-    monkeypatch.setattr(export_parts, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"--onnx needs onnx, onnxscript, onnxruntime, which are not installed"):
         export(run("own"), tmp_path / "exported", ["onnx"])
 
