@@ -128,8 +128,10 @@ def test_sigterm_ends_at_any_moment_and_ctrl_c_twice_at_once(hook, signals, code
 def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist, capsys):
     """A number is a name of a run, too."""
     train("run=0", "optim=sgd", "optim.lr=0.01", "model.dropout_fc=0.1", "debug=one_batch")
+    Path("runs/0/.lock").touch()  # the run was killed after its end
     lockstep.train(["resume=0"])
     assert "0 is already finished: 1 of 1 step" in capsys.readouterr().out
+    assert not Path("runs/0/.lock").exists()
     lockstep.train(["resume=0", "trainer.max_epochs=2"])
     saved = Draft.of_run(RunFolder("runs/0"))
     found = [saved.get(key) for key in ("optim.lr", "model.dropout_fc", "trainer.max_epochs", "data.root", "resume")]

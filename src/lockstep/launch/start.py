@@ -124,7 +124,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
         files.refuse_unwritable(settings.folder.path, "runs_dir")
     if not settings.cfg.resume:
         settings = resuming.new_run_settings(settings, again=again)
-    cfg, world = settings.cfg, settings.world
+    cfg, world, folder = settings.cfg, settings.world, settings.folder
     try:
         raise_problems(check_classes(settings, shipped=needs_signature_check(overrides)))
         raise_problems(debug_problems(world))
@@ -140,10 +140,12 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     from lockstep.reporting.report import Report
 
     if told := resuming.already_finished(settings, samples):
+        finished = RunFolder(Path(str(cfg.resume)).resolve().parent.parent)
         if world.rank == 0:
             print(inline(told))
-        return Report(RunFolder(Path(str(cfg.resume)).resolve().parent.parent))
-    folder = settings.folder
+            with suppress(UserError, OSError), finished.locked():  # removes what a kill after the end left behind
+                pass
+        return Report(finished)
     lock = folder.locked(RESTART_S if was_restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
     with lock:  # before any file is changed
         if again and not cfg.resume and world.rank == 0:
@@ -172,10 +174,8 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
     before = path.stat().st_mtime_ns if path.exists() else None
     execute(job, settings, data)
     # the file may be on a different node's disk; on a read-only disk it is of an earlier evaluation
-    result: dict[str, Any] = (
-        json.loads(files.read_text(path)) if path.exists() and path.stat().st_mtime_ns != before else {}
-    )
-    return result
+    is_new = path.exists() and path.stat().st_mtime_ns != before
+    return dict(json.loads(files.read_text(path))) if is_new else {}
 
 
 def debug_problems(world: World) -> Iterator[str]:
