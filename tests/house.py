@@ -18,8 +18,12 @@ ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 OWNED = sorted([*SRC.glob("project/*.py"), *ROOT.glob("*.py"), *ROOT.glob("configs/**/*.yaml")])  # what a fork edits
 FILES = sorted(path for path in SRC.rglob("*.py") if path not in OWNED)
-KIT, EXTRAS = ([path for path in FILES if path.is_relative_to(SRC / "lockstep" / name)] for name in ("kit", "extras"))
-CORE = [path for path in FILES if path not in KIT + EXTRAS]
+KIT, EXTRAS, CHECK = (
+    [path for path in FILES if path.is_relative_to(SRC / "lockstep" / name)]
+    for name in ("kit", "extras", "extras/check")
+)
+EXTRAS = [path for path in EXTRAS if path not in CHECK]
+CORE = [path for path in FILES if path not in KIT + EXTRAS + CHECK]
 OWNED_PYTHON = [path for path in OWNED if path.suffix == ".py"]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
@@ -139,6 +143,7 @@ def counted() -> dict[str, dict[str, int]]:
         },
         "kit": size(KIT),
         "extras": size(EXTRAS),
+        "check": size(CHECK),
         "owned": {
             **size(OWNED_PYTHON),
             "lines": sum(len(path.read_text().splitlines()) for path in OWNED),

@@ -1,7 +1,9 @@
 """The line about the result beside what it is about: the weights after ten steps in one process and in two."""
 
+import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 
 import lockstep
 from lockstep.errors import RunFailed
+from lockstep.extras.check import compare, record
 from lockstep.training.invariance import DIFFERS, ROUNDING, SAME_BITS
 
 SAME = re.escape(ROUNDING) + r"; tested with \d+ training samples"
@@ -19,58 +22,12 @@ FREEZE = "callbacks=[default,freeze] callbacks.freeze.parameters"
 CASES = {
     "plain": ("Net Fit", SAME),
     "dropout on padded batches": ("DroppedNet Fit", SAME),
-    "pooling over padding": ("PooledNet Fit", rf"{WHY}the result of Fit .* depends on the other samples .*logical_ranks=8"),
     "masked mean": ("Net OfKnown", rf"{WHY}the result of OfKnown .* depends on the other samples"),
-    "masked mean by weights": ("Net Weighted", SAME),
-    "masked autoencoder": ("MaskedNet Fit", rf"{WHY}each process draws its own random numbers in MaskedNet"),
-    "contrastive": ("Net Compared", rf"{WHY}the result of Compared .* depends on the other samples"),
     "a loss between samples": ("Net Announced data.samples=Fixed", SAME),
     "batch norm": ("NormedNet Fit", rf"{WHY}batch normalisation"),
     "batch norm from the second epoch on": (f"NormedNet Fit {FREEZE}=[norm.*] callbacks.freeze.unfreeze=[[*,1]]", rf"{WHY}batch normalisation"),
     "batch norm that stays frozen": (f"NormedNet Fit {FREEZE}=[norm.*]", SAME),
     "a gradient penalty of each sample": ("Net Smooth data.samples=Fixed", SAME),
-    "a gradient penalty of the whole batch": ("Net SmoothOverall", rf"{WHY}the loss of SmoothOverall .* depends on the other samples"),
-    "a term of the whole batch": ("Net Spread", rf"{WHY}the loss of Spread .* depends on the other samples"),
-    "F.dropout": ("FunctionalNet Fit", rf"{WHY}each process draws its own random numbers in FunctionalNet"),
-    "attention dropout": ("AttentiveNet Fit", rf"{WHY}each process draws its own random numbers in MultiheadAttention"),
-    "a buffer that is written": ("CenteredNet Fit", rf"{WHY}the buffer center is updated"),
-    "graphs": ("GraphNet OfGraphs data.samples=Graphs", SAME),
-}  # fmt: skip
-OTHERS = "depends on the other samples"
-FIXED = "data.samples=Fixed"
-MORE = {
-    "the hardest samples": ("Net Hardest", rf"{WHY}the result of Hardest .*{OTHERS}"),
-    "losses clipped at a quantile": ("Net Clipped", rf"{WHY}the result of Clipped .*{OTHERS}"),
-    "weights of a batch's classes": ("Net ByFrequency", rf"{WHY}the result of ByFrequency .*{OTHERS}"),
-    "a loss scaled by the size of the batch": ("Net BySize", rf"{WHY}the result of BySize .*{OTHERS}"),
-    "balanced experts": ("GatedNet Balanced", rf"{WHY}the result of Balanced .*{OTHERS}"),
-    "gradients reversed by a batch's statistic": ("ReversedNet Fit", rf"{WHY}.*{OTHERS}"),
-    "the same below a head of zeros": ("ZeroHeadNet Fit", rf"{WHY}.*{OTHERS}"),
-    "a branch of zeros": ("ZeroBranchNet Fit", rf"{WHY}.*{OTHERS}"),
-    "a branch of zeros twice": ("ZeroProductNet Fit", rf"{WHY}.*{OTHERS}"),
-    "weakly": ("WeakNet Fit", rf"{WHY}.*{OTHERS}"),
-    "a hook of a tensor": ("TensorHookNet Fit", rf"{WHY}.*{OTHERS}"),
-    "hooks of parameters": ("ParameterHookNet Fit", rf"{WHY}.*{OTHERS}"),
-    "a queue of features": ("QueueNet Fit", rf"{WHY}.*state kept between"),
-    "from the second step on": ("LateNet Fit", rf"{WHY}.*state kept between"),
-    "instance norm with running statistics": (f"RunningInstanceNet Fit {FIXED}", rf"{WHY}the buffer norm.running_mean"),
-    "experts with a capacity": (f"CapacityNet Fit {FIXED}", rf"{WHY}.*{OTHERS}"),
-    "attention between samples": (f"TransposedNet Fit {FIXED}", rf"{WHY}.*{OTHERS}"),
-    "dropout of sorted samples": ("SortedDropNet Fit", rf"{WHY}.* depends on dropout masks that do not follow"),
-    "a subclass of dropout": ("SubclassNet Fit", rf"{WHY}each process draws its own random numbers in MyDropout"),
-    "norms of samples": (f"NormsNet Fit {FIXED}", SAME),
-    "spectral norm and weight norm": ("SpectralNet Fit", SAME),
-    "packed sequences": ("PackedNet Fit", SAME),
-    "packed sequences of one padding": (f"PackedNet Fit {FIXED}", SAME),
-    "each length once": (f"DedupNet Fit {FIXED}", SAME),
-    "calls for each sample": (f"LoopNet Fit {FIXED}", SAME),
-    "sorted samples": (f"SortedNet Fit {FIXED}", SAME),
-    "time first": (f"TimeFirstNet Fit {FIXED}", SAME),
-    "a count of calls": ("AnnealedNet Fit", SAME),
-    "features kept to be looked at": ("KeptNet Fit", SAME),
-    "few weights": ("Net Weighted data.samples=Rare", SAME),
-    "bfloat16 inside": ("Bfloat16Net Fit", rf"{WHY}the gradient of a sample in Bfloat16Net"),
-    "float32 inside": ("Float32Net Fit", SAME),
 }  # fmt: skip
 QUICK = ("masked mean",)
 SHORT = [
@@ -85,30 +42,29 @@ DATA = "defaults: [own]\n_target_: coupled.Padded\nsamples: Series\n"
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, forked):
     files = {"configs/model/net.yaml": MODEL, "configs/task/fit.yaml": TASK, "configs/data/padded.yaml": DATA}
-    packages = thin_project.package("coupled") | thin_project.package("more_couplings")
+    packages = thin_project.package("coupled")
     with thin_project.entered(tmp_path_factory.mktemp("project"), "coupled", **packages, **files) as root:
         yield root
-    sys.modules.pop("more_couplings", None)
 
 
-def trained(keys: str, name: str, *more: str, package: str = "coupled") -> tuple[dict, torch.Tensor]:
+def trained(keys: str, name: str, *more: str) -> tuple[dict, torch.Tensor]:
     """The report, and all weights as one vector."""
     net, task, *others = keys.split()
     chosen = {"model=net model": net, "task=fit task": task, "data=padded data": "Padded"}
-    parts = [f"{part}._target_={package}.{name}" for part, name in chosen.items()]
+    parts = [f"{part}._target_=coupled.{name}" for part, name in chosen.items()]
     report = lockstep.train([*" ".join(parts).split(), *others, *SHORT, f"run={name}", *more])
     checkpoint = torch.load(Path("runs", name, "checkpoints/last.ckpt"), weights_only=True)
     return report, torch.cat([value.double().flatten() for value in checkpoint["state_dict"].values()])
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES | MORE]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_the_line_says_what_two_processes_show(name, project):
-    (keys, line), package = (CASES | MORE)[name], "coupled" if name in CASES else "more_couplings"
+    keys, line = CASES[name]
     try:
-        report, one = trained(keys, "one", package=package)
-        of_two, two = trained(keys, "two", "strategy=ddp", "trainer.devices=2", package=package)
+        report, one = trained(keys, "one")
+        of_two, two = trained(keys, "two", "strategy=ddp", "trainer.devices=2")
     finally:
         shutil.rmtree("runs", ignore_errors=True)
     apart = float((one - two).norm() / one.norm())
@@ -143,3 +99,44 @@ def test_an_evaluation_repeats_its_random_numbers(project):
         assert losses["one"]["val/loss"] == losses["two"]["val/loss"]
     finally:
         shutil.rmtree("runs", ignore_errors=True)
+
+
+# --- `lockstep check` ---
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_records_of_parts_are_compared_with_that_of_the_whole(dim):
+    whole = torch.randn(6, 4, 3, dtype=torch.float64)
+    parts = [[record.sketch(part)] for part in whole.split(2, dim)]
+    assert not compare.differ([record.sketch(whole)], parts, 1e-12)
+    whole[3, 2, 1] += 1e-3
+    assert compare.differ([record.sketch(whole)], parts, 1e-12)
+
+
+def test_the_distance_of_records_is_near_that_of_the_weights():
+    one, noise = torch.randn(400, 300, dtype=torch.float64), torch.randn(400, 300, dtype=torch.float64)
+    pair = [{"w": record.sketch(weight, 1)} for weight in (one, one + 1e-6 * noise)]
+    assert compare.distance(*pair, ["w"]) == pytest.approx(1e-6, rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "place"),
+    [
+        ("DroppedNet Fit", ""),
+        ("FunctionalNet Fit", r"FunctionalNet \(src/"),
+        ("Net Compared", r"the loss: Compared \(src/"),
+    ],
+)
+def test_a_check_names_the_place_where_two_ways_part(project, keys, place):
+    net, task = keys.split()
+    chosen = [f"model=net model._target_=coupled.{net}", f"task=fit task._target_=coupled.{task} data=padded"]
+    command = [sys.executable, "-m", "lockstep", "check", "--json", *" ".join(chosen).split(), *SHORT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == bool(place), done.stderr
+    ways = {way.pop("way"): way for way in json.loads(done.stdout)["ways"]}
+    for name in ("one process again", "two workers", "killed and resumed", "logical ranks on two processes"):
+        assert ways[name]["verdict"] == "same bits"
+    for name in ("accumulation", "ddp on two processes", "fsdp on two processes"):
+        assert ways[name]["verdict"] == ("differs" if place else "rounding"), ways[name]
+    assert re.search(place, ways["ddp on two processes"]["note"])

@@ -71,12 +71,6 @@ class OwnGenerator(Layers):
         return self.a(x) + float(self.numbers.random())
 
 
-class SequenceFirst(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.a(x)[None].repeat(8, 1, 1)
-        return self.b(self.drop(tokens).mean(0))
-
-
 class Windows(Layers):
     """Three neighbours of each sample."""
 
@@ -111,16 +105,6 @@ class Counts(Functional):
         return super().forward(x) * self.calls
 
 
-class Attention(nn.Module):
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, dropout=p, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x[:, None].repeat(1, 3, 1) * torch.arange(1.0, 4)[:, None]
-        return self.attention(tokens, tokens, tokens)[0]
-
-
 def layers(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *more, nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2))
 
@@ -133,7 +117,7 @@ def why_not(net: nn.Module, task: Task, *, exact: bool = False) -> str:
         return invariance.process_dependence(net, task, [[batch, *halves]] * 2, exact=exact).step
 
 
-NETWORKS = [layers(), layers(nn.BatchNorm1d(6)), layers(nn.AlphaDropout(0.2)), Windows(), Lists(), Attention(0.0)]
+NETWORKS = [layers(), layers(nn.BatchNorm1d(6)), layers(nn.AlphaDropout(0.2)), Windows(), Lists()]
 COVERED = [*((net, Mean()) for net in NETWORKS), (layers(), Dropping()), (layers(), Residue())]
 
 
@@ -151,8 +135,6 @@ DRAWS = "each process draws its own random numbers in "
     (Functional(), rf"{DRAWS}Functional \(.*test_invariance.py:.*nn.Dropout"),
     (OfNumpy(), rf"{DRAWS}OfNumpy \("),
     (OwnGenerator(), r"OwnGenerator \(.*depends on its own random generator(?!.*exact.logical_ranks)"),  # nobody seeds it for a logical rank either
-    (Attention(0.5), rf"{DRAWS}MultiheadAttention \(torch.nn.modules.activation:.*exact.logical_ranks=8"),
-    (SequenceFirst(), r"Dropout \(.*depends on dropout masks that do not follow the samples.*first dimension"),
     (Coupled(), r"Coupled \(.*depends on the other samples"),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_depends_on_the_processes_is_named(net, expected):
