@@ -1,4 +1,4 @@
-"""More ways in which the samples of a batch depend on each other, or only seem to, for tests/test_true_line.py."""
+"""More ways in which the samples of a batch depend on each other, or only seem to, for benchmarks/check_truth.py."""
 
 # B batch · C channel · T time · U different lengths · E expert
 
