@@ -1,21 +1,28 @@
 """What `lockstep check` says of many networks, losses and data sets, beside what their weights show.
 
-python benchmarks/check_truth.py [--cases masked,queue] [--steps 5] [--output truth.csv]
+python benchmarks/check_truth.py [--cases masked,queue] [--steps 5] [--output truth.csv] [--check-only]
 
 The truth is measured without the check: the command trains on one process and on two (ddp), in float64, and the weights after the same steps are
 compared as one vector. A difference below 1e-10 is rounding: "same". Prints a line for each case, then how often the check said "same" or
-"differs" wrongly, and whether the name that it should give is in the place that it names.
+"differs" wrongly, and whether the name that it should give is in the place that it names. `--check-only` leaves the truth out, to compare the
+verdicts of several times. Cases of a library that is not installed are left out.
+
+Each command runs in a process that is forked from one that has imported everything.
 """
 
 import argparse
 import csv
+import importlib.util
 import json
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +82,39 @@ CASES = {
     "bfloat16 inside": ("more_couplings Bfloat16Net Fit", "Bfloat16Net"),
     "float32 inside": ("more_couplings Float32Net Fit", ""),
 }  # fmt: skip
+# LightningModules of check_cases.py: the library that each needs, other keys, and the place.
+MODULES = {
+    "Langevin": ("", "", ""),
+    "GradientNoise": ("", "", ""),
+    "InputNoise": ("", "", "InputNoise"),
+    "MixedUp": ("", "", "MixedUp"),
+    "OfRank": ("", "", "OfRank"),
+    "OfWorldSize": ("", "", "OfWorldSize"),
+    "Carried": ("", "", "Carried|GRU"),
+    "Counted": ("", "", ""),
+    "CentredByParameter": ("", "", "CentredByParameter|center"),
+    "TimeFirst": ("", "", "TimeFirst|Dropout"),
+    "OwnGenerator": ("", "", "NoisySamples|samples"),
+    "Teacher": ("", "", ""),
+    "ByHand": ("", "", ""),
+    "Scheduled": ("", "", ""),
+    "Bert": ("transformers", "", ""),
+    "BertAttention": ("transformers", "", "[Aa]ttention"),
+    "TimmVit": ("timm", "", ""),
+    "TorchvisionResNet": ("torchvision", "", "[Nn]orm"),
+    "TorchvisionVit": ("torchvision", "", "[Aa]ttention|Encoder"),
+    "XTransformer": ("x_transformers", "", ""),
+    "SimpleVit": ("vit_pytorch", "", ""),
+    "SegmentationUnet": ("segmentation_models_pytorch", "trainer.sync_batchnorm=true", ""),
+    "MonaiUnet": ("monai", "", ""),
+    "Triplets": ("pytorch_metric_learning", "", "Triplets"),
+    "KorniaAugmented": ("kornia", "", "KorniaAugmented"),
+    "Diffusion": ("diffusers", "", "Diffusion"),
+    "Contrasted": ("lightly", "", "Contrasted"),
+    "DenseGraph": ("torch_geometric", "", ""),
+}
 SHORT = ["optim=sgd", "optim.lr=0.05", "loader.batch_size=16", "trainer.accelerator=cpu"]
+OWN = ["task=lightning_module", "data=none", "trainer.accelerator=cpu", "trainer.max_epochs=1"]
 FILES = {
     "configs/model/net.yaml": "_target_: coupled.Net\nname: net\n",
     "configs/task/fit.yaml": "_target_: coupled.Fit\nname: fit\nmonitor: null\nmode: min\n",
@@ -83,39 +122,68 @@ FILES = {
 }
 
 
-def overrides_of(keys: str) -> list[str]:
-    package, net, task, *others = keys.split()
-    chosen = {"model=net model": net, "task=fit task": task, "data=padded data": "Padded"}
-    parts = [f"{part}._target_={package}.{name}" for part, name in chosen.items()]
-    return [*" ".join(parts).split(), *others, *SHORT]
+def cases() -> dict[str, tuple[list[str], str]]:
+    """The overrides and the place of each case."""
+    found = {}
+    for name, (keys, place) in CASES.items():
+        package, net, task, *others = keys.split()
+        chosen = {"model=net model": net, "task=fit task": task, "data=padded data": "Padded"}
+        parts = [f"{part}._target_={package}.{each}" for part, each in chosen.items()]
+        found[name] = [*" ".join(parts).split(), *others, *SHORT], place
+    for name, (library, keys, place) in MODULES.items():
+        if not library or importlib.util.find_spec(library):
+            found[name] = [f"task._target_=truth_cases.{name}", *OWN, *keys.split()], place
+    return found
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", *words], cwd=folder, env=env, capture_output=True, text=True
-    )
+def forked(function: Callable[..., None], *args: Any) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    return process  # type: ignore[return-value]
+
+
+def train(folder: Path, overrides: list[str], env: dict[str, str]) -> None:
+    import torch
+
+    os.chdir(folder)
+    os.environ.update(env)
+    with (folder / f"log-{os.getpid()}").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    sys.argv[:] = ["train.py", *overrides]
+    sys.path.insert(0, str(folder))
+    runpy.run_path("train.py", run_name="__main__")
 
 
 def truth(folder: Path, overrides: list[str], steps: int) -> float:
     """How far the weights of one process and of two are apart after the steps; of float32 where float64 fails."""
     import torch
 
+    from lockstep.launch import local
+    from lockstep.machine.world import World
+
     for precision in ("64-true", "32-true"):
         states = []
-        for name, way in {"one": [], "two": ["strategy=ddp", "trainer.devices=2"]}.items():
-            run = f"truth-{name}-{precision}-{time.time_ns()}"
-            done = command(
-                folder,
-                "train",
-                *overrides,
-                *way,
+        for world, way in {
+            1: ["strategy=single", "trainer.devices=1"],
+            2: ["strategy=ddp", "trainer.devices=2"],
+        }.items():
+            run = f"truth-{world}-{precision}-{time.time_ns()}"
+            length = [
                 f"run={run}",
                 f"trainer.precision={precision}",
                 f"trainer.max_steps={steps}",
-            )
+                "trainer.enable_progress_bar=false",
+            ]
+            with local.reserve_port() as port:
+                shared = {"TORCHELASTIC_RUN_ID": "truth"} if world > 1 else {}
+                places = [local.environment(World("cpu", world, 1, "", rank), port) | shared for rank in range(world)]
+                processes = [forked(train, folder, [*overrides, *way, *length], env) for env in places]
+                for process in processes:
+                    process.join()
             path = folder / "runs" / run / "checkpoints/last.ckpt"
-            if done.returncode == 0:
+            if not any(process.exitcode for process in processes):
                 state = torch.load(path, weights_only=True)["state_dict"]
                 states.append(torch.cat([value.double().flatten() for value in state.values()]))
         if len(states) == 2:
@@ -123,47 +191,74 @@ def truth(folder: Path, overrides: list[str], steps: int) -> float:
     return float("nan")
 
 
-def measure(name: str, folder: Path, steps: int) -> dict[str, Any]:
-    keys, place = CASES[name]
-    overrides, began_s = overrides_of(keys), time.perf_counter()
-    done = command(folder, "check", "--json", f"steps={steps}", *overrides)
-    seconds = time.perf_counter() - began_s
-    apart = truth(folder, overrides, steps)
-    if done.returncode not in (0, 1) or not done.stdout:
-        return {
-            "case": name,
-            "apart": apart,
-            "check": "failed",
-            "wrong": "failed",
-            "note": done.stderr[-300:],
-            "seconds": seconds,
-        }
-    ways = {way["way"]: way for way in json.loads(done.stdout)["ways"]}
+def check(folder: Path, overrides: list[str], steps: int, found: Path) -> None:
+    from lockstep.config import project
+    from lockstep.extras.check import measure
+
+    os.chdir(folder)
+    project.enter(folder)
+    try:
+        found.write_text(json.dumps(asdict(measure(overrides, steps=steps))), encoding="utf-8")
+    except BaseException as e:
+        found.write_text(json.dumps({"error": f"{type(e).__name__}: {e}"[-400:]}), encoding="utf-8")
+
+
+def measured(name: str, folder: Path, steps: int, *, check_only: bool) -> dict[str, Any]:
+    (overrides, place), began_s = cases()[name], time.perf_counter()
+    file = folder / "found.json"
+    forked(check, folder, overrides, steps, file).join()
+    seconds, found = time.perf_counter() - began_s, json.loads(file.read_text(encoding="utf-8"))
+    apart = float("nan") if check_only else truth(folder, overrides, steps)
+    row = {
+        "case": name,
+        "apart": apart,
+        "seconds": seconds,
+        "wrong": "",
+        "placed": True,
+        "notes": "; ".join(found.get("notes", [])),
+    }
+    if "error" in found:
+        return row | {"check": "failed", "wrong": "failed", "note": found["error"]}
+    ways = {way["way"]: way for way in found["ways"]}
     of_two = ways["ddp on two processes"]
-    is_same, says_same = apart < SAME, of_two["verdict"] != "differs"
-    wrong = "" if is_same == says_same else "false same" if says_same else "false differs"
-    is_placed = not place or says_same or bool(re.search(place, of_two["note"]))
-    return {"case": name, "apart": apart, "check": of_two["verdict"], "wrong": wrong, "placed": is_placed, "note": of_two["note"], "seconds": seconds,
-            "others": "; ".join(f"{way}: {found['note']}" for way, found in ways.items() if found["verdict"] == "differs" and found is not of_two)}  # fmt: skip
+    is_same, says_same = apart < SAME, of_two["verdict"] not in ("differs", "failed")
+    if not check_only and is_same != says_same:
+        row["wrong"] = "false same" if says_same else "false differs"
+    row["placed"] = not place or says_same or bool(re.search(place, of_two["note"]))
+    others = "; ".join(
+        f"{way}: {each['note']}"
+        for way, each in ways.items()
+        if each["verdict"] in ("differs", "failed") and each is not of_two
+    )
+    verdicts = " ".join(f"{way}={each['verdict']}" for way, each in ways.items())
+    return row | {"check": of_two["verdict"], "note": of_two["note"], "others": others, "verdicts": verdicts}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
+    parser.add_argument("--cases", type=lambda text: text.split(","))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--check-only", action="store_true")
     args = parser.parse_args()
-    rows = []
+    from lockstep import build  # noqa: F401  # before processes are forked
+    from lockstep.extras import page  # noqa: F401
+
+    rows, known = [], cases()
     with tempfile.TemporaryDirectory(prefix="truth-") as name:
         packages = thin_project.package("coupled") | thin_project.package("more_couplings")
-        folder = thin_project.write(Path(name), **packages, **FILES)
+        packages["src/truth_cases/__init__.py"] = Path(__file__).with_name("check_cases.py").read_text(encoding="utf-8")
+        folder = thin_project.write(Path(name).resolve(), **packages, **FILES)
         (folder / "configs/project.yaml").unlink()
-        for case in args.cases:
-            row = measure(case, folder, args.steps)
+        for case in args.cases or known:
+            row = measured(case, folder, args.steps, check_only=args.check_only)
             rows.append(row)
-            print("{case:32} {apart:8.1e}  {check:10} {wrong:13} {seconds:4.0f} s  {note}".format(**row), flush=True)
+            print(
+                "{case:32} {apart:8.1e}  {check:10} {wrong:13} {seconds:4.0f} s  {note} {notes}".format(**row),
+                flush=True,
+            )
     wrong = [row["wrong"] for row in rows]
-    placed = [row["placed"] for row in rows if row["check"] == "differs" and CASES[row["case"]][1]]
+    placed = [row["placed"] for row in rows if row["check"] in ("differs", "failed") and known[row["case"]][1]]
     print(f"{len(rows)} cases: {wrong.count('false same')} false same, {wrong.count('false differs')} false differs, {wrong.count('failed')} failed; "
           f"{sum(placed)} of {len(placed)} places right")  # fmt: skip
     if args.output:
