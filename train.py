@@ -44,7 +44,6 @@ def train(config: launch.Settings, data: "DataSet") -> None:
         trained = module(config, datamodule)
         # configs/trainer, configs/strategy, configs/callbacks and configs/logger
         trainer = build.trainer(config, trained, datamodule, LivePage(config))
-        build.dry_run(config, trainer)  # rejects parts that do not fit together, before any file is written
         run.begin(trainer)
         trainer.fit(trained, datamodule=datamodule, ckpt_path=config.resume)
         best = run.trained()

@@ -5,7 +5,8 @@ python scripts/check.py [key=value ...] [steps=5] [from=<run>] [--json]
 Takes the keys of train.py. It runs the first steps of the command on one process, on two (ddp, fsdp), with accumulated gradients, with workers,
 killed and resumed, with logical ranks, and evaluates on one and two; in float64 where that is possible. For each way it prints how far it is
 apart from one process, as `same bits`, `rounding` or `differs`, with the layer, loss, hook or optimizer where they part; or why it was refused
-or failed. `from` continues a run, to check what begins later, such as unfreezing.
+or failed. `from` continues a run, to check what begins later, such as unfreezing. The project's checks.json keeps the result, which the first
+lines of a run quote.
 Exit code: 0 if no way differs or fails, 1 if one does, 2 if the command is invalid.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import project
+from lockstep.config import checked, project
 from lockstep.config.formatting import pluralize
 from lockstep.errors import UserError
 from lockstep.launch.exits import after_output, exit_code
@@ -47,7 +48,7 @@ def line(result: "Result") -> str:
         (way for way in result.ways if way["way"] == TWO and way["verdict"] in ("refused", "not run")), None
     ):
         return f"not compared on 2 processes: {alone['note']} ({how})"
-    apart = max((way["end"] or 0.0 for way in result.ways if way["precision"] == result.precision), default=0.0)
+    apart = next((way["end"] for way in result.ways if way["way"] == TWO), None)
     return f"the same on 1 and 2 processes ({how}: {f'{apart:.0e}' if apart else 'same bits'})"
 
 
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
     from lockstep.extras.check import measure
 
     result = measure(overrides, steps=int(steps), start=own.get("from"))
+    checked.store({"line": line(result), **result.facts})
     print(to_json(asdict(result)) if "--json" in argv else "\n".join(table(result)))
     return int(bool(wrong_ways(result)))
 

@@ -30,10 +30,11 @@ from urllib.request import url2pathname
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lockstep import ROOT, TEMPLATE, WHEEL, __version__
+from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL, __version__
+from lockstep.config import checked
 from lockstep.errors import UserError
 from lockstep.launch.exits import after_output, exit_code
-from lockstep.machine.files import local_path
+from lockstep.machine.files import local_path, to_json
 from lockstep.machine.process import protect_streams
 
 NAME = "project"  # the package of the template
@@ -77,7 +78,8 @@ uv run lockstep runs                                     # a table of runs; `uv 
     train.py                 the steps from the data to the report, in order; eval.py and predict.py share its parts
     src/{package}/           model.py: the network · module.py: the loss, the metrics and the steps · data.py: the data sets
     configs/                 project.yaml: the defaults · a folder per group, whose files name the classes in src/
-    tests/                   same weights on one process and two, and after a kill; same metrics in an evaluation
+    tests/                   same result on one process and two, after a kill, and in an evaluation
+    checks.json              what `lockstep check` found, which the first lines of a run quote
 
 To upgrade Lockstep, run `uvx --from <a newer Lockstep: git+https://..., a wheel or a release> lockstep new . --upgrade`, then `uv run pytest`.
 """
@@ -221,7 +223,21 @@ def create(folder: Path, package: str, requirement: str | None, wheel: Wheel | N
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
+    (folder / checked.FILE).write_text(to_json(checks(folder, package)) + "\n", encoding="utf-8")
     set_requirement(folder, requirement, wheel)
+
+
+def checks(folder: Path, package: str) -> list[checked.Check]:
+    """The template's results of `lockstep check` that hold for this Lockstep, with the digests of the project's files."""
+    file, found = TEMPLATE / checked.FILE, []
+    for check in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
+        sources = {name: was for name, was in check["sources"].items() if not name.startswith("src/hydra_plugins/")}
+        now = [checked.digest(PACKAGE if name == "src/lockstep" else TEMPLATE / name) for name in sources]
+        if now == [*sources.values()]:
+            renamed = json.loads(NAMED.sub(package, json.dumps(check)))
+            copied = (name for name in renamed["sources"] if (folder / name).is_file())
+            found.append(renamed | {"sources": {name: checked.digest(folder / name) for name in copied}})
+    return found
 
 
 def set_requirement(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:

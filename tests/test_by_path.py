@@ -94,7 +94,7 @@ def test_what_a_config_names_is_used_by_the_run_and_by_its_checkpoint(own, capsy
     ("option", "told"),
     [
         ("schedule=plateau", "ReduceLROnPlateau steps after a validation"),
-        ("optim=muon", r"optim: Muon only supports 2D parameters"),  # torch's, which refuses biases
+        ("optim=muon", r"Muon only supports 2D parameters"),  # torch's, which refuses biases
         ("task=temperature", r"task=temperature has its own weights \(temperature\)"),
         ("data=odd", "metadata/source cannot be saved"),
     ],

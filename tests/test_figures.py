@@ -25,20 +25,9 @@ def test_a_metric_with_a_value_for_each_class_is_logged_by_class_and_can_be_moni
 
 
 METRIC = "+task.metrics.loss._target_=torchmetrics.classification.MulticlassAccuracy"
-LOGGED = "the validation logs val/loss, val/acc, val/f1"
 
 
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        (["checkpoint.monitor=val/f1/33"], ("checkpoint.monitor=val/f1/33", LOGGED, "did you mean val/f1/3?")),
-        (["checkpoint.monitor=val/f1"], (LOGGED, "did you mean val/f1/")),  # there is one for each class
-        (["task.monitor=val/acu"], ("task.monitor=val/acu", LOGGED, "did you mean val/acc?")),
-        ([METRIC], ("task.metrics.loss: every task already logs loss.",)),
-    ],
-)
-def test_a_name_that_nothing_logs_or_that_is_taken_is_rejected(given, parts, train):
-    with pytest.raises(UserError) as error:
-        train(*F1, *given, *SHORT)
-    assert all(part in str(error.value) for part in parts), error.value
+def test_a_name_that_is_taken_is_rejected(train):
+    with pytest.raises(UserError, match=r"task\.metrics\.loss: every task already logs loss\."):
+        train(*F1, METRIC, *SHORT)
     assert not Path("runs").exists()

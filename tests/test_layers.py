@@ -61,7 +61,6 @@ PRIVATE = {
     "_foreach_mul_": "the same",
     "_foreach_add_": "the same",
     "_foreach_lerp_": "the same",
-    "_python_dispatch": "torch's documented module of modes that see every operation",
     "_fields": "documented: the fields of a named tuple, by which it is told from other tuples",
     "_per_s": "how names of rates end",
     "_memory_gib": "how the name of a measured figure ends",

@@ -30,29 +30,25 @@ def status(train) -> str:
 
 
 def assert_shown(train, place: str, *more: str) -> None:
-    """Where the bug is, on the screen and in the run's log."""
+    """Where the bug is, on the screen."""
     done, where = train(place, *more), 'raise ValueError(f"my bug in {place}")'
     assert done.code == 1, done
     lines = [re.sub(r"^\[rank \d+\] ", "", line) for line in done.err.splitlines()]
     assert not [line for line in lines if line.startswith("error:")], done
     assert lines[0] == "Traceback (most recent call last):", done
     assert f"ValueError: my bug in {place}" in lines, done
-    log = (train.run / "train.log").read_text()
-    for text in ("Traceback (most recent call last):", where):
-        assert text in done.err and text in log
-    assert status(train) == "failed"
-    assert "report: runs/a/report.html" in done.out.splitlines() and (train.run / "report.html").is_file(), done
+    assert where in done.err
+    assert (train.run / "report.json").exists() == (place == "a step")  # the first is done
 
 
 @pytest.mark.parametrize(("place", "more"), [
-    ("forward", []),  # in the dry run
+    ("forward", []),  # in the sanity validation
     pytest.param("a step", ["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow),
     pytest.param("a worker", ["loader.num_workers=1"], marks=pytest.mark.slow),  # a process that loads data
     pytest.param("the data", [], marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_bug_shows_its_traceback_and_stays_in_the_runs_log(train, place, more):
+def test_a_bug_shows_its_traceback_and_leaves_no_folder_before_the_first_step(train, place, more):
     assert_shown(train, place, *more)
-    assert json.loads((train.run / "report.json").read_text())["error"].startswith("ValueError:")
 
 
 @pytest.mark.slow
@@ -61,4 +57,3 @@ def test_the_same_command_typed_again_after_a_bug_in_a_constructor_trains(train)
         assert_shown(train, place)
     done = train("nothing")
     assert (done.code, status(train)) == (0, "done"), done
-    assert "my bug" in (train.run / "train.log").read_text()  # and what was before is not lost

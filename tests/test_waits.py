@@ -72,6 +72,7 @@ def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> l
     shape = ["trainer.limit_train_batches=6", "trainer.limit_val_batches=1", "trainer.enable_checkpointing=false"]
     shape += [
         "loader.num_workers=0",
+        "trainer.num_sanity_val_steps=0",
         "loader.eval_batch_size=64",
         "trainer.max_epochs=1",
         f"runs_dir={folder}",

@@ -20,42 +20,46 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from lockstep import strategies
+from lockstep import PACKAGE, strategies
 from lockstep.build_trainer import arithmetic, evaluator, trainer, workload, workload_of
 from lockstep.checkpoints.finding import Checkpoint, read_outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
-from lockstep.config.checks import monitor_problems, unused_overrides, whole_batch_problems
+from lockstep.config.checks import whole_batch_problems
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import ENGINE, create_custom_module, create_object
 from lockstep.config.instantiate import network as network_of
 from lockstep.config.project import is_user_code_error
 from lockstep.config.rules import optimizer_node
-from lockstep.config.run_config import SHIPPED, Component
+from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
-from lockstep.config.targets import TRUSTED, matching_kwargs
+from lockstep.config.targets import matching_kwargs
 from lockstep.data.datamodule import MATCHED, NAMES, DataModule, names_at
 from lockstep.data.dataset import DataSet
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import TrainingFailed, UserError, raise_problems
 from lockstep.kit.augment import Augmentation
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Page, Recorder
 from lockstep.training import oom, optim
-from lockstep.training.dry_run import DryRun
 from lockstep.training.module import changed_frozen
 from lockstep.training.task import Task
-from lockstep.training.workload import TaskWorkload, Workload
+from lockstep.training.workload import Workload
 
 __all__ = [
-    "attach", "datamodule", "dry_run", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
+    "attach", "datamodule", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
 ]  # fmt: skip
 # Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
 threads_before_exact: list[tuple[int, str | None]] = []
-IN_DRY_RUN = (
-    "This is the dry run: one step of two samples, on copies. Enter c to continue, or set debug_rank=0 to skip it."
+REFUSALS = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    LookupError,
+    AssertionError,
+    InstantiationException,
+    MisconfigurationException,
 )
-REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
 def process(settings: Settings) -> None:
@@ -254,74 +258,45 @@ def metrics(goal: Task, more: Mapping[str, Component]) -> dict[str, Metric]:
     return found
 
 
-def dry_run(settings: Settings, trainer: pl.Trainer) -> None:
-    """Checks a step of a task without computing it. Raises UserError if the parts do not fit together."""
-    raise_problems(unused_overrides(settings))
-    logged = workload_of(trainer).dry_run(partial(evaluation_metric_names, settings, trainer))
-    if logged is not None:
-        raise_problems(monitor_problems(settings, logged))
-
-
-def evaluation_metric_names(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str]:
-    """The metrics of an evaluation besides loss and count: those that the dry run logged, or else names and patterns of metrics."""
-    named = [each for name in work.module.parts.metrics for each in (name, f"{name}/*")]
-    sets = [part.removeprefix("val/") for part in work.module.parts.of_stage("val")[1:]]
-
-    def of_sets(names: list[str]) -> list[str]:
-        return [*names, *(f"{part}/{name}" for part in sets for name in ("loss", *names))]
-
-    if this_process.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
-        return of_sets(named)
-    cfg, samples = settings.cfg, settings.batches["micro_batch"]
-    samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # statistics cover all processes
-    components = (cfg.model, cfg.data, cfg.task, cfg.optim, cfg.schedule)
-    trial = DryRun(
-        work=work,
-        device=trainer.strategy.root_device,
-        samples=samples,
-        world=settings.world.size,
-        steps=settings.steps.steps(work.data.train_split.count),
-        titles={"model": cfg.model.title, "data": cfg.data.title, "task": cfg.task.title},
-        image_size=cfg.data.get("image_size"),
-        evaluates=any(limit != 0 for limit in (cfg.trainer.limit_val_batches, cfg.trainer.limit_test_batches)),
-        compiled=cfg.compile,
-        shipped=all(each.target.startswith((*TRUSTED, *SHIPPED)) for each in components),
-        is_user_error=is_user_code_error,
-    )
-    this_process.notice = IN_DRY_RUN
-    try:
-        trial(trainer.callbacks)  # type: ignore[attr-defined]
-    finally:
-        this_process.notice = None
-    return of_sets(trial.logged or named)
-
-
 def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
     """Explains out-of-memory errors."""
-    synchronised = settings.cfg.trainer.sync_batchnorm and settings.world.size > 1
-    return oom.oom_advice(
-        trainer,
-        work,
-        accumulations=lambda: settings.accumulations,
-        alone=not settings.spec.is_sharded and not synchronised,
-    )
+    return oom.oom_advice(trainer, work, lambda: settings.accumulations)
 
 
 def with_advice(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
-    """Explains an error of `trainer.fit`: out of memory, or torch or Lightning rejected an argument before the first batch."""
+    """Explains an error of `trainer.fit`: out of memory; or torch, Lightning or another library rejected what it got until the first step."""
     if trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
         return error
-    trace = error.__traceback__
-    below = trace.tb_next if trace and trace.tb_next else trace  # train.py itself, which calls fit, is the user's code
-    is_users = is_user_code_error(error.with_traceback(below))
+    trace, loop = error.__traceback__, trainer.fit_loop.epoch_loop
+    done, begun = (
+        loop.batch_progress.total.completed,
+        loop.batch_progress.total.ready + loop.val_loop.batch_progress.current.ready,
+    )
+    is_final = done or not isinstance(error, REFUSALS) or isinstance(error, UserError | TrainingFailed) or is_bug(error)
     try:
         with oom_advice(settings, trainer, workload_of(trainer)):
-            raise error.with_traceback(trace)
+            raise error
     except BaseException as e:
-        began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if began or is_users or not isinstance(e, REFUSALS) or isinstance(e, UserError):
-            return e
-        return UserError(" ".join(str(e).split()))
+        if is_final or e is not error:
+            return e if e is not error else error.with_traceback(trace)
+        cfg, reason = settings.as_built().cfg, " ".join(str(e).split()) or type(e).__name__
+        parts = [f"{key}={part.title}" for key in ("model", "data", "task", "optim") if (part := getattr(cfg, key))]
+        return UserError(f"{', '.join(parts)} do not fit together: {reason}" if begun else reason)
+
+
+def is_bug(error: BaseException) -> bool:
+    """Whether an error before the end of the first step was raised by code of the user's or of Lockstep, or because another process failed."""
+    trace, file, is_ours = error.__traceback__, Path(), False
+    below = trace.tb_next if trace else None  # train.py itself, which calls fit, is the user's code
+    while trace:
+        file = Path(trace.tb_frame.f_code.co_filename)
+        is_ours = file.is_relative_to(PACKAGE) and file.parent.name not in ("compat", "tasks")
+        below, trace = trace.tb_next if is_ours else below, trace.tb_next
+    return (
+        is_ours
+        or "torch/distributed/" in file.as_posix()
+        or is_user_code_error(Exception(*error.args).with_traceback(below))
+    )
 
 
 Make = Callable[[Settings, Any], pl.LightningModule]  # `module` of train.py

@@ -118,7 +118,9 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     }
     own: list[pl.Callback] = [
         stopping.RankAgreement(shared),
-        summary.RunSummary(work, data_info, work.network_title(settings), settings.cfg.data.title, cfg),
+        summary.RunSummary(
+            work, data_info, work.network_title(settings), settings.cfg.data.title, cfg, settings.overrides
+        ),
         summary.Clock(),
         TruncateLogsOnResume(folder),
         *more,
@@ -176,8 +178,6 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     given |= work.arithmetic.trainer_arguments(given, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/module_hooks.py decides once the loaders are there
-    if given["num_sanity_val_steps"] == "auto":
-        given["num_sanity_val_steps"] = work.sanity_val_steps
     chosen = cfg.strategy
     if "timeout_s" in chosen and process.debug_rank is not None:
         chosen = chosen.replace(timeout_s=process.DEBUG_TIMEOUT_S)

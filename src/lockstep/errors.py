@@ -96,14 +96,7 @@ class ProcessDied(TrainingFailed):
 
 
 class OutOfMemory(TrainingFailed):
-    """Memory ran out. `accumulate`: the trainer.accumulate_grad_batches that the message suggests, if any."""
-
-    def __init__(self, message: str, accumulate: int | None = None) -> None:
-        super().__init__(message, accumulate)  # both, so it can be pickled: a sweep's job may run in another process
-        self.accumulate = accumulate
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    """Memory ran out."""
 
 
 class RunFailed(RuntimeError):

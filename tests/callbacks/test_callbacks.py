@@ -37,7 +37,9 @@ from lockstep.training.seeds import derive_seed, seed_generators
 def test_speed_is_all_images_over_the_time_of_training_without_the_first_window(windows, images_per_s, waited):
     throughput = Throughput()
     throughput.unit, throughput.windows, throughput.first_step_s = "images", windows, 48.0
+    throughput.flops_per_sample = 3.0
     speed = {"train/images_per_s": images_per_s, "train/data_wait_share": waited, "train/first_step_s": 48.0}
+    speed["train/flops_per_s"] = images_per_s and 3 * images_per_s
     assert throughput.report_metrics() == speed
 
 

@@ -1,6 +1,5 @@
 """torch still lacks what compat/torch.py adds; when a test fails, see whether its section can go."""
 
-import copy
 import inspect
 
 import forked
@@ -10,10 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.modules import _functions
+from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.compat.torch import (
-    copy_hooks,
+    Operations,
     gather_after_writes,
     in_backward,
     tell_first_call,
@@ -68,15 +69,15 @@ def test_a_network_on_a_gpu_does_not(monkeypatch):
     assert seen == [True] and not torch.cuda.is_current_stream_capturing()
 
 
-def test_a_copied_parameter_has_no_hooks():
-    net = torch.nn.Linear(1, 1)
-    net.weight.register_hook(lambda gradient: gradient * 0 + 7)
-    net.bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", parameter.grad * 9))
-    copied = copy.deepcopy(net)
-    for of_weight, of_bias in ((1, 1), (7, 9)):
-        copied(torch.ones(1, 1)).backward()
-        assert (copied.weight.grad.item(), copied.bias.grad.item()) == (of_weight, of_bias)
-        copied = copy_hooks(net, copy.deepcopy(net)).double().float()
+def test_torch_does_not_count_the_attention_of_cpus():
+    query_BHTC = torch.randn(2, 4, 8, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        scaled_dot_product_attention(query_BHTC, query_BHTC, query_BHTC).sum().backward()
+    assert counted.get_total_flops() == 0
+    with Operations() as operations:
+        scaled_dot_product_attention(query_BHTC, query_BHTC, query_BHTC).sum().backward()
+    one_product = 2 * 2 * 4 * 8 * 8 * 16
+    assert operations.total == (2 + 5) * one_product  # forward; backward repeats one
 
 
 @pytest.fixture

@@ -358,8 +358,6 @@ def test_a_key_of_ones_own_class_may_mean_anything(overrides):
         ([*DATA, "~loader.batch_size"], ["loader.batch_size is missing from the config, and the engine needs it"]),
         ([*DATA, "+data.batch_size=8"], ["data.batch_size=8 is a key of the loader. Set loader.batch_size=8, which"]),
         (["data=own", "data._target_=mine.Folds", "+data.folds=3"], ["data.folds=3 is a key of the loader. Set loader.folds=3, which"]),
-        (["task._target_=mine.Module", "+task.metrics.f1._target_=mine.Bell", "+task.metrics.f1.sond=x"],
-         ["task.metrics.f1.sond is not an argument of mine.Bell (did you mean sound?)"]),
         ([*MODULE, "task.monitor=val_loss", "task.mode=train"], ["checkpoint.mode=train is invalid; expected one of max, min"]),
         (["callbacks=[early_stopping]", "checkpoint.monitor=null", *MODULE], ["callbacks.early_stopping.monitor is null"]),
     ],

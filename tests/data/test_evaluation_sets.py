@@ -13,7 +13,7 @@ from in_process import state
 import lockstep
 from lockstep import Arrays, DataSet
 from lockstep.data.datamodule import DataModule
-from lockstep.errors import RunFailed, UserError
+from lockstep.errors import RunFailed, TrainingFailed, UserError
 
 OWN = '''
 from typing import Any
@@ -159,8 +159,8 @@ def test_one_of_them_is_monitored():
     evaluated = lockstep.evaluate(["run=monitored"])
     assert evaluated["test/fog/loss"] == pytest.approx(report["test/fog/loss"])
     for typo in ("val/nigt/acc", "val/night/ac"):
-        with pytest.raises(UserError, match=rf"{typo} is not logged; the validation logs .*val/night/acc"):
-            lockstep.train([*OPTIONS, "run=typo", f"task.monitor={typo}"])
+        with pytest.raises(TrainingFailed, match=rf"{typo} is not logged by .*, which logs .*val/night/acc"):
+            lockstep.train([*OPTIONS, f"run={typo.replace('/', '-')}", f"task.monitor={typo}"])
     with pytest.raises(UserError, match="evaluation_sets: 'val/night' is also the name of a metric"):
         metric = "+task.metrics.night._target_=torchmetrics.MeanMetric"
         lockstep.train([*OPTIONS, "run=typo", metric])

@@ -274,13 +274,6 @@ def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, 
         assert [names[name] for name in data.metadata["classes"]] == before.metadata["class_counts"]
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.complex64])
-def test_samples_that_cannot_be_compared_are_taken_as_they_come(dtype):
-    data = arrays()
-    data.train.arrays["input"] = data.train.arrays["input"].astype(dtype)
-    assert len(DataModule(data, batch_size=2, eval_batch_size=4).diverse_samples(4)) == 4
-
-
 def test_targets_in_memory_are_judged_once():
     judged = []
     module = DataModule(arrays(), batch_size=2, eval_batch_size=4)

@@ -161,7 +161,7 @@ def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected
     assert [batch[name].dtype for name in ("left", "right", "index")] == [torch.int64, expected, torch.int64]
     assert batch["count"] == 4
     assert batch["file"] == [f"{place}.png" for place in batch["index"].tolist()]
-    assert data.example(3)["file"] == ["0.png", "1.png", "2.png"]
+    assert data.raw("train", [0, 1, 2])["file"] == ["0.png", "1.png", "2.png"]
     assert data.dataset.show(data.raw("train", [0])) == {}  # a page shows `input`, which this data lacks
     with pytest.raises(UserError, match=r"loader.on_device=true has no effect"):
         DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, on_device=True)  # it is not held in memory

@@ -197,14 +197,6 @@ def test_a_long_text_is_escaped_and_its_controls_are_seen(place):
     assert "\x1b[31m" in samples[0].facts["prediction"]  # in Python, it is what the task said
 
 
-def test_a_mistake_is_refused_before_training(place):
-    with pytest.raises(
-        UserError, match=r"logits: Picture: the image is float32 from \S+ to \S+; expected floats from 0"
-    ):
-        lockstep.train(["run=no", *OPTIONS, *CODER, "task._target_=mywork.shouting.Logits"])
-    assert not Path("runs/no").exists()
-
-
 @given(arrays.arrays(np.uint8, st.tuples(st.sampled_from([1, 3]), st.integers(1, 9), st.integers(1, 9))))
 def test_bytes_and_fractions_make_the_same_picture(image_CHW):
     fraction_CHW = torch.from_numpy(image_CHW / np.float32(255))

@@ -3,10 +3,9 @@
 import pytest
 
 from lockstep import Task, build
-from lockstep.config.checks import monitor_problems, resolve
+from lockstep.config.checks import resolve
 from lockstep.config.compose import options
 from lockstep.config.instantiate import create_object
-from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.kit import tasks
 
@@ -47,22 +46,3 @@ def test_every_task_has_a_config():
     targets = {resolve([f"task={name}"]).task.target for name in NAMES}
     every = [name for name, kind in vars(tasks).items() if isinstance(kind, type) and issubclass(kind, Task)]
     assert targets - {"project.module.Classifier"} == {f"lockstep.kit.tasks.{name}" for name in every}
-
-
-@pytest.mark.parametrize("wrong", [
-    "checkpoint.monitor=val/nothing", "task.monitor=test/acc", "task.monitor=val/nothing", "task.monitor=val/ac",
-    "callbacks=[early_stopping] callbacks.early_stopping.monitor=val/nothing",
-    "callbacks=[early_stopping] callbacks.early_stopping.monitor=train/acc",
-    "callbacks=[default,lr_monitor,early_stopping] callbacks.early_stopping.monitor=val/nosuch",
-])  # fmt: skip
-def test_a_monitor_that_nothing_logs_is_told_by_its_key(wrong):
-    settings = Settings.of(resolve(["trainer.accelerator=cpu", *wrong.split()]))
-    (problem,) = monitor_problems(settings, ["acc"])
-    assert wrong.split()[-1] in problem
-
-
-@pytest.mark.parametrize("monitor", ["train/loss", "train/lr", "val/loss", "train/images_per_s"])
-def test_a_callback_may_watch_what_a_run_logs(monitor):
-    typed = ["callbacks=[default,early_stopping]", f"callbacks.early_stopping.monitor={monitor}"]
-    settings = Settings.of(resolve(["trainer.accelerator=cpu", *typed]))
-    assert list(monitor_problems(settings, ["acc"])) == []

@@ -205,8 +205,6 @@ def test_the_dice_loss_is_that_of_the_formula():
     batch, logits = {"target": torch.tensor(target_BHW)}, torch.tensor(logits_BKHW)
     added = segmentation(dice=0.5).loss(logits, batch) - segmentation().loss(logits, batch)
     assert added.numpy() == pytest.approx(0.5 * np.array(expected))
-    on_meta = {"target": torch.zeros(2, 5, 4, dtype=torch.uint8, device="meta")}  # as the dry run counts operations
-    assert segmentation(dice=1.0).loss(torch.zeros(2, 3, 5, 4, device="meta"), on_meta).shape == (2,)
 
 
 @pytest.mark.parametrize(("make", "told"), [

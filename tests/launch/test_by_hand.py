@@ -12,7 +12,7 @@ from in_process import options, report
 
 import lockstep
 from lockstep import ROOT
-from lockstep.config.targets import imports_no_torch, source_bases, source_parameters
+from lockstep.config.targets import imports_no_torch, source_bases
 from lockstep.errors import UserError
 from lockstep.launch import local
 
@@ -134,41 +134,3 @@ def test_each_eval_py_uses_the_train_py_of_its_own_folder(tmp_path):
         job = local.load(tmp_path / name / "eval.py")
         assert job.data.__globals__["NAME"] == name
         assert "train" not in sys.modules and str(tmp_path / name) not in sys.path
-
-
-CLASSES = """
-from dataclasses import dataclass
-from lockstep.kit.tasks import Classification
-
-@dataclass
-class Data(Classification):
-    gamma: float = 2.0
-
-class Twice(Classification):
-    def __init__(self, *, a: int) -> None: ...
-
-class Twice(Classification):
-    def __init__(self, *, b: int) -> None: ...
-
-class Loop(Loop): ...
-"""
-
-
-def test_a_source_that_does_not_say_what_a_class_takes_says_nothing(tmp_path, monkeypatch):
-    (tmp_path / "odd_sources.py").write_text(CLASSES)
-    (tmp_path / "broken_source.py").write_text("class Net(:")
-    (tmp_path / "latin.py").write_bytes(
-        "# -*- coding: latin-1 -*-\n# \xe9\nclass Net:\n    def __init__(self, c): ...\n".encode("latin-1")
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    found = {
-        name: source_parameters(name)
-        for name in ("odd_sources.Data", "odd_sources.Twice", "odd_sources.Loop", "broken_source.Net", "latin.Net")
-    }
-    assert found == {
-        "odd_sources.Data": None,
-        "odd_sources.Twice": ["b"],
-        "odd_sources.Loop": None,
-        "broken_source.Net": None,
-        "latin.Net": ["c"],
-    }

@@ -88,14 +88,10 @@ class Named(Classification):
 
 
 class Odd(Classification):
-    """Inputs of a metric that it has not, or that are no tuple."""
-
-    def __init__(self, mean: bool = False, inputs: bool = False) -> None:
-        super().__init__()
-        self.own = {"mean": mean, "acc": inputs}
+    """Inputs of a metric that it has not."""
 
     def inputs_by_metric(self, output: Tensor, batch: Any) -> Any:
-        return {name: output for name, wrong in self.own.items() if wrong}
+        return {"mean": (output,)}
 
 
 class Digits(lockstep.Module):

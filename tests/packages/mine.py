@@ -1,4 +1,4 @@
-"""Tasks and metrics of a user's with mistakes in them, for tests/training/test_dry_run.py."""
+"""Tasks and metrics of a user's with mistakes in them, for tests/training/test_first_step.py."""
 
 import torch
 from torch import nn
@@ -60,16 +60,6 @@ class Several(Classification):
 
     def loss(self, output, batch):
         return super().loss(output["logits"], batch)
-
-
-class Short(Classification):
-    def describe(self, output, batch):
-        return super().describe(output, batch)[1:]
-
-
-class Buggy(Classification):
-    def predictions(self, output):
-        return {"class": output["nothing"]}
 
 
 class Unfinished(Metric):

@@ -30,6 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
+from lockstep.config.checks import resolve
 from lockstep.errors import Preempted, UserError
 from lockstep.extras import mlflow_logger
 from lockstep.machine import world
@@ -237,6 +238,12 @@ def test_a_run_goes_on_without_the_server_of_its_logger(train, server, kept, mon
     assert re.search(what, said) and "metrics.csv has all metrics" in said
 
 
+def background(logger: Logger, name: str) -> Background:
+    made = Background(logger, name, resolve([]), {"batch_size": None, "unit": "samples"})
+    made.start()
+    return made
+
+
 @pytest.mark.parametrize("status", ["done", "failed"])
 def test_a_bug_in_a_logger_is_raised_and_keeps_no_other_from_its_end(status, tmp_path, caplog):
     def bug(*_) -> None:
@@ -244,7 +251,7 @@ def test_a_bug_in_a_logger_is_raised_and_keeps_no_other_from_its_end(status, tmp
 
     fine, buggy = Kept(), Kept()
     buggy.log_metrics = bug
-    begun = [Background(buggy, "buggy"), Background(fine, "fine")]
+    begun = [background(buggy, "buggy"), background(fine, "fine")]
     buggy.log_metrics({})
     until(lambda: begun[0].bug is not None)
     with pytest.raises(KeyError, match="my bug"):
@@ -262,7 +269,7 @@ def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
     monkeypatch.setattr(loggers, "LATE_S", 0.05)
     gate, seen, logger = threading.Event(), [], Kept()
     logger.log_metrics = lambda _, step: (gate.wait(10), seen.append(step))
-    worker = Background(logger, "mine")
+    worker = background(logger, "mine")
     for step in range(20):
         logger.log_metrics({}, step)
     assert [record.getMessage().split(".")[1] for record in caplog.records] == ["mine cannot keep up"]
@@ -399,7 +406,10 @@ def test_what_a_logger_lacks_is_told_and_leaves_nothing(train, monkeypatch, type
     ],
 )
 def test_loggers_are_told_how_a_run_ended(train, kept, client, monkeypatch, raised, status, code):
-    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", Mock(side_effect=raised))
+    def fail(*_) -> None:
+        raise raised
+
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", fail)
     with pytest.raises((type(raised), SystemExit)):
         train("run=a", "logger=[tensorboard,wandb]", "logger.wandb.group=g", "logger.wandb.tags=[mine,auto]")
     error = report("a")["error"]

@@ -14,7 +14,8 @@ import new
 import pytest
 
 import lockstep
-from lockstep import ROOT
+from lockstep import PACKAGE, ROOT
+from lockstep.config import checked
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 
@@ -84,6 +85,23 @@ def test_a_project_is_whole_and_tidy_and_has_its_own_name(tmp_path, monkeypatch,
     ruff = f"{sys.executable} -m ruff"
     assert f"ruff=={run(f'{ruff} --version', tmp_path).split()[1]}" in uv["constraint-dependencies"]
     run(f"{ruff} check . && {ruff} format --check .", folder)
+
+
+def test_a_project_brings_the_checks_of_the_template_that_hold(tmp_path, monkeypatch):
+    there = {"src/lockstep": PACKAGE, **{name: ROOT / name for name in ("src/project/module.py", "train.py")}}
+    check = {"line": "the same", "config": {"task._target_": "project.module.Classifier"}, "versions": {}, "data": None}
+    holds = check | {"sources": {name: checked.digest(path) for name, path in there.items()}}
+    stale = check | {"sources": {"train.py": "0" * 16}}
+    (tmp_path / "kept.json").write_text(json.dumps([stale, holds]))
+    monkeypatch.setattr(checked, "FILE", tmp_path / "kept.json")
+    for name in ("src/flowers/module.py", "train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("from flowers.model import Net\n")
+    (found,) = new.checks(tmp_path, "flowers")
+    assert found["config"] == {"task._target_": "flowers.module.Classifier"}
+    assert found["sources"] == dict.fromkeys(
+        ["src/flowers/module.py", "train.py"], checked.digest(tmp_path / "train.py")
+    )
 
 
 def test_a_project_is_upgraded_by_one_command(tmp_path, monkeypatch, capsys, local):

@@ -85,25 +85,23 @@ def fits(monkeypatch):
     return limit
 
 
-@pytest.mark.parametrize(("phase", "most", "options", "accumulate", "parts"), [
-    ("training", 20, ["loader.batch_size=60"], 3, ["of 60 does not", "A size of 20 fits", "grad_batches=3;"]),
-    pytest.param("training", 20, ["loader.batch_size=60", "trainer.precision=bf16-true"], 3, ["A size of 20 fits"], marks=pytest.mark.slow),
-    pytest.param("training", 7, ["loader.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "A size of 6 fits"], marks=pytest.mark.slow),
-    pytest.param("training", 0, ["loader.batch_size=4"], None, ["of 4 does not fit", "No smaller one fits.", "bf16-mixed"], marks=pytest.mark.slow),
-    pytest.param("training", 0, ["loader.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"], marks=pytest.mark.slow),
-    pytest.param("training", 20, ["loader.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "A size of 12 fits", "set exact.logical_ranks=8 in a new run;"], marks=pytest.mark.slow),
-    ("evaluation", 16, ["trainer.val_check_interval=1"], None, ["an evaluation batch of 64", "loader.eval_batch_size=32;"]),
-    pytest.param("evaluation", 5, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation batch of 8 does", "loader.eval_batch_size=32;"], marks=pytest.mark.slow),
-    pytest.param("evaluation", 70, ["trainer.max_epochs=1"], None, ["an evaluation batch of 103", "loader.eval_batch_size=51;"], marks=pytest.mark.slow),
+@pytest.mark.parametrize(("phase", "most", "options", "parts"), [
+    ("training", 20, ["loader.batch_size=60"], ["of 60 does not", "A size of 30 may fit", "grad_batches=2;"]),
+    pytest.param("training", 7, ["loader.batch_size=60", "trainer.accumulate_grad_batches=6"], ["of 10 does not", "A size of 6 may fit"], marks=pytest.mark.slow),
+    pytest.param("training", 0, ["loader.batch_size=4", "trainer.accumulate_grad_batches=4"], ["of 1 does not fit", "There is no smaller"], marks=pytest.mark.slow),
+    pytest.param("training", 20, ["loader.batch_size=96", "exact.logical_ranks=2"], ["of 48 does not", "may fit", "in a new run;"], marks=pytest.mark.slow),
+    ("evaluation", 16, ["trainer.num_sanity_val_steps=0", "trainer.val_check_interval=1"], ["an evaluation batch of 64", "loader.eval_batch_size=32;"]),
+    pytest.param("evaluation", 5, ["exact.logical_ranks=8", "trainer.num_sanity_val_steps=0", "trainer.val_check_interval=1"], ["an evaluation batch of 8 does", "loader.eval_batch_size=32;"], marks=pytest.mark.slow),
+    pytest.param("evaluation", 70, ["trainer.num_sanity_val_steps=0", "trainer.max_epochs=1"], ["an evaluation batch of 103", "loader.eval_batch_size=51;"], marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_the_message_names_what_fits(phase, most, options, accumulate, parts, train, fits):
+def test_the_message_names_what_may_fit(phase, most, options, parts, train, fits, caplog):
     fits(phase, most)
     with pytest.raises(OutOfMemory) as error:
         train("run=a", "trainer.max_steps=2", *options)
-    assert error.value.accumulate == accumulate
     for part in parts:
         assert part in str(error.value)
-    assert "CUDA out of memory" in Path("runs/a/train.log").read_text()  # torch's own words
+    assert "CUDA out of memory" in caplog.text  # torch's own words
+    assert Path("runs/a").exists() == (phase == "evaluation")  # after a step
 
 
 @pytest.mark.parametrize(("error", "expected"), [
@@ -130,6 +128,6 @@ def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
 def test_the_words_for_a_killed_process_name_keys_of_its_own_command(trains):
     two = Settings(resolve([]), World("cpu", 2, 1, "ddp"))
     said = local.killed_error(two, 1, by_kernel=True, trains=trains)
-    assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains == (said.accumulate == 2)
+    assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains
     assert str(said).startswith("rank 1 ")
     assert "loader.eval_batch_size" in str(said)

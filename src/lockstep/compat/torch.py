@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules import _functions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 # --- Whether torch is computing gradients ---
 #
@@ -22,20 +24,6 @@ from torch.nn.modules import _functions
 def in_backward() -> bool:
     """Whether this thread does, also within `torch.autograd.grad` and on threads that compute gradients of a GPU."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-# --- Hooks of parameters ---
-#
-# `copy.deepcopy` does not copy them (torch 2.13). Remove this when it copies them:
-# tests/compat/test_torch.py::test_a_copied_parameter_has_no_hooks fails then.
-
-
-def copy_hooks(net: nn.Module, copied: nn.Module) -> nn.Module:
-    """Copies the hooks of the parameters of `net` to `copied`, and returns `copied`."""
-    for parameter, target in zip(net.parameters(), copied.parameters(), strict=True):
-        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            setattr(target, hooks, getattr(parameter, hooks))
-    return copied
 
 
 # --- The first call of a compiled module ---
@@ -54,6 +42,35 @@ def tell_first_call(module: nn.Module, tell: Callable[[], object]) -> None:
         return compiled(*args, **kwargs)
 
     module._compiled_call_impl = call
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return any(each._compiled_call_impl for each in module.modules())
+
+
+# --- Counting operations ---
+#
+# torch.utils.flop_counter.FlopCounterMode (torch 2.13) lacks the attention of CPUs, and adds hooks to all modules. Remove this when it counts
+# that: tests/compat/test_torch.py::test_torch_does_not_count_the_attention_of_cpus fails then.
+
+aten = torch.ops.aten
+ATTENTION = "_scaled_dot_product_flash_attention"
+FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
+    getattr(aten, f"{ATTENTION}_for_cpu{suffix}"): flop_registry[getattr(aten, ATTENTION + suffix)]
+    for suffix in ("", "_backward")
+}
+
+
+class Operations(TorchDispatchMode):
+    """Counts floating-point operations, as torch's FlopCounterMode, but without its hooks of all modules."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if formula := FORMULAS.get(func.overloadpacket):
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 # --- torch.nn.SyncBatchNorm without waiting for the GPU ---

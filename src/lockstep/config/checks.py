@@ -20,21 +20,15 @@ from lockstep.config.compose import (
 from lockstep.config.draft import Draft, values_of
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import (
-    ENGINE,
-    SPECIAL,
     data_set_problems,
     problems,
-    unknown_argument_errors,
     unknown_data_keys,
 )
 from lockstep.config.run_config import COMPONENTS, Component, Invalid, InvalidValueRead, RunConfig
 from lockstep.config.schema import KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.settings import Settings
-from lockstep.config.targets import disallowed_targets, imports_no_torch, source_parameters
-from lockstep.errors import UserError, did_you_mean, raise_problems
-
-TRAINED = ("train/loss", "train/lr")  # training metrics that every task logs
-MEASURED = ("_per_s", "_memory_gib")  # suffixes of metrics that depend on the data's unit or on the device
+from lockstep.config.targets import disallowed_targets, imports_no_torch
+from lockstep.errors import UserError, raise_problems
 
 # --- Signatures ---
 
@@ -46,26 +40,9 @@ def components(cfg: RunConfig) -> dict[str, Component]:
     return single | {f"{key}.{name}": component for key, group in groups.items() for name, component in group.items()}
 
 
-def unread_arguments(settings: Settings) -> Iterator[str]:
-    """Keys without a Validator that a class does not accept. Reads the source of the class, because an import takes seconds.
-
-    If the source of any user class does not show its parameters, `check_classes` reports all such keys instead.
-    """
-    if not are_readable(settings):
-        return
-    for key, component in components(settings.cfg).items():
-        ignored = (*SPECIAL, *ENGINE.get(key, ()))
-        names = [name for name in component.kwargs if name not in ignored and f"{key}.{name}" not in KEYS]
-        parameters = source_parameters(component.target) if names else None
-        yield from unknown_argument_errors(component.target, key, names, parameters) if parameters is not None else ()
-
-
 def are_readable(settings: Settings) -> bool:
-    """Whether the source of every user class shows its parameters, so the check imports none of them."""
-    cfg = settings.cfg
-    custom = [component for component in components(cfg).values() if not component.is_shipped]
-    are_parsed = all(source_parameters(component.target) is not None for component in custom)
-    return are_parsed and (cfg.data.is_shipped or imports_no_torch(cfg.data.target))
+    """Whether rules can read the user's classes without importing torch."""
+    return settings.cfg.data.is_shipped or imports_no_torch(settings.cfg.data.target)
 
 
 def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
@@ -191,26 +168,6 @@ def whole_batch_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
-    """Monitored metrics that nothing logs. Those of callbacks outside Lockstep are unknown until the run logs them."""
-    cfg = settings.cfg
-    checkpoint_key = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
-    monitors = {checkpoint_key: cfg.checkpoint.monitor}
-    monitors |= {f"callbacks.{name}.monitor": callback.get("monitor") for name, callback in cfg.callbacks.items()}
-    all_ours = all(callback.target.startswith("lockstep.") for callback in cfg.callbacks.values())
-    for key, monitor in monitors.items():
-        is_callback = key != checkpoint_key
-        if monitor is None or (is_callback and monitor == cfg.checkpoint.monitor):  # reported once
-            continue
-        monitor = str(monitor)
-        names = [*(f"val/{metric}" for metric in ("loss", *metrics)), *(TRAINED if is_callback else ())]
-        is_logged = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
-        may_be_logged = is_callback and not monitor.startswith("val/") and (not all_ours or monitor.endswith(MEASURED))
-        if not is_logged and not may_be_logged:
-            source, hint = "run" if is_callback else "validation", did_you_mean(monitor, names)
-            yield f"{key}={monitor} is not logged; the {source} logs {', '.join(names)}{hint}. Set one of them, or add the metric to task.metrics."
-
-
 def unused_overrides(settings: Settings) -> Iterator[str]:
     """Overrides that have no effect because train.py builds the object of that group itself."""
     by_hand = {"task", "model", "data", "optim", "schedule", "loader", "augment"} - settings.built_groups
@@ -288,7 +245,6 @@ def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> 
     except InvalidValueRead:  # an invalid value leaves the number of processes unknown
         world = Invalid()
     settings = Settings(cfg, world, random_keys=draft.random_keys)
-    errors += unread_arguments(settings)
     left_out = () if with_data else (data,)
     raise_problems(run_rules(settings, errors, evaluating=evaluating, early=True, left_out=left_out))
     return settings

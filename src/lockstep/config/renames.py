@@ -1,4 +1,4 @@
-"""Classes that moved, for the configs and checkpoints of earlier versions. Free of torch."""
+"""Classes that moved and values that went, for the configs and checkpoints of earlier versions. Free of torch."""
 
 from typing import Any
 
@@ -31,7 +31,6 @@ def with_moved(node: Any) -> Any:
         return [with_moved(item) for item in node]
     if not isinstance(node, dict):
         return node
-    return {
-        key: moved(item) if key == "_target_" and isinstance(item, str) else with_moved(item)
-        for key, item in node.items()
-    }
+    known: dict[tuple[str, str], Any] = {("num_sanity_val_steps", "auto"): 2}  # in 0.2
+    known |= {("_target_", item): moved(item) for item in [node.get("_target_")] if isinstance(item, str)}
+    return {key: known.get((key, str(item)), with_moved(item)) for key, item in node.items()}

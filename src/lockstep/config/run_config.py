@@ -109,7 +109,7 @@ class Trainer:
     limit_test_batches: Annotated[int | float | None, validators.BATCHES]
     val_check_interval: Annotated[int | float | None, validators.INTERVAL]
     check_val_every_n_epoch: Annotated[int | None, integer(1, 1).or_null()]
-    num_sanity_val_steps: Annotated[int | Auto | None, integer(-1, 2).or_word("auto").or_null()]
+    num_sanity_val_steps: Annotated[int | None, integer(-1, 2).or_null()]
     log_every_n_steps: Annotated[int | Auto, integer(1, 50).or_word("auto")]
     enable_checkpointing: Flag
     enable_progress_bar: Flag

@@ -321,22 +321,6 @@ def imports_no_torch(path: str) -> bool:
     return cls is not None and all(home.startswith(LIGHT) and not home.startswith(HEAVY) for home in own)
 
 
-def source_parameters(path: str) -> list[str] | None:
-    """The parameters in the source of a class or function; None if it has `**kwargs` or its source is not found."""
-    homes = source_bases(path) or [path]
-    for target in filter(None, map(find_source, homes)):
-        body = target.node.body if isinstance(target.node, ast.ClassDef) else [target.node]
-        for node in body:
-            if isinstance(node, ast.FunctionDef) and (node is target.node or node.name == "__init__"):
-                names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                return None if node.args.kwarg or node.decorator_list else names[node is not target.node :]
-        if (
-            target.node.decorator_list or len(getattr(target.node, "bases", ())) > 1
-        ):  # a dataclass; one of several constructors
-            return None
-    return None
-
-
 def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters of a function. Annotations become types, unless one of them exists only for type checkers."""
     constructor: Any = function

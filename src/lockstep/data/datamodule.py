@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from lockstep.data.sampler import PARTS, EvalSampler, Indices, Sampler, Split, T
 from lockstep.data.splits import balanced, evaluation_splits, splits
 from lockstep.errors import UserError, raise_problems
 
-VARIED, VARIED_BYTES = 16, 2**24  # candidates in memory for each sample of `diverse_samples`, and for all
 ON_DEVICE_SHARE = 0.1  # the fraction of a GPU's free memory that on_device=auto may use
 # Maps targets and the number of names they may refer to, to the index and a description of the first invalid target.
 TargetCheck = Callable[[Any, int], tuple[int, str] | None]
@@ -329,23 +327,6 @@ class DataModule(pl.LightningDataModule):
         data = self.dataset if part == "train" else self.evaluated
         return self.renumber_targets(part, self.reader(part, data)(np.asarray(index_N), epoch))
 
-    def example(self, samples: int | Indices, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
-        """A batch of training samples, augmented if `training`: at these indices, or the first, repeated if too few."""
-        index_N = np.arange(samples) % len(self.dataset.train) if isinstance(samples, int) else samples
-        return self.preprocessed(self.raw("train", index_N), training=training, device=torch.device(device))
-
-    def diverse_samples(self, count: int) -> Indices:
-        """Training samples whose halves differ most: the first has few missing, negative or zero values (padding)."""
-        samples, total = self.dataset.train, count
-        if isinstance(samples, Arrays):  # other samples are read one by one
-            total = min(VARIED * count, VARIED_BYTES * len(samples) // max(1, samples.nbytes), self.train_split.count)
-        position_N = np.linspace(0, self.train_split.count - 1, max(count, total)).astype(np.int64)
-        index_N = self.train_split.indices(position_N)
-        values = [value for name, value in self.raw("train", index_N).items() if name != "index"]
-        absent_N = sum((count_absent(value, len(index_N)) for value in values), np.zeros(len(index_N)))
-        order = np.argsort(absent_N, kind="stable")
-        return index_N[np.append(order[: count // 2], order[-(count - count // 2) :])]
-
     def teardown(self, stage: str) -> None:
         """Ends workers after training, validation and test. Raises DataChanged if the decoded data has changed."""
         while self.with_workers:
@@ -362,11 +343,6 @@ class DataModule(pl.LightningDataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError if the run trained on different data, or on samples that this run would validate."""
         fingerprint = self.dataset.fingerprint
-        if self.folds and "folds" not in state:
-            raise UserError(
-                "the checkpoint was saved by an earlier version, which divided loader.folds differently: this run would validate on training "
-                "samples. Resume it with that version, or start a new run."
-            )
         if self.transforms and state.get("transforms") != self.transforms:
             raise UserError(
                 "the checkpoint was saved by an earlier version, in which crop, color_jitter, rotate, trivial and rand drew different random "
@@ -377,16 +353,6 @@ class DataModule(pl.LightningDataModule):
                 f"the checkpoint was trained on different data (sha256 {state['sha256'][:12]}) than this run's (sha256 {fingerprint[:12]}). "
                 "Set data.root=<the folder it was trained on>, or init_from=<checkpoint> to start a new run from its weights."
             )
-
-
-def count_absent(value: Any, count: int) -> Any:
-    """The number of missing, negative or zero values in each of `count` samples; 0 without a tensor per sample."""
-    with suppress(RuntimeError, TypeError):  # values that cannot be ordered, such as complex numbers
-        if isinstance(value, torch.Tensor) and value.dim() and len(value) == count:
-            return (~(value > 0)).flatten(1).sum(1).numpy() if value.dim() > 1 else (~(value > 0)).numpy()
-        if isinstance(value, list) and len(value) == count and all(isinstance(item, torch.Tensor) for item in value):
-            return np.array([(~(item > 0)).sum().item() for item in value])
-    return 0
 
 
 def class_counts(dataset: DataSet, split: Split, metadata: Mapping[str, Any], numbering: Any) -> dict[str, list[int]]:

@@ -2,16 +2,24 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.finding import leaves
 from lockstep.config.formatting import pluralize
 from lockstep.reporting.report import Curve, Report
 from lockstep.run import find_run
 
+if TYPE_CHECKING:  # importing torch takes seconds
+    from torch import Tensor
+
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
+SMALL = 1e-3
+DIMENSIONS = 4  # of a tensor, of which a sketch has sums
+Record = dict[str, Any]
+Numbers = dict[tuple[str, int], float]
 OWN = ("run", "runs_dir", "resume")  # config keys that only locate the run
 FORGOTTEN = ".current_score"  # score of the last validation; ModelCheckpoint saves it but does not load it
 # Rounding starts small and grows step by step; a different batch or formula shows at once.
@@ -46,6 +54,18 @@ def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
 def series(run: Report) -> dict[str, Curve]:
     """The logged columns without measurements, because these differ between any two runs."""
     return {name: curve for name, curve in run.curves.items() if not name.endswith(MEASURED)}
+
+
+def rows(run: Report, left_out: Iterable[str]) -> Numbers:
+    """The logged numbers by name and step, without times and without `left_out`."""
+    curves = {name: each for name, each in series(run).items() if not name.startswith(("time", "epoch", *left_out))}
+    return {(name, step): value for name, curve in curves.items() for step, value in zip(*curve, strict=True)}
+
+
+def apart(a: Mapping[Any, float], b: Mapping[Any, float]) -> float:
+    """The largest difference of numbers of the same name: relative, or for small numbers, in units of SMALL."""
+    both = [(a[name], b[name]) for name in a.keys() & b.keys()]
+    return max((min(relative(x, y), abs(x - y) / SMALL) for x, y in both), default=0.0)
 
 
 def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
@@ -191,3 +211,35 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
 
 def agree(diffs: dict[str, list[str]]) -> bool:
     return not any(diffs[section] for section in ("log", "metrics", "weights"))
+
+
+# --- Sketches of tensors ---
+
+
+@cache
+def signs(count: int) -> "Tensor":
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.random.default_rng(count).choice([-1.0, 1.0], count))
+
+
+def sketch(tensor: "Tensor", dimensions: int = DIMENSIONS) -> Record:
+    """The shape, a digest of the bits, and sums of the numbers with random signs, for each index of each of the first dimensions.
+
+    Their squared differences estimate the squared norm of the difference (Johnson and Lindenstrauss, 1984), and sketches of parts can be
+    joined to that of the whole. A collective call for shards.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from lockstep.callbacks.weights import digest
+
+    tensor = tensor.detach()
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = (whole.to_dense() if whole.layout != torch.strided else whole).cpu()
+    numbers = (whole.abs() if whole.is_complex() else whole).double().nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30)
+    sizes = enumerate(numbers.shape[:dimensions] if numbers.numel() else ())
+    rows = [numbers.movedim(dim, 0).reshape(size, -1) for dim, size in sizes] or [numbers.reshape(1, -1)]
+    sums = [row @ signs(row.shape[1]) for row in rows]
+    return {"shape": [*whole.shape], "bits": digest(whole), "sums": sums}

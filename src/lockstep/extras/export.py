@@ -40,8 +40,8 @@ from lockstep.kit import pixels
 from lockstep.kit.images import FRAMING, NEEDED, Images
 from lockstep.launch.resuming import config_of
 from lockstep.machine.files import atomic_replace, remove, write_text
+from lockstep.machine.process import seeded_and_restored
 from lockstep.run import RunFolder, metrics_of_test, overrides_of, versions
-from lockstep.training.invariance import same_random_numbers
 from lockstep.training.losses import samples_at
 from lockstep.training.task import Task
 
@@ -253,8 +253,9 @@ class Exportable(pl.Callback):
             )
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
-        with same_random_numbers(torch.device("cpu")), TemporaryDirectory() as folder:
-            net, task = (module.cpu().eval() for module in (copied(pl_module.net), pl_module.detached_copy()))
+        with seeded_and_restored(0), TemporaryDirectory() as folder:
+            task = copied(pl_module, {id(pl_module.net): None, id(pl_module.parts): None}).cpu().eval()
+            net = copied(pl_module.net).cpu().eval()
             candidate = NetworkToExport(config, pl_module.parts.model_kwargs, task, net, data.evaluated, batch)
             candidate.write(Path(folder), self.formats)
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import functional as F
@@ -25,8 +25,6 @@ class ProgressiveResize(Checked, Callback):
     The schedule and its defaults are those of MosaicML's Composer; the idea is fast.ai's (Howard, 2018). A size is a multiple of
     `size_increment` pixels. It depends on the step only, so it is the same on all processes and after a resume.
     """
-
-    needs: ClassVar = " It needs a network that accepts images of any size."
 
     initial_scale: Fraction = 0.5
     delay_fraction: Probability = 0.5
@@ -51,6 +49,8 @@ class ProgressiveResize(Checked, Callback):
     def resized(self, batch: Batch, progress: float) -> Batch:
         """A batch after `preprocess`, with resized images and masks."""
         image_BCHW = batch["input"]
+        if image_BCHW.dim() != 4 or spatial(batch, nested=True).keys() != spatial(batch).keys():
+            raise UserError("callbacks.progressive_resize resizes only images and masks. Remove it.")
         whole = image_BCHW.shape[-1]
         side = self.side(whole, progress)
         if side == whole:
@@ -58,14 +58,6 @@ class ProgressiveResize(Checked, Callback):
         masks = {name: resize_nearest(v, (side, side)) for name, v in spatial(batch).items() if v.shape[-1] == whole}
         small_BCHW = F.interpolate(image_BCHW, size=(side, side), mode="bilinear", antialias=True)
         return {**batch, **masks, "input": small_BCHW}
-
-    def dry_run(self, batch: Batch, steps: float) -> Batch:
-        """The first batch of a run of `steps` steps. Raises UserError: the run has no end, or the batch has no images, or lists of boxes."""
-        if batch["input"].dim() != 4 or spatial(batch, nested=True).keys() != spatial(batch).keys():
-            raise UserError("it resizes only images and masks. Remove it")
-        if math.isinf(steps):
-            raise UserError(ENDLESS)
-        return self.resized(batch, 0.0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises UserError: the module receives tuples."""

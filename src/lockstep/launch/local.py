@@ -311,8 +311,8 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
         raise KeyboardInterrupt
     if -code in process.received:  # before the process could save
         raise Preempted(f"ended by {signal.Signals(-code).name} before anything could be saved; rerun the command.")
-    if errors:  # an error without a remedy first, then the one with the smallest micro-batch
-        raise max(errors, key=lambda e: e.accumulate or float("inf"))
+    if errors:
+        raise errors[0]
     if code == -9:  # SIGKILL, which Windows does not have
         raise killed_error(settings, rank, by_kernel=kernel_kills() > kills, trains=trains)
     if code < 0:
@@ -368,7 +368,7 @@ def killed_error(settings: Settings, rank: int, *, by_kernel: bool, trains: bool
     """The error for a process that SIGKILL ended, which usually means that the machine ran out of memory."""
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
     who = f"rank {rank}" if settings.world.size > 1 else "the process"
-    advice, more = "fewer loader.num_workers, or a smaller loader.eval_batch_size", None
+    advice = "fewer loader.num_workers, or a smaller loader.eval_batch_size"
     batch, now = settings.batches["batch_size"], settings.cfg.trainer.accumulate_grad_batches
     if batch is None:
         advice = f"smaller batches or fewer workers in {settings.cfg.data.target}"
@@ -378,4 +378,4 @@ def killed_error(settings: Settings, rank: int, *, by_kernel: bool, trains: bool
             f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
         )
         advice = f"{parts}, {advice}"
-    return OutOfMemory(f"{who} was killed {by}. Try {advice}.", more if by_kernel else None)
+    return OutOfMemory(f"{who} was killed {by}. Try {advice}.")

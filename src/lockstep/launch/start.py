@@ -125,18 +125,9 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     if not settings.cfg.resume:
         settings = resuming.new_run_settings(settings, again=again)
     cfg, world, folder = settings.cfg, settings.world, settings.folder
-    try:
-        raise_problems(check_classes(settings, shipped=needs_signature_check(overrides)))
-        raise_problems(debug_problems(world))
-        settings, data, samples = prepare_data(job, settings)
-    except Exception as e:
-        if project.is_user_code_error(e):
-            from lockstep.reporting.recorder import Recorder
-
-            recorder = Recorder(settings, job.page)
-            if not recorder.folder.has_config():  # a run that has begun keeps its report
-                recorder.__exit__(type(e), e, e.__traceback__)
-        raise
+    raise_problems(check_classes(settings, shipped=needs_signature_check(overrides)))
+    raise_problems(debug_problems(world))
+    settings, data, samples = prepare_data(job, settings)
     from lockstep.reporting.report import Report
 
     if told := resuming.already_finished(settings, samples):

@@ -42,7 +42,7 @@ END_S = 120.0  # how long to wait for SLURM: it ends a requeued job at once, a w
 Handler = Callable[[int, FrameType | None], None]
 received: list[signal.Signals] = []
 started_by_lockstep = False  # whether Lockstep's launcher started this process and forwards signals to it
-debug_rank: int | None = None  # the rank whose debugger has the terminal: no time limits, no dry run, no progress bar
+debug_rank: int | None = None  # the rank whose debugger has the terminal: no time limits, no progress bar
 handlers_before: dict[signal.Signals, Any] = {}  # handlers of REQUEUE from before the run, such as submitit's
 
 
@@ -250,7 +250,7 @@ def protect_streams() -> None:
 class RankLog:
     """Copies the output of this process to `logs/rank-<n>.log` of its run.
 
-    The text stays in memory until the run's folder exists, after the dry run.
+    The text stays in memory until the run's folder exists.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -295,7 +295,6 @@ log: RankLog | None = None  # of the current job of this process
 DEBUG_TIMEOUT_S = 30 * 86400.0  # timeout of collectives while debugging
 
 
-notice: str | None = None  # what the debugger prints before its next prompt
 # Callbacks that end any output that would overwrite the prompt, such as a progress bar.
 before_prompt: dict[object, Callable[[], None]] = {}
 
@@ -312,8 +311,6 @@ def breakpoints() -> Iterator[None]:
         for end in list(before_prompt.values()):
             end()
         self.stdout = sys.stdout  # no longer the progress bar's
-        if notice:
-            self.message(notice)
         current_frame = inspect.currentframe()
         original(self, frame or (current_frame and current_frame.f_back), **options)
 

@@ -49,15 +49,43 @@ SHORT_S = 5.0  # how long a failed run waits: other processes may be waiting for
 class Background:
     """Runs the methods of a logger in order, in a thread of rank 0. If they fail, metrics.csv still has all metrics."""
 
-    def __init__(self, logger: Logger, name: str) -> None:
+    def __init__(self, logger: Logger, name: str, config: RunConfig, report: Mapping[str, Any]) -> None:
+        """Collects calls, the first with the config, until `start`."""
         self.logger, self.name, self.warned = logger, name, False
         self.calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(PENDING)
         self.began_s = math.inf  # start of the running call; infinite without one
         self.bug: Exception | None = None
         self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
-        self.thread.start()
         for method in filter(partial(hasattr, logger), METHODS):
             setattr(logger, method, partial(self.add, getattr(logger, method)))
+        logger.log_hyperparams({**config.plain(), "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
+        write, batch_size, samples_key = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
+
+        def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+            """Adds the number of samples that the optimizer has seen, as a second x-axis."""
+            write(metrics if step is None else {samples_key: step * batch_size, **metrics}, step)
+
+        if batch_size:
+            logger.log_metrics = log_metrics  # type: ignore[method-assign]
+
+    def start(self) -> None:
+        """Creates the logger's run. Call it on rank 0. Raises UserError if its client cannot start."""
+        if self.thread.ident:
+            return
+        try:
+            _ = getattr(self.logger, "experiment", None)
+        except Exception as e:
+            if isinstance(e, UserError) or is_user_code_error(e):
+                raise
+            variables = [variable for variable in os.environ if variable.startswith(f"{self.name.upper()}_")]
+            local_option = f", or pass logger.{self.name}.{self.logger.local}" if hasattr(self.logger, "local") else ""
+            # pydantic's errors, from W&B's settings
+            reason = e.errors()[0]["msg"] if hasattr(e, "errors") else " ".join(str(e).split())
+            raise UserError(
+                f"logger.{self.name} cannot start: {reason}. Correct its keys or the environment variables "
+                f"(set: {', '.join(variables) or 'none'}){local_option}."
+            ) from e
+        self.thread.start()
 
     def add(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Raises the exception of an earlier call if it is a bug in the user's code."""
@@ -106,6 +134,18 @@ class Background:
 
 # --- Start and end of all loggers ---
 
+
+class StartLoggers(pl.Callback):
+    """Creates the loggers' runs after the first step: a run that fails before it leaves nothing on a server."""
+
+    def __init__(self, backgrounds: Sequence[Background]) -> None:
+        self.waiting = list(backgrounds)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        while self.waiting and steps_done(trainer):
+            self.waiting.pop(0).start()
+
+
 FACTS = ("task", "model", "world_size", "accelerator", "nodes", "host", "data/name", "data/sha256", "git_sha", "versions")  # fmt: skip
 UPLOAD_S = 600.0  # how long a run waits for the upload of its checkpoint
 
@@ -120,34 +160,6 @@ class RunEnd:
     checkpoint: Path | None = None  # the tested checkpoint: a file, or the folder of a sharded one
 
 
-def begin_run(name: str, logger: Logger, config: RunConfig, report: Mapping[str, Any]) -> Background:
-    """Starts a logger and logs the config. Call it on rank 0. Raises UserError if its client cannot start."""
-    try:
-        _ = getattr(logger, "experiment", None)
-    except Exception as e:
-        if isinstance(e, UserError) or is_user_code_error(e):
-            raise
-        variables = [variable for variable in os.environ if variable.startswith(f"{name.upper()}_")]
-        local_option = f", or pass logger.{name}.{logger.local}" if hasattr(logger, "local") else ""
-        # pydantic's errors, from W&B's settings
-        reason = e.errors()[0]["msg"] if hasattr(e, "errors") else " ".join(str(e).split())
-        raise UserError(
-            f"logger.{name} cannot start: {reason}. Correct its keys or the environment variables "
-            f"(set: {', '.join(variables) or 'none'}){local_option}."
-        ) from e
-    background = Background(logger, name)
-    logger.log_hyperparams({**config.plain(), "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
-    write, batch_size, samples_key = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
-
-    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
-        """Adds the number of samples that the optimizer has seen, as a second x-axis."""
-        write(metrics if step is None else {samples_key: step * batch_size, **metrics}, step)
-
-    if batch_size:
-        logger.log_metrics = log_metrics  # type: ignore[method-assign]
-    return background
-
-
 def end_run(
     backgrounds: Sequence[Background], report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder
 ) -> None:
@@ -157,7 +169,7 @@ def end_run(
     if is_done := status == "done":
         page = folder.page_file if folder.page_file.is_file() else None
         end = replace(end, page=page, panels=panels, checkpoint=folder.path / checkpoint if checkpoint else None)
-    for background in backgrounds:
+    for background in (each for each in backgrounds if each.thread.ident):
         logger = background.logger
         uploads = end.checkpoint and getattr(logger, "log_model", False)
         try:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from lockstep import ROOT, WHEEL
 from lockstep.checkpoints.finding import checkpoint_paths, step_of
 from lockstep.config import project
+from lockstep.config.checks import unused_overrides
 from lockstep.config.draft import as_yaml
 from lockstep.config.formatting import warn
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.errors import UserError, outcome_of
+from lockstep.errors import UserError, outcome_of, raise_problems
 from lockstep.machine import process
 from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
@@ -76,8 +77,7 @@ def first_report(settings: Settings) -> dict[str, Any]:
 class Recorder:
     """Keeps the run's report up to date, from the status `running` to the final one.
 
-    `begin` writes the first files, after everything is built. If a user's class fails earlier, the run leaves a report
-    and a log, but no config.yaml, so the same command can be run again.
+    `begin` writes the first files, after everything is built. A run that fails before its first step leaves none.
 
     Raises:
         UserError: the folder belongs to a different run.
@@ -112,16 +112,18 @@ class Recorder:
         """Writes the first files of the run that `trainer` trains."""
         self.trainer, self.loggers = trainer, trainer.loggers
         self.work = work = next(callback.work for callback in trainer.callbacks if hasattr(callback, "work"))  # type: ignore[attr-defined]
+        raise_problems(unused_overrides(self.settings))
         settings = self.settings.as_built()
         self.config = settings.cfg
         self.report |= {"model": work.network_title(settings), **work.loaders.data_info}
         if self.rank == 0:
             self.open()
-            from lockstep.reporting.loggers import begin_run
+            from lockstep.reporting.loggers import Background, StartLoggers
 
             names = [name for name in self.config.logger if name != "csv"]
-            for name, logger in zip(names, trainer.loggers[:-1], strict=True):  # the last is metrics.csv
-                self.others.append(begin_run(name, logger, self.config, self.report))
+            named = zip(names, trainer.loggers[:-1], strict=True)  # the last is metrics.csv
+            self.others = [Background(logger, name, self.config, self.report) for name, logger in named]
+            trainer.callbacks.append(StartLoggers(self.others))  # type: ignore[attr-defined]
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
@@ -167,6 +169,8 @@ class Recorder:
 
         trainer, work, report = self.trainer, self.work, self.report
         assert trainer is not None and work is not None
+        for background in self.others:
+            background.start()  # if there was no step left to train
         checkpoint = best_checkpoint(trainer)
         monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
         self.checkpoint_step = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
@@ -175,18 +179,17 @@ class Recorder:
         epochs = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if is_known else trainer.current_epoch
         report |= {"train/steps": steps_done(trainer), "train/epochs": epochs}
         # None without the callback that measures them
-        report |= dict.fromkeys((rate, "train/data_wait_share", "train/first_step_s"))
+        report |= dict.fromkeys((rate, "train/flops_per_s", "train/data_wait_share", "train/first_step_s"))
         for metrics in from_callbacks(trainer, "report_metrics"):
             report |= metrics
         self.trained_s = time.perf_counter()
         known_s = sum(value for name, value in report.items() if name.startswith("time/"))
-        flops, device = work.flops_per_sample, trainer.strategy.root_device
+        device = trainer.strategy.root_device
         peak = peak_bytes(device)
         if peak is not None:  # the maximum of all processes
             peak = int(trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max"))
         report |= {
             "time/start_s": max(0.0, self.trained_s - self.began_s - known_s),
-            "train/flops_per_s": None if None in (report[rate], flops) else flops * report[rate],
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
@@ -203,7 +206,9 @@ class Recorder:
         if error is not None and self.trainer is not None and self.explain is not None:
             error = self.explain(self.trainer, error)
         outcome = outcome_of(error)
-        keeps = outcome.status != "refused" or self.is_saved()
+        keeps = outcome.status not in ("refused", "failed") or bool(self.steps() or self.report["resumed_from"])
+        if outcome.status == "refused":
+            keeps = self.steps() > self.resumed_at and bool(checkpoint_paths(self.folder.path))
         if self.was_done and outcome.status == "failed":
             with suppress(UserError):  # a damaged checkpoint
                 # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
@@ -216,7 +221,7 @@ class Recorder:
             self.report["error"] = outcome.error
         if isinstance(error, Exception) and not outcome.is_explained:
             process.report_failure(self.rank)  # now, because the other processes are waiting for this one
-        if self.rank == 0 and (keeps or self.restore is not None):
+        if self.restore is not None:
             self.close(error, keeps=keeps)
         if error is not None and error is not original_error:
             raise error from None
@@ -225,15 +230,13 @@ class Recorder:
         """Ends the log and the report. Without `keeps`, restores the folder: this start added nothing to the run."""
         outcome = outcome_of(error)
         with self.log:  # closes the log at the end
-            if self.restore is None:  # a user's class failed before the run began
-                self.open_log()
-            elif not self.folder.path.is_dir():  # removed meanwhile
+            if not self.folder.path.is_dir():  # removed meanwhile
                 return
             if outcome.error:  # train.log gets the traceback of an unexpected error
                 trace = None if outcome.is_explained else error
                 logging.getLogger("lockstep").info("%s", outcome.error, exc_info=trace)
             self.finish(error, keeps=keeps)
-        if not keeps and self.restore is not None:
+        if not keeps and self.restore:
             self.restore()
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
@@ -241,6 +244,8 @@ class Recorder:
         panels = [*self.panels, *(panel for group in from_callbacks(self.trainer, "report_panels") for panel in group)]
         if keeps:
             with suppress(*([Exception] if error else [])):  # the error that ended the run matters more
+                for background in self.others if self.steps() else ():
+                    background.start()  # if the first step was the last
                 if self.page:
                     self.page(self.folder, self.config, self.report, self.work, panels)
             self.folder.write_report(self.report)  # now, because a logger's server may be slow
@@ -253,10 +258,8 @@ class Recorder:
                 warn(f"{self.folder.config_file} was removed during the run, but eval.py needs it.")
             show_run(self.folder, self.config, self.report, self.work)
 
-    def is_saved(self) -> bool:
-        """Whether this process has trained at least one step and a checkpoint exists."""
+    def steps(self) -> int:
+        """Steps done now and before this start."""
         from lockstep.training.arithmetic import steps_done
 
-        if self.trainer is None or self.trainer.lightning_module is None:
-            return False
-        return steps_done(self.trainer) > self.resumed_at and bool(checkpoint_paths(self.folder.path))
+        return steps_done(self.trainer) if self.trainer and self.trainer.lightning_module else 0

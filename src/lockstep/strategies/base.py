@@ -10,6 +10,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -338,6 +339,7 @@ class PortableCheckpoint(DividedBatches):
     omitted: frozenset[str] = frozenset()  # what checkpoints leave out
     agreed_at = 0  # the step after which the ranks were last compared
     tried: dict[str, Any] | None = None  # the content of a checkpoint before the first step
+    hidden: list[Logger] | None = None  # loggers of the trainer
     is_trial: bool | None = None  # whether the content of a checkpoint is only checked; None before the first step
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
@@ -371,7 +373,14 @@ class PortableCheckpoint(DividedBatches):
         super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
         self.require_agreement()
 
+    def connect(self, model: pl.LightningModule) -> None:
+        """Hides the loggers until the barrier before `setup`: Lightning would create a run of each on its server."""
+        super().connect(model)
+        self.hidden, model.trainer.loggers = model.trainer.loggers, []
+
     def barrier(self, name: str | None = None) -> None:
+        if name == "pre_setup":
+            self.lightning_module.trainer.loggers = self.hidden
         if not self.is_trial:  # a hook may have failed on one rank alone
             super().barrier(name)  # type: ignore[safe-super]
 

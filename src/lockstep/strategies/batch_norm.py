@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from lockstep.compat.torch import without_masks
 from lockstep.errors import UserError
-from lockstep.training.invariance import NORMS
 
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
 
 

@@ -1,6 +1,5 @@
 """Out-of-memory errors: explains them and suggests a micro-batch that fits. The global batch stays the same."""
 
-import copy
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,14 +37,11 @@ def is_oom(error: BaseException) -> bool:
 
 
 @contextmanager
-def oom_advice(
-    trainer: pl.Trainer, work: Workload, *, accumulations: Callable[[], list[int]], alone: bool
-) -> Iterator[None]:
+def oom_advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]]) -> Iterator[None]:
     """Replaces torch's out-of-memory errors by OutOfMemory, and errors from the death of a data worker by ProcessDied.
 
     Args:
         accumulations: the possible numbers of micro-batches per process and step, smallest first.
-        alone: whether one process can try them by itself, because the network's forward does not communicate.
     """
     try:
         yield
@@ -57,10 +53,10 @@ def oom_advice(
             raise
         log.info("%s: %s", type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)  # they hold the activations
-        raise advice(trainer, work, accumulations, alone) from None
+        raise advice(trainer, work, accumulations) from None
 
 
-def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]], alone: bool) -> OutOfMemory:
+def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]]) -> OutOfMemory:
     data, batch = work.loaders.data, work.loaders.size
     if batch is None:
         return OutOfMemory(
@@ -82,30 +78,8 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
     if why := work.needs_whole:
         return OutOfMemory(f"{text} {why} {OTHERWISE}")
     keys = {n: key for n in accumulations() if n > accumulate and (key := arithmetic.accumulation_setting(n, world))}
-    results = ((n, fits(trainer, work, batch // (world * n)) if alone else None) for n in keys)
-    count, fits_memory = next((item for item in results if item[1] is not False), (None, None))
-    if count is None:
-        return OutOfMemory(f"{text} {'No smaller one fits' if keys else 'There is no smaller one'}. {OTHERWISE}")
-    result = "fits (tested without the rest of the run)" if fits_memory else "may fit (not tested)"
-    return OutOfMemory(
-        f"{text} A size of {batch // (world * count)} {result}: set {keys[count]}; the global batch stays {batch}.",
-        count,
-    )
-
-
-def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool | None:
-    """Whether this process alone can train with this micro-batch size; None if it cannot try. Changes the weights."""
-    module, copies, strategy = work.module, None, trainer.strategy
-    try:
-        strategy.optimizers, strategy.lr_scheduler_configs = [], []
-        if (optimizers := work.steps_alone(trainer, micro_batch)) is None:
-            return None
-        for optimizer in optimizers:
-            # the copy that checkpoints are written from
-            if strategy.root_device.type == "cpu" and getattr(strategy.checkpoint_io, "thread", None):
-                copies = copies or copy.deepcopy((module.state_dict(), optimizer.state_dict()))
-    except (RuntimeError, MemoryError) as e:  # with little memory, many things fail: starting a thread, for example
-        log.info("a micro-batch of %s: %s: %s", micro_batch, type(e).__name__, e)
-        traceback.clear_frames(e.__traceback__)
-        return False
-    return True
+    if not keys:
+        return OutOfMemory(f"{text} There is no smaller one. {OTHERWISE}")
+    count = next(iter(keys))
+    smaller = f"A size of {batch // (world * count)} may fit: set {keys[count]}; the global batch stays {batch}."
+    return OutOfMemory(f"{text} {smaller}")

@@ -5,7 +5,6 @@ It does not depend on devices or strategies.
 
 # B batch
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -202,10 +201,6 @@ class Task(Module):
         self.net, self.parts = net, RunParts(**parts)
         return self
 
-    def detached_copy(self) -> Self:
-        """A copy without the network and the run's `RunParts`."""
-        return copy.deepcopy(self, {id(self.net): None, id(self.parts): None})
-
     def on_validation_model_eval(self) -> None:
         self.parts.modes = [(module, module.training) for module in self.modules()]
         super().on_validation_model_eval()
@@ -317,6 +312,8 @@ class Task(Module):
         loss_B = one_per_sample(self.loss(output, batch), self, batch) if gathered_loss_B is None else gathered_loss_B
         mean_loss.update(loss_B, sample_weights(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
         inputs = self.inputs_by_metric(output, batch)
+        if unknown := sorted(inputs.keys() - metrics.keys()):
+            raise UserError(f"`inputs_by_metric` has {unknown[0]}, but the metrics are {', '.join(metrics)}.")
         for name, metric in metrics.items():
             update(metric, batch_idx, *(inputs[name] if name in inputs else self.metric_inputs(output, batch)))
         if parts.test_panels and self.trainer.testing and not dataloader_idx:

@@ -3,17 +3,13 @@
 What differs between the two in training is a method here; pages and tables ask `task`.
 """
 
-import gc
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
-from torch.optim import Optimizer
 
 from lockstep.config.formatting import metric
 from lockstep.config.settings import Settings
@@ -22,7 +18,6 @@ from lockstep.kit.panels import Content
 from lockstep.run import metrics_of_test
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.batches import HOOKS, DataSetLoaders, Loaders
-from lockstep.training.invariance import DIFFERS, IN_HALF, NORMS, ROUNDING, SAME_BITS, UNKNOWN
 from lockstep.training.metrics import TestPanels
 from lockstep.training.task import Task
 
@@ -58,9 +53,7 @@ class Workload:
 
     # Checkpoint keys that hold the module's position, in addition to its weights.
     position: tuple[str, ...] = ("plateau",)
-    sanity_val_steps = 2  # Lightning's sanity check before training
     task: Task | None = None
-    flops_per_sample: int | None = None  # forward and backward, counted by dry_run.py
     model_kwargs: Mapping[str, Any] = {}
 
     def __init__(
@@ -81,29 +74,6 @@ class Workload:
         """`metrics` with names that are marked if their values are from rank 0 only."""
         return {f"{name}{OF_RANK_0}" if name in self.of_rank_0 else name: value for name, value in metrics.items()}
 
-    def across_processes(
-        self, synchronised: tuple[type[nn.Module], ...], precision: str, later: Collection[nn.Module] = ()
-    ) -> str:
-        """How the result depends on the number of processes.
-
-        `synchronised`: classes of synchronised batch norms; `later`: frozen modules that a later epoch trains.
-        """
-        if not self.loaders.divided:
-            return UNKNOWN.format("Lockstep does not divide the batches")
-        if self.arithmetic.same_bits:
-            return f"{SAME_BITS}, if a step of {self.title} depends only on its batch, parameters, buffers and torch's random numbers; its own counters count each logical rank"
-        return UNKNOWN.format(f"{self.title} defines its own steps, which were not tested")
-
-    def guarantees(self, world: int, precision: str) -> list[str]:
-        """Lines that list which of Lockstep's promises hold, if not all of them do."""
-        module_results = f"the module averages its loss, computes its own test metrics, and runs in {precision}"
-        resume = f"{'exact resume' if world < 3 else 'resume up to rounding'} of state_dict"  # see DDP.rebuild_buckets
-        guarantees = f"the same batches, {resume}, and " if self.loaders.divided else ""
-        task_line = (
-            f"task: {self.title} defines its own steps; guaranteed: {guarantees}portable checkpoints; {module_results}"
-        )
-        return [task_line, *(f"data: {note}" for note in dict.fromkeys(self.loaders.notes))]
-
     def evaluates(self, step: str, loader: str) -> bool:
         """Whether both a step and its dataloader exist."""
         return is_overridden(f"{step}_step", self.module) and self.loaders.provides(f"{loader}_dataloader")
@@ -117,17 +87,6 @@ class Workload:
 
     def before_step(self, batch: Any) -> None:
         """Called before each training micro-batch."""
-
-    def dry_run(self, trial: Callable[["TaskWorkload"], list[str]]) -> list[str] | None:
-        """What an evaluation will log, determined by `trial`; None if Lightning's sanity check tries an evaluation."""
-        return None
-
-    def steps_alone(self, trainer: pl.Trainer, size: int) -> Iterator[Optimizer] | None:
-        """Runs two steps with micro-batches of this size in this process alone, and yields the optimizer after each.
-
-        The steps change the weights. None if the module defines its own steps.
-        """
-        return None
 
     def problems(self, settings: Settings) -> Iterator[str]:
         """Messages about what the module and the data define that would be ignored or is not supported."""
@@ -147,7 +106,6 @@ class Workload:
 
 class TaskWorkload(Workload):
     position = ("window", "network")
-    sanity_val_steps = 0  # dry_run.py tries an evaluation
     module: Task
     data: DataModule
     task: Task
@@ -157,52 +115,12 @@ class TaskWorkload(Workload):
         data.fills = True
         self.needs_whole = f"{self.title}.between_samples needs it whole." if module.between_samples else ""
         self.task, self.model_kwargs = module, module.parts.model_kwargs
-        self.trial = UNKNOWN.format("it was not tested")  # how processes change the result, set by dry_run.py
 
     def network_title(self, settings: Settings) -> str:
         return settings.model_title if "model" in settings.built_groups else type(self.module.net).__name__
 
-    def across_processes(
-        self, synchronised: tuple[type[nn.Module], ...], precision: str, later: Collection[nn.Module] = ()
-    ) -> str:
-        norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and (m.training or m in later))
-        if not self.arithmetic.same_bits and not all(isinstance(m, synchronised) for m in norms):
-            return DIFFERS.format(
-                "batch normalisation uses the statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.logical_ranks=8"
-            )
-        if "16" not in precision:
-            return self.trial
-        error = torch.finfo(torch.bfloat16 if "bf16" in precision else torch.float16).eps / 2
-        return self.trial.replace(ROUNDING, ROUNDING + IN_HALF.format(error=error, precision=precision))
-
-    def guarantees(self, world: int, precision: str) -> list[str]:
-        rounding_line = (
-            f"task: predictions have about 3 significant digits in {precision}; with trainer.precision=bf16-mixed, 7"
-        )
-        return [rounding_line] if self.task.float32_head and precision in ("bf16-true", "16-true") else []
-
     def before_step(self, batch: Any) -> None:
         cast(Any, self.module.trainer.strategy).before_step(batch)
-
-    def dry_run(self, trial: Callable[["TaskWorkload"], list[str]]) -> list[str]:
-        return trial(self)
-
-    def steps_alone(self, trainer: pl.Trainer, size: int) -> Iterator[Optimizer]:
-        module, device = self.module, trainer.strategy.root_device
-        module.parts.arithmetic = StepArithmetic()  # logical ranks hold gradients
-        module.zero_grad(set_to_none=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        module.to(device).train()
-        optimizer = module.new_optimizer()
-        for _ in range(2):  # gradients and the optimizer's state exist together only from the second step on
-            batch = trainer.precision_plugin.convert_input(self.data.example(size, device))
-            with trainer.precision_plugin.train_step_context():
-                loss = module.loss(module(batch), batch).mean()
-            loss.backward()
-            optimizer.step()
-            yield optimizer
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         self.module.parts.test_panels = TestPanels(self.task, panels, compiled=compiled)

@@ -141,5 +141,5 @@ def test_copies_of_a_sample_are_neighbours_that_look_different():
     assert torch.equal(index_B3[:, 0], alone["index"][:8])
     assert torch.equal(first["input"][::3], alone["input"][:8])
     data = DataModule(Data(), batch_size=24, eval_batch_size=8, repeats=2, augment=augmentation("strong"))
-    raw = data.example(8, training=False)  # evaluations have no copies
+    raw = data.preprocessed(data.raw("train", np.arange(8)), training=False)  # evaluations have no copies
     assert raw["input"].shape == (8, 3, 17, 17) and "share" not in raw

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ class Result:
     steps: int  # that the command had, at most those that were asked for
     device: str
     precision: str
+    facts: dict[str, Any]  # what the result is about
 
 
 def measure(overrides: Sequence[str], *, steps: int = 5, start: str | None = None) -> Result:
@@ -39,34 +40,40 @@ def measure(overrides: Sequence[str], *, steps: int = 5, start: str | None = Non
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         for precision in dict.fromkeys(["64-true", str(cfg.trainer.precision)]):
             run, every = Check(Path(folder, precision), overrides, cfg, resume, begin, steps), ways(cfg, precision)
-            run.folder.mkdir()
             codes = run.run(every[:2])
             if not any(codes.values()):
                 if not run.run_folder(every[0].name).exists():  # such as a run that is already finished
                     raise UserError(*run.problems(every[0]))
-                return compared(run, every, codes | run.run(every[2:]))
+                return result(run, every, codes | run.run(every[2:]))
         failed = next(way for way in every if codes[way.name])
         if codes[failed.name] == 2:
             raise UserError(*run.problems(failed))
         raise RunFailed(run.log(failed), codes[failed.name])
 
 
-def compared(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
+def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
     from lockstep.extras.check import compare, ways
 
-    records = run.folder / "records"
-    outcomes = {way.name: compare.Outcome(run.run_folder(way.name), records / way.folder) for way in every}
-    found = list[compare.Difference]()
-    stopped = {way.name for way in every if not outcomes[way.name].ranks} - {ways.KILLED, ways.EVALUATION}
+    found, outcomes = dict[str, compare.Difference](), {way.name: run.outcome(way.name) for way in every}
+    recorded = [*(name for name, each in outcomes.items() if each.ranks), ways.KILLED, ways.EVALUATION]
     for way in (way for way in every if way.name not in ways.NOT_SHOWN):
-        needed = (way.against, way.after, way.name)
-        if failed := [each for each in every if each.name in needed and (codes[each.name] or each.name in stopped)]:
+        needed = [each for each in every if each.name in (way.against, way.after, way.name)]
+        if failed := [each for each in needed if codes[each.name] or each.name not in recorded]:
             verdict = {0: compare.NOT_RUN, 2: compare.REFUSED}.get(codes[failed[0].name], compare.FAILED)
-            found.append(compare.found(way.name, verdict, note="; ".join(run.problems(failed[0]))))
+            found[way.name] = compare.found(way.name, verdict, note="; ".join(run.problems(failed[0])))
         else:
-            found.append(compare.difference(way.name, outcomes[way.against], outcomes[way.name]))
-    then, now = (next(iter(outcomes[name].ranks), {}).get("attributes", {}) for name in (ways.ONE, ways.RESUMED))
-    lost = sorted(name for name in then.keys() & now.keys() if now[name] != then[name])
+            found[way.name] = compare.difference(way.name, outcomes[way.against], outcomes[way.name])
+    parted = [way for way in every if found.get(way.name, {}).get("step")]
+    late = [way for way in parted if found[way.name]["step"] > run.start + 1]
+    if late := [way for way in late if not way.after] or late * (late == parted):  # once more, to record layers there
+        step = min(found[way.name]["step"] for way in late)
+        again = replace(run, folder=run.folder / "again", traced=step)
+        again.run([way for way in every if way in late or way.name in ways.NOT_SHOWN])
+        for way in late:
+            found[way.name] = compare.difference(way.name, again.outcome(way.against), again.outcome(way.name))
+    first, resumed = (outcomes[name if name in recorded else ways.ONE].ranks[0] for name in (ways.ONE, ways.RESUMED))
+    then, now = first.get("attributes", {}), resumed.get("attributes", {})
+    lost = sorted(name for name in then if now.get(name, then[name]) != then[name])
     notes = [f"{name} changes in training and is in no state_dict: a resume does not restore it" for name in lost]
-    first, steps = outcomes[ways.ONE].ranks[0], len(outcomes[ways.ONE].steps)
-    return Result(found, notes, steps, first["device"], first["precision"])
+    steps = len(outcomes[ways.ONE].steps)
+    return Result([*found.values()], notes, steps, first["device"], first["precision"], first["facts"])

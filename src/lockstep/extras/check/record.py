@@ -1,10 +1,5 @@
-"""What a process of a check writes down: of each step the samples, the loss, the gradients and the weights; of one step every layer too.
+"""What a process of a check writes down: of each step the samples, the loss, the gradients and the weights; of one step every layer too."""
 
-A tensor is recorded as sums of its numbers with random signs, for each index of each of its dimensions. Their squared differences
-estimate the squared norm of the difference (Johnson and Lindenstrauss, 1984), and the records of several processes can be joined.
-"""
-
-import hashlib
 import inspect
 import json
 import math
@@ -13,7 +8,7 @@ import pickle
 import random
 import sys
 import time
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +16,19 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoints.finding import leaves
+from lockstep.config import checked
+from lockstep.data.loaders import digest_of
+from lockstep.extras.comparison import Record, sketch
 from lockstep.machine.system import kill_this_process
 from lockstep.training.arithmetic import completes_step, micro_batch_index, steps_done
 
 PLAN = "LOCKSTEP_CHECK"  # the environment variable with the plan of this process, as JSON
-DIMENSIONS = 4  # of a tensor that are recorded
 # Values of attributes that are compared, and lists and dicts of them.
 KINDS = (
     bool, int, float, str, bytes, type(None), Tensor, np.ndarray, np.generic, np.random.Generator, random.Random,
 )  # fmt: skip
-Record = dict[str, Any]
-
-
-@cache
-def signs(count: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(count).choice([-1.0, 1.0], count))
-
-
-@torch.no_grad()
-def sketch(tensor: Tensor, dimensions: int = DIMENSIONS) -> Record:
-    """The shape, a digest of the bits, and the signed sums along each of the first dimensions. A collective call for shards."""
-    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    whole = (whole.to_dense() if whole.layout != torch.strided else whole).detach().cpu()
-    numbers = (whole.abs() if whole.is_complex() else whole).double().nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30)
-    sizes = enumerate(numbers.shape[:dimensions] if numbers.numel() else ())
-    rows = [numbers.movedim(dim, 0).reshape(size, -1) for dim, size in sizes] or [numbers.reshape(1, -1)]
-    sums = [row @ signs(row.shape[1]) for row in rows]
-    bits = whole.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {"shape": [*whole.shape], "bits": hashlib.sha256(bits).hexdigest()[:16], "sums": sums}
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -69,13 +46,11 @@ def weights(module: nn.Module) -> dict[str, Record]:
 def place(cls: Any, method: str) -> str:
     """The class, and the file and line of its method."""
     cls = getattr(cls, "original", cls)
-    try:
-        function = inspect.unwrap(getattr(cls, method))
-        file, line = Path(inspect.getsourcefile(function) or ""), inspect.getsourcelines(function)[1]
-    except (OSError, TypeError, AttributeError):
+    code = getattr(inspect.unwrap(getattr(cls, method, cls)), "__code__", None)
+    if code is None:
         return str(cls.__name__)
-    is_own = file.is_relative_to(Path.cwd()) and not file.is_relative_to(sys.prefix)
-    return f"{cls.__name__} ({file.relative_to(Path.cwd()) if is_own else cls.__module__}:{line})"
+    is_own = not Path(code.co_filename).is_relative_to(sys.prefix)
+    return f"{cls.__name__} ({os.path.relpath(code.co_filename) if is_own else cls.__module__}:{code.co_firstlineno})"
 
 
 def generators() -> tuple[Any, ...]:
@@ -90,7 +65,7 @@ def attributes(owners: dict[str, Any]) -> dict[str, str]:
         for key, value in getattr(owner, "__dict__", {}).items():
             value = value.get_state() if isinstance(value, torch.Generator) else value
             if key not in plain and all(isinstance(leaf, KINDS) for _, leaf in leaves(value)):
-                found[f"{name}.{key}".removeprefix(".")] = hashlib.sha256(pickle.dumps(value)).hexdigest()[:16]
+                found[f"{name}.{key}".removeprefix(".")] = digest_of(value)
     return found
 
 
@@ -117,17 +92,16 @@ class Recorder(pl.Callback):
 
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(stepped)
-        self.first = steps_done(trainer) + 1
-        summary: Any = next(each for each in trainer.callbacks if hasattr(each, "data_info"))  # type: ignore[attr-defined]
-        self.has_graphs = summary.config.compile
-        self.record["places"] = {
-            name: place(type(each), "forward") for name, each in module.named_modules() if name
-        } | {
-            "loss": place(type(module), "loss" if hasattr(module, "loss") else "training_step"),
-            "step": place(type(module), "training_step"),
-            "samples": place(type(dataset(trainer)), "__getitem__"),
-            "optimizer": ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers),
-        }
+        self.summary: Any = next(each for each in trainer.callbacks if hasattr(each, "data_info"))  # type: ignore[attr-defined]
+        config = self.summary.config
+        self.traced = not config.compile and (self.plan["traced"] or steps_done(trainer) + 1)  # hooks break graphs
+        self.record["facts"] = checked.facts(config, self.summary.data_info["data/sha256"])
+        called = (pair for pair in module.named_modules() if not isinstance(pair[1], nn.ModuleList | nn.ModuleDict))
+        places = self.record["places"] = {name: place(type(each), "forward") for name, each in called if name}
+        places["step"] = place(type(module), "training_step")
+        places["loss"] = place(type(module), "loss") if hasattr(module, "loss") else places["step"]
+        places["samples"] = place(type(dataset(trainer)), "__getitem__")
+        places["optimizer"] = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         number, self.micro = steps_done(trainer) + 1, micro_batch_index(trainer, batch_idx)
@@ -138,10 +112,10 @@ class Recorder(pl.Callback):
                 self.record["attributes"] = attributes({**dict(module.named_modules()), "data": dataset(trainer)})
         self.step["samples"][self.micro] = sketches(batch)
         self.calls: list[Record] = self.step["calls"].setdefault(self.micro, [])
-        if number == self.first:
+        if number == self.traced:
             self.states: list[Any] = []
             for path, layer in module.named_modules():
-                if path and not self.has_graphs:  # a hook would break them
+                if path:
                     self.hooks.append(layer.register_forward_pre_hook(partial(self.enter, path), with_kwargs=True))
                     self.hooks.append(layer.register_forward_hook(partial(self.leave, path)))
 
@@ -162,6 +136,7 @@ class Recorder(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.step["loss"][self.micro] = next((float(each.detach().mean()) for each in tensors(outputs)), math.nan)
+        self.record.setdefault("of_steps", sorted(trainer.callback_metrics))
         while self.hooks:
             self.hooks.pop().remove()
         if not completes_step(trainer, batch_idx):
@@ -174,7 +149,6 @@ class Recorder(pl.Callback):
         trainer.should_stop |= steps_done(trainer) >= self.plan["last"]
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        work: Any = next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
         self.record |= {"precision": str(trainer.precision), "device": trainer.strategy.root_device.type}
-        self.record["of_rank_0"] = sorted(work.of_rank_0)
+        self.record["of_rank_0"] = sorted(self.summary.work.of_rank_0)
         torch.save(self.record, Path(self.plan["folder"]) / f"{trainer.global_rank}.pt")

@@ -15,14 +15,16 @@ from typing import Any
 
 from lockstep.config.compose import key_of
 from lockstep.config.run_config import RunConfig
+from lockstep.config.settings import Settings
+from lockstep.extras.check.compare import Outcome
 from lockstep.extras.check.record import PLAN
 from lockstep.launch import local
 from lockstep.machine import system
 from lockstep.machine.world import World, gpu_count
 
-ONE, OTHER, FLOAT32 = "one process", "one process again", "one process in float32"
-KILLED, LOGICAL, WORKERS, EVALUATION = "killed", "logical ranks", "two workers", "evaluation on two processes"
-RESUMED = "killed and resumed"
+ONE, FLOAT32 = "one process", "one process in float32"
+KILLED, RESUMED, LOGICAL = "killed", "killed and resumed", "logical ranks"
+WORKERS, EVALUATION = "two workers", "evaluation on two processes"
 NOT_SHOWN = (ONE, FLOAT32, KILLED, LOGICAL)  # what others are compared with, or continue
 HANGS = "strategy.timeout_s=300"  # after which a process that waits for another one ends
 FIXED = (
@@ -55,12 +57,12 @@ def ways(config: RunConfig, precision: str) -> list[Way]:
     logical = f"exact.logical_ranks={config.exact.logical_ranks or 2}"
     every = [
         Way(ONE, single),
-        Way(OTHER, single),
+        Way("one process again", single),
         Way("accumulation", [*single, accumulate]),
         Way(FLOAT32, [*single[:2], narrow]),
         Way("ddp on two processes", ddp, 2),
         Way("fsdp on two processes", ["trainer.devices=2", "strategy=fsdp", HANGS, narrow], 2, FLOAT32),
-        Way(WORKERS, [*single, *(["loader.num_workers=2"] if config.loader else [])]),
+        Way(WORKERS, [*single, *(["loader.num_workers=2"] if Settings.of(config).loader else [])]),
         Way(KILLED, single),
         Way(RESUMED, [*single, "resume=auto"], after=KILLED),
         Way(LOGICAL, [*single, logical]),
@@ -81,6 +83,7 @@ class Check:
     resume: Path | None  # the checkpoint to start from
     start: int  # its step
     steps: int
+    traced: int | None = None  # the step whose layers are recorded; None: the first
 
     def command(self, way: Way) -> list[str]:
         """Without the keys of `overrides` that the check sets."""
@@ -89,7 +92,7 @@ class Check:
         if way.name == EVALUATION:
             return place
         resume = [f"resume={self.resume}"] if self.resume and not way.after else []
-        workers = ["loader.num_workers=0"] if self.cfg.loader and way.name != WORKERS else []
+        workers = ["loader.num_workers=0"] if Settings.of(self.cfg).loader and way.name != WORKERS else []
         fixed = [*place, *resume, *workers, *FIXED, f"checkpoint.every_n_steps={self.steps // 2}"]
         replaced = {*map(key_of, fixed), "resume", "debug_rank", "trainer.num_nodes"}
         kept = (o for o in self.overrides if key_of(o) not in replaced and not o.startswith("strategy."))
@@ -99,14 +102,17 @@ class Check:
         """As torchrun sets it, if there are several processes."""
         records, middle = self.folder / "records" / way.folder, self.start + self.steps // 2
         records.mkdir(parents=True, exist_ok=True)
-        kill = middle + 1 if way.name == KILLED else None
-        plan = {"folder": str(records), "last": self.start + self.steps, "noted": middle, "kill": kill}
-        env = local.environment(World("cpu", way.processes, 1, "", rank), port)
-        env |= {"TORCHELASTIC_RUN_ID": "check"} if way.processes > 1 else {}
+        plan = {"folder": str(records), "last": self.start + self.steps, "noted": middle, "traced": self.traced}
+        plan["kill"] = middle + 1 if way.name == KILLED else None
+        env = {"TORCHELASTIC_RUN_ID": "check"} if way.processes > 1 else {}
+        env |= local.environment(World("cpu", way.processes, 1, "", rank), port)
         return {**env, "OMP_NUM_THREADS": "1", PLAN: json.dumps(plan)}
 
     def run_folder(self, name: str) -> Path:
         return self.folder / "runs" / Way(name).folder
+
+    def outcome(self, name: str) -> Outcome:
+        return Outcome(self.run_folder(name), self.folder / "records" / Way(name).folder)
 
     def log(self, way: Way) -> str:
         return (self.folder / f"{way.folder}.log").read_text(encoding="utf-8", errors="replace")
@@ -114,23 +120,21 @@ class Check:
     def problems(self, way: Way) -> list[str]:
         """The errors of a command that failed, from what it printed."""
         lines = [line for line in self.log(way).splitlines() if line.strip()]
-        errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return list(dict.fromkeys(errors or lines[-1:]))
 
     def run(self, ways: Sequence[Way]) -> dict[str, int]:
         """Runs the ways, as many at once as there are cores. Returns their exit codes."""
         codes, waiting = dict[str, int](), list(ways)
+        self.folder.mkdir(exist_ok=True)
         while waiting:
-            if (after := waiting[0].after) and not self.run_folder(after).exists():  # it failed
-                codes[waiting.pop(0).name] = 1
-                continue
             groups: dict[str, list[Any]] = {}
             try:
                 while waiting and waiting[0].after not in groups:
                     if groups and sum(map(len, groups.values())) + waiting[0].processes > system.cores():
                         break
-                    groups[waiting[0].name] = self.processes(waiting[0])
-                    del waiting[0]
+                    way = waiting.pop(0)
+                    groups[way.name] = self.processes(way)
                 while alive := [each for group in groups.values() for each in group if each.exitcode is None]:
                     wait([process.sentinel for process in alive])
                     for group in groups.values():
@@ -141,15 +145,18 @@ class Check:
                     end(group)
             for name, group in groups.items():
                 ended = [process.exitcode for process in group if name != KILLED or process.exitcode > 0]
-                codes[name] = max(ended, default=0) or min(ended, default=0)  # a signal is negative
+                codes[name] = (max(ended, default=0) or min(ended, default=0)) if group else 1  # a signal is negative
         return codes
 
     def processes(self, way: Way) -> list[Any]:
+        """None if the way that it continues has failed."""
         if way.after:
+            if not self.run_folder(way.after).exists():
+                return []
             shutil.copytree(self.run_folder(way.after), self.run_folder(way.name))
         context: Any = multiprocessing.get_context("spawn" if system.WINDOWS or system.MACOS else "fork")
         script = local.script("eval" if way.name == EVALUATION else "train")
-        workers = 2 if way.name == WORKERS and not self.cfg.loader else None
+        workers = 2 if way.name == WORKERS and not Settings.of(self.cfg).loader else None
         log, group = self.folder / f"{way.folder}.log", list[Any]()
         with local.reserve_port() as port:
             for rank in range(way.processes):
