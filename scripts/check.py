@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import checked, project
 from lockstep.config.formatting import pluralize
-from lockstep.errors import UserError
+from lockstep.errors import UserError, explain_os_error
 from lockstep.launch.exits import after_output, exit_code
 from lockstep.machine.files import to_json
 from lockstep.machine.process import protect_streams
@@ -38,9 +38,9 @@ def wrong_ways(result: "Result") -> list[dict[str, Any]]:
 
 def line(result: "Result") -> str:
     """The verdict of a check, with what was compared."""
-    how = (
-        f"checked: {pluralize(result.steps, 'step')}, {result.device}, {FLOATS.get(result.precision, result.precision)}"
-    )
+    first, *_, last = result.steps * 2
+    steps = pluralize(len(result.steps), "step") if first == 1 else f"steps {first} to {last}"
+    how = f"checked: {steps}, {result.device}, {FLOATS.get(result.precision, result.precision)}"
     if wrong := wrong_ways(result):
         more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
         return f"{wrong[0]['verdict'].upper()} in: {wrong[0]['way']}{more}; {wrong[0]['note']} ({how})"
@@ -82,8 +82,9 @@ def main(argv: list[str]) -> int:
     from lockstep.extras.check import measure
 
     result = measure(overrides, steps=int(steps), start=own.get("from"))
-    checked.store({"line": line(result), **result.facts})
-    print(to_json(asdict(result)) if "--json" in argv else "\n".join(table(result)))
+    print(to_json(asdict(result)) if "--json" in argv else "\n".join(table(result)), flush=True)
+    with explain_os_error(checked.FILE, "The first lines of a run do not quote this check."):
+        checked.store({"line": line(result), **result.facts})
     return int(bool(wrong_ways(result)))
 
 

@@ -4,11 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import thin_project
 import torch
 
+import lockstep
+from lockstep.errors import RunFailed
 from lockstep.extras import comparison
 from lockstep.extras.check import compare
 
@@ -27,6 +30,13 @@ def project(tmp_path_factory, forked):
     packages = thin_project.package("coupled")
     with thin_project.entered(tmp_path_factory.mktemp("project"), "coupled", **packages, **files) as root:
         yield root
+
+
+def test_a_loss_between_samples_needs_one_padding(project):
+    chosen = "model=net model._target_=coupled.Net task=fit task._target_=coupled.Announced data=padded"
+    with pytest.raises(RunFailed, match="exit code 2"):  # each process refuses it
+        lockstep.train([*chosen.split(), *SHORT, "run=padded", "strategy=ddp", "trainer.devices=2"])
+    assert not Path("runs/padded").exists()
 
 
 @pytest.mark.parametrize("dim", [0, 1])

