@@ -4,7 +4,7 @@ python benchmarks/benchmark.py [--data-root <folder>] [--rounds 12]
 python benchmarks/benchmark.py --world 2                    # two processes (ddp) each
 python benchmarks/benchmark.py --recipe resnet50d           # CIFAR-10 at 336 pixels
 python benchmarks/benchmark.py --networks                   # BasicNet: also swap the networks of Lockstep and the plain loop
-python benchmarks/benchmark.py --quick --check              # exit code 1 if Lockstep is too slow relative to the others
+python benchmarks/benchmark.py --quick --check              # exit code 1 if Lockstep is too slow relative to the others, three times
 
 Each contender is a process that starts once. The contenders then train in turns of --segment optimizer steps, with the order reversed in
 every other round. Because machines are shared, read the ratios: each is the median over the rounds of the ratio within a round.
@@ -116,6 +116,7 @@ def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
 FASTER_BY_DEFAULT = {("lockstep", PLAIN): 1.5}
 LIMITS = {("lockstep equal precision", PLAIN): 1.15, **dict.fromkeys(BARE_LOOPS.items(), 0.75)}
 MOST_WAITING = 0.05  # 0.01 to 0.02 were measured
+ATTEMPTS = 3  # of --check: a slow build stays slow, a busy machine does not (it once measured 1.01 instead of 1.3)
 PEERS = ("plain", "tuned", "lightning", "accelerate", "transformers")
 Kinds = dict[str, tuple[str, list[str]]]  # name: what it is, its options
 EQUAL = ["trainer.precision=32-true"]
@@ -262,12 +263,16 @@ def machine(device: str) -> str:
 def main(args: argparse.Namespace) -> None:
     overrides, about = shared_overrides(args)
     contenders = chosen(args.peers, args.world, args.also)
-    figures = measure(args, overrides, contenders | (NETWORKS if args.networks else {}))
-    peers = [f"{name} {version(name)}" for name in PEERS[2:] if name in figures]
-    measuring.show(f"{about}\n\n{table(figures)}\n", *peers, machine(args.device))
-    limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
-    if errors := list(problems(figures, limits if args.check else {})):
-        raise TrainingFailed("; ".join(errors))
+    for attempt in range(1, ATTEMPTS + 1 if args.check else 2):
+        figures = measure(args, overrides, contenders | (NETWORKS if args.networks else {}))
+        peers = [f"{name} {version(name)}" for name in PEERS[2:] if name in figures]
+        measuring.show(f"{about}\n\n{table(figures)}\n", *peers, machine(args.device))
+        limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
+        errors = list(problems(figures, limits if args.check else {}))
+        if not errors:
+            return
+        say(f"attempt {attempt}: {'; '.join(errors)}")
+    raise TrainingFailed("; ".join(errors))
 
 
 def arguments() -> argparse.Namespace:
