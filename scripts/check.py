@@ -10,6 +10,7 @@ lines of a run quote.
 Exit code: 0 if no way differs or fails, 1 if one does, 2 if the command is invalid.
 """
 
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from lockstep.config import checked, project
 from lockstep.config.formatting import pluralize
 from lockstep.errors import UserError, explain_os_error
 from lockstep.launch.exits import after_output, exit_code
-from lockstep.machine.files import to_json
+from lockstep.machine.files import to_json, write_text
 from lockstep.machine.process import protect_streams
 
 if TYPE_CHECKING:
@@ -63,6 +64,19 @@ def table(result: "Result") -> Iterator[str]:
     yield f"result: {line(result)}"
 
 
+def store(check: dict[str, Any]) -> None:
+    """Keeps a check in place of an earlier one of the same config and data, if there is a project.
+
+    Raises UserError if the file is not one of checks, such as after a conflict of git: the others would be lost.
+    """
+    every = checked.stored()
+    others = [each for each in every if (each["config"], each["data"]) != (check["config"], check["data"])]
+    if root := project.current().root:
+        if not every and (root / checked.FILE).is_file():
+            raise UserError(f"{checked.FILE} is damaged, so this check was not kept. Mend it, or remove it.")
+        write_text(root / checked.FILE, to_json([check, *others][:20]) + "\n")
+
+
 def main(argv: list[str]) -> int:
     """Raises UserError if the command is invalid."""
     project.enter(Path.cwd())
@@ -77,14 +91,22 @@ def main(argv: list[str]) -> int:
     steps = own.get("steps", "5")
     if not steps.isdecimal() or not 2 <= int(steps) <= 1000:
         problems.append(f"steps={steps}: expected a number from 2 to 1000.")
+    if "from" in own and not own["from"]:
+        problems.append("from= needs a run: from=<name of a run>.")
+    problems += [
+        f"{arg}: to check from a run or checkpoint, use from=." for arg in overrides if arg.startswith("resume=")
+    ]
     if problems:
         raise UserError(*problems)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ways, too
     from lockstep.extras.check import measure
 
     result = measure(overrides, steps=int(steps), start=own.get("from"))
     print(to_json(asdict(result)) if "--json" in argv else "\n".join(table(result)), flush=True)
+    if "from" in own:  # about later steps, which the first lines of a run do not quote
+        return int(bool(wrong_ways(result)))
     with explain_os_error(checked.FILE, "The first lines of a run do not quote this check."):
-        checked.store({"line": line(result), **result.facts})
+        store({"line": line(result), **result.facts})
     return int(bool(wrong_ways(result)))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import check
 import pytest
 import thin_project
 from in_process import options
@@ -12,6 +13,7 @@ from torch import nn
 import lockstep
 from lockstep.callbacks import summary
 from lockstep.config import checked
+from lockstep.errors import UserError
 from lockstep.strategies.batch_norm import GlobalBatchNorm
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 
@@ -56,7 +58,7 @@ def test_a_run_quotes_its_check_until_something_changes(first_line, project, cap
     assert line.startswith("not checked: ") and line.endswith(" task=mine")
     assert "src/mine/__init__.py" in facts["sources"]
     assert {"lockstep", "torch"} <= facts["versions"].keys() and len(facts["data"]) == 64
-    checked.store({"line": LINE, **facts})
+    check.store({"line": LINE, **facts})
     assert (project / "checks.json").is_file()
     assert first_line()[0] == LINE
     assert f"result: {LINE}" in " ".join(capsys.readouterr().out.split())
@@ -68,22 +70,26 @@ def test_a_run_quotes_its_check_until_something_changes(first_line, project, cap
     )
     line, other = first_line("model.dropout_fc=0.1")
     assert line.startswith("not checked since model.dropout_fc changed: ") and line.endswith("model.dropout_fc=0.1")
-    checked.store({"line": "of the other", **other})
+    check.store({"line": "of the other", **other})
     assert first_line("model.dropout_fc=0.1")[0] == "of the other" and first_line()[0] == LINE
     source = project / "src/mine/__init__.py"
     source.write_text(TASK + "# changed\n")
     line, facts = first_line()
     assert line.startswith("not checked since src/mine/__init__.py changed: ")
-    checked.store({"line": "again", **facts})
+    check.store({"line": "again", **facts})
     assert first_line()[0] == "again" and len(checked.stored()) == 2
-    (project / "checks.json").write_text("{")
-    assert first_line()[0].startswith("not checked: ")
+    for damaged in ("{", '[{"line": "x"}, 3]', "<<<<<<< HEAD\n[]"):
+        (project / "checks.json").write_text(damaged)
+        assert first_line()[0].startswith("not checked: ")
+        with pytest.raises(UserError, match=r"checks\.json is damaged, so this check was not kept"):
+            check.store({"line": LINE, **facts})
+        assert (project / "checks.json").read_text() == damaged
 
 
 def test_other_data_and_other_libraries_are_changes(first_line):
     _, facts = first_line()
     facts["versions"]["torch"] = "1.0"
-    checked.store({"line": LINE, **facts, "data": "0" * 64})
+    check.store({"line": LINE, **facts, "data": "0" * 64})
     assert first_line()[0].startswith("not checked since torch and 1 more changed: ")
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lockstep.config import project
 from lockstep.config.compose import dotted, key_of
 from lockstep.config.project import command
 from lockstep.config.run_config import RunConfig
-from lockstep.machine.files import read_text, to_json, write_text
+from lockstep.machine.files import read_text, to_json
 
 FILE = "checks.json"
 # Keys that cannot change whether the ways of running agree: names, places, loggers, lengths, rates, and the ways themselves.
@@ -34,6 +34,7 @@ IRRELEVANT = (
 IN_WHEELS = {"template", "scripts"}  # folders of Lockstep that a checkout has elsewhere
 IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 Check = dict[str, Any]
+FORM = {"line", "config", "sources", "versions", "data"}
 
 
 def relevant(config: RunConfig) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def digest(path: Path) -> str:
     """Of a file, or of all modules in a folder."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     files = [file for file in files if not IN_WHEELS & {*file.relative_to(path).parts}]
-    return sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()[:16]
+    contents = ((file.relative_to(path.parent).as_posix(), file.read_bytes()) for file in files if file.is_file())
+    return sha256(repr([*contents]).encode()).hexdigest()[:16]
 
 
 def sources(root: Path) -> Iterator[Path]:
@@ -67,9 +69,10 @@ def facts(config: RunConfig, data: str | None) -> Check:
     """What a check of this process is about. `data`: the fingerprint of the data."""
     root = project.current().root
     files = list(sources(root)) if root else []
-    libraries = {"lockstep", "torch", "lightning"}.union(
-        *(IMPORTED.findall(read_text(file)) for file in files if file.is_file())
-    )
+    modules = (each for file in files for each in (file.rglob("*.py") if file.is_dir() else [file]))
+    names = {"lockstep", "torch", "lightning"}.union(*(IMPORTED.findall(read_text(module)) for module in modules))
+    of = packages_distributions()  # such as pillow of PIL
+    libraries = {library for name in names & sys.modules.keys() for library in of.get(name, ())}
     return {
         "config": relevant(config),
         "sources": {file.relative_to(root).as_posix(): digest(file) for file in files if root},
@@ -81,16 +84,10 @@ def facts(config: RunConfig, data: str | None) -> Check:
 def stored() -> list[Check]:
     """The checks of the project, the newest first; none of a damaged file."""
     root = project.current().root
-    with suppress(ValueError, OSError, TypeError):
-        return [dict(each) for each in json.loads(read_text(root / FILE))] if root else []
+    with suppress(Exception):
+        every = json.loads(read_text(root / FILE)) if root else []
+        return [each for each in every if each.keys() >= FORM]
     return []
-
-
-def store(check: Check) -> None:
-    """Keeps a check in place of an earlier one of the same config and data, if there is a project."""
-    others = [each for each in stored() if (each["config"], each["data"]) != (check["config"], check["data"])]
-    if root := project.current().root:
-        write_text(root / FILE, to_json([check, *others][:50]) + "\n")
 
 
 def changes(check: Check, now: dict[str, Any], data: str | None) -> list[str]:
@@ -105,7 +102,7 @@ def changes(check: Check, now: dict[str, Any], data: str | None) -> list[str]:
 def quoted(config: RunConfig, data: str | None, overrides: Sequence[str] | None) -> tuple[str, str]:
     """The line of the nearest check and "", or what has changed since and the command that checks again."""
     now, typed = relevant(config), [each for each in overrides or () if not key_of(each).startswith(IRRELEVANT)]
-    found = [(changes(check, now, data), str(check["line"])) for check in stored()]
+    found = [(changes(check, now, data), check["line"]) for check in stored()]
     found = [pair for pair in found if "._target_" not in " ".join(pair[0])]  # of the same classes
     changed, line = min(found, key=lambda pair: len(pair[0]), default=([], ""))
     if line and not changed:

@@ -57,8 +57,8 @@ def series(run: Report) -> dict[str, Curve]:
 
 
 def rows(run: Report, left_out: Iterable[str]) -> Numbers:
-    """The logged numbers by name and step, without times and without `left_out`."""
-    curves = {name: each for name, each in series(run).items() if not name.startswith(("time", "epoch", *left_out))}
+    """The logged numbers by name and step, without the epoch and without `left_out`."""
+    curves = {name: each for name, each in series(run).items() if not name.startswith(("epoch", *left_out))}
     return {(name, step): value for name, curve in curves.items() for step, value in zip(*curve, strict=True)}
 
 
@@ -90,7 +90,7 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
 
 def rounding_verdict(a: Report, b: Report) -> tuple[bool, str]:
     """Whether the losses of two runs drift apart as rounding does, and the reason."""
-    ours, theirs = (dict(zip(*series(run).get(LOSS, Curve([], [])), strict=True)) for run in (a, b))
+    ours, theirs = (dict(zip(*series(run).get(LOSS, ([], [])), strict=True)) for run in (a, b))
     rows = [(step, relative(x, theirs[step])) for step, x in ours.items() if step in theirs]
     if any(str(run.settings.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
         return False, "rerun with trainer.precision=32-true to distinguish rounding from a real difference"
@@ -243,3 +243,13 @@ def sketch(tensor: "Tensor", dimensions: int = DIMENSIONS) -> Record:
     rows = [numbers.movedim(dim, 0).reshape(size, -1) for dim, size in sizes] or [numbers.reshape(1, -1)]
     sums = [row @ signs(row.shape[1]) for row in rows]
     return {"shape": [*whole.shape], "bits": digest(whole), "sums": sums}
+
+
+def distance(a: Mapping[str, Record], b: Mapping[str, Record], names: Iterable[str]) -> float:
+    """The norm of the difference of all tensors that differ, relative to their norm: a constant buffer may be huge."""
+    names = a.keys() & {*names}
+    if any(name not in b or a[name]["shape"] != b[name]["shape"] for name in names):
+        return math.inf
+    pairs = [(a[n]["sums"][0], b[n]["sums"][0]) for n in names if a[n]["bits"] != b[n]["bits"]]
+    gap, total = math.hypot(*((x - y).norm() for x, y in pairs)), math.hypot(*(x.norm() for x, _ in pairs))
+    return gap and gap / (total or 1e-300)

@@ -206,7 +206,7 @@ class Recorder:
         if error is not None and self.trainer is not None and self.explain is not None:
             error = self.explain(self.trainer, error)
         outcome = outcome_of(error)
-        keeps = outcome.status not in ("refused", "failed") or bool(self.steps() or self.report["resumed_from"])
+        keeps = outcome.status == "done" or bool(self.steps() or self.report["resumed_from"])
         if outcome.status == "refused":
             keeps = self.steps() > self.resumed_at and bool(checkpoint_paths(self.folder.path))
         if self.was_done and outcome.status == "failed":

@@ -1,5 +1,6 @@
 """`lockstep check`: whether the ways of running a command agree, measured with real processes over a few steps."""
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +29,14 @@ def measure(overrides: Sequence[str], *, steps: int = 5, start: str | None = Non
         UserError: the command is invalid.
         RunFailed: it fails in one process.
     """
+    from lockstep.config.checks import resolve
+
+    cfg = resolve(overrides)  # before the imports, which take seconds
     from lockstep import build  # noqa: F401  # before the processes are forked
     from lockstep.checkpoints.finding import step_of, tested_checkpoint
-    from lockstep.config.checks import resolve
     from lockstep.extras import page  # noqa: F401
     from lockstep.extras.check.ways import Check, ways
 
-    cfg = resolve(overrides)
     resume = tested_checkpoint(start, "from", cfg.runs_dir) if start else None
     begin = step_of(resume) if resume else 0
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
@@ -48,7 +50,8 @@ def measure(overrides: Sequence[str], *, steps: int = 5, start: str | None = Non
         failed = next(way for way in every if codes[way.name])
         if codes[failed.name] == 2:
             raise UserError(*run.problems(failed))
-        raise RunFailed(run.log(failed), codes[failed.name])
+        print(run.log(failed), file=sys.stderr)
+        raise RunFailed(f"{failed.name} failed", codes[failed.name])
 
 
 def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
@@ -63,17 +66,17 @@ def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
             found[way.name] = compare.found(way.name, verdict, note="; ".join(run.problems(failed[0])))
         else:
             found[way.name] = compare.difference(way.name, outcomes[way.against], outcomes[way.name])
-    parted = [way for way in every if found.get(way.name, {}).get("step")]
-    late = [way for way in parted if found[way.name]["step"] > run.start + 1]
-    if late := [way for way in late if not way.after] or late * (late == parted):  # once more, to record layers there
+    late = [way for way in every if found.get(way.name, {}).get("step", 0) > run.start + 1]
+    if late:  # once more, to record the layers of that step
         step = min(found[way.name]["step"] for way in late)
         again = replace(run, folder=run.folder / "again", traced=step)
-        again.run([way for way in every if way in late or way.name in ways.NOT_SHOWN])
-        for way in late:
+        failed_again = again.run([way for way in every if way in late or way.name in ways.NOT_SHOWN])
+        for way in late if not any(failed_again.values()) else ():
             found[way.name] = compare.difference(way.name, again.outcome(way.against), again.outcome(way.name))
     first, resumed = (outcomes[name if name in recorded else ways.ONE].ranks[0] for name in (ways.ONE, ways.RESUMED))
-    then, now = first.get("attributes", {}), resumed.get("attributes", {})
-    lost = sorted(name for name in then if now.get(name, then[name]) != then[name])
+    now = resumed.get("attributes", {})
+    lost = sorted(name for name, was in first.get("attributes", {}).items() if now.get(name, was) != was)
     notes = [f"{name} changes in training and is in no state_dict: a resume does not restore it" for name in lost]
-    steps = [*outcomes[ways.ONE].steps]
-    return Result([*found.values()], notes, steps, first["device"], first["precision"], first["facts"])
+    return Result(
+        [*found.values()], notes, [*outcomes[ways.ONE].steps], first["device"], first["precision"], first["facts"]
+    )

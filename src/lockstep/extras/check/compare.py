@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.extras.comparison import Numbers, Record, apart, relative, rows
+from lockstep.extras.comparison import Numbers, Record, apart, distance, relative, rows
 from lockstep.reporting.report import Report
 from lockstep.run import RunFolder, metrics_of_test
 
 # The largest relative difference that is rounding after a few steps, by the precision of the parameters. In float64, rounding is below
 # 1e-13, and what depends on the division is rarely below 1e-6. Logged rows and metrics are means of float32.
 ROUNDING = {"64-true": 1e-9, "32-true": 1e-4}
+LATER = 100  # times ROUNDING: of the gradients after the first step, which steps amplify
 LOGGED = 1e-5
 NOISE = 1e-4  # of ROUNDING: the gradient of a tensor, relative to the largest, that consists of rounding only
 SAME, ROUNDED, DIFFERS = "same bits", "rounding", "differs"
@@ -67,23 +68,9 @@ class Outcome:
         return [each for _, each in sorted(found, key=lambda item: item[0])]
 
 
-def norm(tensor: Tensor) -> float:
-    return float(tensor.norm())
-
-
-def distance(a: Mapping[str, Record], b: Mapping[str, Record], names: Sequence[str]) -> float:
-    """The norm of the difference of all tensors together, relative to their norm."""
-    names = [name for name in names if name in a]
-    if any(name not in b or a[name]["shape"] != b[name]["shape"] for name in names):
-        return math.inf
-    different = (a[name]["sums"][0] - b[name]["sums"][0] for name in names if a[name]["bits"] != b[name]["bits"])
-    apart, total = math.hypot(*map(norm, different)), math.hypot(*(norm(a[name]["sums"][0]) for name in names))
-    return apart / total if total else math.inf if apart else 0.0
-
-
 def trained(step: Record, tolerance: float) -> list[str]:
     """The tensors without those whose gradients are rounding errors: optimizers such as Adam make large steps of them."""
-    norms = {name: norm(each["sums"][0]) for name, each in step["gradients"].items()}
+    norms = {name: each["sums"][0].norm() for name, each in step["gradients"].items()}
     least = NOISE * tolerance * max(norms.values(), default=0.0)
     return [name for name in step["end"] if norms.get(name, math.inf) > least]
 
@@ -92,19 +79,24 @@ def difference(way: str, ref: Outcome, other: Outcome) -> Difference:
     """Of a way from the reference, over the steps that both have."""
     tolerance, metrics = ROUNDING.get(ref.ranks[0]["precision"], 5e-2), apart(ref.tested, other.tested)
     if not other.ranks:  # an evaluation
+        if not ref.tested:
+            return found(way, NOT_RUN, note="the test logs no metrics")
+        metrics = metrics if ref.tested.keys() == other.tested.keys() else math.inf
         verdict = SAME if not metrics else ROUNDED if metrics <= max(LOGGED, tolerance) else DIFFERS
         return found(way, verdict, [None] * 4 + [metrics])
-    first, *_, last = [number for number in ref.steps if number in other.steps] * 2
-    names, ends = trained(ref.steps[first], tolerance), [each.steps[last]["end"] for each in (ref, other)]
-    begun = [(each.steps[first]["gradients"], each.steps[first]["end"]) for each in (ref, other)]
-    steps = [distance(a, b, names) for a, b in [*zip(*begun, strict=True), ends]]
+    if not (shared := [number for number in ref.steps if number in other.steps]):
+        return found(way, FAILED, note="it has none of the steps")
+    names = trained(ref.steps[shared[0]], tolerance)
+    both = [(ref.steps[number], other.steps[number]) for number in shared]
+    gradients, weights = ([distance(a[key], b[key], names) for a, b in both] for key in ("gradients", "end"))
+    steps, later = [gradients[0], weights[0], weights[-1]], max(gradients) / LATER
+    ends = [{name: each["bits"] for name, each in way.steps[shared[-1]]["end"].items()} for way in (ref, other)]
     # A module may log the loss of each process or micro-batch, without sync_dist=True.
     kept = {row: value for row, value in ref.rows.items() if row[0] not in ref.ranks[0]["of_steps"]}
     logged = max(apart(kept, other.rows), metrics)
-    bits = [{name: each["bits"] for name, each in end.items()} for end in ends]
-    is_rounding = max(steps) <= tolerance and logged <= max(LOGGED, tolerance)
-    verdict = SAME if bits[0] == bits[1] and not logged else ROUNDED if is_rounding else DIFFERS
-    step, note = next(parting(ref, other, tolerance)) if verdict == DIFFERS else (0, "")
+    is_rounding = max(*steps, later) <= tolerance and logged <= max(LOGGED, tolerance)
+    verdict = SAME if ends[0] == ends[1] and not logged else ROUNDED if is_rounding else DIFFERS
+    step, note = next(parting(ref, other, shared, tolerance)) if verdict == DIFFERS else (0, "")
     return found(way, verdict, [*steps, apart(ref.rows, other.rows), metrics], note=note, step=step)
 
 
@@ -123,7 +115,7 @@ def pairs(parts: Sequence[Record], whole: Record) -> list[tuple[Tensor, Tensor]]
 def differ(whole: list[Record], parts: Sequence[list[Record]], tolerance: float, factor: float = 1.0) -> bool:
     """Whether lists of tensors differ. `factor`: of the parts."""
     both = [pair for one, *each in zip(whole, *parts, strict=False) for pair in pairs(each, one)]
-    return any(norm(x - factor * y) > tolerance * norm(x) + 1e-300 for x, y in both)
+    return any((x - factor * y).norm() > tolerance * x.norm() + 1e-300 for x, y in both)
 
 
 def owner(path: str, places: Mapping[str, str], default: str) -> str:
@@ -132,9 +124,8 @@ def owner(path: str, places: Mapping[str, str], default: str) -> str:
     return places.get(path) or (owner(path, places, default) if path else places[default])
 
 
-def parting(ref: Outcome, other: Outcome, tolerance: float) -> Iterator[tuple[int, str]]:
+def parting(ref: Outcome, other: Outcome, shared: list[int], tolerance: float) -> Iterator[tuple[int, str]]:
     """Where the two part: the first step, and in it samples, layers, loss, gradients and weights in this order."""
-    shared = [number for number in ref.steps if number in other.steps]
     for number in shared:
         when = "" if number == shared[0] else f", at step {number}"
         yield from ((number, f"{text}{when}") for text in parting_in_step(ref, other, number, tolerance))

@@ -20,6 +20,7 @@ from lockstep.extras.check.compare import Outcome
 from lockstep.extras.check.record import PLAN
 from lockstep.launch import local
 from lockstep.machine import system
+from lockstep.machine.process import end_with_parent
 from lockstep.machine.world import World, gpu_count
 
 ONE, FLOAT32 = "one process", "one process in float32"
@@ -29,7 +30,7 @@ NOT_SHOWN = (ONE, FLOAT32, KILLED, LOGICAL)  # what others are compared with, or
 HANGS = "strategy.timeout_s=300"  # after which a process that waits for another one ends
 FIXED = (
     "logger=[csv]", "trainer.enable_progress_bar=false", "trainer.min_steps=null", "trainer.min_epochs=null", "trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0",
-    "trainer.limit_val_batches=2", "trainer.limit_test_batches=2", "+callbacks.lockstep_check._target_=lockstep.extras.check.record.Recorder",
+    "trainer.enable_checkpointing=true", "trainer.limit_val_batches=2", "trainer.limit_test_batches=2", "+callbacks.lockstep_check._target_=lockstep.extras.check.record.Recorder",
 )  # fmt: skip
 
 
@@ -95,8 +96,8 @@ class Check:
         workers = ["loader.num_workers=0"] if Settings.of(self.cfg).loader and way.name != WORKERS else []
         fixed = [*place, *resume, *workers, *FIXED, f"checkpoint.every_n_steps={self.steps // 2}"]
         replaced = {*map(key_of, fixed), "resume", "debug_rank", "trainer.num_nodes"}
-        kept = (o for o in self.overrides if key_of(o) not in replaced and not o.startswith("strategy."))
-        return [*kept, *fixed]
+        kept = ((key_of(override), override) for override in self.overrides)
+        return [*(o for k, o in kept if k not in replaced and not k.startswith(("strategy.", "logger."))), *fixed]
 
     def environment(self, way: Way, rank: int, port: int) -> dict[str, str]:
         """As torchrun sets it, if there are several processes."""
@@ -125,13 +126,14 @@ class Check:
 
     def run(self, ways: Sequence[Way]) -> dict[str, int]:
         """Runs the ways, as many at once as there are cores. Returns their exit codes."""
-        codes, waiting = dict[str, int](), list(ways)
+        # Each process holds the whole model.
+        codes, waiting, at_once = dict[str, int](), list(ways), min(system.cores(), 2 if gpu_count() else 4)
         self.folder.mkdir(exist_ok=True)
         while waiting:
             groups: dict[str, list[Any]] = {}
             try:
                 while waiting and waiting[0].after not in groups:
-                    if groups and sum(map(len, groups.values())) + waiting[0].processes > system.cores():
+                    if groups and sum(map(len, groups.values())) + waiting[0].processes > at_once:
                         break
                     way = waiting.pop(0)
                     groups[way.name] = self.processes(way)
@@ -182,6 +184,7 @@ def run_script(script: Path, overrides: list[str], env: dict[str, str], log: Pat
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    end_with_parent(has_pipe=False)
     torch.set_num_threads(1)
     if workers is not None:
         make: Any = DataLoader.__init__
