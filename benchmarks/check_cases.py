@@ -91,6 +91,20 @@ class OfRank(Own):
         return super().training_step(batch, batch_idx) * (1 + self.global_rank)
 
 
+class LaterOfRank(Own):
+    """Parts at the fourth step, by small steps, beside a mask of infinities."""
+
+    def make(self) -> nn.Module:
+        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+        return super().make()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.global_rank * (self.global_step >= 3))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+
 class OfWorldSize(Own):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * self.trainer.world_size

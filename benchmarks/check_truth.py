@@ -89,6 +89,7 @@ MODULES = {
     "InputNoise": ("", "", "InputNoise"),
     "MixedUp": ("", "", "MixedUp"),
     "OfRank": ("", "", "OfRank"),
+    "LaterOfRank": ("", "", "LaterOfRank"),
     "OfWorldSize": ("", "", "OfWorldSize"),
     "Carried": ("", "", "Carried|GRU"),
     "Counted": ("", "", ""),
