@@ -21,7 +21,7 @@ from lockstep.config import checked, project
 from lockstep.config.formatting import pluralize
 from lockstep.errors import UserError, explain_os_error
 from lockstep.launch.exits import after_output, exit_code
-from lockstep.machine.files import to_json, write_text
+from lockstep.machine.files import read_text, to_json, write_text
 from lockstep.machine.process import protect_streams
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def store(check: dict[str, Any]) -> None:
     every = checked.stored()
     others = [each for each in every if (each["config"], each["data"]) != (check["config"], check["data"])]
     if root := project.current().root:
-        if not every and (root / checked.FILE).is_file():
+        if not every and (root / checked.FILE).is_file() and read_text(root / checked.FILE).strip() != "[]":
             raise UserError(f"{checked.FILE} is damaged, so this check was not kept. Mend it, or remove it.")
         write_text(root / checked.FILE, to_json([check, *others][:20]) + "\n")
 

@@ -14,7 +14,7 @@ from lockstep import ROOT
 RUN = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.image_size=12", "trainer.limit_val_batches=1",
        "loader.batch_size=64", "loader.num_workers=2", "runs_dir=runs", "run=a", "data.cache_dir=cache"]  # fmt: skip
 BARE = {"PATH": os.environ["PATH"], "TERM": "dumb", "LANG": "C", "LC_ALL": "C", "TMPDIR": "/proc"}  # no HOME
-MOUNT = "mount -t tmpfs -o size=64k none /dev/shm"
+MOUNT = "mount -t tmpfs -o size=128k none /dev/shm"
 
 
 def may_mount() -> bool:

@@ -153,7 +153,9 @@ def whole_of_two(monkeypatch):
     replaced = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "all_gather_object": exchange}
     for name, value in {**replaced, "all_gather": gather}.items():
         monkeypatch.setattr(torch.distributed, name, value)
-    task = SimpleNamespace(between_samples=True, trainer=SimpleNamespace(global_rank=0, world_size=2))
+    strategy = SimpleNamespace(compares_batches=False)
+    trainer = SimpleNamespace(global_rank=0, world_size=2, strategy=strategy)
+    task = SimpleNamespace(between_samples=True, training=True, trainer=trainer)
     return lambda output, batch: join_global_batch(task, output, batch)
 
 
@@ -189,7 +191,7 @@ def test_outputs_without_a_row_per_sample_are_refused(options, forked, capfd):
         lockstep.train(["run=refused", "task._target_=near.Ragged", *options, *TWO])
     assert refused.value.exit_code == 2
     assert not Path("runs/refused").exists()
-    assert "output['boxes'] has 12 items in a batch of 12" in capfd.readouterr().err
+    assert "output['boxes'] has 13 items in a batch of 13" in capfd.readouterr().err
 
 
 @pytest.mark.slow

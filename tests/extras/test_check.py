@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import check
 import pytest
 import thin_project
 import torch
 
 from lockstep.config.checks import resolve
+from lockstep.errors import UserError
 from lockstep.extras.check import compare
 from lockstep.extras.check.ways import Check, ways
 from lockstep.extras.comparison import sketch
@@ -61,7 +63,7 @@ def test_a_constant_buffer_hides_no_difference_at_any_step(buffer, key, factor, 
 
 
 @pytest.mark.parametrize(("here", "there", "verdict"), [
-    ({"a": 1.0}, {"a": 1.0}, "same bits"), ({"a": 1.0}, {"a": 1.1}, "differs"), ({"a": 1.0}, {}, "differs"),
+    ({"a": 1.0}, {"a": 1.0}, "same bits"), ({"a": 1.0}, {"a": 1.1}, "differs"), ({"a": 1.0}, {"a (rank 0 only)": 1.0}, "not run"),
     ({}, {}, "not run"),
 ])  # fmt: skip
 def test_an_evaluation_is_compared_by_its_metrics(here, there, verdict):
@@ -82,9 +84,9 @@ def test_a_way_drops_the_keys_that_it_sets_and_those_of_loggers_and_strategies(t
         "trainer.devices=2", "strategy=fsdp", "optim.lr=0.1",
     ]  # fmt: skip
     cfg = resolve(["data.source=embedded"])
-    check = Check(tmp_path, typed, cfg, None, 0, 5)
+    made = Check(tmp_path, typed, cfg, None, 0, 5)
     for way in ways(cfg, "64-true"):
-        command = check.command(way)
+        command = made.command(way)
         assert not {*typed[:-1]} & {*command} - {"trainer.devices=2", "strategy=fsdp"}
         if way.name != "evaluation on two processes":
             assert resolve(command).optim.get("lr") == 0.1
@@ -141,21 +143,17 @@ def test_sigterm_ends_every_process_and_removes_the_folder(tmp_path):
     (["model.fc=[64]"], "model.fc"),
 ])  # fmt: skip
 def test_invalid_commands_are_refused(typed, told, monkeypatch):
-    import check
-
-    from lockstep.errors import UserError
-
+    monkeypatch.setattr(check.project, "enter", lambda _: None)  # it would last
     with pytest.raises(UserError, match=told):
         check.main(typed)
 
 
 def test_a_check_from_a_run_is_not_quoted(monkeypatch, capsys):
-    import check
-
     from lockstep.extras import check as package
 
     result = package.Result([compare.found("ddp on two processes", "same bits")], [], [301, 302], "cpu", "64-true", {})
     monkeypatch.setattr(package, "measure", lambda *_, **__: result)
+    monkeypatch.setattr(check.project, "enter", lambda _: None)
     monkeypatch.setattr(check, "store", lambda _: pytest.fail("it was stored"))
     assert check.main(["from=first", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == [301, 302]

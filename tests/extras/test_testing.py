@@ -10,6 +10,7 @@ from lockstep.extras import testing
 def test_the_promises_are_checked_on_a_lightning_module(tmp_path, monkeypatch, mnist, cache):
     monkeypatch.chdir(MODULES.write_in_generated(tmp_path / "project"))
     images = [each.format(mnist=mnist, cache=cache) for each in IMAGES if not each.startswith("checkpoint")]
+    images += ["loader.eval_batch_size=25"]  # no rest that one process has, and two add to the batch before
     found = testing.assert_promises(["task=lit_classifier", *images, f"runs_dir={tmp_path}"], steps=2)
     verdicts = {way["way"]: way["verdict"] for way in found["ways"]}
     assert verdicts["killed and resumed"] == "same bits"

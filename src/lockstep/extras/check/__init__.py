@@ -73,10 +73,10 @@ def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
         failed_again = again.run([way for way in every if way in late or way.name in ways.NOT_SHOWN])
         for way in late if not any(failed_again.values()) else ():
             found[way.name] = compare.difference(way.name, again.outcome(way.against), again.outcome(way.name))
-    first, resumed = (outcomes[name if name in recorded else ways.ONE].ranks[0] for name in (ways.ONE, ways.RESUMED))
-    now = resumed.get("attributes", {})
-    lost = sorted(name for name, was in first.get("attributes", {}).items() if now.get(name, was) != was)
+    first = outcomes[ways.ONE].ranks[0]
+    resumed = outcomes[ways.RESUMED].ranks[0] if ways.RESUMED in recorded else first
+    then, now = first.get("attributes", {}), resumed.get("attributes", {})
+    lost = sorted(name for name, was in then.items() if now.get(name, was) != was)
     notes = [f"{name} changes in training and is in no state_dict: a resume does not restore it" for name in lost]
-    return Result(
-        [*found.values()], notes, [*outcomes[ways.ONE].steps], first["device"], first["precision"], first["facts"]
-    )
+    what = first["device"], first["precision"], first["facts"]
+    return Result([*found.values()], notes, [*outcomes[ways.ONE].steps], *what)

@@ -40,10 +40,6 @@ class Outcome:
         self.run, self.records = run, records
 
     @cached_property
-    def report(self) -> Report:
-        return Report(RunFolder(self.run))
-
-    @cached_property
     def ranks(self) -> list[Record]:
         return [torch.load(file, weights_only=True) for file in sorted(self.records.glob("*.pt"))]
 
@@ -54,13 +50,16 @@ class Outcome:
     @cached_property
     def rows(self) -> Numbers:
         """Without those of rank 0 alone."""
-        return rows(self.report, self.ranks[0]["of_rank_0"])
+        return rows(Report(RunFolder(self.run)), self.ranks[0]["of_rank_0"])
 
-    @property
+    @cached_property
     def tested(self) -> dict[str, float]:
         file = self.run / "eval.json"
-        report = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else self.report
-        return {name: report[name] for name in metrics_of_test(report) if "(rank" not in name}
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8"))
+            return {name: value for name, value in found.items() if not isinstance(value, str)}
+        report = Report(RunFolder(self.run))
+        return {name: report[name] for name in metrics_of_test(report)}
 
     def in_order(self, key: str, number: int) -> list[Any]:
         """Samples, calls of layers or losses of all micro-batches, in the order of the global batch."""
@@ -79,9 +78,8 @@ def difference(way: str, ref: Outcome, other: Outcome) -> Difference:
     """Of a way from the reference, over the steps that both have."""
     tolerance, metrics = ROUNDING.get(ref.ranks[0]["precision"], 5e-2), apart(ref.tested, other.tested)
     if not other.ranks:  # an evaluation
-        if not ref.tested:
-            return found(way, NOT_RUN, note="the test logs no metrics")
-        metrics = metrics if ref.tested.keys() == other.tested.keys() else math.inf
+        if not ref.tested.keys() & other.tested.keys():
+            return found(way, NOT_RUN, note="the test logs no metrics of all processes")
         verdict = SAME if not metrics else ROUNDED if metrics <= max(LOGGED, tolerance) else DIFFERS
         return found(way, verdict, [None] * 4 + [metrics])
     if not (shared := [number for number in ref.steps if number in other.steps]):

@@ -30,7 +30,7 @@ NOT_SHOWN = (ONE, FLOAT32, KILLED, LOGICAL)  # what others are compared with, or
 HANGS = "strategy.timeout_s=300"  # after which a process that waits for another one ends
 FIXED = (
     "logger=[csv]", "trainer.enable_progress_bar=false", "trainer.min_steps=null", "trainer.min_epochs=null", "trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0",
-    "trainer.enable_checkpointing=true", "trainer.limit_val_batches=2", "trainer.limit_test_batches=2", "+callbacks.lockstep_check._target_=lockstep.extras.check.record.Recorder",
+    "trainer.enable_checkpointing=true", "+callbacks.lockstep_check._target_=lockstep.extras.check.record.Recorder",
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def ways(config: RunConfig, precision: str) -> list[Way]:
     single, ddp = ["trainer.devices=1", "strategy=single", wide], ["trainer.devices=2", "strategy=ddp", HANGS, wide]
     accumulate = f"trainer.accumulate_grad_batches={2 * config.trainer.accumulate_grad_batches}"
     logical = f"exact.logical_ranks={config.exact.logical_ranks or 2}"
-    every = [
+    return [
         Way(ONE, single),
         Way("one process again", single),
         Way("accumulation", [*single, accumulate]),
@@ -71,7 +71,6 @@ def ways(config: RunConfig, precision: str) -> list[Way]:
         Way("logical ranks on two processes", [*ddp, logical], 2, LOGICAL),
         Way(EVALUATION, ddp[:3], 2, after=ONE),
     ]
-    return [way for way in every if not config.exact.logical_ranks or way.name != "accumulation"]
 
 
 @dataclass
@@ -94,7 +93,9 @@ class Check:
             return place
         resume = [f"resume={self.resume}"] if self.resume and not way.after else []
         workers = ["loader.num_workers=0"] if Settings.of(self.cfg).loader and way.name != WORKERS else []
-        fixed = [*place, *resume, *workers, *FIXED, f"checkpoint.every_n_steps={self.steps // 2}"]
+        # logical ranks count parts of batches
+        limits = [] if LOGICAL in way.name else ["trainer.limit_val_batches=2", "trainer.limit_test_batches=2"]
+        fixed = [*place, *resume, *workers, *limits, *FIXED, f"checkpoint.every_n_steps={self.steps // 2}"]
         replaced = {*map(key_of, fixed), "resume", "debug_rank", "trainer.num_nodes"}
         kept = ((key_of(override), override) for override in self.overrides)
         return [*(o for k, o in kept if k not in replaced and not k.startswith(("strategy.", "logger."))), *fixed]
