@@ -46,7 +46,7 @@ def digest(path: Path) -> str:
     """Of a file, or of all modules in a folder."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     files = [file for file in files if not IN_WHEELS & {*file.relative_to(path).parts}]
-    contents = ((file.relative_to(path.parent).as_posix(), file.read_bytes()) for file in files if file.is_file())
+    contents = ((file.relative_to(path).as_posix(), file.read_bytes()) for file in files if file.is_file())
     return sha256(repr([*contents]).encode()).hexdigest()[:16]
 
 
