@@ -96,7 +96,7 @@ class Recorder(pl.Callback):
         config = self.summary.config
         self.traced = not config.compile and (self.plan["traced"] or steps_done(trainer) + 1)  # hooks break graphs
         self.record["facts"] = checked.facts(config, self.summary.data_info["data/sha256"])
-        called = (pair for pair in module.named_modules() if not isinstance(pair[1], nn.ModuleList | nn.ModuleDict))
+        called = (pair for pair in module.named_modules() if type(pair[1]).forward is not nn.Module.forward)
         places = self.record["places"] = {name: place(type(each), "forward") for name, each in called if name}
         places["step"] = place(type(module), "training_step")
         places["loss"] = place(type(module), "loss") if hasattr(module, "loss") else places["step"]
