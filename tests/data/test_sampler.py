@@ -298,6 +298,15 @@ def test_folds_have_their_share_of_every_class(sizes, folds):
         assert balanced(train, data.train, "images").indices(np.arange(train.count)).tolist() == parts[0].tolist()
 
 
+def test_a_run_with_folds_of_an_earlier_version_cannot_be_resumed():
+    """It would validate on samples that it has trained on."""
+    module = DataModule(data_of(target=labels([4, 4])), batch_size=1, eval_batch_size=1, folds=2)
+    state = module.state_dict()
+    module.load_state_dict(state)
+    with pytest.raises(UserError, match=r"by an earlier version, in which .* folds held out other samples"):
+        module.load_state_dict({key: value for key, value in state.items() if key != "folds"})
+
+
 # --- balanced classes ---
 
 SIZES = (60, 9, 3)

@@ -385,6 +385,12 @@ def test_a_modules_own_hyperparameters_join_the_config_in_a_logger(train, data):
     assert seen == ([] if data else ["train/images_seen"])  # nobody knows the batch of one's own dataloaders
 
 
+def test_operations_of_all_optimizers_of_a_step_are_counted(train):
+    reports = [train(name, f"run=count-{name}", "trainer.max_steps=2") for name in ("Validated", "TwoOptimizers")]
+    one, two = (each["train/flops_per_s"] / each[f"train/{each['unit']}_per_s"] for each in reports)
+    assert two == pytest.approx(2 * one)
+
+
 # --- batches of dataloaders of one's own ---
 
 

@@ -334,7 +334,7 @@ class Throughput(Callback):
     """Measures windows of `log_every_n_steps` steps.
 
     The first window includes warm-up and compiling; it counts only if it is the only one. The operations of the first
-    micro-batch are counted, without those of the optimizer.
+    micro-batch are counted.
     """
 
     def __init__(self) -> None:
@@ -356,16 +356,14 @@ class Throughput(Callback):
         if self.first_step_s is None and not is_compiled(pl_module):  # torch does not compile what a mode sees
             self.counted.enter_context(self.flops)
 
-    def end_count(self, *_: Any) -> None:
+    def on_exception(self, *_: Any) -> None:
         self.counted.close()
-
-    on_before_optimizer_step = on_exception = cast(Any, end_count)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.samples += (samples := samples_in_all(trainer, batch))
-        self.end_count()
+        self.counted.close()
         if self.first_step_s is None and self.began_s is not None:
             self.flops_per_sample = self.flops.total * trainer.world_size / samples if samples else None
             synchronise_device(trainer)  # SYNC: once a run

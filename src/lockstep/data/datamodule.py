@@ -343,10 +343,10 @@ class DataModule(pl.LightningDataModule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError if the run trained on different data, or on samples that this run would validate."""
         fingerprint = self.dataset.fingerprint
-        if self.transforms and state.get("transforms") != self.transforms:
+        if (self.transforms and state.get("transforms") != self.transforms) or (self.folds and "folds" not in state):
             raise UserError(
                 "the checkpoint was saved by an earlier version, in which crop, color_jitter, rotate, trivial and rand drew different random "
-                "numbers, or crops were taken from resized squares: the result would differ. Resume it with that version, or start a new run with init_from=<checkpoint>."
+                "numbers, crops were taken from resized squares, or folds held out other samples: the result would differ. Resume it with that version, or start a new run with init_from=<checkpoint>."
             )
         if state["sha256"] != fingerprint:
             raise UserError(

@@ -343,7 +343,7 @@ class PortableCheckpoint(DividedBatches):
     omitted: frozenset[str] = frozenset()  # what checkpoints leave out
     agreed_at = 0  # the step after which the ranks were last compared
     tried: dict[str, Any] | None = None  # the content of a checkpoint before the first step
-    hidden: list[Logger] | None = None  # loggers of the trainer
+    hidden: list[Logger]  # loggers of the trainer, set before the barrier that shows them
     is_trial: bool | None = None  # whether the content of a checkpoint is only checked; None before the first step
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
