@@ -67,14 +67,14 @@ def terminal(command):
 
 
 @pytest.mark.slow
-def test_one_process_stops_in_the_sanity_validation_and_in_training(terminal):
+def test_one_process_stops_in_the_sanity_validation(terminal):
     command = terminal(stop=0)
     command.until(PROMPT)
     command.enter("p 6 * 7, outputs.is_meta\n")
     assert "(42, False)" in command.until(PROMPT)
     command.enter("q\ny\n" if sys.version_info >= (3, 14) else "q\n")  # which asks whether to end the process
     assert command.process.wait(100) == 130
-    assert '"status": "interrupted"' in (command.folder / "runs/a/report.json").read_text()
+    assert not (command.folder / "runs/a").exists()  # it has not trained a step
 
 
 @pytest.mark.slow
