@@ -62,6 +62,18 @@ def test_a_constant_buffer_hides_no_difference_at_any_step(buffer, key, factor, 
         assert (found["step"], "weight" in found["note"]) == (number, True)
 
 
+@pytest.mark.parametrize(
+    ("precision", "number", "verdict"),
+    [("32-true", 8, "rounding"), ("32-true", 5, "differs"), ("64-true", 8, "differs")],
+)
+def test_in_float32_only_the_first_steps_count(precision, number, verdict):
+    ref, other = outcome(steps=9), outcome(steps=9)
+    ref.ranks[0]["precision"] = precision
+    changed(other.steps, "gradients", 1.5, number)
+    changed(other.steps, "end", 1.01, 9)
+    assert compare.difference("fsdp", ref, other)["verdict"] == verdict
+
+
 @pytest.mark.parametrize(("here", "there", "verdict"), [
     ({"a": 1.0}, {"a": 1.0}, "same bits"), ({"a": 1.0}, {"a": 1.1}, "differs"), ({"a": 1.0}, {"a (rank 0 only)": 1.0}, "not run"),
     ({}, {}, "not run"),

@@ -129,26 +129,27 @@ class Check:
         """Runs the ways, as many at once as there are cores. Returns their exit codes."""
         # Each process holds the whole model.
         codes, waiting, at_once = dict[str, int](), list(ways), min(system.cores(), 2 if gpu_count() else 4)
+        groups: dict[str, list[Any]] = {}
         self.folder.mkdir(exist_ok=True)
-        while waiting:
-            groups: dict[str, list[Any]] = {}
-            try:
+        try:
+            while waiting or groups:
+                for name, group in [*groups.items()]:
+                    if any(process.exitcode for process in group):  # the others print the reason, or wait for it
+                        end(group, local.FAILING_S)
+                    if all(process.exitcode is not None for process in group):
+                        ended = [each.exitcode for each in groups.pop(name) if name != KILLED or each.exitcode > 0]
+                        # a signal is negative
+                        codes[name] = (max(ended, default=0) or min(ended, default=0)) if group else 1
                 while waiting and waiting[0].after not in groups:
                     if groups and sum(map(len, groups.values())) + waiting[0].processes > at_once:
                         break
                     way = waiting.pop(0)
                     groups[way.name] = self.processes(way)
-                while alive := [each for group in groups.values() for each in group if each.exitcode is None]:
+                if alive := [each for group in groups.values() for each in group if each.exitcode is None]:
                     wait([process.sentinel for process in alive])
-                    for group in groups.values():
-                        if any(process.exitcode for process in group):  # the others print the reason, or wait for it
-                            end(group, local.FAILING_S)
-            finally:
-                for group in groups.values():
-                    end(group)
-            for name, group in groups.items():
-                ended = [process.exitcode for process in group if name != KILLED or process.exitcode > 0]
-                codes[name] = (max(ended, default=0) or min(ended, default=0)) if group else 1  # a signal is negative
+        finally:
+            for group in groups.values():
+                end(group)
         return codes
 
     def processes(self, way: Way) -> list[Any]:
@@ -179,7 +180,8 @@ def end(group: Sequence[Any], patience_s: float = 0.0) -> None:
 def run_script(script: Path, overrides: list[str], env: dict[str, str], log: Path, workers: int | None) -> None:
     """What Python does with a script. `workers`: of each loader that this process makes."""
     import torch
-    from torch.utils.data import DataLoader
+
+    from lockstep.extras import page
 
     os.environ.update(env)
     with log.open("ab") as file:
@@ -187,10 +189,11 @@ def run_script(script: Path, overrides: list[str], env: dict[str, str], log: Pat
         os.dup2(file.fileno(), 2)
     end_with_parent(has_pipe=False)
     torch.set_num_threads(1)
+    page.write_page = lambda *_, **__: None  # the report takes 1 s of the 6 s of a way
     if workers is not None:
-        make: Any = DataLoader.__init__
+        make: Any = torch.utils.data.DataLoader.__init__
         changed: Any = lambda self, *args, **kwargs: make(self, *args, **{**kwargs, "num_workers": workers})  # noqa: E731
-        DataLoader.__init__ = changed  # type: ignore[method-assign]
+        torch.utils.data.DataLoader.__init__ = changed  # type: ignore[method-assign]
     sys.argv[:] = [str(script), *overrides]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
