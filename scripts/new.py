@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, requires
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -228,15 +228,21 @@ def create(folder: Path, package: str, requirement: str | None, wheel: Wheel | N
 
 
 def checks(folder: Path, package: str) -> list[checked.Check]:
-    """The template's results of `lockstep check` that hold for this Lockstep, with the digests of the project's files."""
+    """The template's results of `lockstep check` that hold for this Lockstep, as a check of the project writes them: with the digests
+    of its files, and the versions of what these import."""
     file, found = TEMPLATE / checked.FILE, []
     for check in json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ():
         sources = {name: was for name, was in check["sources"].items() if not name.startswith("src/hydra_plugins/")}
         now = [checked.digest(PACKAGE if name == "src/lockstep" else TEMPLATE / name) for name in sources]
         if now == [*sources.values()]:
             renamed = json.loads(NAMED.sub(package, json.dumps(check)))
-            copied = (name for name in renamed["sources"] if (folder / name).is_file())
-            found.append(renamed | {"sources": {name: checked.digest(folder / name) for name in copied}})
+            copied = [name for name in renamed["sources"] if (folder / name).is_file()]
+            modules = (checked.IMPORTED.findall((folder / name).read_text(encoding="utf-8")) for name in copied)
+            names, of = {"lockstep", "torch", "lightning"}.union(*modules), packages_distributions()
+            libraries = {library for name in names for library in of.get(name, ())}
+            versions = {name: was for name, was in renamed["versions"].items() if name in libraries}
+            digests = {name: checked.digest(folder / name) for name in copied}
+            found.append(renamed | {"sources": digests, "versions": versions})
     return found
 
 
