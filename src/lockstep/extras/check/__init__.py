@@ -68,8 +68,7 @@ def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
             found[way.name] = compare.difference(way.name, outcomes[way.against], outcomes[way.name])
     late = [way for way in every if found.get(way.name, {}).get("step", 0) > run.start + 1]
     if late:  # once more, to record the layers of that step
-        step = min(found[way.name]["step"] for way in late)
-        again = replace(run, folder=run.folder / "again", traced=step)
+        again = replace(run, folder=run.folder / "again", traced=min(found[way.name]["step"] for way in late))
         failed_again = again.run([way for way in every if way in late or way.name in ways.NOT_SHOWN])
         for way in late if not any(failed_again.values()) else ():
             found[way.name] = compare.difference(way.name, again.outcome(way.against), again.outcome(way.name))
@@ -78,5 +77,6 @@ def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
     then, now = first.get("attributes", {}), resumed.get("attributes", {})
     lost = sorted(name for name, was in then.items() if now.get(name, was) != was)
     notes = [f"{name} changes in training and is in no state_dict: a resume does not restore it" for name in lost]
-    what = first["device"], first["precision"], first["facts"]
-    return Result([*found.values()], notes, [*outcomes[ways.ONE].steps], *what)
+    device, precision, about = map(first.get, ("device", "precision", "facts"))
+    steps = [*outcomes[ways.ONE].steps][: None if precision == "64-true" else compare.FEW]
+    return Result([*found.values()], notes, steps, device, precision, about)
