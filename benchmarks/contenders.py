@@ -42,8 +42,8 @@ from lockstep import build
 from lockstep.config.checks import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
-from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, val_count
+from lockstep.kit.datamodule import DataModule
 from lockstep.training.arithmetic import completes_step
 from project.model import BasicNet
 
@@ -133,9 +133,9 @@ class ByTurns(pl.Callback):
         self.turns.begin()
 
     def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.turns.waited_s = getattr(self.data, "waited_s", None)
+        self.turns.waited_s = self.data.waited_s + getattr(trainer.strategy, "waited_s", 0.0)
         if completes_step(trainer, batch_idx):
-            self.turns.stepped(batch["count"] * trainer.accumulate_grad_batches)
+            self.turns.stepped(len(batch["index"]) * trainer.accumulate_grad_batches)
 
 
 class BareLoop(pl.Callback):

@@ -32,7 +32,9 @@ from measuring import CPU, SMALL, in_turns, last_step, ratio, some_of, spread, t
 from numpy.typing import NDArray
 
 import lockstep
-from lockstep.data.sampler import BLOCK, Split, TrainBatches
+from lockstep.data.global_batches import GlobalBatches, ShareSpec
+from lockstep.data.loaders import Share
+from lockstep.data.sampler import BLOCK, ComputedOrder
 
 GIB, MIB = 2**30, 2**20
 
@@ -228,10 +230,21 @@ SETUPS = {"1 process, batch 256": (1, 256), "4,096 processes, batch 65,536": (40
 REPEAT = 5
 
 
-def train_batches(samples: int, world: int, batch: int) -> TrainBatches:
-    """The batches of a rank in the middle, with a validation split of 10%."""
-    split = Split(samples, samples // 10, samples - samples // 10)
-    return TrainBatches(split, batch=batch, seed=0, rank=world // 2, world=world)
+Ordered = tuple[GlobalBatches, ShareSpec, int]
+
+
+def ordered(samples: int, world: int, batch: int) -> Ordered:
+    """The order of a rank in the middle, with a validation split of 10%."""
+    from torch.utils.data import BatchSampler
+
+    order = ComputedOrder(samples - samples // 10)
+    batches = GlobalBatches(BatchSampler(order, batch, drop_last=True), compare=False)
+    return batches, ShareSpec(rank=world // 2, world=world), batch
+
+
+def shares(found: Ordered, epoch: int, done: int) -> Iterator[Share]:
+    batches, spec, size = found
+    return batches.with_keys(spec.shares(batches.batches(0, epoch, done), done, 0, epoch, size), 0, epoch)
 
 
 def grown_bytes(call: Callable[[], Any]) -> int:
@@ -245,22 +258,20 @@ def grown_bytes(call: Callable[[], Any]) -> int:
     return max(0, 1024 * peak - start_bytes)
 
 
-def first_s(batches: TrainBatches, micro_batch: int) -> float:
+def first_s(found: Ordered, micro_batch: int) -> float:
     """Median seconds to the first batch after `micro_batch`."""
     seconds = []
     for epoch in range(REPEAT):
-        batches.epoch, batches.start = epoch, micro_batch
         began_s = time.perf_counter()
-        next(iter(batches))
+        next(shares(found, epoch, micro_batch))
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds)
 
 
-def pass_through(batches: TrainBatches) -> None:
+def pass_through(found: Ordered) -> None:
     """Reads the first batches of an epoch, until blocks of indices reach their full size."""
-    batches.epoch = batches.start = 0
-    per_process = batches.batch // (batches.world * batches.accumulate)
-    for _ in islice(batches, 3 * BLOCK // per_process):
+    per_process = found[2] // found[1].world
+    for _ in islice(shares(found, 0, 0), 3 * BLOCK // per_process):
         pass
 
 
@@ -280,7 +291,7 @@ def torch_sampler(samples: int, world: int) -> tuple[float, int]:
 
 
 def sampler(_: argparse.Namespace) -> str:
-    """`TrainBatches` computes the order of the next steps with a bijection. DistributedSampler stores a permutation of all samples."""
+    """`ComputedOrder` computes the order of the next steps with a bijection. DistributedSampler stores a permutation of all samples."""
     rows = []
 
     def add(name: str, samples: int, first_s: float, resumed_s: float, grown_bytes: float) -> None:
@@ -289,10 +300,10 @@ def sampler(_: argparse.Namespace) -> str:
 
     for name, (processes, batch) in SETUPS.items():
         for samples in SIZES:
-            batches = train_batches(samples, processes, batch)
-            if len(batches) > 1:
-                seconds, resumed_s = (first_s(batches, start) for start in (0, len(batches) // 2))
-                add(name, samples, seconds, resumed_s, grown_bytes(partial(pass_through, batches)))
+            found = ordered(samples, processes, batch)
+            if (steps := len(found[0])) > 1:
+                seconds, resumed_s = (first_s(found, start) for start in (0, steps // 2))
+                add(name, samples, seconds, resumed_s, grown_bytes(partial(pass_through, found)))
     for samples in SIZES:
         if samples <= MEASURED:
             measured = torch_sampler(samples, 4096)

@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,14 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from lockstep.data.dataset import Items
-from lockstep.data.loaders import FromWorkers, Indexed, Reader, WithEpoch
+from lockstep.data.loaders import FromWorkers, Indexed, MicroBatches, MicroBatchInfo, Share
+from lockstep.data.parts import Part
+from lockstep.data.sampler import Split
 from lockstep.extras.adapters import Pictures
 from lockstep.kit import Folder, augment
 from lockstep.kit.augment import Augmentation, Draws
 from lockstep.kit.augment.transforms import beta
+from lockstep.kit.datamodule import as_it_is
 from lockstep.kit.images import Files
 from lockstep.kit.pixels import Frame
 
@@ -57,23 +59,24 @@ def new_draws(count: int) -> Draws:
     return Draws("augment.x", np.arange(count), seed=0, epoch=0)
 
 
-def transforms(size: int) -> dict[str, tuple[augment.Operation, Reference]]:
-    """Operations that run torchvision's transforms, by option name."""
-    operations: dict[str, augment.SampleTransform] = {
+def transforms(size: int) -> dict[str, tuple[Any, Reference]]:
+    """torchvision's transforms by option name, which run where samples are read."""
+    operations: dict[str, Any] = {
         "crop": augment.RandomResizedCrop(image_size=size),
         "rotate": augment.Rotate(degrees=15.0),
-        "color_jitter": augment.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
-        "trivial": augment.TrivialAugment(),
-        "rand": augment.RandAugment(),
+        "color_jitter": v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
+        "trivial": v2.TrivialAugmentWide(),
+        "rand": v2.RandAugment(),
     }
 
-    def reference(operation: augment.SampleTransform) -> Reference:
-        return lambda image, _: operation.transform(image)
+    def reference(operation: Any) -> Reference:
+        transform = operation.transform if isinstance(operation, augment.SampleTransform) else operation
+        return lambda image, _: transform(image)
 
     return {name: (operation, reference(operation)) for name, operation in operations.items()}
 
 
-def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
+def cases(image: Tensor) -> dict[str, tuple[Any, Reference]]:
     """Each operation with its defaults, and torchvision's operation with the same random numbers."""
     count, (height, width) = len(image), image.shape[-2:]
     shift, flip, cut = augment.Shift(pixels=4), augment.Flip(), augment.Cutmix()
@@ -101,19 +104,24 @@ def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
     }
 
 
-def compared(image: Tensor, operation: augment.Operation, reference: Reference, turns: int) -> list[str]:
+def compared(image: Tensor, operation: Any, reference: Reference, turns: int) -> list[str]:
     """The cells of COLUMNS."""
-    batch = {"input": image, "index": torch.arange(len(image)), "count": len(image)}
+    batch = {"input": image, "index": torch.arange(len(image))}
+    reads = not isinstance(operation, augment.Operation)  # it is torchvision's own transform
+    changed = Augmentation({"x": operation})
 
     def ours() -> Any:
-        return operation(batch, new_draws(len(image)))["input"]
+        if not reads:
+            return operation(batch, new_draws(len(image)))["input"]
+        samples = [{name: value[index : index + 1] for name, value in batch.items()} for index in range(len(image))]
+        return torch.cat([changed.at_reading(sample)["input"] for sample in samples])
 
     def theirs() -> Tensor:
         return torch.stack([reference(one, index) for index, one in enumerate(image)])
 
     differences = (ours().int() - theirs().int()).abs()
     close = [f"{(differences <= levels).float().mean():.2%}" for levels in (0, 1)]
-    if operation.at_reading:  # it is torchvision's own transform
+    if reads:
         close = ["", ""]
     taken_s = in_turns({"ours": partial(spent_s, ours), "theirs": partial(spent_s, theirs)}, turns, warm_up=1)
     return [*close, *(f"{1000 * statistics.median(times_s):.1f}" for times_s in taken_s.values())]
@@ -154,17 +162,21 @@ def training(path: Path, count: int, low: float) -> dict[str, Read]:
     """Random crops of at least the fraction `low` of the image, flipped. Lockstep flips on the device, so its time excludes it."""
     crop = augment.RandomResizedCrop(image_size=SIDE, scale=(low, 1.0))
     files = Files(path.parent, [path.name] * count, np.zeros(count), **COLOUR, least=crop.crops_from)
-    read = Reader(files, seed=0, at_reading=Augmentation({"crop": crop}).at_reading, apart=True)
+    part = Part(files, Split(count, 0, count, shuffled=False), Augmentation({"crop": crop}).at_reading)
+    read = MicroBatches(part, as_it_is).samples
     vision = v2.Compose([v2.RandomResizedCrop(SIDE, scale=(low, 1.0)), v2.RandomHorizontalFlip(), v2.PILToTensor()])
     scale = {"scale": (low, 1.0), "color_jitter": None}
-    return {"Lockstep": lambda: read(np.arange(count)), **others(path, count, vision, is_training=True, **scale)}
+    return {
+        "Lockstep": lambda: read(share_of([*range(count)])),
+        **others(path, count, vision, is_training=True, **scale),
+    }
 
 
 def evaluation(path: Path, count: int) -> dict[str, Read]:
     """Centre crops."""
     files = Files(path.parent, [path.name] * count, np.zeros(count), **COLOUR)
     vision = v2.Compose([v2.Resize(256), v2.CenterCrop(SIDE), v2.PILToTensor()])
-    return {"Lockstep": lambda: files[np.arange(count)], **others(path, count, vision, crop_pct=SIDE / 256)}
+    return {"Lockstep": lambda: files.__getitems__(range(count)), **others(path, count, vision, crop_pct=SIDE / 256)}
 
 
 def others(path: Path, count: int, vision: Callable[[Any], Any], **options: Any) -> dict[str, Read]:
@@ -230,19 +242,24 @@ class Photos(Dataset[tuple[Any, int]]):
         return image if self.transform is None else self.transform(image), 0
 
 
-class Unkeyed(Reader):
-    def __getitem__(self, key: tuple[Any, int]) -> Mapping[str, Any]:
-        return self.samples[key[0]]
+class Unkeyed(MicroBatches):
+    def samples(self, share: Share) -> Any:
+        return self.dataset.__getitems__(share.keys)
 
 
-def rate(reader: type[Reader], items: Items, workers: int) -> float:
+def share_of(keys: list[int], place: int = 0) -> Share:
+    return Share(keys, place, 0, 0, 0, MicroBatchInfo(1.0, "", None))
+
+
+def rate(kind: type[MicroBatches], pictures: Pictures, workers: int) -> float:
     """Images per second."""
-    order = np.random.default_rng(0).permutation(len(items)).reshape(-1, 64)
-    loader = FromWorkers(Indexed(reader(items, seed=0)), sampler=WithEpoch(list(order)), num_workers=workers)
-    batches = loader.batches()
+    order = np.random.default_rng(0).permutation(len(pictures)).reshape(-1, 64)
+    shares = [(share_of(keys.tolist(), 64 * number),) for number, keys in enumerate(order)]
+    read = Indexed(kind(Part(pictures, Split(len(pictures), 0, len(pictures), shuffled=False)), as_it_is))
+    batches = FromWorkers(read, sampler=shares, num_workers=workers).batches()
     next(batches)  # waits until workers have started
     began_s = time.perf_counter()
-    return sum(len(batch["index"]) for batch in batches) / (time.perf_counter() - began_s)
+    return sum(len(batch["index"]) for batch, _ in batches) / (time.perf_counter() - began_s)
 
 
 def keyed(args: argparse.Namespace) -> str:
@@ -265,7 +282,7 @@ def keyed(args: argparse.Namespace) -> str:
         for case, (source, size, count, transform) in cases.items():
             items = Pictures(Photos(source, count, transform), {"channels": 3, "frame": Frame(size)})
             for workers in (0, 2):
-                turns = {kind.__name__: partial(rate, kind, items, workers) for kind in (Unkeyed, Reader)}
+                turns = {kind.__name__: partial(rate, kind, items, workers) for kind in (Unkeyed, MicroBatches)}
                 unkeyed, ours = in_turns(turns, args.turns, warm_up=1).values()
                 ratio = statistics.median(b / a for a, b in zip(unkeyed, ours, strict=True))
                 rows.append(

@@ -133,7 +133,7 @@ NOTES = "LOSE_NODES_NOTES"  # environment variable with the folder
 
 def noting(settings: Settings, data: Any) -> None:
     """The job of train.py, which notes what each process trains on, in a file for each round."""
-    from lockstep.data.datamodule import DataModule
+    from lockstep.kit.datamodule import DataModule
 
     original, port, world = DataModule.on_after_batch_transfer, os.environ.get("MASTER_PORT", "alone"), settings.world
     path = Path(os.environ[NOTES], f"{port}-{world.rank}")

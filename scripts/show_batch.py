@@ -40,14 +40,15 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     if settings.loader is None:
         raise UserError(f"{settings.cfg.data.target} creates its own batches, which this script cannot draw.")
     from lockstep import build
-    from lockstep.data.datamodule import DataModule
+    from lockstep.data.standard import global_batch
+    from lockstep.kit.datamodule import DataModule
 
     numbered = settings.with_pretraining_values()
     data = build.datamodule(numbered, prepared if numbered is settings else job.read_data(numbered))
     assert isinstance(data, DataModule)
-    raw = data.global_batch(epoch, step)
-    before = data.preprocessed(raw, training=False)
-    after = data.preprocessed(raw, training=True, epoch=epoch, repeats=data.repeats)
+    batch, info = global_batch(data.train_dataloader(), settings.seed, epoch, step)
+    before = data.preprocessed(data.raw("train", batch["index"]))
+    after = data.augmented(data.targets.renumber("train", batch), info.places or range(0), settings.seed, epoch)
     picture(before, after, data.metadata, min(count, len(after["index"]))).save(out)
     print(f"{out}: {min(count, len(after['index']))} samples of epoch {epoch}, step {step}")
 

@@ -4,6 +4,7 @@ Processes of a test import this file: it must stay quick to import.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,22 +55,32 @@ def arrays(cached: Cached) -> Parts:
     return {f"{part}/{name}": a for part in ("train", "test") for name, a in cached.arrays(part).items()}
 
 
-def stand_in_trainer(
-    *, rank: int = 0, world: int = 1, accumulate: int = 1, done: int = 0, epoch: int = 0, precision: Any = None
-) -> Any:
-    """What a DataModule asks of the Trainer: `done` micro-batches of `epoch` are trained on."""
-    from torch import device
+def stand_in_trainer(*, precision: Any = None, training: bool = True, device: str = "cpu") -> Any:
+    """What a DataModule asks of the Trainer."""
+    import torch
 
-    current = SimpleNamespace(ready=done)
     return SimpleNamespace(
-        global_rank=rank, world_size=world, accumulate_grad_batches=accumulate, training=True, current_epoch=epoch,
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=current))),
+        training=training, testing=False, predicting=False, current_epoch=0,
         precision_plugin=precision or SimpleNamespace(convert_input=lambda batch: batch),
-        strategy=SimpleNamespace(root_device=device("cpu")),
+        strategy=SimpleNamespace(root_device=torch.device(device), seed=0, places=range(0)),
         lightning_module=SimpleNamespace(
             named_batches=True, on_before_batch_transfer=lambda batch, _: batch, on_after_batch_transfer=lambda batch, _: batch
         ),
     )  # fmt: skip
+
+
+def divided(loader: Any, *, seed: int = 0, epoch: int = 0, done: int = 0, **division: Any) -> Iterator[tuple[Any, Any]]:
+    """What the strategy makes of a DataLoader: micro-batches and their MicroBatchInfo."""
+    from lockstep.data.standard import Division
+    from lockstep.data.streams import wrap_loader
+
+    return wrap_loader(loader, Division(seed=seed, **division)).items(seed, epoch, done)
+
+
+def training_batches(data: Any, *, seed: int = 0, epoch: int = 0, **division: Any) -> Iterator[dict[str, Any]]:
+    """The training batches of a DataModule on a rank, as its network gets them."""
+    for batch, info in divided(data.train_dataloader(), seed=seed, epoch=epoch, **division):
+        yield data.augmented(data.targets.renumber("train", batch), info.places, seed, epoch)
 
 
 # --- what processes of a test do ---

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import building
+import numpy as np
 import pytest
 import thin_project
 import torch
@@ -21,8 +22,7 @@ from lockstep.config.checks import resolve
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.dataset import Batch
-from lockstep.data.loaders import Reader
-from lockstep.data.sampler import TrainBatches
+from lockstep.data.sampler import ComputedOrder
 from lockstep.errors import RunFailed, UserError
 from lockstep.training.losses import join_global_batch
 
@@ -78,20 +78,19 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     build.seed(settings.seed)
     data = building.batches(settings)
     module = building.module(settings, data)
-    net, split, found = module.net, data.train_split, []
+    net, found = module.net, []
     optimizer = module.parts.optimizer(net.parameters())
-    batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))
-    for _ in range(STEPS):
-        loss = weighted_mean(net, data.preprocessed(Reader(data.dataset.train, seed=0)(next(batches)), training=True))
+    order, split = ComputedOrder(data.splits["train"].count), data.splits["train"]
+    for step in range(STEPS):
+        index_B = split.indices(order.at(np.arange(step * BATCH, (step + 1) * BATCH), cfg.seed, 0))
+        loss = weighted_mean(net, data.augmented(data.raw("train", index_B), range(0), cfg.seed, 0))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         found.append(loss.item())
-    indices = data.val_split.indices(torch.arange(data.val_split.count).numpy())
+    indices = data.splits["val"].indices(np.arange(data.splits["val"].count))
     with torch.no_grad():
-        val_loss = weighted_mean(
-            net, data.preprocessed(Reader(data.dataset.train, seed=0)(indices), training=False)
-        ).item()
+        val_loss = weighted_mean(net, data.preprocessed(data.raw("val", indices))).item()
     return net.state_dict(), found, val_loss
 
 
@@ -166,13 +165,13 @@ def test_what_a_batch_holds_of_each_sample_is_gathered_wherever_it_is(whole_of_t
         boxes = [torch.ones(1, 4, device="cuda"), torch.zeros(3, 4, device="cuda")]
         more = {"boxes": boxes, "texts": ("a", "b"), "views": (index, index), "scale": 2.0}
         outputs = {"logits": (torch.ones(2, 3, device="cuda"), torch.ones(2, device="cuda"))}
-        output, whole = whole_of_two(outputs, {"index": index, "more": more, "count": 2})
+        output, whole = whole_of_two(outputs, {"index": index, "more": more})
     found = whole["more"]
     assert [(box.device.type, *box.shape) for box in found["boxes"]] == [("cuda", 1, 4), ("cuda", 3, 4)] * 2
-    assert (found["texts"], found["scale"], whole["count"]) == (["a", "b"] * 2, 2.0, 4)
+    assert (found["texts"], found["scale"]) == (["a", "b"] * 2, 2.0)
     assert [len(value) for value in (*found["views"], *output["logits"])] == [4] * 4
     with pytest.raises(UserError, match=r"output\[2\] has the shape \(3,\)"):
-        whole_of_two((torch.ones(2), torch.ones(2), torch.ones(3)), {"index": torch.arange(2), "count": 2})
+        whole_of_two((torch.ones(2), torch.ones(2), torch.ones(3)), {"index": torch.arange(2)})
 
 
 @pytest.mark.parametrize(("override", "told"), [

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.config import formatting
-    from lockstep.data import sampler
+    from lockstep.data import parts, sampler
     from lockstep.data.dataset import Arrays, Batch, DataSet, Sound, add_arrays, is_pillow, leaves_of
     from lockstep.data.keyed import Generators
     from lockstep.data.sampler import Indices
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # What projects and lockstep.kit use. docs/python.md lists them.
 __all__ = [
     "Arrays", "Batch", "DataChanged", "DataSet", "Generators", "Indices", "Module", "Sound", "Task", "UserError", "add_arrays",
-    "did_you_mean", "evaluate", "explain_os_error", "files", "formatting", "frozen", "is_pillow", "leaves_of", "load_model", "load_report",
+    "did_you_mean", "evaluate", "explain_os_error", "files", "formatting", "frozen", "is_pillow", "leaves_of", "load_model", "load_report", "parts",
     "predict", "raise_problems", "rand", "sampler", "sweep", "system", "testing", "train", "world",
 ]  # fmt: skip
 __version__ = "0.3.0"
@@ -41,7 +41,7 @@ DOCS = (PACKAGE if WHEEL else ROOT) / "docs"  # the documentation of this versio
 # Where they are. Imported on first access: some need torch.
 HOMES = {
     "config": ("formatting",),
-    "data": ("sampler",),
+    "data": ("parts", "sampler"),
     "data.dataset": ("Arrays", "Batch", "DataSet", "Sound", "add_arrays", "is_pillow", "leaves_of"),
     "data.keyed": ("Generators",),
     "data.sampler": ("Indices",),

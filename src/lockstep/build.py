@@ -33,10 +33,10 @@ from lockstep.config.rules import optimizer_node
 from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
 from lockstep.config.targets import matching_kwargs
-from lockstep.data.datamodule import MATCHED, NAMES, DataModule, names_at
 from lockstep.data.dataset import DataSet
+from lockstep.data.parts import MATCHED, NAMES, Targets, names_at
 from lockstep.errors import TrainingFailed, UserError, raise_problems
-from lockstep.kit.augment import Augmentation
+from lockstep.kit.datamodule import DataModule
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
@@ -110,10 +110,8 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
         made: pl.LightningDataModule = create_object(cfg.data, "data")
         return None if type(made) is pl.LightningDataModule else made
     settings.built_groups.update(("loader", "augment"))
-    augment = Augmentation(settings.operations) if cfg.augment else None
-    module = DataModule(data, seed=settings.seed, augment=augment, shards=cfg.exact.logical_ranks, **vars(cfg.loader))
-    module.is_by_hand = "data" not in settings.built_groups
-    module.metadata = plain(module.metadata, "metadata")
+    module = DataModule(data, operations=settings.operations if cfg.augment else {}, **vars(cfg.loader))
+    module.targets.metadata = plain(module.metadata, "metadata")
     return module
 
 
@@ -228,8 +226,8 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
 
 def match_names(settings: Settings, data: Any, weights: str | None, keys: Collection[str]) -> None:
     """Targets get the numbers of the checkpoint that the weights are from. Raises UserError."""
-    if (source := weights or settings.cfg.resume) and hasattr(data, "match_names"):
-        for warning in data.match_names(read_outline(Path(source)).metadata, str(source), keys):
+    if (source := weights or settings.cfg.resume) and isinstance(found := getattr(data, "targets", None), Targets):
+        for warning in found.match(read_outline(Path(source)).metadata, str(source), keys):
             console.print_line(f"WARNING: {warning}")
 
 
@@ -335,7 +333,7 @@ def evaluate(
         trainer = evaluator(settings, work, loggers=run.loggers if run else ())
         with oom_advice(settings, trainer, work):
             by_loader = getattr(trainer, verb)(work.module, datamodule=data, verbose=False)
-        counts = {f"{part}/count" for part in ("val", *work.loaders.sets) if part.startswith("val")}
+        counts = {f"{part}/count" for part in ("val", *getattr(data, "sets", ())) if part.startswith("val")}
         found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
         return {n: int(v) if n.endswith("/count") else v for n, v in work.marked(found).items()}
 

@@ -4,9 +4,8 @@ import itertools
 import random
 import re
 import time
-from functools import partial
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,18 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
+from shipped_data import divided
 from torch import nn
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader
 
 from lockstep.callbacks import EMA, Throughput, stopping
-from lockstep.callbacks.step_seed import StepSeed, draw_for_samples
+from lockstep.callbacks.step_seed import draw_for_samples
 from lockstep.callbacks.stopping import EarlyStopping, RankAgreement, Timer
-from lockstep.data.datamodule import DataModule
-from lockstep.data.sampler import Split, TrainBatches
+from lockstep.data.sampler import ComputedOrder
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
-from lockstep.training.arithmetic import StepArithmetic
-from lockstep.training.batches import DataSetLoaders
 from lockstep.training.seeds import derive_seed, seed_generators
 
 
@@ -152,20 +150,14 @@ def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process
     world, accumulate, share, steps, contiguous
 ):
     batch = world * accumulate * share
-    split = Split(total=batch * steps, first=0, count=batch * steps)
-    batches = partial(TrainBatches, split, batch=batch, seed=5)
-    whole = list(batches())
-    loaders = DataSetLoaders(Mock(spec=DataModule, batch_size=batch, sets={}), None)
-    callback = StepSeed(5, loaders, StepArithmetic(), masks_by_row=True)
-    strategy = MagicMock(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
+    loader = DataLoader(torch.arange(batch * steps), batch, sampler=ComputedOrder(batch * steps), drop_last=True)
+    whole = [samples for samples, _ in divided(loader, seed=5)]
+    assert len(whole) == steps
     for rank in range(world):
-        own = batches(rank=rank, world=world, accumulate=accumulate, contiguous=contiguous)
-        for batch_idx, samples in enumerate(own):
-            step = batch_idx // accumulate
-            trainer = trainer_at(step, world_size=world, global_rank=rank, strategy=strategy)
-            trainer.accumulate_grad_batches = accumulate
-            rows = callback.rows(trainer, batch_idx).rows["cpu"]
-            assert whole[step][rows.start : rows.stop].tolist() == samples.tolist()
+        division = {"rank": rank, "world": world, "accumulate": accumulate, "contiguous": contiguous}
+        for batch_idx, (samples, info) in enumerate(divided(loader, seed=5, **division)):
+            of_step = whole[batch_idx // accumulate]
+            assert of_step[info.rows.start : info.rows.stop].tolist() == samples.tolist()
 
 
 def test_early_stopping_on_a_metric_that_nothing_logs_ends_without_a_traceback():

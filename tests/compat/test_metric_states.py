@@ -9,7 +9,9 @@ import forked
 import numpy as np
 import pytest
 import torch
+from shipped_data import divided
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import Metric, MinMaxMetric, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from torchmetrics.detection import MeanAveragePrecision
@@ -18,7 +20,6 @@ from torchmetrics.wrappers import ClasswiseWrapper
 
 from lockstep import Task
 from lockstep.compat.metric_states import in_order
-from lockstep.data.sampler import EvalSampler, Split
 from lockstep.launch import local
 
 BATCH, COUNTS, WORLDS = 4, (5, 6, 1), (2, 3)
@@ -120,11 +121,11 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for turn, total in enumerate((count, max(1, count - 1))):
         made.log = lambda name, value, turn=turn, **_: found.update({f"{turn} {name}": float(value)})
-        split = Split(total, 0, total, False)
-        for place, index_B in enumerate(EvalSampler(split, batch=BATCH, rank=rank, world=world)):
-            output, target = zip(*(sample(max(0, int(index))) for index in index_B), strict=True)
-            batch = {"output": stacked(list(output)), "target": stacked(list(target)), "index": torch.tensor(index_B)}
-            made.validation_step(batch | {"count": int((index_B >= 0).sum())}, place)
+        loader = DataLoader(torch.arange(total), BATCH)
+        for place, (index_B, _) in enumerate(divided(loader, rank=rank, world=world, trains=False)):
+            output, target = zip(*(sample(int(index)) for index in index_B), strict=True)
+            batch = {"output": stacked(list(output)), "target": stacked(list(target)), "index": index_B}
+            made.validation_step(batch, place)
         made.log_evaluation("val")
     return found
 

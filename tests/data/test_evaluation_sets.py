@@ -12,8 +12,8 @@ from in_process import state
 
 import lockstep
 from lockstep import Arrays, DataSet
-from lockstep.data.datamodule import DataModule
 from lockstep.errors import RunFailed, TrainingFailed, UserError
+from lockstep.kit.datamodule import DataModule
 
 OWN = '''
 from typing import Any

@@ -12,17 +12,18 @@ import pytest
 import torch
 from in_process import SMALL, state
 from pictures import write_pictures
+from shipped_data import divided, stand_in_trainer
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 import lockstep
 from lockstep import Arrays, DataSet, Task, build
 from lockstep.config.checks import resolve
-from lockstep.data.datamodule import DataModule
-from lockstep.data.datamodule import names_at as names_in
+from lockstep.data.parts import names_at as names_in
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
 from lockstep.extras.tables import columns_of_module
+from lockstep.kit.datamodule import DataModule
 from lockstep.kit.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
 
 NUMBERS = np.arange(24) % 3
@@ -73,7 +74,7 @@ class Given:
     def __len__(self) -> int:
         return len(self.target)
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitems__(self, indices: Any) -> Any:
         return {
             "input": torch.zeros(len(indices), 2),
             "target": self.target.index_select(0, torch.as_tensor(indices))
@@ -114,7 +115,7 @@ def ready(data: DataSet, task: Any, known: Any = None) -> DataModule:
     """What the commands do with the data before the network is made."""
     data.prepare()
     module = DataModule(data, batch_size=2, eval_batch_size=4)
-    module.warnings = module.match_names(known, "runs/a") if known else []
+    module.warnings = module.targets.match(known, "runs/a") if known else []
     if task.target_spec and names_in(module.metadata, task.names):
         module.check_targets(task.names, task.target_spec.wrong, task.target_spec.integer)
     task.bind({"sequence_length": 4, **module.metadata})
@@ -254,11 +255,11 @@ def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, 
     target = module.raw("test", np.arange(len(expected)))["target"].detach()
     target = target.to_dense()
     assert (target[:, 0, 0] if target.dim() == 3 else target).tolist() == expected
-    module.trainer = SimpleNamespace(
-        strategy=SimpleNamespace(root_device=torch.device("cpu")), global_rank=0, world_size=1, lightning_module=None
-    )
-    # the loaders say the same
-    loaded = torch.cat([batch["target"].to_dense().detach() for batch in module.test_dataloader()])
+    module.trainer = stand_in_trainer(training=False)
+    module.trainer.testing = True
+    (loader,) = module.test_dataloader()
+    batches = [module.on_before_batch_transfer(batch, 0)["target"] for batch, _ in divided(loader, trains=False)]
+    loaded = torch.cat([target.to_dense().detach() for target in batches])  # the same
     assert torch.equal(loaded[: len(expected)], target)
     assert (
         not task.target_spec
@@ -287,13 +288,13 @@ def test_only_the_names_that_a_task_reads_are_matched():
     data = items(Items([0, 1] * 4, classes=["cat", "dog"]), Items([0, 1], classes=["dog", "cat"]))
     data.prepare()
     module = DataModule(data, batch_size=2, eval_batch_size=4)
-    assert not module.match_names({"classes": ["car", "ship"]}, "runs/a", ["inputs", "vocabulary"])
+    assert not module.targets.match({"classes": ["car", "ship"]}, "runs/a", ["inputs", "vocabulary"])
     assert module.raw("test", np.arange(2))["target"].tolist() == [1, 0] and module.metadata["classes"] == [
         "cat",
         "dog",
     ]
     with pytest.raises(UserError, match="cat, dog cannot be matched"):
-        module.match_names({"classes": ["car", "ship"]}, "runs/a")
+        module.targets.match({"classes": ["car", "ship"]}, "runs/a")
     assert module.raw("test", np.arange(2))["target"].tolist() == [1, 0]  # as before
 
 

@@ -1,7 +1,6 @@
 """Batches on their way to the network: the same from memory and from workers, in any form of samples, with what is no tensor."""
 
 import errno
-import gc
 import logging
 import multiprocessing
 import os
@@ -15,17 +14,16 @@ import pytest
 import torch
 from in_process import report
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
-from shipped_data import stand_in_trainer
-from torch.utils.data import StackDataset, TensorDataset, get_worker_info
+from shipped_data import divided, stand_in_trainer, training_batches
+from torch.utils.data import DataLoader, StackDataset, TensorDataset, get_worker_info
 
 from lockstep.data import loaders
-from lockstep.data.datamodule import DataModule
-from lockstep.data.dataset import Arrays, DataSet, Items, content_of
-from lockstep.data.loaders import FromWorkers, Indexed, InMemory, Reader, WithEpoch
-from lockstep.data.sampler import EvalSampler, Split, TrainBatches
+from lockstep.data.dataset import Arrays, DataSet, content_of
+from lockstep.data.loaders import FromWorkers, Indexed
+from lockstep.data.parts import Part, batch_of
+from lockstep.data.sampler import ComputedOrder, Split
 from lockstep.errors import ProcessDied, TrainingFailed, UserError
-
-DEVICES = [None, torch.device("cpu"), *[torch.device("cuda")] * torch.cuda.is_available()]
+from lockstep.kit.datamodule import DataModule, as_it_is
 
 
 @pytest.fixture
@@ -36,51 +34,66 @@ def arrays() -> Arrays:
 
 
 class MapStyle:
-    """A custom object, which gives several at a time and is never asked for a filler."""
+    """A custom object, which gives several at a time."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays.arrays
 
-    def __getitem__(self, indices):
-        assert (indices >= 0).all()
+    def __len__(self) -> int:
+        return 103
+
+    def __getitems__(self, indices):
         return {name: array[indices] for name, array in self.arrays.items()}
 
 
-@pytest.mark.parametrize("at_once", [0, 10 * 60 * 2, 2**19])  # a batch, three, all
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sampler", [
-    TrainBatches(Split(103, 10, 90), batch=20, seed=3, rank=1, world=2),
-    EvalSampler(Split(103, 0, 103, shuffled=False), batch=40, rank=1, world=2),  # the last batch has places without a sample
-], ids=["train", "eval"])  # fmt: skip
-def test_memory_and_workers_give_the_same_batches_of_samples_in_any_form(arrays, sampler, device, at_once, monkeypatch):
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at_once", [1, 10 * 60 * 2, 2**19])  # a batch, three, all
+@pytest.mark.parametrize("trains", [True, False])
+def test_samples_in_any_form_give_the_same_batches_from_this_process_and_workers(
+    arrays, trains, at_once, workers, monkeypatch
+):
     monkeypatch.setattr(loaders, "AT_ONCE", at_once)
     named = {name: torch.from_numpy(array) for name, array in arrays.arrays.items()}
-    forms = (arrays, TensorDataset(*named.values()), StackDataset(**named), MapStyle(arrays))
-    of_forms = [FromWorkers(Indexed(Reader(form, seed=0)), sampler=WithEpoch(sampler)).batches() for form in forms]
-    batches = [InMemory(arrays, device).batches(sampler), *of_forms]
-    seen = 0
-    for index_B, *several in zip(sampler, *batches, strict=True):
-        count = int((index_B >= 0).sum())
-        assert (index_B[:count] >= 0).all()  # the real ones come first
-        seen += count
-        for batch in several:
-            assert (batch.keys(), batch["count"]) == ({*named, "index", "count"}, count)
-            assert np.array_equal(batch["index"], index_B)
-            for name, values in named.items():
-                assert torch.equal(batch[name][:count].cpu(), values[index_B[:count]])
-                assert len(batch[name]) == len(index_B)
-    assert seen == (40 if isinstance(sampler, TrainBatches) else 43)
+    forms = (
+        arrays,
+        Arrays(**arrays.arrays).to("cpu"),
+        TensorDataset(*named.values()),
+        StackDataset(**named),
+        MapStyle(arrays),
+    )
+    split = Split(103, 10, 90) if trains else Split(103, 0, 103, shuffled=False)
+    options = {"batch_size": 20, "sampler": ComputedOrder(90), "drop_last": True} if trains else {"batch_size": 40}
+    options |= {"collate_fn": as_it_is, "num_workers": workers}
+    both = [
+        [[batch for batch, _ in divided(DataLoader(Part(form, split), **options), seed=3, rank=rank, world=2, trains=trains)] for form in forms]
+        for rank in (0, 1)
+    ]  # fmt: skip
+    seen = []
+    for of_forms in both:
+        for several in zip(*of_forms, strict=True):
+            index_B = several[0]["index"]
+            seen += index_B.tolist()
+            for batch in several:
+                assert batch.keys() == {*named, "index"}
+                assert torch.equal(batch["index"], index_B)
+                assert all(torch.equal(batch[name], values[index_B]) for name, values in named.items())
+    assert len(seen) == len({*seen}) == (80 if trains else 103)
 
 
 @pytest.mark.parametrize(("device", "asked", "size", "expected"), [
-    ("cuda", "auto", 100, "cuda"),  # a tenth of what is free
-    ("cuda", "auto", 101, None), ("cuda", True, 900, "cuda"), ("cuda", False, 1, None), ("cpu", "auto", 1, None),
+    ("cuda", "auto", 100, True),  # a tenth of what is free
+    ("cuda", "auto", 101, False), ("cuda", True, 900, True), ("cuda", False, 1, False), ("cpu", "auto", 1, False),
 ])  # fmt: skip
 def test_images_live_on_the_gpu_if_they_are_asked_to_or_take_little_of_it(device, asked, size, expected, monkeypatch):
+    moved = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 4000))
-    data = SimpleNamespace(device=torch.device(device), on_device=asked)
-    images = Arrays(input=np.zeros((size, 1), np.uint8))
-    assert DataModule.memory_device(data, images) == (expected and torch.device(expected))
+    monkeypatch.setattr(Arrays, "to", lambda _, device: moved.append(device))
+    data = DataSet()
+    data.train, data.test = (Arrays(input=np.zeros((count, 1), np.uint8)) for count in (9, size))
+    made = DataModule(data, batch_size=1, eval_batch_size=1, on_device=asked)
+    made.trainer = stand_in_trainer(device=device)
+    made.test_dataloader()
+    assert moved == [torch.device(device)] * expected
 
 
 @pytest.mark.parametrize(
@@ -91,16 +104,16 @@ def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, valu
         Arrays(input=arrays.arrays["input"], target=arrays.arrays["target"][1:])
 
     class Ragged:
-        def __getitem__(self, indices: np.ndarray) -> dict:
+        def __getitems__(self, indices: list[int]) -> dict:
             return {"input": np.ones((len(indices), 3)), "tags": [["a"], ["b", "c"]], "tokens": value}
 
     with pytest.raises(
         UserError, match=f"the shape of `tokens` differs between samples: the first ones have {sizes}. Pad"
     ):
-        Reader(Ragged(), seed=0)(np.arange(2))
+        batch_of(Ragged(), np.arange(2))
     for lengths in ((1, 2), (2, 2)):  # a list of tensors stays one
         value[:] = [torch.ones(length) for length in lengths]
-        batch = Reader(Ragged(), seed=0)(np.arange(2))
+        batch = batch_of(Ragged(), np.arange(2))
         assert batch["tokens"] is value
         assert batch["tags"] == [["a"], ["b", "c"]]
 
@@ -108,12 +121,12 @@ def test_numbers_of_several_shapes_and_lengths_are_rejected_by_name(arrays, valu
 @pytest.mark.parametrize(("samples", "told"), [
     ([(1, 2, 3)] * 4, "a sample of list is a tuple; expected a dict of named values, or"),
     ([torch.ones(2)] * 4, "a sample of list is a Tensor; expected"),
-    ([(torch.ones(1 + i), i) for i in range(4)], r"samples of list cannot be collated: .*equal size.* Pad them to one shape"),
-    ([{"input": 1, "more": None}] * 4, r"samples of list cannot be collated: .*found <class 'NoneType'>"),
+    ([(torch.ones(1 + i), i) for i in range(4)], r"samples cannot be collated: .*equal size.* Pad them to one shape"),
+    ([{"input": 1, "more": None}] * 4, r"samples cannot be collated: .*found <class 'NoneType'>"),
 ])  # fmt: skip
 def test_samples_of_a_torch_dataset_that_form_no_batch_are_rejected(samples, told):
     with pytest.raises(UserError, match=told):
-        Items(samples)[np.arange(4)]
+        batch_of(samples, np.arange(4))
 
 
 # --- the datamodule ---
@@ -137,7 +150,7 @@ def test_arrays_may_be_lists_tensors_and_texts():
     )
     made = DataModule(data, batch_size=4, eval_batch_size=8)
     made.trainer = stand_in_trainer()
-    batch = next(iter(made.train_dataloader()))
+    batch = next(training_batches(made))
     assert batch["input"].tolist() == batch["target"].tolist() == batch["index"].tolist()
     assert batch["name"] == [chr(ord("a") + index) for index in batch["index"].tolist()]
     with pytest.raises(UserError, match=r"have the lengths {'input': 3, 'target': 2}"):
@@ -157,31 +170,18 @@ def test_the_fingerprint_of_texts_that_are_objects_is_one_of_the_texts():
 def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected, workers):
     data = DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, num_workers=workers)
     data.trainer = stand_in_trainer(precision=plugin)
-    batch = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+    batch = data.on_after_batch_transfer(next(divided(data.train_dataloader()))[0], 0)
     assert [batch[name].dtype for name in ("left", "right", "index")] == [torch.int64, expected, torch.int64]
-    assert batch["count"] == 4
     assert batch["file"] == [f"{place}.png" for place in batch["index"].tolist()]
     assert data.raw("train", [0, 1, 2])["file"] == ["0.png", "1.png", "2.png"]
     assert data.dataset.show(data.raw("train", [0])) == {}  # a page shows `input`, which this data lacks
     with pytest.raises(UserError, match=r"loader.on_device=true has no effect"):
         DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, on_device=True)  # it is not held in memory
-    *_, last = data.test_dataloader()
-    assert last["file"][: last["count"]] == [f"{place}.png" for place in range(16, 20)]
+    *_, (last, _) = divided(data.test_dataloader()[0], trains=False)
+    assert last["file"] == [f"{place}.png" for place in range(16, 20)]
 
 
 # --- worker processes ---
-
-
-@pytest.mark.slow
-def test_the_workers_of_a_loader_end_when_another_takes_its_place():
-    data = DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, num_workers=1)
-    data.trainer = stand_in_trainer()
-    before = {*multiprocessing.active_children()}
-    for _ in range(3):  # trainer.reload_dataloaders_every_n_epochs=1
-        next(iter(data.train_dataloader()))
-        gc.collect()
-    assert len({*multiprocessing.active_children()} - before) == 1
-    data.teardown("fit")
 
 
 @pytest.fixture
@@ -228,18 +228,19 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)")
 
     class Boxed:
-        def __getitem__(self, indices_B):
-            boxes = [{"boxes": torch.full((i, 4), float(i))} for i in indices_B]
-            return {"input": torch.arange(10.0)[indices_B], "name": [f"file {i}" for i in indices_B], "target": boxes}
+        def __len__(self):
+            return 4
+
+        def __getitems__(self, indices):
+            boxes = [{"boxes": torch.full((i, 4), float(i))} for i in indices]
+            return {"input": torch.arange(10.0)[indices], "name": [f"file {i}" for i in indices], "target": boxes}
+
+    part = Part(Boxed(), Split(4, 0, 4, shuffled=False))
 
     def batches(count: int):
-        return list(
-            FromWorkers(
-                Indexed(Reader(Boxed(), seed=0)),
-                sampler=WithEpoch([np.array([1, 2]), np.array([3, -1])]),
-                num_workers=count,
-            ).batches()
-        )
+        return [
+            batch for batch, _ in divided(DataLoader(part, 2, num_workers=count, collate_fn=as_it_is), trains=False)
+        ]
 
     wanted = batches(0)
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
@@ -248,12 +249,12 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
     assert len(caplog.records) == 1
     assert "/dev/shm has too little free space" in caplog.text
     for one, other in zip(wanted, found, strict=True):
-        assert (one["name"], one["count"]) == (other["name"], other["count"])
+        assert one["name"] == other["name"]
         assert all(torch.equal(one[name], other[name]) for name in ("input", "index"))
         assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(one["target"], other["target"], strict=True))
     # the last room is left to semaphores, without which no worker starts
     monkeypatch.setattr(loaders.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**16))
-    assert not Indexed(Reader(Boxed(), seed=0)).shares
+    assert not Indexed(part).shares
 
 
 def test_spawned_workers_map_the_file_again(arrays, tmp_path):
@@ -262,7 +263,7 @@ def test_spawned_workers_map_the_file_again(arrays, tmp_path):
     mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in arrays.arrays}
     content = pickle.dumps(Arrays(**mapped))
     assert len(content) < 1000 < arrays.nbytes
-    for name, found in pickle.loads(content)[np.arange(103)].items():
+    for name, found in pickle.loads(content).__getitems__(range(103)).items():
         assert np.array_equal(found, arrays.arrays[name])
     part = pickle.loads(pickle.dumps(Arrays(input=mapped["input"][7:])))
     assert np.array_equal(part.arrays["input"], arrays.arrays["input"][7:])
@@ -274,4 +275,4 @@ def test_workers_that_cannot_be_started_say_why(monkeypatch):
 
     monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
     with pytest.raises(TrainingFailed, match=r"2 loader workers .* Too many open files.* loader.num_workers=0"):
-        list(FromWorkers(Indexed(Reader({}, seed=0)), num_workers=2).batches())
+        list(FromWorkers(Indexed({}), num_workers=2).batches())

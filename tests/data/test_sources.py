@@ -11,14 +11,14 @@ import pytest
 import torchvision
 from conftest import digits, write_idx
 from pictures import COLOURS, picture, write_classes
-from shipped_data import stand_in_trainer
+from shipped_data import divided, stand_in_trainer
 
 import lockstep
 from lockstep.config.checks import resolve
 from lockstep.config.instantiate import create_data
-from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
 from lockstep.extras.adapters import TorchDataset, Torchvision
+from lockstep.kit.datamodule import DataModule
 from lockstep.kit.folder import Folder
 
 SIZE, BATCH, TEST = 12, 6, 21  # 21 test samples: neither two processes nor the batches divide them
@@ -83,18 +83,17 @@ class Case:
         cfg = resolve(self.overrides)
         return create_data(cfg.data, cfg.loader)
 
-    def module(self, workers: int = 0, **place: int) -> DataModule:
-        made = DataModule(self.data(), batch_size=BATCH, eval_batch_size=8, num_workers=workers, seed=3)
-        made.trainer = stand_in_trainer(**place)
+    def module(self, workers: int = 0) -> DataModule:
+        made = DataModule(self.data(), batch_size=BATCH, eval_batch_size=8, num_workers=workers)
+        made.trainer = stand_in_trainer()
         return made
 
-    def steps(self, **place: int) -> list[list[tuple[int, bytes]]]:
+    def steps(self, workers: int = 0, **division: int) -> list[list[tuple[int, bytes]]]:
         """Index and pixels of the samples of each step of the second epoch, as a rank's loader gives them."""
-        loader = self.module(**place).train_dataloader()
-        loader.sampler.set_epoch(1)
+        loader = self.module(workers).train_dataloader()
         return [
             [(int(i), image.numpy().tobytes()) for i, image in zip(batch["index"], batch["input"], strict=True)]
-            for batch in loader
+            for batch, _ in divided(loader, seed=3, epoch=1, **division)
         ]
 
 
@@ -122,8 +121,8 @@ def test_batches_are_the_same_for_every_number_of_processes_and_workers_and_afte
 
 
 def test_an_evaluation_by_two_processes_takes_each_sample_once(case):
-    loaders = [case.module(rank=rank, world=2).test_dataloader() for rank in (0, 1)]
-    taken = [batch["index"][: batch["count"]].tolist() for loader in loaders for batch in loader]
+    loaders = [divided(*case.module().test_dataloader(), rank=rank, world=2, trains=False) for rank in (0, 1)]
+    taken = [batch["index"].tolist() for loader in loaders for batch, _ in loader]
     assert sorted(index for batch in taken for index in batch) == list(range(TEST))
 
 
@@ -153,7 +152,7 @@ TORCH, FILES = {"train": IMAGE_FOLDER, "test": IMAGE_FOLDER}, {"target": "class"
 @pytest.mark.parametrize(("kind", "node", "message"), [
     (Folder, FILES, None),
     (Folder, {**FILES, "channels": 1, "mean": [0.5], "std": [0.2]}, None),
-    (Folder, {**FILES, "channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers; these images have 1 channel"),
+    (Folder, {**FILES, "channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers, but the images need 1"),
     (Folder, {**FILES, "target": "label"}, "data.target=label is unknown; use one of class, labels, number (did you mean labels?)"),
     (Folder, {**FILES, "target": "number"}, "data.target=number needs a list of files and targets. Set data.csv=<file>"),
     (TorchDataset, {**TORCH, "val": None}, None),

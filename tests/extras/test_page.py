@@ -64,7 +64,7 @@ def test_matrix_and_samples_are_those_of_the_checkpoints_predictions(run_a):
     settings = Settings.of(values_of(Draft.of_run(RunFolder("runs/a")))[0])
     data = building.batches(settings)
     net = building.module(settings.replace({"init_from": str(Path("runs/a", run_a["checkpoint"]))}), data).net.eval()
-    batch = data.preprocessed(data.raw("test", range(103)), training=False)
+    batch = data.preprocessed(data.raw("test", range(103)))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=run_a["precision"] == "bf16-mixed"):
         logits = net(batch["input"]).float()
     panels = lockstep.load_report("a").panels

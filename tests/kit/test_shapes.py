@@ -1,13 +1,13 @@
 """Images of any shape become squares: as torchvision makes them, in files, in tensors on the device, and with their masks."""
 
 import io
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image, ImageDraw
+from shipped_data import divided, stand_in_trainer
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
@@ -18,13 +18,13 @@ from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft, values_of
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
-from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
 from lockstep.extras import exported
 from lockstep.extras.adapters import TorchDataset
 from lockstep.extras.export_parts import in_frame
 from lockstep.kit import Folder, pixels
-from lockstep.kit.augment import Augmentation, Flip, RandomResizedCrop
+from lockstep.kit.augment import Flip, RandomResizedCrop
+from lockstep.kit.datamodule import DataModule
 from lockstep.kit.images import FRAMING, Images
 from lockstep.kit.pixels import RESIZE, Frame, Preprocess, to_array
 from lockstep.launch.resuming import restore_auto_values, with_new_defaults
@@ -230,11 +230,11 @@ def scenes(target, shape=(48, 24), **options) -> TorchDataset:
 @pytest.mark.parametrize("target", [torch.zeros(SIDE, SIDE).long(), torch.ones(2, 4)])
 def test_masks_and_boxes_of_pil_images_are_refused_where_they_would_not_move(target):
     with pytest.raises(UserError, match=r"images of 48 x 24 pixels are cropped .* but `mask` would not move with them"):
-        scenes(target, resize="crop").train[np.arange(2)]
+        scenes(target, resize="crop").train[0]
     with pytest.raises(UserError, match=r"48 x 48 pixels .*crop_pct=0\.8\), but `mask`"):
-        scenes(target, (48, 48), resize="crop", crop_pct=0.8).train[np.arange(2)]
+        scenes(target, (48, 48), resize="crop", crop_pct=0.8).train[0]
     for resize, shape in (("squash", (48, 24)), ("crop", (48, 48))):
-        assert torch.equal(scenes(target, shape, resize=resize).train[np.arange(2)]["mask"][0], target)
+        assert torch.equal(scenes(target, shape, resize=resize).train[0]["mask"], target)
 
 
 PLACE = (12, 6, 30, 18)  # left, top, right, bottom in an image of 48 x 24
@@ -261,17 +261,17 @@ def test_masks_and_boxes_of_pil_images_move_with_them(kind, resize, crop_pct):
     made = scenes(on_scene(kind), resize=resize, crop_pct=crop_pct)
     if resize == "pad" and kind != "boxes":
         with pytest.raises(UserError, match="`mask` would not move with them"):
-            made.train[np.arange(2)]
+            made.train[0]
         return
-    found = made.train[np.arange(2)]["mask"]
+    found = made.train[0]["mask"]
     (height, width), (top, left) = made.frame.fitted(24, 48)
     x, y = width / 48, height / 24
     expected = [edge * by - start for edge, by, start in zip(PLACE, (x, y, x, y), (left, top, left, top), strict=True)]
     if kind == "boxes":
-        assert found[0].tolist() == [pytest.approx([min(SIDE, max(0, edge)) for edge in expected], abs=1e-4)]
-        assert found[0].canvas_size == (SIDE, SIDE)
+        assert found.tolist() == [pytest.approx([min(SIDE, max(0, edge)) for edge in expected], abs=1e-4)]
+        assert found.canvas_size == (SIDE, SIDE)
         return
-    rows, columns = np.nonzero(np.asarray((found["mask"] if kind == "dict" else found)[0]))
+    rows, columns = np.nonzero(np.asarray(found["mask"] if kind == "dict" else found))
     seen = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
     assert np.abs(np.clip(expected, 0, SIDE) - seen).max() <= 0.5
 
@@ -280,7 +280,7 @@ def test_masks_and_boxes_of_pil_images_move_with_them(kind, resize, crop_pct):
 @pytest.mark.parametrize("nested", [False, True])
 def test_boxes_of_images_in_memory_move_with_them(resize, crop_pct, nested):
     """As those of PIL images."""
-    expected = scenes(on_scene("boxes"), resize=resize, crop_pct=crop_pct).train[np.arange(2)]["mask"][0]
+    expected = scenes(on_scene("boxes"), resize=resize, crop_pct=crop_pct).train[0]["mask"]
     made = Images(image_size=SIDE, resize=resize, crop_pct=crop_pct)
     targets = [{"boxes": on_scene("boxes"), "labels": torch.ones(1)}] * 2 if nested else [on_scene("boxes")] * 2
     found = made.preprocess({"input": torch.zeros(2, 3, 24, 48, dtype=torch.uint8), "target": targets})["target"][0]
@@ -307,11 +307,11 @@ def test_what_lies_on_an_image_moves_with_its_random_crop():
     held = Marked(None)
     data = TorchDataset(train=held, test=held, image_size=SIDE, channels=1, resize="crop")
     crop, flip = RandomResizedCrop(image_size=SIDE, scale=(0.3, 0.9)), Flip()
-    made = DataModule(
-        data, batch_size=4, eval_batch_size=4, augment=Augmentation({"crop": crop, "flip": flip}), val_fraction=0.25
-    )
+    operations = {"crop": crop, "flip": flip}
+    made = DataModule(data, batch_size=6, eval_batch_size=4, operations=operations, val_fraction=0.25)
+    made.trainer = stand_in_trainer()
     assert made.to_crop is not None
-    found = made.reader("train", training=True)(np.arange(6), 0)
+    found, _ = next(divided(made.train_dataloader()))
     assert found["input"].shape == (6, 1, SIDE, SIDE) and found["mask"].shape == (6, SIDE, SIDE)
     for image_CHW, mask, boxes in zip(found["input"], found["mask"], found["boxes"], strict=True):
         bright = (image_CHW[0] > 127).int() - mask.int()
@@ -391,15 +391,10 @@ def test_evaluation_may_have_a_different_size(tmp_path):
     for more in ({}, {"decode": "workers"}, {"folds": 4}):
         data = Folder(root=str(root), cache_dir=str(tmp_path / "cache"), **options, **more)
         made = DataModule(data, batch_size=8, eval_batch_size=8, folds=more.get("folds"), fold=0)
-        made.trainer = SimpleNamespace(
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
-            global_rank=0,
-            world_size=1,
-            lightning_module=None,
-        )
+        made.trainer = stand_in_trainer()
         assert made.raw("train", [0, 1])["input"].shape[-1] == SIDE
-        assert next(iter(made.val_dataloader()))["input"].shape[-2:] == (32, 32)
-        batch, path = next(iter(made.test_dataloader())), data.listing.base / data.paths("test")[0]
+        assert made.val_dataloader()[0].dataset[0]["input"].shape[-2:] == (32, 32)
+        batch, path = made.test_dataloader()[0].dataset[0], data.listing.base / data.paths("test")[0]
         whole = Frame(32, "crop", 0.8).image(Image.open(path).convert("RGB"))
         assert np.array_equal(batch["input"][0], np.asarray(whole).transpose(2, 0, 1))
         assert np.array_equal(data.read(path)["input"], batch["input"][0])
@@ -407,10 +402,8 @@ def test_evaluation_may_have_a_different_size(tmp_path):
     arrays = Images(**{**options, "crop_pct": 1.0}, mean=[0.5] * 3, std=[0.5] * 3)
     arrays.train = arrays.test = Arrays(input=np.zeros((8, 3, 20, 20), np.uint8), target=np.arange(8) % 2)
     made = DataModule(arrays, batch_size=4, eval_batch_size=4)
-    sizes = [
-        made.preprocessed(made.raw("train", [0, 1]), training=training)["input"].shape[-1] for training in (True, False)
-    ]
-    assert sizes == [SIDE, 32] and made.evaluated.train is arrays.train
+    batches = made.augmented(made.raw("train", [0, 1]), range(2), 0, 0), made.preprocessed(made.raw("train", [0, 1]))
+    assert [batch["input"].shape[-1] for batch in batches] == [SIDE, 32] and made.evaluated.train is arrays.train
 
 
 def test_the_middle_is_kept():

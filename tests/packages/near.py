@@ -23,10 +23,10 @@ class Between(Classification):
     def outputs(self, net, batch):
         batch["rows"] = list(batch["index"].split(1))
         logits_BK = net(batch["input"])
-        return {"logits": logits_BK, "more": [logits_BK.mean(1, keepdim=True)]}
+        return {"logits": logits_BK, "more": (logits_BK.mean(1, keepdim=True),)}
 
     def loss(self, output, batch):
-        assert len(batch["input"]) == len(batch["index"]) == batch["count"] == len(output["logits"])
+        assert len(batch["input"]) == len(batch["index"]) == len(output["logits"])
         if "rows" in batch and not batch["index"].is_meta:
             assert torch.equal(torch.cat(batch["rows"]), batch["index"])  # a list of tensors
         target_N, z_NK = batch["target"], F.normalize(output["logits"] + output["more"][0], dim=1)

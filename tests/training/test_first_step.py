@@ -56,7 +56,6 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
     ("task=mine task._target_=mine.Replaced", r"task=Replaced: `metrics` returns loss, which every task already logs"),
     ("task=mine task._target_=mine.Uncalled", r"`metrics` returns {'mse': <class '.*MeanSquaredError'>}; expected a dict"),
     ("task=mine task._target_=mine.Unnamed", r"`metrics` returns \[.*\]; expected a dict of torchmetrics metrics"),
-    ("task=mine task._target_=mine.Several", r"the network returns output\['mean'\] of shape \(7,\) for a batch of 64"),
     ("task=mine +task.metrics.curve={_target_:mine.Curve}", r"the metric curve returns a tuple, which cannot be logged"),
     # any Task accepts any key and passes it on
     ("task=mine +task.metric.mean._target_=torchmetrics.MeanMetric", r"^task.metric is not an argument of .* \(did you mean metrics\?\)"),

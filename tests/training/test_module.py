@@ -1,6 +1,5 @@
 """The LightningModule of every task: figures sum up exactly, a batch in which nothing counts changes nothing, and outputs are cut by samples."""
 
-from collections import OrderedDict, namedtuple
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from lockstep import DataSet, Task, build
 from lockstep.errors import UserError
 from lockstep.kit.tasks import Classification, Regression, Segmentation
-from lockstep.training.losses import first_rows, sample_at, samples_at
+from lockstep.training.losses import sample_at, samples_at
 from lockstep.training.metrics import named_values
 from lockstep.training.module import Means
 
@@ -40,15 +39,10 @@ def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.tensor(logits_BK, dtype=torch.float32), torch.tensor(label_B)
 
 
-def seen(module: Task, *batches: tuple[Tensor, Tensor], fillers: int = 0) -> Task:
-    """After an evaluation of these batches, each with so many fillers at its end."""
+def seen(module: Task, *batches: tuple[Tensor, Tensor]) -> Task:
+    """After an evaluation of these batches."""
     for logits_BK, label_B in batches:
-        odd_BK = torch.cat([logits_BK, 1e4 * torch.rand(fillers, logits_BK.shape[1])])
-        target_B, index_B = (
-            torch.cat([x, torch.full((fillers,), y)]) for x, y in ((label_B, 0), (torch.arange(len(label_B)), -1))
-        )
-        batch = {"input": odd_BK, "target": target_B, "index": index_B}
-        module.validation_step(batch | {"count": len(label_B)}, 0)
+        module.validation_step({"input": logits_BK, "target": label_B, "index": torch.arange(len(label_B))}, 0)
     return module
 
 
@@ -71,12 +65,12 @@ def plainly(logits_BK: Tensor, label_B: Tensor) -> dict[str, float]:
 @settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(0, 300), max_size=12), seed=st.integers(0, 1000))
 def test_the_figures_are_those_of_a_plain_computation_however_samples_are_split_into_batches(cuts, seed):
-    """Some batches hold fillers only; these count nowhere. Nor does what an earlier evaluation saw."""
+    """What an earlier evaluation saw does not count."""
     made, (logits_BK, label_B) = module(), samples(300, seed)
     logged(seen(made, samples(7)))
-    places = [0, *sorted(cuts), 300]
+    places = sorted({0, *cuts, 300})
     batches = [(logits_BK[a:b], label_B[a:b]) for a, b in pairwise(places)]
-    assert logged(seen(made, *batches, fillers=1)) == pytest.approx(plainly(logits_BK, label_B), rel=1e-6)
+    assert logged(seen(made, *batches)) == pytest.approx(plainly(logits_BK, label_B), rel=1e-6)
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps has no float64")
@@ -91,7 +85,7 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     errors = untrained(Regression(), nn.Flatten()).to(dtype)
     errors.on_test_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
-        batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
+        batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1)}
         errors.validation_step(batch, 0)
     assert errors.parts.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
 
@@ -263,56 +257,19 @@ def test_the_values_of_a_metric_are_named_by_what_the_task_says():
     assert set(nested) == {"map/all", "map/each/land", "map/each/sea"}
 
 
-# --- Outputs are cut by samples, whatever their form; what has no sample is refused, not guessed ---
+# --- Samples of a batch ---
 
 B = 4
-Two = namedtuple("Two", "logits embedding")
 
 
 def rows(size: int, *more: int) -> torch.Tensor:
     return torch.arange(size).view(-1, *[1] * len(more)).expand(size, *more)
 
 
-def test_a_list_of_boxes_keeps_all_boxes_of_the_samples_that_count():
-    images = [{"boxes": rows(30, 4), "scores": rows(30)} for _ in range(B)]
-    found = first_rows(images, 2, B)
-    assert found == images[:2] and len(found[0]["boxes"]) == 30
-
-
-def test_a_list_that_may_hold_samples_or_outputs_is_refused_where_it_would_be_cut():
-    """Four levels of features, and a last batch of four or of three samples."""
-    levels = [rows(B, 2, size) for size in (8, 4, 2, 1)]
-    assert first_rows(levels, B, B) == levels
-    with pytest.raises(UserError, match=r"output\['levels'\], a list of 4 tensors with 4 rows each"):
-        first_rows({"levels": levels}, 3, B)
-    for found in (first_rows(tuple(levels), 3, B), first_rows([rows(6, 2)] * B, 3, 6)):
-        assert [len(level) for level in found] == [3] * B
-
-
-@pytest.mark.parametrize("form", [
-    lambda x: x, lambda x: (x, x), lambda x: [x, x, x], lambda x: {"a": x, "b": (x, None)}, lambda x: Two(x, [x]),
-    lambda x: (x,) * B, lambda x: OrderedDict(a=x),
-])  # fmt: skip
-def test_tensors_are_cut_wherever_they_are(form):
-    found, expected = first_rows(form(rows(B, 3)), 2, B), form(rows(2, 3))
-    assert type(found) is type(expected)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(("output", "told"), [
-    (torch.tensor(1.0), r"output of shape \(\) for a batch of 4"),
-    ((rows(B), rows(7, 2)), r"output\[1\] of shape \(7, 2\) for a batch of 4"),
-    ({"scale": 2.0}, r"output\['scale'\] of type float"),
-])  # fmt: skip
-def test_what_has_no_sample_is_refused_by_name_and_shape(output, told):
-    with pytest.raises(UserError, match=told):
-        first_rows(output, 2, B)
-
-
 def test_a_sample_of_several_inputs_is_taken_out_of_a_batch_for_the_report():
     left_BT, right_BT = torch.arange(6).view(3, 2), torch.arange(12).view(3, 4)
     for inputs in ({"left": left_BT, "right": right_BT}, [left_BT, right_BT]):
-        sample = sample_at({"input": inputs, "target": torch.arange(3), "file": ["a", "b", "c"], "count": 3}, 1, 3)
+        sample = sample_at({"input": inputs, "target": torch.arange(3), "file": ["a", "b", "c"]}, 1, 3)
         assert (sample["target"].item(), sample["file"], len(sample)) == (1, "b", 3)
         values = sample["input"].values() if isinstance(inputs, dict) else sample["input"]
         assert [value.tolist() for value in values] == [[2, 3], [4, 5, 6, 7]]

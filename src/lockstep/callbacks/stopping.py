@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoints, leaves, step_of
 from lockstep.config.formatting import pluralize
+from lockstep.data.standard import global_batch, wrapped_loaders
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed
 from lockstep.machine import process
 from lockstep.machine.world import all_gather_objects
@@ -251,10 +252,11 @@ class FiniteLoss(Callback):
 
 def first_odd_value(trainer: Trainer, step: int) -> str:
     """The first non-finite value stored for a step of this epoch: `target of sample 5 is nan`; or an empty string."""
-    data, ready = trainer.datamodule, trainer.fit_loop.epoch_loop.batch_progress.current.ready  # type: ignore[attr-defined]
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     with suppress(Exception):  # the data may be unreadable now; the loss matters more
         position = -(-ready // trainer.accumulate_grad_batches) - 1 - (steps_done(trainer) - step)
-        batch = data.global_batch(trainer.current_epoch, position)
+        (loader,) = wrapped_loaders(trainer.train_dataloader)
+        batch, _ = global_batch(loader.given, loader.division.seed, trainer.current_epoch, position)
         for row, index in enumerate(batch["index"].tolist()):
             for path, value in leaves(sample_at(batch, row, len(batch["index"]))):
                 if isinstance(value, Tensor) and not value.isfinite().all():

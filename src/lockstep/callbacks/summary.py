@@ -305,9 +305,7 @@ def synchronise_device(trainer: Trainer) -> None:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Number of samples: `count` for Lockstep's batches, else the first dimension, else 0."""
-    if isinstance(batch, dict) and isinstance(count := batch.get("count"), int):
-        return count
+    """Number of samples: the first dimension, else 0."""
     try:
         return int(extract_batch_size(batch))
     except MisconfigurationException:

@@ -205,7 +205,7 @@ class Settings:
 
     @property
     def transforms(self) -> list[str]:
-        """The operations that run where samples are read: transforms of libraries, and those with `at_reading`."""
+        """The transforms that run where samples are read."""
         return [name for name, operation in self.operations.items() if getattr(operation, "at_reading", True)]
 
     # --- Batches and steps ---

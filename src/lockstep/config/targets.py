@@ -56,7 +56,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "torch.utils.data.dataset.Dataset": ("torchvision.datasets.",),
     "optuna.pruners._base.BasePruner": ("optuna.pruners.",),
     "builtins.object": (  # transforms without a common base
-        "torchvision.transforms.", "timm.data.auto_augment.", "timm.data.random_erasing.", "timm.data.transforms.",
+        "lockstep.kit.augment.", "torchvision.transforms.", "timm.data.auto_augment.", "timm.data.random_erasing.", "timm.data.transforms.",
         "albumentations.augmentations.", "albumentations.core.composition.",
     ),
 }  # fmt: skip
@@ -64,7 +64,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import checks
 CLASS = "my_package.my_module.MyClass"  # in messages
 # Modules that import no torch, and those below them that do.
 LIGHT = ("numpy.", "PIL.", "lockstep.config.", "lockstep.data.", "lockstep.errors.", "lockstep.kit.", "lockstep.machine.")  # fmt: skip
-HEAVY = ("lockstep.data.datamodule.", "lockstep.data.keyed.", "lockstep.data.loaders.", "lockstep.data.streams.", "lockstep.kit.augment.", "lockstep.kit.panels.", "lockstep.kit.schedules.", "lockstep.kit.tasks.", "lockstep.kit.timm.")  # fmt: skip
+HEAVY = ("lockstep.data.keyed.", "lockstep.data.loaders.", "lockstep.data.parts.", "lockstep.data.streams.", "lockstep.kit.datamodule.", "lockstep.kit.augment.", "lockstep.kit.panels.", "lockstep.kit.schedules.", "lockstep.kit.tasks.", "lockstep.kit.timm.")  # fmt: skip
 PUBLIC = {f"lockstep.{name}": home for name, home in LATER.items()}
 FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, without a return annotation
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code

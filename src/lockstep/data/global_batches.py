@@ -3,7 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.keyed import IsolatedRandomState
 from lockstep.data.loaders import MicroBatchInfo, Share, digest_of
-from lockstep.data.sampler import BLOCK, index_in_step, key_of, permute
+from lockstep.data.sampler import BLOCK, Indices, index_in_step, key_of, permute
 from lockstep.errors import UserError
 
 # The batch of a loader is the global batch of a step. It is split into world x accumulate shares, whose sizes differ by
@@ -28,7 +28,7 @@ class GlobalBatch(NamedTuple):
     """A batch of all processes."""
 
     place: int  # position of its first sample in the epoch
-    batch: list[Any]  # keys for the dataset, or the samples of a stream
+    batch: Any  # keys for the dataset; places, from which they are computed; or the samples of a stream
     digest: str = ""  # of all batches of the epoch so far, and of what has been drawn for the next ones
     joined: bool = False  # concatenates several batches of the loader
 
@@ -48,7 +48,7 @@ class ShareSpec:
         return self.world * self.accumulate
 
     def shares(
-        self, batches: Iterator[GlobalBatch], done: int, seed: int, epoch: int, size: int | None
+        self, batches: Iterator[GlobalBatch], done: int, seed: int, epoch: int, size: int | None, by_step: bool = False
     ) -> Iterator[Share]:
         """This process's shares of the remaining `batches` of an epoch, after `done` shares: equally many per process.
 
@@ -66,38 +66,48 @@ class ShareSpec:
                 position = start + begin * (end > begin)
                 positions = range(position, position + len(keys))
                 info = MicroBatchInfo(
-                    weight, digest, len(batch) / self.accumulate, positions, None if self.trains else keys
+                    weight,
+                    digest,
+                    len(batch) / self.accumulate,
+                    positions,
+                    start * by_step,
+                    None if self.trains else keys,
                 )
                 yield Share(keys, position, number * parts + index, seed, epoch, info)
             part = 0
 
 
-def join_small_batches(batches: Iterator[GlobalBatch], world: int) -> Iterator[GlobalBatch]:
-    """For evaluation: joins batches that are too small for each process to get a sample without repeating any."""
+def join_small_batches(batches: Iterator[GlobalBatch], parts: int) -> Iterator[GlobalBatch]:
+    """For evaluation: joins batches that are too small for each process, or logical rank, to get a sample of its own."""
     ready: GlobalBatch | None = None
     small: GlobalBatch | None = None
     for batch in batches:
         small = join_two(small, batch)
-        if len(small.batch) >= world:
+        if len(small.batch) >= parts:
             if ready:
                 yield ready
             ready, small = small, None
     if small:
         ready = join_two(ready, small)
     if ready:
-        require_one_each(len(ready.batch), world)
+        require_one_each(len(ready.batch), parts)
         yield ready
 
 
-def require_one_each(samples: int, world: int) -> None:
-    if samples < world:
+def require_one_each(samples: int, parts: int) -> None:
+    if samples < parts:
         raise UserError(
-            f"{samples} samples of an evaluation cannot be divided among {world} processes. Set trainer.devices={samples}, or evaluate more samples."
+            f"{samples} samples of an evaluation cannot be divided among {parts} processes or logical ranks. Evaluate more samples, or set "
+            f"trainer.devices={samples} and no more exact.logical_ranks."
         )
 
 
 def join_two(first: GlobalBatch | None, second: GlobalBatch) -> GlobalBatch:
-    return GlobalBatch(first.place, first.batch + second.batch, second.digest, True) if first else second
+    if first is None:
+        return second
+    one, other = first.batch, second.batch
+    joined = range(one.start, other.stop) if isinstance(one, range) else one + other
+    return GlobalBatch(first.place, joined, second.digest, True)
 
 
 def digest_or_error(value: Any, previous: str, name: str) -> str:
@@ -126,15 +136,15 @@ class GlobalBatches:
         self.drop_last = divides and batch_sampler.drop_last
         self.sampler, self.compare = without_rank_split(batch_sampler.sampler if divides else batch_sampler), compare
         self.name = type(self.sampler).__name__
-        # the order of torch's own samplers does not depend on earlier epochs
-        self.is_own = not type(self.sampler).__module__.startswith("torch.")
+        # the order of torch's own samplers, or one that is computed, does not depend on earlier epochs
+        self.is_own = not (hasattr(self.sampler, "at") or type(self.sampler).__module__.startswith("torch."))
         self.reload_every = reload_every  # epochs after which the Trainer makes a new sampler; 0: never
         self.next_epoch = 0  # the first one that has not been drawn
 
     @property
     def count(self) -> int | None:
         """The number of samples in an epoch, if Lockstep can compute their order without the sampler."""
-        if type(self.sampler) is SequentialSampler:
+        if type(self.sampler) is SequentialSampler or hasattr(self.sampler, "at"):
             return len(self.sampler)
         if type(self.sampler) is RandomSampler and not self.sampler.replacement:
             samples = len(self.sampler.data_source)
@@ -148,7 +158,7 @@ class GlobalBatches:
         return (elements if self.drop_last else elements + self.size - 1) // self.size
 
     def batches(self, seed: int, epoch: int, begin: int = 0) -> Iterator[GlobalBatch]:
-        """The batches of an epoch, starting at batch `begin`."""
+        """The batches of an epoch, starting at batch `begin`. `with_keys` turns places into keys."""
         if self.size is None:
             position = 0
             for number, (keys, digest) in enumerate(item for item in self.drawn(seed, epoch) if item[0]):
@@ -156,24 +166,38 @@ class GlobalBatches:
                     yield GlobalBatch(position, keys, digest)
                 position += len(keys)
             return
-        for number, (keys, digest) in enumerate(self.in_batches(self.size, seed, epoch, begin), begin):
+        if (count := self.count) is None:
+            elements = islice(self.drawn(seed, epoch), begin * self.size, None)
+            chunks = iter(lambda: [*islice(elements, self.size)], [])
+            batches: Iterator[tuple[Any, str]] = (([key for key, _ in chunk], chunk[-1][1]) for chunk in chunks)
+        else:
+            digest = f"{count} samples" if self.compare else ""
+            starts = range(begin * self.size, count, self.size)
+            batches = ((range(start, min(start + self.size, count)), digest) for start in starts)  # places
+        for number, (keys, digest) in enumerate(batches, begin):
             if len(keys) < self.size and self.drop_last:
                 return
             yield GlobalBatch(number * self.size, keys, digest)
 
-    def in_batches(self, size: int, seed: int, epoch: int, begin: int) -> Iterator[tuple[list[Any], str]]:
-        """The keys of each batch and a digest. A known order is computed, without drawing or storing an epoch."""
-        if (count := self.count) is None:
-            elements = islice(self.drawn(seed, epoch), begin * size, None)
-            while chunk := [*islice(elements, size)]:
-                yield [key for key, _ in chunk], chunk[-1][1]
+    def with_keys(self, shares: Iterator[Share], seed: int, epoch: int) -> Iterator[Share]:
+        """Computes the keys at the places of many shares at once, if the order is computed: no process holds an epoch."""
+        if (count := self.count) is None or self.size is None:
+            yield from shares
             return
-        digest, ahead = f"{count} samples" if self.compare else "", -(-BLOCK // size) * size
-        for start in range(begin * size, count, ahead):
-            positions = np.arange(start, min(start + ahead, count))
-            shuffled = permute(positions, count, seed, epoch) if isinstance(self.sampler, RandomSampler) else positions
-            keys = shuffled.tolist()
-            yield from ((keys[i : i + size], digest) for i in range(0, len(keys), size))
+        ahead = 1
+        while chunk := [*islice(shares, ahead)]:
+            sizes = [len(share.keys) for share in chunk]
+            keys = self.computed(np.concatenate([np.array(share.keys) for share in chunk]), count, seed, epoch)
+            for share, own in zip(chunk, np.split(keys, np.cumsum(sizes)[:-1]), strict=True):
+                info = share.info if share.info.keys is None else replace(share.info, keys=own.tolist())
+                yield Share(own.tolist(), share.place, share.number, share.seed, share.epoch, info)
+            ahead = max(1, BLOCK // max(sizes))
+
+    def computed(self, places: Indices, count: int, seed: int, epoch: int) -> Indices:
+        """The keys at `places` of an order that is computed."""
+        if isinstance(self.sampler, RandomSampler):
+            return permute(places, count, seed, epoch)
+        return self.sampler.at(places, seed, epoch) if hasattr(self.sampler, "at") else places
 
     def drawn(self, seed: int, epoch: int) -> Iterator[tuple[Any, str]]:
         """What a user's sampler yields. A resumed run first iterates it for earlier epochs: many shuffle in place."""

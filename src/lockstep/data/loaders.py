@@ -1,32 +1,31 @@
-"""Loads batches in a sampler's order, from arrays in memory or with the worker processes of torch's DataLoader."""
+"""Reads the micro-batches of any dataset with any collate function, in this process or in the workers of torch's DataLoader."""
 
 import hashlib
 import io
-import itertools
 import logging
 import pickle
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert, get_worker_info
 
-from lockstep.data.dataset import Arrays, Batch, Items, is_pillow, leaves_of, samples_of
+from lockstep.data.dataset import is_pillow, leaves_of
 from lockstep.data.keyed import Generators
-from lockstep.data.sampler import FILLER, Indices, Sampler, sample_states
+from lockstep.data.sampler import sample_states
 from lockstep.errors import TrainingFailed, UserError, chain
 
 log = logging.getLogger("lockstep")
 
-# --- Reads a batch of samples by index ---
+# --- The values of a batch ---
 
 
 def as_tensor(value: Any, name: str = "value") -> Any:
@@ -51,47 +50,10 @@ def is_numeric(array: np.ndarray[Any, Any]) -> bool:
     return array.dtype.kind in "biufc"
 
 
-class Reader:
-    """Reads batches of a part and transforms them with `at_reading`, which draws random numbers.
-
-    A torch Dataset may draw them too: its random numbers are a function of (seed, epoch, sample, copy). `repeats`
-    consecutive indices are copies of one sample.
-    """
-
-    def __init__(
-        self, part: Any, *, seed: int, repeats: int = 1, at_reading: Callable[..., Batch] | None = None, apart: bool = False
-    ) -> None:  # fmt: skip
-        self.samples, self.seed, self.repeats, self.at_reading = samples_of(part), seed, repeats, at_reading
-        self.apart = apart  # transforms each sample before reading the next; `at_reading` makes their shapes equal
-        self.generators = Generators(getattr(self.samples, "dataset", None))
-
-    def __call__(self, indices_B: Indices, epoch: int = 0) -> Batch:
-        """Reads a batch. The first sample of the part replaces each FILLER."""
-        if not self.apart or len(indices_B) == self.repeats:
-            return self.read(indices_B, epoch)
-        starts = range(0, len(indices_B), self.repeats)
-        samples = [self.read(indices_B[start : start + self.repeats], epoch) for start in starts]
-        return {name: concatenate([sample[name] for sample in samples]) for name in samples[0]}
-
-    def read(self, indices_B: Indices, epoch: int) -> Batch:
-        rng_kwargs = {"seed": self.seed, "epoch": epoch, "repeats": self.repeats}
-        values = {name: as_tensor(value, name) for name, value in self[np.maximum(indices_B, 0), epoch].items()}
-        batch = {**values, "index": torch.from_numpy(indices_B), "count": int((indices_B != FILLER).sum())}
-        return self.at_reading(batch, index_B=indices_B, **rng_kwargs) if self.at_reading else batch
-
-    def __getitem__(self, key: tuple[Indices, int]) -> Mapping[str, Any]:
-        """Reads samples, without `at_reading`. Copies of a sample are read once, unless the data set draws numbers."""
-        (indices_B, epoch), repeats, items = key, self.repeats, self.samples
-        if not isinstance(items, Items):
-            return items[indices_B] if repeats == 1 else repeat_samples(items[indices_B[::repeats]], repeats)  # type: ignore[no-any-return]
-
-        def read(index_N: Indices, copies: int) -> list[Any]:
-            states = partial(sample_states, "data", index_N, seed=self.seed, epoch=epoch, repeats=copies)
-            return self.generators.each(len(index_N), states, lambda i: items.one(index_N[i]))
-
-        rows = read(indices_B[::repeats], 1)
-        draws = repeats > 1 and self.generators.used
-        return items.collate(read(indices_B, repeats) if draws else [row for row in rows for _ in range(repeats)])
+def is_flat(batch: Any) -> bool:
+    """Whether a batch is a dict of dense tensors only."""
+    values = batch.values() if isinstance(batch, dict) else [None]
+    return all(isinstance(value, Tensor) and value.layout == torch.strided for value in values)
 
 
 def concatenate(values: list[Any]) -> Any:
@@ -100,61 +62,20 @@ def concatenate(values: list[Any]) -> Any:
     if isinstance(example, Mapping):
         return {name: concatenate([value[name] for value in values]) for name in example}
     if isinstance(example, Tensor):
+        if len({value.shape[1:] for value in values}) > 1:
+            raise UserError(
+                f"samples have several shapes, such as {tuple(example.shape[1:])}. Pad them to one shape, or return a list with one tensor per "
+                "sample, which stays a list."
+            )
         return torch.cat(values)
     return np.concatenate(values) if isinstance(example, np.ndarray) else sum(values[1:], example)
 
 
-def repeat_samples(value: Any, times: int) -> Any:
-    """Repeats the values of each sample `times` times in a row."""
-    if isinstance(value, Mapping):
-        return {name: repeat_samples(item, times) for name, item in value.items()}
-    if isinstance(value, list):
-        return [item for item in value for _ in range(times)]
-    return value.repeat_interleave(times, 0) if isinstance(value, Tensor) else np.repeat(value, times, 0)
-
-
-# --- Batches of arrays in memory ---
-
-AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9% of the time, compared to 2.0% with one batch
-
-
-class InMemory:
-    """Arrays on a device. If it is None, they stay where they are: all processes share a mapped file."""
-
-    def __init__(self, arrays: Arrays, device: torch.device | None) -> None:
-        self.arrays, self.device = arrays, device
-        self.sample_bytes = max(1, arrays.nbytes // max(1, len(arrays)))
-        self.on_device: dict[str, Tensor] = {}
-        if device is not None:
-            with warnings.catch_warnings():  # it is never written to
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                self.on_device = {n: torch.from_numpy(np.asarray(a)).to(device) for n, a in arrays.arrays.items()}
-
-    def gather(self, indices_N: Indices) -> dict[str, Tensor]:
-        """The samples at `indices_N`; an arbitrary sample replaces a filler."""
-        if self.device is None:  # NumPy takes 0.06 ms per batch between BasicNet's steps, torch 0.20 ms
-            return {name: torch.from_numpy(a) for name, a in self.arrays[indices_N].items()}
-        device_indices_N = torch.from_numpy(indices_N).to(self.device, non_blocking=True).clamp(min=0)
-        return {name: a.index_select(0, device_indices_N) for name, a in self.on_device.items()}
-
-    def batches(self, sampler: Sampler, *, pin: bool = False) -> Iterator[Batch]:
-        """Gathers several batches at once: fixed costs exceed copying. `pin`: for asynchronous copies to a GPU."""
-        indices = iter(sampler)
-        for first_B in indices:
-            chunk = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.sample_bytes))]
-            values = self.gather(np.concatenate(chunk))
-            parts = zip(*(tensor.split([*map(len, chunk)]) for tensor in values.values()), strict=True)
-            for part, indices_B in zip(parts, chunk, strict=True):
-                # The indices stay on the host, where augmentation draws random numbers.
-                batch: Batch = {**dict(zip(values, part, strict=True)), "index": torch.from_numpy(indices_B)}
-                if pin:
-                    batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-                yield {**batch, "count": int((indices_B != FILLER).sum())}
-
-
 # --- Batches from worker processes ---
 
+AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9% of the time, compared to 2.0% with one batch
 SHM = Path("/dev/shm")
+DEFAULTS = default_collate, default_convert  # torch's collate functions draw no random numbers
 SHARED = 2**22  # with less free space, batches are pickled: workers need semaphores there to start
 
 
@@ -169,17 +90,6 @@ def dead_worker_advice(error: BaseException) -> str | None:
         f"{reports[-1].rstrip('. ')}.{memory} Try a smaller loader.num_workers, or loader.num_workers=0 to load data in the main process. A "
         "training run continues from its last checkpoint with resume=auto."
     )
-
-
-class WithEpoch:
-    """The batches of a sampler, each with its epoch: workers have no other way to get it."""
-
-    def __init__(self, sampler: Iterable[Indices]) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[tuple[Indices, int]]:
-        for indices_B in self.sampler:
-            yield indices_B, getattr(self.sampler, "epoch", 0)
 
 
 class SharedMemoryTransport:
@@ -275,7 +185,7 @@ def digest_of(value: Any, previous: str = "") -> str:
     return hashlib.blake2b(previous.encode() + stored.getbuffer(), digest_size=16).hexdigest()
 
 
-# --- Micro-batches of any dataset with any collate function, for data/standard.py ---
+# --- Micro-batches ---
 
 
 @dataclass(frozen=True)
@@ -286,7 +196,13 @@ class MicroBatchInfo:
     digest: str  # of what this process has read so far, to compare with the other processes; empty if there are none
     samples: float | None  # in this micro-batch of all processes, averaged over the step
     places: range | None = None  # positions of its samples in the epoch
+    begin: int = 0  # position in the epoch from which `rows` counts
     keys: list[Any] | None = None  # in an evaluation: the keys passed to its dataset, or the samples of a stream
+
+    @property
+    def rows(self) -> range | None:
+        """Positions of its samples, as dropout counts them."""
+        return self.places and range(self.places.start - self.begin, self.places.stop - self.begin)
 
 
 class Share(NamedTuple):
@@ -301,36 +217,61 @@ class Share(NamedTuple):
 
 
 class MicroBatches:
-    """Collated samples of a user's dataset.
+    """Collated samples of a dataset.
 
-    A sample's random numbers are a function of (seed, epoch, position in the epoch), as a sampler may return it twice.
-    Those of a collate function are a function of (seed, epoch, micro-batch).
+    A sample's random numbers are a function of (seed, epoch, place in the epoch), as a sampler may return it twice.
+    Those of a collate function are a function of (seed, epoch, micro-batch). A dataset that draws none may say so with
+    `draws_random_numbers = False`.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
+        self.draws = getattr(dataset, "draws_random_numbers", True)
 
     def __call__(self, share: Share) -> tuple[Any, MicroBatchInfo]:
         return self.collated(self.samples(share), share), share.info
 
-    def collated(self, samples: list[Any], share: Share) -> Any:
-        if self.collate is default_collate:
-            return default_collate(samples)
+    def batches(self, shares: Iterator[Share]) -> Iterator[tuple[Any, MicroBatchInfo]]:
+        """Reads in this process: several micro-batches of arrays at once, because fixed costs exceed copying."""
+        ahead = 1
+        while chunk := [*islice(shares, 1 if self.draws else ahead)]:
+            if self.draws or len(chunk) == 1:
+                try:
+                    batch, info = self(chunk[0])
+                except StopIteration:  # of a dataset: the loader compares its length
+                    return
+                if is_flat(batch):
+                    ahead = max(1, AT_ONCE // sum(value.nbytes for value in batch.values()))
+                yield batch, info
+                continue
+            values = self.dataset.__getitems__([key for share in chunk for key in share.keys])
+            sizes = [len(share.keys) for share in chunk]
+            parts = zip(*(tensor.split(sizes) for tensor in values.values()), strict=True)
+            for share, part in zip(chunk, parts, strict=True):
+                yield self.collated(dict(zip(values, part, strict=True)), share), share.info
+
+    def collated(self, samples: Any, share: Share) -> Any:
+        if self.collate in DEFAULTS:
+            return self.collate(samples)
+        if not self.draws and isinstance(samples, Mapping):
+            return self.collate(samples)
         fresh = [samples]  # read them again for a second call: the first may have modified them
         states = partial(sample_states, "collate", np.array([share.number]), seed=share.seed, epoch=share.epoch)
         return self.of_collate.each(1, states, lambda _: self.collate(fresh.pop() if fresh else self.samples(share)))[0]
 
-    def samples(self, share: Share) -> list[Any]:
-        """Reads samples, one by one if they draw random numbers."""
+    def samples(self, share: Share) -> Any:
+        """Reads samples, one by one if they draw random numbers. `__getitems__` may return a whole batch as a dict."""
         keys, data, rng_kwargs = share.keys, self.dataset, {"seed": share.seed, "epoch": share.epoch}
+        get_many = getattr(data, "__getitems__", None) or (lambda keys: [data[key] for key in keys])
+        if not self.draws:
+            return get_many(keys)
         states = partial(sample_states, "data", share.place + np.arange(len(keys)), **rng_kwargs)
-        get_many = getattr(data, "__getitems__", None)
-        if get_many and not self.of_samples.used:
-            (batch,) = self.of_samples.each(1, lambda: states()[:1], lambda _: get_many(keys))
+        if not self.of_samples.used:
+            (samples,) = self.of_samples.each(1, lambda: states()[:1], lambda _: get_many(keys))
             if not self.of_samples.used:
-                return batch  # type: ignore[no-any-return]
-        return self.of_samples.each(len(keys), states, lambda i: get_many([keys[i]])[0] if get_many else data[keys[i]])
+                return samples
+        return concatenate(self.of_samples.each(len(keys), states, lambda i: get_many([keys[i]])))
 
 
 class OfStream(MicroBatches):
@@ -354,9 +295,6 @@ def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
         init(worker)
 
 
-# --- The loader that the Trainer receives ---
-
-
 def timed(batches: Iterator[Any], waited: Callable[[float], None]) -> Iterator[Any]:
     """Yields the batches; calls `waited` with the seconds that each one took."""
     end = object()
@@ -367,29 +305,3 @@ def timed(batches: Iterator[Any], waited: Callable[[float], None]) -> Iterator[A
         if batch is end:
             return
         yield batch
-
-
-class ResumableLoader:
-    """Starts loading only when the first batch is requested.
-
-    Lightning creates the iterator before it restores a checkpoint and sets the epoch; workers would then fetch batches
-    of epoch 0. The Trainer saves the position in checkpoints, so the loader has no state. It is not a DataLoader: for
-    predictions, Lightning would replace its sampler.
-    """
-
-    batch_sampler = None  # Lightning 2.6 expects it on any object with a sampler
-
-    def __init__(self, batches: Callable[[], Iterator[Batch]], sampler: Sampler) -> None:
-        self.batches, self.sampler = batches, sampler
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.batches()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load. Both methods must exist for Lightning to resume within an epoch."""

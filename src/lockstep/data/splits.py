@@ -1,4 +1,4 @@
-"""The parts of a data set that a run trains, validates and tests on."""
+"""The parts of a data set that a run trains, validates and tests on. Does not import torch."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.dataset import CLASSES, DataSet, classes_of
-from lockstep.data.sampler import PARTS, SPLIT_SEED, Balanced, Indices, Split, permute, val_count
+from lockstep.data.sampler import PARTS, SPLIT_SEED, ComputedOrder, Indices, Split, permute, val_count
 from lockstep.errors import UserError, raise_problems
 
 
@@ -23,7 +23,7 @@ def length(dataset: DataSet, part: str) -> int:
             return len(samples)
     raise UserError(
         f"the {part} part of {type(dataset).__name__} is a {type(samples).__name__}; expected Arrays, a torch Dataset with a length, or your own "
-        "object with __len__ and __getitem__(indices). For a stream, write a LightningDataModule."
+        "object with __len__ and __getitem__ or __getitems__. For a stream, write a LightningDataModule."
     )
 
 
@@ -40,8 +40,8 @@ def stratified(part: Any, folds: int) -> tuple[Indices, list[int]]:
 def splits(
     dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, val_gap: int | None = None, folds: int | None = None, fold: int = 0,
     limit_train: int | None = None,
-) -> tuple[Split, Split, Split]:  # fmt: skip
-    """The training, validation and test splits.
+) -> dict[str, Split]:  # fmt: skip
+    """The training, validation and test splits, and those of the further evaluation sets.
 
     With `folds`, the validation split is this `fold` of the training part. With `val_gap`, it is contiguous (the last
     samples if there are no folds), and `val_gap` samples before and after it are left out.
@@ -87,7 +87,7 @@ def splits(
     whole_val, test = (Split(n, 0, n, shuffled=False) for n in (val_total, test_total))
     ranges = (begin + val + (0 if has_val else gap_after), count), (begin, val)
     train, held_out = (Split(total, first, n, not in_blocks, order_N) for first, n in ranges)
-    return train, whole_val if has_val else held_out, test
+    return {"train": train, "val": whole_val if has_val else held_out, "test": test, **evaluation_splits(dataset)}
 
 
 def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
@@ -99,8 +99,10 @@ def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
     return {name: Split(total=count, first=0, count=count) for name, count in sets.items()}
 
 
-def balanced(split: Split, part: Any, unit: str) -> Balanced:
-    """The balanced split. Raises UserError if the classes of the samples are unknown, or there is only one."""
+def order(split: Split, part: Any, unit: str, *, repeats: int = 1, balance: bool = False) -> ComputedOrder:
+    """The order of training. Raises UserError: to balance, the classes are unknown, or there is only one."""
+    if not balance:
+        return ComputedOrder(split.count, repeats=repeats)
     class_N = classes_of(part)
     if class_N is None:
         raise UserError(
@@ -111,4 +113,4 @@ def balanced(split: Split, part: Any, unit: str) -> Balanced:
     members = tuple(np.flatnonzero(train_class_N == number) for number in np.unique(train_class_N))
     if len(members) < 2:
         raise UserError(f"loader.balance=true has no effect: all training {unit} have the same class. Remove it.")
-    return Balanced(**vars(split), members=members)
+    return ComputedOrder(split.count, repeats=repeats, members=members)

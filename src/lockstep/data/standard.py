@@ -13,15 +13,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from lockstep.data.global_batches import GlobalBatch, GlobalBatches, ShareSpec, join_small_batches
 from lockstep.data.loaders import (
+    DEFAULTS,
     FromWorkers,
     Indexed,
     MicroBatches,
     MicroBatchInfo,
-    ResumableLoader,
     Share,
     begin_worker,
     digest_of,
@@ -42,6 +42,7 @@ class Division(ShareSpec):
 
     seed: int
     position: Callable[[], tuple[int, int]] = lambda: (0, 0)  # the epoch, and how many of its micro-batches are done
+    limit: int | None = None  # batches of an evaluation: a rest beyond them joins none of them
     reload_every: int = 0  # epochs after which the Trainer makes a new loader; 0: never
     number: Callable[[Any], int] = lambda _: 0  # index of a loader among those that train together
     waited: Callable[[float], None] = lambda _: None  # receives the seconds that training waited for a batch
@@ -70,8 +71,13 @@ class LoaderPosition(NamedTuple):
 # --- What the Trainer gets instead of a user's loader ---
 
 
-class WrappedLoader(ResumableLoader):
-    """Wraps a user's loader for the Trainer, and has the attributes of the user's loader."""
+class WrappedLoader:
+    """Wraps a loader for the Trainer, and has its attributes. Starts loading only when the first batch is requested.
+
+    Lightning creates the iterator before it restores a checkpoint and sets the epoch; workers would then fetch batches
+    of epoch 0. The Trainer saves the position in checkpoints, so the loader has no state. It is not a DataLoader: for
+    predictions, Lightning would replace its sampler.
+    """
 
     batch_scope: BatchScope = "a share"
     is_indexed = False  # whether samples are read by index
@@ -91,8 +97,18 @@ class WrappedLoader(ResumableLoader):
         return getattr(self.given, name)
 
     @property
-    def batch_sampler(self) -> Any:  # type: ignore[override]
+    def batch_sampler(self) -> Any:
+        """Lightning 2.6 expects it on any object with a sampler."""
         return getattr(self.given, "batch_sampler", None)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load. Both methods must exist for Lightning to resume within an epoch."""
 
     @property
     def length(self) -> int | None:
@@ -175,7 +191,7 @@ class WrappedLoader(ResumableLoader):
             yield f"batch_size={size} is the global batch, but a step has {parts} micro-batches, so {parts - size} of them are empty. Set it to {parts} or more"
         elif size is not None and size % parts:
             yield f"batch_size={size} is not divisible by {parts}, so tensor sizes differ between processes and a module cannot gather them"
-        if self.given.collate_fn is not default_collate:
+        if self.given.collate_fn not in DEFAULTS:
             yield "collate_fn receives one micro-batch of one process: if it pads or draws random numbers, batches depend on the number of processes"
         if self.given.generator is not None:
             yield "the generator of the DataLoader is ignored: its order and its workers' random numbers are derived from seed"
@@ -222,7 +238,7 @@ class StandardLoader(WrappedLoader):
         self.count: int | None = None  # of the batches of an evaluation, if known
         if division.world > 1 or division.trains:
             self.require_same_data()
-        if division.world > 1 and not division.trains:
+        if division.parts > 1 and not division.trains:
             self.count = self.evaluated()
 
     def read_apart(self, *keys: list[Any]) -> Iterator[Any]:
@@ -265,33 +281,43 @@ class StandardLoader(WrappedLoader):
         division = self.division
         if self.length is None:
             return None
-        batches = enumerate(join_small_batches(self.order.batches(division.seed, 0), division.world), 1)
-        ((count, last),) = deque(batches, 1) or [(0, GlobalBatch(0, []))]
+        ((count, last),) = deque(enumerate(self.batches(division.seed, 0), 1), 1) or [(0, GlobalBatch(0, []))]
         self.require_agreement(last.digest)
-        if (size := self.order.size) and (found := -(-(last.place + len(last.batch)) // size)) < len(self.order):
+        declared = len(self.order) if division.limit is None else min(len(self.order), division.limit)
+        if (size := self.order.size) and (found := -(-(last.place + len(last.batch)) // size)) < declared:
             self.check_length(0, found)
         if last.joined:
-            (share,) = division.shares(iter([last]), 0, division.seed, 0, None)
+            share = next(
+                self.order.with_keys(division.shares(iter([last]), 0, division.seed, 0, None), division.seed, 0)
+            )
             try:
                 next(self.read_apart(share.keys))
             except Exception as e:
                 raise UserError(
-                    f"the last {len(last.batch)} samples of an evaluation must be one batch for {division.world} processes to divide them, but "
-                    f"collate_fn fails: {e}. Make it pad, use a number of samples that can be divided, or set strategy=single."
+                    f"the last {len(last.batch)} samples of an evaluation must be one batch for {division.parts} processes or logical ranks to divide them, "
+                    f"but collate_fn fails: {e}. Make it pad, use a number of samples that can be divided, or set strategy=single."
                 ) from e
         return count
 
     def __len__(self) -> int:
-        return len(self.order) * self.division.accumulate if self.count is None else self.count
+        return (len(self.order) if self.count is None else self.count) * self.division.accumulate
+
+    def batches(self, seed: int, epoch: int, begin: int = 0) -> Iterator[GlobalBatch]:
+        """The batches of an epoch, each with a sample for every process."""
+        batches, division = self.order.batches(seed, epoch, begin), self.division
+        return batches if division.trains else join_small_batches(islice(batches, division.limit), division.parts)
 
     def shares(self, done: int, seed: int, epoch: int) -> Iterator[Share]:
         division, order = self.division, self.order
-        batches = order.batches(seed, epoch, done // division.accumulate)
-        divided = batches if division.trains else join_small_batches(batches, division.world)
-        return division.shares(divided, done, seed, epoch, order.size)
+        batches = self.batches(seed, epoch, done // division.accumulate)
+        by_step = hasattr(order.sampler, "at")  # dropout counts rows from the step's first sample, else the epoch's
+        return order.with_keys(division.shares(batches, done, seed, epoch, order.size, by_step), seed, epoch)
 
     def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
-        self.due.shares = self.shares(done, seed, epoch)
+        shares = self.shares(done, seed, epoch)
+        if not self.given.num_workers and not (self.given.pin_memory and torch.cuda.is_available()):
+            return self.data.batches(shares)
+        self.due.shares = shares
         self.reader = self.reader or from_workers(self.given, Indexed(self.data), sampler=self.due)
         self.reader.loader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
         return self.reader.batches()
@@ -301,6 +327,14 @@ class StandardLoader(WrappedLoader):
 
     def close(self) -> None:
         self.reader, self.due.shares = None, iter(())
+
+
+def global_batch(loader: DataLoader[Any], seed: int, epoch: int, step: int) -> tuple[Any, MicroBatchInfo]:
+    """What one process reads at a step of an epoch. Raises UserError if the epoch has fewer steps."""
+    alone = StandardLoader(loader, Division(seed=seed))
+    if step >= len(alone):
+        raise UserError(f"an epoch has {len(alone)} steps, so step {step} does not exist. Steps count from 0.")
+    return next(alone.items(seed, epoch, step))
 
 
 def wrapped_loaders(loaders: Any) -> list[WrappedLoader]:

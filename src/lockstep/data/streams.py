@@ -32,7 +32,7 @@ class StreamShares(SharedMemoryTransport, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         seed, epoch, done = self.place.tolist()
         cut, batches = self.share_spec, self.batches(seed, epoch)
-        rest = islice(batches if cut.trains else join_small_batches(batches, cut.world), done // cut.accumulate, None)
+        rest = islice(batches if cut.trains else join_small_batches(batches, cut.parts), done // cut.accumulate, None)
         for share in cut.shares(rest, done, seed, epoch, self.size):
             yield self.packed(self.collate(share))
 

@@ -15,30 +15,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import problems
-from lockstep.data.dataset import Batch, Items, bytes_of, classes_of, holder_of, is_pillow, join_names
+from lockstep.data.dataset import Batch, bytes_of, classes_of, is_pillow, join_names, named
+from lockstep.data.parts import batch_of
 from lockstep.data.sampler import PARTS, Indices, divide_parts
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.kit.cache import cache_folder, decode_once, file_hash, key_of, one_download
-from lockstep.kit.images import Images, decode_all
+from lockstep.kit.images import Images, decode_all, in_frame
 from lockstep.kit.listing import explain_root_error, part_names
 from lockstep.kit.pixels import read_error_text
 from lockstep.kit.published import folder_contents, has_photos
-from lockstep.kit.spatial import in_frame
 
 IMAGE_SIZE = 224
 
 
-class Pictures(Items):
-    """Samples of a torch Dataset whose PIL images become bytes. `decoding`: arguments of `in_frame`."""
+class Pictures:
+    """A torch Dataset whose PIL images become bytes. Has its attributes. `decoding`: arguments of `in_frame`."""
 
     def __init__(self, dataset: Any, decoding: Mapping[str, Any]) -> None:
-        super().__init__(dataset)
-        self.decoding = decoding
+        self.dataset, self.decoding = dataset, decoding
 
-    def as_batch(self, sample: Any) -> dict[str, Any]:
-        values = super().as_batch(sample)
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        values = named(self.dataset[index], self.dataset)
         return in_frame(values, **self.decoding) if is_pillow(values["input"]) else values
 
 
@@ -69,14 +75,13 @@ class WrappedDataset(Images):
 
     @cached_property
     def part_names(self) -> Mapping[str, Any]:  # type: ignore[override]
-        parts = (*PARTS, *self.evaluation_sets)
-        declared = {part: class_names(holder_of(self.samples(part)), numbers=False) for part in parts}
+        declared = {part: class_names(self.samples(part), numbers=False) for part in self.every_part}
         new = dict(zip(declared["train"], self.names.get("classes", ()), strict=False))  # data.classes renames them
         return {part: {"classes": [new.get(name, name) for name in names]} for part, names in declared.items() if names}
 
     @cached_property
     def first(self) -> NDArray[Any]:
-        return np.asarray(self.train[np.array([0])]["input"])[0]
+        return np.asarray(batch_of(self.train, [0])["input"][0])
 
     @property
     def holds_images(self) -> bool:
@@ -84,11 +89,11 @@ class WrappedDataset(Images):
 
     def prepare(self) -> None:
         """Raises UserError if image options are set and the samples are not images."""
-        defaults = {"image_size": IMAGE_SIZE, "channels": 3}
-        options = [f"data.{key}={to_text(value)}" for key in defaults if (value := getattr(self, key)) != defaults[key]]
-        if options and not self.holds_images:
-            raise UserError(
-                f"{' and '.join(options)} {'have' if len(options) > 1 else 'has'} no effect: `input` is {self.first.dtype} of shape {self.first.shape}, not a uint8 image (CHW). Remove {'them' if len(options) > 1 else 'it'}."
+        if not self.holds_images:
+            raise_problems(
+                f"data.{key}={value} has no effect: `input` is {self.first.dtype} of shape {self.first.shape}, not a uint8 image (CHW). Remove it."
+                for key, default in {"image_size": IMAGE_SIZE, "channels": 3}.items()
+                if (value := getattr(self, key)) != default
             )
         if bytes_of(self.train) is None:
             self.notice = (
@@ -283,9 +288,8 @@ class Rows:
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, indices: Indices) -> dict[str, NDArray[Any]]:
-        rows = self.places[indices].tolist()
-        values_of = self.table[rows]
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
+        values_of = self.table[self.places[indices].tolist()]
         values = {key: values_of[column] for key, column in self.columns.items()}
         if self.target_N is not None:
             values["target"] = self.target_N[indices]

@@ -29,8 +29,8 @@ from lockstep.config.instantiate import network as make_network
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import matching_kwargs, nodes, parameters, target_of
-from lockstep.data.dataset import Batch, DataSet, samples_of
-from lockstep.data.loaders import Reader
+from lockstep.data.dataset import Batch, DataSet
+from lockstep.data.parts import batch_of
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
@@ -347,15 +347,15 @@ def samples_to_compare(config: RunConfig, metadata: Mapping[str, Any], files: st
         )
     if files is not None:
         inputs = input_files(files, config.data, metadata, "remove --files to compare on the run's own data", "--files")
-        batch = Reader(inputs, seed=0)(np.arange(min(COMPARED, len(inputs))))
+        batch = batch_of(inputs, np.arange(min(COMPARED, len(inputs))))
         readable = [index for index, problem in enumerate(batch.pop("problem")) if not problem]
         return inputs.reader, samples_at(batch, readable, len(batch["index"]))
     try:
         data: DataSet = create_data(config.data, loader)
         data.evaluates = True
         data.prepare()
-        samples = samples_of(data.evaluated.test)
-        return data.evaluated, Reader(samples, seed=0)(np.arange(min(COMPARED, len(samples))))
+        with seeded_and_restored(0):
+            return data.evaluated, batch_of(data.evaluated.test, np.arange(min(COMPARED, len(data.test))))
     except Exception as e:  # custom data sets may raise anything
         raise UserError(f"the run's data for the comparison cannot be read: {e} Pass --files <folder>.") from None
 

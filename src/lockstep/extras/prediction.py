@@ -26,7 +26,6 @@ from lockstep.checkpoints.weights import read
 from lockstep.config.formatting import inline, pluralize, warn
 from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
-from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import DataSet, Sound
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
@@ -43,6 +42,7 @@ from lockstep.extras.tables import (
     write_table,
 )
 from lockstep.kit import Images
+from lockstep.kit.datamodule import DataModule
 from lockstep.kit.panels import Lines, Mask, Picture, Sample
 from lockstep.kit.pixels import Frame
 from lockstep.launch.request import gallery_of
@@ -192,7 +192,7 @@ class PredictionParts:
 
     def sample(self, index: int, row: Row, data: DataModule, page: Path, drawn: Mapping[str, Any]) -> Sample:
         """A sample as the page shows it: what the data set stores, its masks, and what the task draws."""
-        raw = sample_at(data.raw(data.predicted_split[0], [index]), 0, 1)
+        raw = sample_at(data.raw(data.predicted, [index]), 0, 1)
         shown = data.dataset.show(raw)
         if isinstance(data.dataset, Inputs):
             file = quote(os.fsencode(os.path.relpath(data.dataset.test.path(index), page)))
@@ -332,14 +332,17 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     if request.part:
         return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
-    hint = "pass input=test, val or train (parts of the run's own data)"
-    # Checkpoints have the class of a data set that train.py created itself.
     made = str(checkpoint.values.get(DATA, {}).get("class") or cfg.data.target)
     if made.startswith("__main__."):
         raise UserError(
             f"input={request.input}: predict.py cannot import {made[9:]}, the data set's class. Move it from train.py into src/."
         )
-    files = input_files(request.input, replace(cfg.data, target=made), checkpoint.metadata, hint)
+    files = input_files(
+        request.input,
+        replace(cfg.data, target=made),
+        checkpoint.metadata,
+        "pass input=test, val or train (parts of the run's own data)",
+    )
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")
     if isinstance(files.reader, Images):

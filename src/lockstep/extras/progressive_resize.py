@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.kit.augment.operation import Checked, Count, Fraction, Probability
+from lockstep.kit.images import spatial
 from lockstep.kit.pixels import resize_nearest
-from lockstep.kit.spatial import spatial
 from lockstep.training.arithmetic import steps_done, total_steps
 
 ENDLESS = "it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>"

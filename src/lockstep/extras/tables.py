@@ -17,7 +17,6 @@ from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import Component
 from lockstep.config.targets import target_of
 from lockstep.data.dataset import Arrays, Batch, DataSet
-from lockstep.data.sampler import Indices
 from lockstep.errors import UserError
 from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
 from lockstep.kit.folder import fold_name
@@ -113,7 +112,7 @@ class InputFiles:
         problem = odd_shape(sample, self.shapes)
         return self.example if problem else sample, problem
 
-    def __getitem__(self, indices: Indices) -> Batch:
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
         samples, problems = zip(*(self.sample(index) for index in indices), strict=True)
         columns = {name: np.stack([sample[name] for sample in samples]) for name in self.example}
         return {n: v.tolist() if v.dtype.kind == "U" else v for n, v in columns.items()} | {"problem": list(problems)}

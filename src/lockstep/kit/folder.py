@@ -22,10 +22,8 @@ from lockstep.kit.images import (
     Images,
     Packed,
     check_only,
-    keep_file,
     keep_smaller_jpeg,
     keep_square,
-    measure_decoding,
     read_all,
     with_decode_arguments,
 )
@@ -271,27 +269,14 @@ class Folder(Images):
         new = [part for part in self.places if not self.known(part)]
         if not new:
             return None
-        count = {part: len(indices) for part, indices in self.places.items()}
-        squares = {
-            part: form.size**2 * self.channels * count[part]
-            for part, form in self.stored.items()
-            if isinstance(form, Frame)
-        }
-        by_workers = [part for part in self.places if part not in squares and not (part == "train" and self.evaluates)]
+        squares = {part: form for part, form in self.stored.items() if isinstance(form, Frame)}
+        size = sum(form.size**2 * self.channels * len(self.places[part]) for part, form in squares.items())
+        jobs = [f"{', '.join(squares)}: decoded once, {formatting.size(size)} in {self.cache}"] * bool(squares)
         side = self.stored["train"]
-        keep = partial(keep_smaller_jpeg, side=side, channels=self.channels) if isinstance(side, int) else keep_file
-        files = (self.listing.base / self.listing.paths[index] for index in self.places["train"])
-        per_s, stored = measure_decoding(files, keep, **self.decoding)
-        jobs = (
-            [f"{', '.join(squares)}: decoded once, {formatting.size(sum(squares.values()))} in {self.cache}"]
-            if squares
-            else []
-        )
-        if by_workers:
-            space = formatting.size(stored * sum(count[part] for part in by_workers))
-            storage = f"stored with {side} pixels, {space} in {self.cache}, and " if isinstance(side, int) else ""
-            jobs.append(f"{', '.join(by_workers)}: {storage}decoded by workers in every epoch")
-        return f"{sum(count.values()):,} images. {'; '.join(jobs)}. A core decodes {per_s:,.0f} images/s."
+        if rest := [part for part in self.places if part not in squares and not (part == "train" and self.evaluates)]:
+            storage = f"stored with {side} pixels in {self.cache}, and " if isinstance(side, int) else ""
+            jobs.append(f"{', '.join(rest)}: {storage}decoded by workers in every epoch")
+        return f"{sum(map(len, self.places.values())):,} images. {'; '.join(jobs)}."
 
     def prepare(self) -> None:
         broken, brightest = self.data_info["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())

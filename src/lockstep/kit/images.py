@@ -1,11 +1,9 @@
 """Decodes image files with Pillow; data sets of images, normalised in batches on the device. Does not import torch."""
 
-import contextlib
 import copy
 import hashlib
 import io
 import os
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,18 +16,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import Arrays, Batch, DataSet, Indices, UserError, files, is_pillow, sampler, system, world
+from lockstep import Arrays, Batch, DataSet, UserError, files, is_pillow, sampler, system, world
 from lockstep.kit.pixels import (
     ENDINGS,
     Frame,
     Preprocess,
+    Size,
     check_depth,
     original_size,
     read_error_text,
+    resize_nearest,
     to_array,
     upright,
 )
-from lockstep.kit.spatial import all_match_image, move_all_into_frame, spatial
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -69,6 +68,8 @@ def with_decode_arguments(samples: Any, **pixels: Any) -> Any:
 class Files:
     """Image files and their targets, decoded by workers on access."""
 
+    draws_random_numbers = False
+
     def __init__(self, base: Path, names: Iterable[str], target_N: NDArray[Any], **pixels: Any) -> None:
         # One array of bytes: with a list of strings, reference counts would make workers copy its memory page by page.
         self.base, self.name_N = base, np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
@@ -80,7 +81,7 @@ class Files:
     def file(self, index: int) -> Any:
         return self.base / os.fsdecode(self.name_N[index])
 
-    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
         return {"input": decode_all([self.file(i) for i in indices], **self.decoding), "target": self.target_N[indices]}
 
 
@@ -121,10 +122,6 @@ def check_only(image: "Image", _content: bytes) -> bytes:
     image.draft("L", (1, 1))  # decodes a JPEG at 1/8 of its size, in 1/4 of the time
     image.load()
     return b""
-
-
-def keep_file(_image: "Image", content: bytes) -> bytes:
-    return content
 
 
 def keep_square(image: "Image", _content: bytes, **pixels: Any) -> bytes:
@@ -182,27 +179,92 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_onl
         yield from track(in_order(), what, len(paths), console=console, disable=silent, transient=True)
 
 
-MEASURE_S = 0.5
+# --- Masks, boxes and keypoints are resized and cropped along with their images ---
+
+STAY = "images of {} x {} pixels are cropped or padded (data.resize={}, data.crop_pct={:g}), but `{}` would not move with them. Return masks of the images' size, boxes and keypoints as tv_tensors, or images of data.image_size. Masks cannot be padded."
 
 
-def measure_decoding(paths: Iterable[Path], keep: Keep, **pixels: Any) -> tuple[float, float]:
-    """Measures the first files, as `keep` returns them: images decoded per core per second, mean size in bytes."""
-    from PIL import Image
+def spatial(batch: Batch, *, nested: bool = False) -> Batch:
+    """Batch values that may have image coordinates: masks, boxes, keypoints. `nested`: also dicts and lists of them."""
+    values = {name: value for name, value in batch.items() if name != "input" and (nested or hasattr(value, "ndim"))}
+    return {name: value for name, value in values.items() if has_places(value)}
 
-    began_s, decode_s, sizes = time.perf_counter(), 0.0, [0]
-    for path in paths:
-        with contextlib.suppress(Exception):  # broken files are reported when all files are read
-            content = files.read_bytes(path, follows=True)
-            with Image.open(io.BytesIO(content)) as image:
-                stored = keep(image, content)
-            decode_began_s = time.perf_counter()
-            decode(io.BytesIO(stored), **pixels)
-            decode_s += time.perf_counter() - decode_began_s
-            sizes.append(len(stored))
-        if time.perf_counter() - began_s > MEASURE_S:
-            break
-    count = max(1, len(sizes) - 1)
-    return count / max(decode_s, 1e-9), sum(sizes) / count
+
+def has_places(value: Any, sizes: int = 2) -> bool:
+    """Whether a value has image coordinates: more than `sizes` dimensions. A list counts as the first dimension."""
+    if isinstance(value, Mapping):
+        return any(has_places(item, sizes) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(has_places(item, sizes - 1) for item in value)
+    return bool(getattr(value, "ndim", 0) > sizes)
+
+
+def nested_values(value: Any, sizes: int) -> list[tuple[Any, int]]:
+    """The values with image coordinates in a dict or list, each with its `sizes` for `has_places`; or the value."""
+    if isinstance(value, Mapping):
+        return [pair for item in value.values() if has_places(item, sizes) for pair in nested_values(item, sizes)]
+    if isinstance(value, list | tuple):
+        return [pair for item in value if has_places(item, sizes - 1) for pair in nested_values(item, sizes - 1)]
+    return [(value, sizes)]
+
+
+def matches_image(value: Any, shape: Sequence[int]) -> bool:
+    """Whether a mask, or torchvision's boxes or keypoints, match an image of `shape` (H, W)."""
+    return tuple(getattr(value, "canvas_size", None) or value.shape[-2:]) == tuple(shape)
+
+
+def all_match_image(value: Any, shape: Sequence[int]) -> bool:
+    """Whether everything in a value of a batch belongs to images of `shape`."""
+    return all(matches_image(item, shape) for item, _ in nested_values(value, 2))
+
+
+def move_into_frame(value: Any, frame: Frame, shape: Size, sizes: int) -> Any:
+    """Moves values that belong to an image of `shape` into its frame; returns other values unchanged."""
+    if isinstance(value, Mapping):
+        return {name: move_into_frame(item, frame, shape, sizes) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [move_into_frame(item, frame, shape, sizes - 1) for item in value]
+    if not has_places(value, sizes) or not matches_image(value, shape):
+        return value
+    import torch
+    from torchvision.transforms.v2 import functional as F
+
+    if not hasattr(value, "canvas_size"):
+        return frame.tensor(torch.as_tensor(value), resize_nearest)
+    size, corner = frame.fitted(*shape)
+    return F.crop(F.resize(value, [*size]), *corner, frame.size, frame.size)
+
+
+def move_all_into_frame(values: Batch, frame: Frame, shape: Size, sizes: int) -> Batch:
+    """Moves the values of a batch (`sizes` 2) or a sample (1) that belong to images of `shape` into the frame.
+
+    Raises:
+        UserError: images are cropped or padded, and other values have image coordinates, or masks would be padded.
+    """
+    spatial_values = {name: value for name, value in values.items() if name != "input" and has_places(value, sizes)}
+    _, corner = frame.fitted(*shape)
+    for name, value in spatial_values.items() if any(corner) else ():
+        # the class of padded pixels is undefined
+        items, is_padded = [item for item, _ in nested_values(value, sizes)], min(corner) < 0
+        if not all(matches_image(item, shape) and (hasattr(item, "canvas_size") or not is_padded) for item in items):
+            raise UserError(STAY.format(shape[1], shape[0], frame.resize, frame.crop_pct, name))
+    return {**values, **{name: move_into_frame(value, frame, shape, sizes) for name, value in spatial_values.items()}}
+
+
+def in_frame(values: dict[str, Any], *, channels: int, frame: Frame, least: int | None = None) -> dict[str, Any]:
+    """Converts a sample whose `input` and masks are PIL images to arrays in the frame. `least`: keeps the whole image.
+
+    Raises UserError: see `move_all_into_frame`.
+    """
+    image = values["input"]
+    masks = {n: np.array(v) for n, v in values.items() if n != "input" and is_pillow(v) and len(v.getbands()) == 1}
+    values = {**values, **masks}
+    if least is not None:  # a JPEG decoded at a reduced size would no longer match its masks
+        has_masks = any(has_places(value, 1) for name, value in values.items() if name != "input")
+        return {**values, "input": upright(image, channels=channels, least=0 if has_masks else least)}
+    width, height = original_size(image)
+    moved = move_all_into_frame(values, frame, (height, width), 1)
+    return {**moved, "input": to_array(image, channels=channels, frame=frame)}
 
 
 # --- Data sets of images: bytes are copied to the device, then resized and normalised in batches ---
@@ -250,13 +312,13 @@ class Images(DataSet):
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         channels = len(cls.defaults(data)["mean"])
         if data.get("channels") not in (None, channels):
-            yield f"data.channels={data['channels']} has no effect: these images have {channels} channel{'s' * (channels > 1)}. Remove it."
+            yield f"data.channels={data['channels']} has no effect: these images have {channels}. Remove it."
         for key, (low, high) in USABLE.items():
             value = data.get(key)
             if not isinstance(value, list):
                 continue
             if len(value) != channels:
-                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channel{'s' * (channels > 1)}. Set one number per channel."
+                yield f"data.{key}={value} has {len(value)} numbers, but the images need {channels}: one per channel."
             if not all(low <= number <= high for number in value):
                 yield f"data.{key}={value} must be from {low:g} to {high:g}: pixels are from 0 to 1."
 
@@ -286,10 +348,12 @@ class Images(DataSet):
 
     def uncropped(self, part: str, least: int) -> Any:
         """None if the samples are not decoded on access, or if masks or boxes belong to the squares."""
+        from lockstep import parts  # imports torch
+
         samples = getattr(self, part)
         if (whole := with_decode_arguments(samples, least=least)) is samples:
             return None
-        batch = whole[np.array([0])]
+        batch = parts.batch_of(whole, np.array([0]))
         spatial_values, (image, *_) = spatial(batch, nested=True).values(), batch["input"]
         shape = image.size[::-1] if is_pillow(image) else image.shape[-2:]
         return whole if all(all_match_image(value, shape) for value in spatial_values) else None
@@ -322,7 +386,7 @@ class Images(DataSet):
     def for_files(cls, metadata: Mapping[str, Any]) -> Self:
         if missing := [key for key in NEEDED if not metadata.get(key)]:
             raise UserError(
-                f"input: reading image files needs {', '.join(NEEDED)} in the `metadata` of the training data, which lacks {', '.join(missing)}. Pass input=test, val or train for a part of the run's own data."
+                f"input: to read image files, the `metadata` of the training data lacks {', '.join(missing)}. Pass input=test, val or train for a part of the run's own data."
             )
         dataset = super().for_files(metadata)
         dataset.frame = dataset.eval_frame = Frame(

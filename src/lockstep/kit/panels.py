@@ -65,15 +65,7 @@ class Lines:
 
     def __post_init__(self) -> None:
         """Converts arrays and tensors to plain numbers, because a chart is drawn long after the batch."""
-        series = dict[str, Sequence[Point]]()
-        for name, points in self.series.items():
-            try:
-                series[name] = [(float(x), float(y)) for x, y in points]
-            except (TypeError, ValueError) as e:
-                raise UserError(
-                    f"Lines {self.title!r}: the series {name!r} is not a list of points (x, y): {e}. Pass list(enumerate(values))."
-                ) from None
-        object.__setattr__(self, "series", series)
+        vars(self)["series"] = {n: [(float(x), float(y)) for x, y in points] for n, points in self.series.items()}
 
 
 @dataclass(frozen=True)
@@ -120,20 +112,18 @@ class Picture:
         if isinstance(image, Tensor):
             image = (image.float() if image.is_floating_point() else image).detach().cpu()  # NumPy has no bfloat16
         image_CHW = np.asarray(image)
-        if image_CHW.ndim != 3 or len(image_CHW) not in (1, 3) or not image_CHW.size:
+        is_image = image_CHW.ndim == 3 and len(image_CHW) in (1, 3) and image_CHW.size
+        is_float = is_image and image_CHW.dtype.kind == "f" and 0 <= image_CHW.min() <= image_CHW.max() <= 1
+        if not is_image or not (image_CHW.dtype == np.uint8 or is_float):
+            values = f" from {image_CHW.min():.4g} to {image_CHW.max():.4g}" if is_image else ""
             raise UserError(
-                f"Picture: the image has the shape {image_CHW.shape}; expected (channels, height, width) with 1 or 3 channels. "
-                "Pass image[None] if it has no channels, image.permute(2, 0, 1) if they come last."
+                f"Picture: the image is {image_CHW.dtype}{values} of shape {image_CHW.shape}; expected (channels, height, width) with 1 or 3 channels, "
+                "as floats from 0 to 1, or uint8. Pass image[None] if it has no channels, image.permute(2, 0, 1) if they come last, "
+                "image.float().clamp(0, 1), or image.byte() if it has values from 0 to 255."
             )
         if image_CHW.dtype != np.uint8:
-            low, high = float(image_CHW.min()), float(image_CHW.max())
-            if image_CHW.dtype.kind != "f" or not 0 <= low <= high <= 1:
-                raise UserError(
-                    f"Picture: the image is {image_CHW.dtype} from {low:.4g} to {high:.4g}; expected floats from 0 to 1, or uint8. "
-                    "Pass image.float().clamp(0, 1), or image.byte() if it has values from 0 to 255."
-                )
             image_CHW = (255 * image_CHW).round().astype(np.uint8)
-        object.__setattr__(self, "image_CHW", image_CHW)
+        vars(self)["image_CHW"] = image_CHW
 
 
 @dataclass(frozen=True)

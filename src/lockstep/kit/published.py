@@ -145,7 +145,7 @@ class Published(Images):
 
     def prepare(self) -> None:
         if self.cached and self.source == "embedded" and self.asked == "auto":
-            self.notice = f"no {self.name} in data.root={self.root}, and no mirror is reachable: using the EMBEDDED SUBSET of {len(self.train) + len(self.test):,} images ({len(self.train):,} for training and validation, {len(self.test):,} for testing). Set data.root=<folder> for the full data set."
+            self.notice = f"no {self.name} in data.root={self.root}, and no mirror is reachable: using the EMBEDDED SUBSET of {len(self.train) + len(self.test):,} images. Set data.root=<folder> for the full data set."
 
     @cached_property
     def cached(self) -> Cached:

@@ -71,7 +71,6 @@ class Job:
         """
         if settings.loader is None or (settings.request and settings.request.part is None):  # files are predicted
             return None
-        from lockstep.data.sampler import PARTS
         from lockstep.kit.augment.samples import Augmentation
 
         with process.seeded_and_restored(settings.seed):
@@ -81,7 +80,7 @@ class Job:
                 if announce:
                     announce(data)
                 data.prepare()
-                for part in PARTS:
+                for part in data.every_part:
                     data.samples(part)
         return data
 

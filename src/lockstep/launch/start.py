@@ -58,7 +58,8 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     data: DataSet | None = job.read_data(settings, announce)
     if data is None or settings.loader is None:
         return settings.with_auto_resolved(None), None, None
-    train, _, test = splits(data, **{key: getattr(settings.loader, key) for key in SPLITTING})
+    parts = splits(data, **{key: getattr(settings.loader, key) for key in SPLITTING})
+    train, test = parts["train"], parts["test"]
     if job.trains:
         eval_batch_size = settings.loader.eval_batch_size or data.eval_batch_size or settings.loader.batch_size
         raise_problems(step_problems(settings, train.count, -(-test.count // eval_batch_size)))

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,7 +21,6 @@ from torchmetrics import Metric
 from lockstep.checkpoints.finding import POSITION, leaves
 from lockstep.checkpoints.weights import load_into, make_plain, materialize, sharded_like
 from lockstep.compat.torch import tell_first_call
-from lockstep.data.loaders import ResumableLoader
 from lockstep.data.standard import Division, WrappedLoader, wrapped_loaders
 from lockstep.data.streams import wrap_loader
 from lockstep.errors import UserError
@@ -193,10 +193,15 @@ class DividedBatches(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
-        if isinstance(dataloader, ResumableLoader):
+        if isinstance(dataloader, WrappedLoader):
             return dataloader
         common: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
         if not trainer.training:
+            assert trainer.state.fn
+            accumulate = max(1, self.arithmetic.evaluation_sums // trainer.world_size)
+            part = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(trainer.state.fn, "val")
+            limit = getattr(trainer, f"limit_{part}_batches")  # of the Trainer, in micro-batches
+            common |= {"limit": limit // accumulate if type(limit) is int else None, "accumulate": accumulate}
             return wrap_loader(dataloader, Division(seed=self.seed, **common, trains=False))
         self.training_loaders = None
         epochs: Any = loop.epoch_progress.current
@@ -288,6 +293,12 @@ class DividedBatches(Strategy):
         if records and not any(record.weight for record in records):
             return 0
         return len(records[0].places) if len(records) == 1 and records[0].places is not None else None
+
+    @property
+    def places(self) -> range | None:
+        """Positions in the epoch of the training micro-batch that moves to the device, before Lightning counts it."""
+        known = [loader.batch_info[self.micro_batch + 1].places for loader in self.loaders_of(self.micro_batch + 1)]
+        return known[0] if len(known) == 1 else None
 
     def before_step(self, batch: Any) -> None:
         """Called with each micro-batch, for modules whose steps call their forward."""

@@ -1,6 +1,6 @@
-"""The batches of a run, from a user's dataloaders or created by Lockstep from a data set."""
+"""The batches of a run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from itertools import count
 from typing import Any
@@ -12,13 +12,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader
 
-from lockstep.data.datamodule import DataModule
-from lockstep.data.global_batches import require_one_each
 from lockstep.data.keyed import IsolatedRandomState
-from lockstep.data.sampler import FILLER, key_of
+from lockstep.data.sampler import key_of
 from lockstep.data.standard import WrappedLoader, wrapped_loaders
 from lockstep.errors import UserError
-from lockstep.training.arithmetic import micro_batch_index
 
 HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader")
 SEVERAL = "with several loaders, a step uses the mean of their weights; it equals the step of one process if their batches divide evenly"
@@ -34,10 +31,7 @@ STAGE_OF = {
 class Loaders:
     """The dataloaders of a LightningDataModule or of the module itself."""
 
-    position: tuple[str, ...] = ("divided",)  # checkpoint keys that hold the loaders' position
-    size: int | None = None  # samples in a global batch, if known before training
     paths: Any = None  # paths of the samples to predict, if they are files
-    sets: Sequence[str] = ()  # names of additional evaluation sets
 
     def __init__(self, data: Any, module: pl.LightningModule) -> None:
         self.data, self.module = data, module
@@ -46,8 +40,16 @@ class Loaders:
         seed_hook(self.holder, "setup", lambda: ("setup", module.trainer.strategy.seed, 0))  # type: ignore[attr-defined]
 
     @property
+    def position(self) -> tuple[str, ...]:
+        """Checkpoint keys that a resumed run needs: whether batches were divided, and the datamodule's state if it has one."""
+        saves = self.data and is_overridden("state_dict", self.data)
+        return ("divided", type(self.data).__qualname__) if saves else ("divided",)
+
+    @property
     def data_info(self) -> dict[str, Any]:
         """What the report shows about the data."""
+        if known := getattr(self.data, "data_info", None):
+            return dict(known)
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": "custom dataloaders", **unknown}
 
@@ -89,7 +91,7 @@ class Loaders:
         """The positions of the micro-batch's samples in the global batch, if known."""
         strategy: Any = trainer.strategy
         positions = {
-            loader.batch_info[strategy.micro_batch].places for loader in strategy.loaders_of(strategy.micro_batch)
+            loader.batch_info[strategy.micro_batch].rows for loader in strategy.loaders_of(strategy.micro_batch)
         }
         return positions.pop() if len(positions) == 1 else None
 
@@ -97,6 +99,9 @@ class Loaders:
 
     def predict_on(self, part: str | None, *, gallery: bool = False) -> None:
         """Predicts on one part of the data: uses that part's dataloader, and calls `setup` with that part's stage."""
+        if hasattr(self.data, "predict_on"):
+            self.paths = self.data.predict_on(part)
+            return
         if gallery:
             raise UserError(
                 f"gallery=true needs a lockstep.DataSet, but {type(self.holder).__name__} has its own dataloaders. Remove gallery=true."
@@ -131,52 +136,8 @@ class Loaders:
             record = loaders[0].batch_info[batch_idx]
             # a stream's keys are samples
             are_indices = all(isinstance(key, int | np.integer) for key in record.keys or [None])
-            yield [*map(int, (record.keys if are_indices else record.places) or [])]
-
-
-class DataSetLoaders(Loaders):
-    """Lockstep's dataloaders for a data set."""
-
-    position = ("DataModule",)
-    data: DataModule
-    divided = True  # type: ignore[assignment]
-
-    def __init__(self, data: DataModule, module: pl.LightningModule) -> None:
-        self.data, self.module, self.holder = data, module, data
-        self.size, self.sets = data.batch_size, [*data.sets]
-        data.fills = False  # a task sets it
-
-    @property
-    def data_info(self) -> dict[str, Any]:
-        return self.data.data_info
-
-    def title(self, trainer: pl.Trainer) -> str:
-        world, accumulate, copies = trainer.world_size, trainer.accumulate_grad_batches, self.data.repeats
-        accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
-        repeated = f", {copies} copies of each sample" if copies > 1 else ""
-        return f"batch {self.size} = {world} x {self.data.batch_size // (world * accumulate)}{accumulated}{repeated}"
-
-    def begin(self, trainer: pl.Trainer) -> None:
-        if not self.data.fills:
-            for split in (self.data.val_split, self.data.test_split, *self.data.sets.values()):
-                require_one_each(split.count, trainer.world_size)
-
-    def rows(self, trainer: pl.Trainer, batch_idx: int) -> range:
-        size = self.data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
-        first = micro_batch_index(trainer, batch_idx) * size
-        return range(first, first + size)
-
-    def predict_on(self, part: str | None, *, gallery: bool = False) -> None:
-        if part == "predict":
-            raise UserError(
-                "input=predict: this data has the parts train, val and test. For a folder of that name, pass input=./predict."
-            )
-        self.data.predicted = part or self.data.predicted
-        self.paths = self.data.dataset.paths(self.data.predicted)
-
-    def predicted(self, trainer: pl.Trainer) -> Iterator[list[int]]:
-        for index_B in trainer.predict_dataloaders.sampler:  # type: ignore[union-attr]  # the loader's order
-            yield index_B[index_B != FILLER].tolist()
+            indices = [*map(int, (record.keys if are_indices else record.places) or [])]
+            yield self.data.indices(indices) if hasattr(self.data, "indices") else indices
 
 
 def seed_hook(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) -> None:

@@ -3,7 +3,7 @@
 Losses are per sample, mixed, or between all samples of a global batch.
 """
 
-# B batch, fillers included
+# B batch
 
 import copy
 import inspect
@@ -17,7 +17,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lockstep.data.dataset import Batch
-from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
 from lockstep.machine.world import all_gather_objects
 
@@ -57,39 +56,9 @@ def has_rows(value: Any, size: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
 
-def first_rows(output: Tree, count: int, size: int) -> Tree:
-    """The first `count` samples of a network's output for a batch of `size`.
-
-    Raises:
-        UserError: a tensor does not have B rows, a value is neither a tensor nor None, or a list may hold either
-            samples or outputs.
-    """
-
-    def cut(value: Any, name: str) -> Any:
-        # Ambiguous: a tensor for each sample, or B outputs such as feature levels.
-        if 0 < count < size and isinstance(value, list) and all(has_rows(item, size) for item in value):
-            raise UserError(
-                f"the network returns {name}, a list of {size} tensors with {size} rows each, for a batch of {size}: it could hold one tensor "
-                f"per sample, or {size} outputs. Return a tuple for several outputs, or a dict for each sample."
-            )
-        return value[:count]
-
-    def check(value: Any, name: str) -> None:
-        if value is not None:
-            description = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-            raise UserError(
-                f"the network returns {name} of {description} for a batch of {size}. The first dimension of every tensor must be the batch, {size} here, "
-                "and a list must have one item per sample, so that fillers can be removed. Change the network, or select what to return in the "
-                "task's `outputs`."
-            )
-
-    return by_sample(output, size, cut, check, "output")
-
-
 def sample_at(batch: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
     """One sample of a batch of `size`, as stored. Its inputs may be in dicts and lists."""
-    stored = {name: value for name, value in batch.items() if name != "count"}
-    sample: dict[str, Any] = by_sample(stored, size, lambda value, _: value[index], lambda value, _: value, "batch")
+    sample: dict[str, Any] = by_sample(batch, size, lambda value, _: value[index], lambda value, _: value, "batch")
     return sample
 
 
@@ -103,12 +72,6 @@ def samples_at(batch: Mapping[str, Any], indices: slice | list[int] | Tensor, si
 
     selected: dict[str, Any] = by_sample(batch, size, select, lambda value, _: value, "batch")
     return selected
-
-
-def without_fillers(output: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, Any]]:
-    """A network's output in float32 and its batch, both without fillers."""
-    count, size = batch["count"], len(batch["index"])
-    return float32(first_rows(output, count, size)), samples_at(batch, slice(count), size)
 
 
 def float32(tree: Any) -> Any:
@@ -176,17 +139,31 @@ def weighted_loss(task: Any, output: Any, batch: Batch) -> tuple[Tensor, Tensor 
 def join_global_batch(task: Any, output: Any, batch: Batch) -> tuple[Any, Batch]:
     """The outputs, with gradients, and the batch of all processes, for a task with `between_samples`.
 
-    For other tasks, returns `output` and `batch` as they are.
+    For other tasks, returns `output` and `batch` as they are. In an evaluation, shares may differ by one sample.
     """
-    trainer = task.trainer
-    if not task.between_samples or trainer.world_size == 1:
+    if not task.between_samples or (trainer := task.trainer).world_size == 1:
         return output, batch
     rank, world, size_B = trainer.global_rank, trainer.world_size, len(batch["index"])
+    # 2.6 ms on two processes, so not in each training step
+    shapes = {name: value.shape for name, value in batch.items() if isinstance(value, Tensor)}
+    of_ranks = (
+        all_gather_objects(shapes) if not task.training or trainer.strategy.compares_batches else [shapes] * world
+    )
+    if padded := next((name for name in shapes if any(each[name][1:] != shapes[name][1:] for each in of_ranks)), ""):
+        raise UserError(
+            f"task={type(task).__name__} compares the samples of all processes (between_samples), but this data pads each batch separately: "
+            f"`{padded}` has several shapes. Pad to a fixed length in `__getitem__`, or train in one process."
+        )
+    sizes = [each["index"][0] for each in of_ranks]
+    widest = max(sizes)
 
     def gather(tensor: Tensor) -> Tensor:
         local = tensor.detach().contiguous()
+        if len(local) < widest:  # all_gather needs equal shapes
+            local = torch.cat([local, local[:1].expand(widest - len(local), *local.shape[1:])])
         parts_N = [torch.empty_like(local) for _ in range(world)]
         torch.distributed.all_gather(parts_N, local)
+        parts_N = [part[:size] for part, size in zip(parts_N, sizes, strict=True)]
         if tensor.requires_grad:
             parts_N[rank] = attached = tensor.view_as(tensor)
             attached.register_hook(lambda gradient: gradient * world)  # the strategy averages gradients over processes
@@ -207,38 +184,23 @@ def join_global_batch(task: Any, output: Any, batch: Batch) -> tuple[Any, Batch]
             f"of {size_B}. Return tensors of {size_B} rows from `outputs` (several in a tuple), and expand values that all samples share."
         )
 
-    # 2.6 ms on two processes, so not in each training step
-    shapes = {name: value.shape for name, value in batch.items() if isinstance(value, Tensor)}
-    of_ranks = all_gather_objects(shapes) if not task.training or trainer.strategy.compares_batches else [shapes]
-    if padded := next((name for name in shapes if any(each[name] != shapes[name] for each in of_ranks)), ""):
-        raise UserError(
-            f"task={type(task).__name__} compares the samples of all processes (between_samples), but this data pads each batch separately: "
-            f"`{padded}` has several shapes. Pad to a fixed length in `__getitem__`, or train in one process."
-        )
     batch = dict(batch)
     if "partner" in batch:  # an index into the micro-batch
-        batch["partner"] = batch["partner"] + rank * size_B
+        batch["partner"] = batch["partner"] + sum(sizes[:rank])
     gathered: Batch = by_sample(batch, size_B, gather_value, check, "batch")
     gathered_output = by_sample(
         output, size_B, lambda x, name: gather(x) if isinstance(x, Tensor) else check(x, name), check, "output"
     )
-    return gathered_output, {**gathered, "count": size_B * world}
+    return gathered_output, gathered
 
 
-def evaluation_loss(task: Any, output: Any, batch: Batch) -> Tensor | None:
-    """loss_B of this process's real samples, compared with those of all processes.
-
-    None if the task does not compare samples, or if one process has them all. Every process must call it, even one
-    without samples.
-    """
-    if not task.between_samples or task.trainer.world_size == 1:
-        return None
-    output, gathered = join_global_batch(task, float32(output), batch)
-    count = int((gathered["index"] != FILLER).sum())  # the fillers are last
-    output = apply_to_collection(output, Tensor, lambda tensor: tensor[:count])
-    real_samples = {**samples_at(gathered, slice(count), gathered["count"]), "count": count}
-    first = task.trainer.global_rank * len(batch["index"])
-    return one_per_sample(task.loss(output, real_samples), task, real_samples)[first : first + batch["count"]]
+def evaluation_loss(task: Any, output: Any, batch: Batch) -> Tensor:
+    """loss_B of this process's samples. Losses between samples compare them with those of all processes."""
+    loss_B = one_per_sample(task.loss(*(joined := join_global_batch(task, output, batch))), task, joined[1])
+    first, size = 0, len(batch["index"])
+    if len(loss_B) > size:
+        first = sum(all_gather_objects(size)[: task.trainer.global_rank])
+    return loss_B[first : first + size]
 
 
 # --- The targets of a task, and checks of what a user's class returns or overrides ---

@@ -20,7 +20,7 @@ from lockstep.errors import UserError
 from lockstep.kit.panels import Content, Gallery, Kept, Panel, Sample
 from lockstep.machine.world import all_gather_objects
 from lockstep.training.arithmetic import tree_sum
-from lockstep.training.losses import sample_at, samples_at, without_fillers
+from lockstep.training.losses import float32, sample_at, samples_at
 
 log = logging.getLogger("lockstep")
 
@@ -143,19 +143,20 @@ class TestPanels:
         results, indices = dict[int, Sample](), list(losses)
         trainer, data = self.task.trainer, self.task.trainer.datamodule  # type: ignore[attr-defined]
         files = data.dataset.paths("test")
-        per_process = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
+        per_process = -(-min(data.eval_batch_size, data.splits["test"].count) // trainer.world_size)
         size = per_process if self.compiled else min(per_process, len(indices))
         for first in range(0, len(indices), size):
             index_N = np.take(indices, np.arange(first, first + size), mode="wrap")
             raw = data.raw("test", index_N)
             device_batch = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
-            batch = trainer.precision_plugin.convert_input(data.preprocessed(device_batch, training=False))
-            batch["count"] = min(size, len(indices) - first)
+            batch = trainer.precision_plugin.convert_input(data.preprocessed(device_batch))
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = self.task(batch)
             with self.attempt("worst"):
-                descriptions = self.task.describe(*without_fillers(output, batch))
-                for row, (index, description) in enumerate(zip(index_N.tolist(), descriptions, strict=False)):
+                descriptions = self.task.describe(float32(output), batch)
+                for row, (index, description) in enumerate(
+                    zip(index_N[: len(indices) - first].tolist(), descriptions, strict=False)
+                ):
                     file = {"file": "/".join(Path(files[index]).parts[-2:])} if files is not None else {}
                     values = {"loss": losses[index], **file, **description}
                     columns = data.dataset.show(sample_at(raw, row, size))

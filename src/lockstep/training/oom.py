@@ -57,7 +57,8 @@ def oom_advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], 
 
 
 def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]]) -> OutOfMemory:
-    data, batch = work.loaders.data, work.loaders.size
+    data = work.loaders.data
+    batch = data.batch_size if hasattr(data, "eval_batch_size") else None
     if batch is None:
         return OutOfMemory(
             f"a batch does not fit in memory; {type(work.loaders.holder).__name__} sets its size. {OTHERWISE}"
@@ -65,9 +66,9 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
     loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, work.arithmetic
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
-        splits = {TrainerFn.TESTING: data.test_split, TrainerFn.PREDICTING: data.predicted_split[1]}
-        split = splits.get(trainer.state.fn or TrainerFn.FITTING, data.val_split)
-        batch = min(data.eval_batch_size, split.count)
+        parts = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: data.predicted}
+        part = parts.get(trainer.state.fn or TrainerFn.FITTING, "val")
+        batch = min(data.eval_batch_size, data.splits[part].count)
         smaller = f"Try loader.eval_batch_size={batch // 2}; the metrics stay the same." if batch > 1 else OTHERWISE
         per_process = -(-batch // max(arithmetic.evaluation_sums, world))
         return OutOfMemory(f"an evaluation batch of {per_process} does not fit in memory. {smaller}")

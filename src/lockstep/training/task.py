@@ -25,13 +25,12 @@ from lockstep.training.arithmetic import clip_by_norm, is_logging_step, scale_gr
 from lockstep.training.losses import (
     Plain,
     evaluation_loss,
+    float32,
     is_small,
     join_global_batch,
-    one_per_sample,
     sample_weights,
     unsafe_override,
     weighted_loss,
-    without_fillers,
 )
 from lockstep.training.metrics import named_values
 from lockstep.training.module import Module, RunParts, call_own_train, log_reduced
@@ -303,13 +302,10 @@ class Task(Module):
         self.update_metrics(output, batch, batch_idx, dataloader_idx)
 
     def update_metrics(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Updates the mean loss and the metrics with real samples. Fillers are removed first."""
-        parts, gathered_loss_B = self.parts, evaluation_loss(self, output, batch)
-        if not batch["count"]:
-            return
+        """Updates the mean loss and the metrics."""
+        parts, output = self.parts, float32(output)
         mean_loss, metrics = parts.evaluated[parts.current or "val"]
-        output, batch = without_fillers(output, batch)
-        loss_B = one_per_sample(self.loss(output, batch), self, batch) if gathered_loss_B is None else gathered_loss_B
+        loss_B = evaluation_loss(self, output, batch)
         mean_loss.update(loss_B, sample_weights(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
         inputs = self.inputs_by_metric(output, batch)
         if unknown := sorted(inputs.keys() - metrics.keys()):
@@ -348,8 +344,8 @@ class Task(Module):
             self.parts.test_panels.finish()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Any, Batch]:
-        """The network's outputs and the batch, without fillers."""
-        return without_fillers(self(batch), batch)
+        """The network's outputs, in float32, and the batch."""
+        return float32(self(batch)), batch
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.parts.arithmetic.prepared(self.new_optimizer(), self.device)

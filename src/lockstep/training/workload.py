@@ -13,11 +13,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.config.formatting import metric
 from lockstep.config.settings import Settings
-from lockstep.data.datamodule import DataModule
 from lockstep.kit.panels import Content
 from lockstep.run import metrics_of_test
 from lockstep.training.arithmetic import StepArithmetic
-from lockstep.training.batches import HOOKS, DataSetLoaders, Loaders
+from lockstep.training.batches import HOOKS, Loaders
 from lockstep.training.metrics import TestPanels
 from lockstep.training.task import Task
 
@@ -61,7 +60,7 @@ class Workload:
     ) -> None:
         self.module, self.data, self.arithmetic = module, data, arithmetic or StepArithmetic()
         self.title = type(module).__name__  # the class that decides what is logged
-        self.loaders = DataSetLoaders(data, module) if isinstance(data, DataModule) else Loaders(data, module)
+        self.loaders = Loaders(data, module)
         # Why a micro-batch that does not fit in memory cannot be divided; empty if it can.
         self.needs_whole = "" if module.automatic_optimization else f"{self.title} uses manual optimization."
         self.of_rank_0: set[str] = set()  # logged names whose values are from rank 0 only
@@ -107,12 +106,10 @@ class Workload:
 class TaskWorkload(Workload):
     position = ("window", "network")
     module: Task
-    data: DataModule
     task: Task
 
-    def __init__(self, module: Task, data: DataModule) -> None:
+    def __init__(self, module: Task, data: pl.LightningDataModule) -> None:
         super().__init__(module, data, module.parts.arithmetic)
-        data.fills = True
         self.needs_whole = f"{self.title}.between_samples needs it whole." if module.between_samples else ""
         self.task, self.model_kwargs = module, module.parts.model_kwargs
 

@@ -5,23 +5,29 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from shipped_data import stand_in_trainer
+from shipped_data import stand_in_trainer, training_batches
 
 from lockstep import CONFIGS, Arrays
 from lockstep.config.checks import resolve
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.data.datamodule import DataModule
+from lockstep.data.loaders import concatenate
+from lockstep.data.sampler import sample_states
 from lockstep.kit import Images
 from lockstep.kit.augment import Augmentation
+from lockstep.kit.datamodule import DataModule
 
 OPTIONS = sorted(path.stem for path in (CONFIGS / "augment").glob("*.yaml") if path.stem != "none")
 FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
+def operations(*options: str) -> dict:
+    """As the config makes them, for images that are resized to 17 pixels."""
+    return Settings.of(composed(options)).operations
+
+
 def augmentation(*options: str) -> Augmentation:
-    """As the config makes it, for images that are resized to 17 pixels."""
-    return Augmentation(Settings.of(composed(options)).operations)
+    return Augmentation(operations(*options))
 
 
 @cache
@@ -32,7 +38,18 @@ def composed(options: tuple[str, ...]) -> RunConfig:
 def batch_of(index_B: torch.Tensor, channels: int = 3, height: int = 21, width: int = 18) -> dict:
     random = np.random.default_rng(0)
     images = torch.from_numpy(random.integers(0, 256, (64, channels, height, width), dtype=np.uint8))
-    return {"input": images[index_B], "target": index_B % 10, "index": index_B + 1000, "count": len(index_B)}
+    return {"input": images[index_B], "target": index_B % 10, "index": index_B + 1000}
+
+
+def applied(change: Augmentation, batch: dict, *, seed: int, epoch: int) -> dict:
+    """With the places of its samples in the epoch as their indices. What a loader does is done here: each sample is seeded."""
+    places, samples = batch["index"].numpy(), []
+    for number, state in enumerate(
+        sample_states("data", places, seed=seed, epoch=epoch).tolist() * bool(change.transforms)
+    ):
+        torch.manual_seed(state % 2**63)
+        samples.append(change.at_reading({name: value[number : number + 1] for name, value in batch.items()}))
+    return change.on_device(concatenate(samples) if samples else batch, places, seed=seed, epoch=epoch)
 
 
 def rows(batch: dict, which: object = slice(None)) -> dict[str, torch.Tensor]:
@@ -53,24 +70,24 @@ def test_a_sample_depends_on_seed_and_epoch_and_not_on_the_others_of_its_micro_b
     """Bit for bit: in batches of two to all, in any order of the pairs."""
     change, batch = augmentation(option), batch_of(torch.arange(48), channels)
     before = {name: value.clone() for name, value in rows(batch).items()}
-    whole = change(batch, seed=1, epoch=2)
+    whole = applied(change, batch, seed=1, epoch=2)
     assert_same(rows(batch), before)
     assert whole["input"].dtype == torch.uint8
     for place in ({"seed": 1, "epoch": 1}, {"seed": 2, "epoch": 2}):
-        assert not torch.equal(change(batch, **place)["input"], whole["input"])
+        assert not torch.equal(applied(change, batch, **place)["input"], whole["input"])
     mixed_up = (torch.tensor(np.random.default_rng(1).permutation(24))[:, None] * 2 + torch.arange(2)).flatten()
     parts = [part for size in (2, 6, 24) for part in torch.arange(48).split(size)]
     again = augmentation(option)
     for place_B in (*parts, mixed_up):
-        assert_same(rows(again(batch_of(place_B, channels), seed=1, epoch=2)), rows(whole, place_B))
+        assert_same(rows(applied(again, batch_of(place_B, channels), seed=1, epoch=2)), rows(whole, place_B))
 
 
 def test_an_operation_that_is_left_out_changes_no_other():
     batch, place = batch_of(torch.arange(48)), {"seed": 0, "epoch": 0}
     both, shifted, flipped = (
-        augmentation(*names)(batch, **place) for names in (("shift", "flip"), ("shift",), ("flip",))
+        applied(augmentation(*names), batch, **place) for names in (("shift", "flip"), ("shift",), ("flip",))
     )
-    assert torch.equal(augmentation("flip")(shifted, **place)["input"], both["input"])
+    assert torch.equal(applied(augmentation("flip"), shifted, **place)["input"], both["input"])
     assert not torch.equal(flipped["input"], both["input"])
     # those that mix come last
     assert list(augmentation("mixup", "flip", "cutmix", "shift").operations) == ["flip", "shift", "mixup", "cutmix"]
@@ -88,19 +105,17 @@ class Data(Images):
 
 
 def steps(
-    change: Augmentation, *, rank=0, world=1, accumulate=1, workers=0, repeats=1, done=0, epoch=0
+    change: dict, *, rank=0, world=1, accumulate=1, workers=0, repeats=1, done=0, epoch=0
 ) -> list[dict[str, torch.Tensor]]:
     """The micro-batches of one process in an epoch, from the step `done` on."""
-    data = DataModule(
-        Data(), batch_size=24, eval_batch_size=8, num_workers=workers, repeats=repeats, seed=5, augment=change
-    )
-    data.trainer = stand_in_trainer(rank=rank, world=world, accumulate=accumulate, done=done * accumulate, epoch=epoch)
-    loader = data.train_dataloader()
-    loader.sampler.set_epoch(epoch)
-    return [rows(data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)) for batch in loader]
+    options = {"num_workers": workers, "repeats": repeats, "operations": change}
+    data, division = DataModule(Data(), batch_size=24, eval_batch_size=8, **options), {"rank": rank, "world": world}
+    data.trainer = stand_in_trainer()
+    division |= {"accumulate": accumulate, "done": done * accumulate}
+    return [rows(batch) for batch in training_batches(data, seed=5, epoch=epoch, **division)]
 
 
-def joined(change: Augmentation, *, world: int, accumulate: int, **options) -> list[dict[str, torch.Tensor]]:
+def joined(change: dict, *, world: int, accumulate: int, **options) -> list[dict[str, torch.Tensor]]:
     """The global batches of all processes: within a step micro-batch after micro-batch, within one of these rank by rank."""
     ranks = [steps(change, rank=rank, world=world, accumulate=accumulate, **options) for rank in range(world)]
     parts = [micro for several in zip(*ranks, strict=True) for micro in several]
@@ -117,7 +132,7 @@ def joined(change: Augmentation, *, world: int, accumulate: int, **options) -> l
     "option", [pytest.param(option, marks=() if option == "strong" else pytest.mark.slow) for option in OPTIONS]
 )
 def test_global_batches_are_the_same_for_every_world_and_number_of_workers_and_after_a_resume(option, repeats):
-    change, epoch = augmentation(option), {"repeats": repeats, "epoch": 3}
+    change, epoch = operations(option), {"repeats": repeats, "epoch": 3}
     worlds = [(2, 2, 2)] if repeats == 3 else [(4, 1, 0), (2, 3, 0), (2, 1, 2)]
     alone = steps(change, **epoch)
     assert len(alone) == 117 // (24 // repeats)
@@ -128,7 +143,7 @@ def test_global_batches_are_the_same_for_every_world_and_number_of_workers_and_a
 
 
 def test_copies_of_a_sample_are_neighbours_that_look_different():
-    change = augmentation("crop", "flip")
+    change = operations("crop", "flip")
     (first, *_), (alone, *_) = steps(change, repeats=3), steps(change)
     assert len(first["index"]) == 24
     index_B3 = first["index"].view(8, 3)
@@ -137,9 +152,7 @@ def test_copies_of_a_sample_are_neighbours_that_look_different():
     images = first["input"].reshape(8, 3, -1)
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert (images[:, one] != images[:, other]).any(1).all()
-    # the first copy is the sample as it is without copies
-    assert torch.equal(index_B3[:, 0], alone["index"][:8])
-    assert torch.equal(first["input"][::3], alone["input"][:8])
-    data = DataModule(Data(), batch_size=24, eval_batch_size=8, repeats=2, augment=augmentation("strong"))
-    raw = data.preprocessed(data.raw("train", np.arange(8)), training=False)  # evaluations have no copies
+    assert torch.equal(index_B3[:, 0], alone["index"][:8])  # the order is that without copies
+    data = DataModule(Data(), batch_size=24, eval_batch_size=8, repeats=2, operations=operations("strong"))
+    raw = data.preprocessed(data.raw("train", np.arange(8)))  # evaluations have no copies
     assert raw["input"].shape == (8, 3, 17, 17) and "share" not in raw

@@ -11,27 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from shipped_data import stand_in_trainer
+from shipped_data import divided, stand_in_trainer, training_batches
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lockstep import Arrays
-from lockstep.data.datamodule import DataModule
 from lockstep.data.keyed import Generators
+from lockstep.data.loaders import concatenate
+from lockstep.data.standard import Division
+from lockstep.data.streams import wrap_loader
 from lockstep.errors import UserError
 from lockstep.extras.adapters import WrappedDataset
 from lockstep.kit import Images
-from lockstep.kit.augment import (
-    Augmentation,
-    ColorJitter,
-    RandAugment,
-    RandomResizedCrop,
-    Rotate,
-    SampleTransform,
-    TrivialAugment,
-)
+from lockstep.kit.augment import Augmentation, RandomResizedCrop, Rotate, SampleTransform
+from lockstep.kit.datamodule import DataModule
 
 COUNT = 60
 IMAGES = np.random.default_rng(0).integers(0, 256, (COUNT, 3, 20, 18), dtype=np.uint8)
@@ -113,9 +108,9 @@ class InMemory(Images):
 TRANSFORMS: dict[str, Callable[[], object]] = {
     "crop": lambda: RandomResizedCrop(image_size=16),
     "rotate": lambda: Rotate(degrees=40, fill=9),
-    "colour jitter": lambda: ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
-    "TrivialAugment": TrivialAugment,
-    "RandAugment": RandAugment,
+    "colour jitter": lambda: v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
+    "TrivialAugment": v2.TrivialAugmentWide,
+    "RandAugment": v2.RandAugment,
     "several of torchvision": lambda: v2.Compose(
         [v2.RandomHorizontalFlip(), v2.RandomPhotometricDistort(), v2.RandomAffine(9)]
     ),
@@ -142,26 +137,20 @@ def digests(
     made: dict, data: Images, *, workers=0, world=1, accumulate=1, done=0, repeats=1, method="fork"
 ) -> list[str]:
     """Of the global batches of the second epoch, whatever the order of micro-batches within them, from the step `done` on."""
-    change, default = Augmentation(made), multiprocessing.get_start_method(allow_none=True)
+    default = multiprocessing.get_start_method(allow_none=True)
     steps: dict[int, dict[int, list[str]]] = {}
     multiprocessing.set_start_method(method, force=True)
     try:
         for rank in range(world):
-            module = DataModule(
-                data, batch_size=12, eval_batch_size=8, num_workers=workers, repeats=repeats, seed=5, augment=change
-            )
-            module.trainer = stand_in_trainer(
-                rank=rank, world=world, accumulate=accumulate, done=done * accumulate, epoch=1
-            )
-            loader = module.train_dataloader()
-            loader.sampler.set_epoch(1)
-            for number, batch in enumerate(loader):
-                finished = module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
+            options = {"num_workers": workers, "repeats": repeats, "operations": made}
+            module = DataModule(data, batch_size=12, eval_batch_size=8, **options)
+            module.trainer = stand_in_trainer()
+            division = {"rank": rank, "world": world, "accumulate": accumulate, "done": done * accumulate}
+            for number, finished in enumerate(training_batches(module, seed=5, epoch=1, **division)):
                 of_step = steps.setdefault(number // accumulate, {})
                 for index, *values in zip(*(finished[name] for name in ("index", "input", "target")), strict=True):
                     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()
                     of_step.setdefault(int(index), []).append(digest)
-            module.teardown("fit")
     finally:
         multiprocessing.set_start_method(default, force=True)
     return [hashlib.sha256(repr(sorted(of_step.items())).encode()).hexdigest() for of_step in steps.values()]
@@ -188,14 +177,14 @@ def test_batches_are_the_same_wherever_they_are_read(name, place):
 @pytest.mark.parametrize("name", [*TRANSFORMS, "a torch Dataset's"])
 def test_copies_and_epochs_differ_and_the_process_draws_as_before(name):
     data, made = (InMemory(), {"x": TRANSFORMS[name]()}) if name in TRANSFORMS else (OfDataset(), {})
-    module = DataModule(data, batch_size=12, eval_batch_size=8, repeats=2, seed=5, augment=Augmentation(made))
-    index_B = np.flatnonzero(IMAGES[:, 0, 0, 0] < 20).repeat(2)
+    module = DataModule(data, batch_size=12, eval_batch_size=8, repeats=2, operations=made)
+    module.trainer = stand_in_trainer()
     states = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
-    batches = [module.reader("train", training=True)(index_B, epoch)["input"] for epoch in (0, 0, 1)]
+    loader = module.train_dataloader()
+    batches = [torch.cat([batch["input"] for batch, _ in divided(loader, seed=5, epoch=epoch)]) for epoch in (0, 0, 1)]
     assert states == [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
     assert torch.equal(batches[0], batches[1]) and not torch.equal(batches[0], batches[2])
     assert (batches[0][::2] != batches[0][1::2]).any()
-    assert torch.equal(module.reader("train", training=True)(index_B[-4:], 0)["input"], batches[0][-4:])
 
 
 OF_MODULE = np.random.default_rng(1)
@@ -284,10 +273,10 @@ def test_masks_and_boxes_move_with_their_images():
             super().__init__()
             self.held = {"train": Boxes(), "val": None, "test": Boxes()}
 
-    change = Augmentation({"x": v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(16, padding=2)])})
-    batch = DataModule(Data(), batch_size=12, eval_batch_size=8, augment=change).reader("train", training=True)(
-        np.arange(12)
-    )
+    change = {"x": v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(16, padding=2)])}
+    module = DataModule(Data(), batch_size=12, eval_batch_size=8, operations=change)
+    module.trainer = stand_in_trainer()
+    batch, _ = next(divided(module.train_dataloader()))
     assert batch["input"].shape == (12, 3, 16, 16) and batch["mask"].shape == (12, 16, 16)
     assert torch.equal(batch["mask"], (batch["input"][:, 0] > 0).long())
     for image, target in zip(batch["input"], batch["target"], strict=True):
@@ -312,34 +301,42 @@ BOXES = tv_tensors.BoundingBoxes(torch.ones(1, 4), format="XYXY", canvas_size=(2
     (lambda: v2.ToDtype(torch.float32, scale=True), {}, r"it returns float32 of shape \(3, 20, 18\). Images stay uint8"),
     (lambda: v2.RandomCrop(90), {}, r"augment.x, sample 0: ValueError: Required crop size"),
     (lambda: Rotate(degrees=9), {"target": torch.zeros(4, 20, 18)}, r"it uncovers pixels, .* mask_fill=<value>. Or remove it: ~augment.x"),
-    (TrivialAugment, {"target": torch.zeros(4, 20, 18)}, r"augment.x, sample 0: TypeError: .*Mask"),
-    (albumentations_flip, {"target": [BOXES] * 4}, r"albumentations moves only images and masks here, not `target`"),
-    (albumentations_flip, {"target": torch.zeros(4, 2, 20, 18)}, r"`target` is float32 of shape \(2, 20, 18\), but albumentations needs masks \(H, W\)"),
+    (v2.TrivialAugmentWide, {"target": torch.zeros(4, 20, 18)}, r"augment.x, sample 0: TypeError: .*Mask"),
+    (albumentations_flip, {"target": [BOXES] * 4}, r"albumentations moves only images and masks \(H, W\) here, not `target`"),
+    (albumentations_flip, {"target": torch.zeros(4, 2, 20, 18)}, r"albumentations moves only images and masks \(H, W\) here"),
 ])  # fmt: skip
 def test_what_a_transform_cannot_keep_true_is_refused(make, more, told):
     with pytest.raises(UserError, match=told):
-        Augmentation({"x": make()})({**four(), **more}, seed=0, epoch=0)
+        read(make(), {**four(), **more})
 
 
 def four() -> dict:
-    return {"input": torch.from_numpy(IMAGES[:4]), "target": torch.arange(4), "index": torch.arange(4), "count": 4}
+    return {"input": torch.from_numpy(IMAGES[:4]), "target": torch.arange(4), "index": torch.arange(4)}
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: ColorJitter(hue=0.1), lambda: lambda sample: {**sample, "input": sample["input"] // 2}]
-)
+def row(value: object, index: int) -> object:
+    return {n: row(v, index) for n, v in value.items()} if isinstance(value, dict) else value[index : index + 1]
+
+
+def read(transform: object, batch: dict) -> dict:
+    """What a loader collates: each sample is changed where it is read."""
+    made = Augmentation({"x": transform})
+    return concatenate([made.at_reading(row(batch, index)) for index in range(len(batch["index"]))])
+
+
+@pytest.mark.parametrize("make", [lambda: lambda sample: {**sample, "input": sample["input"] // 2}])
 @pytest.mark.parametrize(
     "target", [torch.zeros(4, 5, 4), [{"boxes": torch.zeros(1, 4)}] * 4, {"boxes": torch.zeros(4, 2, 4)}]
 )
 def test_what_only_changes_pixels_takes_any_target(make, target):
-    made = Augmentation({"x": make()})({**four(), "target": target}, seed=0, epoch=0)
+    made = read(make(), {**four(), "target": target})
     assert repr(made["target"]) == repr(target) and not torch.equal(made["input"], four()["input"])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float32])
 def test_albumentations_moves_masks_of_any_type(dtype):
     batch = {**four(), "target": (four()["input"][:, 0] > 99).to(dtype)}
-    made = Augmentation({"x": albumentations_flip()})(batch, seed=0, epoch=0)
+    made = read(albumentations_flip(), batch)
     assert torch.equal(made["input"], batch["input"].flip(-1)) and torch.equal(made["target"], batch["target"].flip(-1))
 
 
@@ -348,7 +345,7 @@ def test_a_bug_of_ones_own_shows_its_place():
         return {"input": sample["inptu"]}
 
     with pytest.raises(KeyError, match="inptu") as error:
-        Augmentation({"x": wrong})(four(), seed=0, epoch=0)
+        read(wrong, four())
     assert error.value.__notes__ == ["in augment.x, sample 0"] and error.traceback[-1].name == "wrong"
 
 
@@ -359,7 +356,7 @@ def test_a_sample_that_is_read_again_has_not_been_changed():
         return {**sample, "input": sample["input"] + random.randrange(1)}
 
     batch = {**four(), "target": {"count": torch.zeros(4)}}
-    made = Augmentation({"x": counts})(batch, seed=0, epoch=0)
+    made = read(counts, batch)
     assert made["target"]["count"].tolist() == [1.0] * 4 and torch.equal(made["input"], four()["input"] + 1)
     assert not batch["target"]["count"].any()
 
@@ -370,34 +367,31 @@ def test_uncovered_pixels_are_filled():
         "target": torch.ones(40, 20, 20),
         "index": torch.arange(40),
     }
-    made = Augmentation({"x": Rotate(degrees=45, interpolation="nearest", fill=7, mask_fill=-1)})(
-        batch, seed=0, epoch=0
-    )
+    made = read(Rotate(degrees=45, interpolation="nearest", fill=7, mask_fill=-1), batch)
     assert {*made["target"].unique().tolist()} == {-1.0, 1.0}
     assert {*made["input"].unique().tolist()} == {7, 200}
 
 
 def test_what_is_known_without_torch_is_the_class():
-    assert isinstance(Augmentation({"x": v2.RandomHorizontalFlip()}).operations["x"], SampleTransform)
+    assert isinstance(Augmentation({"x": v2.RandomHorizontalFlip()}).transforms["x"], SampleTransform)
     with pytest.raises(ValueError, match="the lower number must come first"):
         RandomResizedCrop(image_size=9, scale=(1.0, 0.5))
 
 
-def test_what_cannot_be_seeded_is_named():
+def test_what_cannot_be_seeded_is_noted():
     def unseeded(sample: dict) -> dict:
         return {**sample, "input": sample["input"] + os.urandom(1)[0]}
 
-    change = Augmentation({"a": v2.RandomHorizontalFlip(), "b": unseeded})
-    with pytest.raises(UserError, match=r"augment.b returns different results for the same seed.* ~augment.b"):
-        DataModule(InMemory(), batch_size=12, eval_batch_size=8, augment=change)
+    made = {"a": v2.RandomHorizontalFlip(), "b": unseeded}
+    module = DataModule(InMemory(), batch_size=12, eval_batch_size=8, operations=made)
+    module.trainer = stand_in_trainer()
+    (note,) = [each for each in wrap_loader(module.train_dataloader(), Division(seed=0)).notes if "seed" in each]
+    assert "returns different samples for the same seed" in note
 
 
 def test_a_run_whose_transforms_drew_other_numbers_is_not_resumed():
-    keyed, plain = (
-        DataModule(InMemory(), batch_size=12, eval_batch_size=8, augment=Augmentation(made))
-        for made in ({"x": ColorJitter(hue=0.1)}, {})
-    )
-    for module in (keyed, plain):
-        module.load_state_dict(module.state_dict())
-    with pytest.raises(UserError, match=r"by an earlier version, in which crop, .* drew different random numbers"):
-        keyed.load_state_dict(plain.state_dict())
+    operations = {"x": v2.ColorJitter(hue=0.1)}
+    keyed = DataModule(InMemory(), batch_size=12, eval_batch_size=8, operations=operations)
+    keyed.load_state_dict(state := keyed.state_dict())
+    with pytest.raises(UserError, match=r"by an earlier version, which drew other random numbers"):
+        keyed.load_state_dict({name: value for name, value in state.items() if name != "draws"})

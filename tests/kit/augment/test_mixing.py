@@ -18,11 +18,15 @@ MIXES = {"mixup": Mixup(alpha=0.8), "cutmix": Cutmix(), "mixup_cutmix": MixupOrC
 def batch_of(count: int = 16, **more: torch.Tensor) -> dict:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, 3, 12, 15), dtype=torch.uint8, generator=generator)
-    return {"input": images, "target": torch.arange(count) % 5, "index": torch.arange(count), "count": count, **more}
+    return {"input": images, "target": torch.arange(count) % 5, "index": torch.arange(count), **more}
 
 
 def mixed(name: str, batch: dict) -> dict:
-    return Augmentation({name: MIXES[name]})(batch, seed=0, epoch=0)
+    return changed({name: MIXES[name]}, batch)
+
+
+def changed(operations: dict, batch: dict) -> dict:
+    return Augmentation(operations).on_device(batch, batch["index"].numpy(), seed=0, epoch=0)
 
 
 def classification(**options: object) -> Classification:
@@ -72,9 +76,9 @@ def test_mixing_twice_weighs_the_targets_as_the_images_are_weighed():
     """Two constant images: the share of the own one is read from the pixels."""
     images = torch.zeros(64, 1, 40, 40)
     images[::2] = 1.0
-    batch = {"input": images, "target": torch.arange(64), "index": torch.arange(64), "count": 64}
+    batch = {"input": images, "target": torch.arange(64), "index": torch.arange(64)}
     one, other = Mixup(alpha=1.0), Mixup(alpha=2.0, probability=0.7)
-    made = Augmentation({"a": one, "b": other})(batch, seed=0, epoch=0)
+    made = changed({"a": one, "b": other}, batch)
     own = torch.arange(64) % 2 == 0
     seen = made["input"].mean((1, 2, 3)).where(own, 1 - made["input"].mean((1, 2, 3)))
     torch.testing.assert_close(made["share"], seen, atol=1e-5, rtol=0)
@@ -87,7 +91,7 @@ def test_everything_but_the_input_is_the_partners():
     for name in ("target", "boxes", "index"):
         assert torch.equal(other[name], batch[name][swapped])
     assert torch.equal(other["extra"]["a"], swapped)
-    assert (other["scale"], other["count"]) == (batch["scale"], 16)
+    assert other["scale"] == batch["scale"]
 
 
 class Weighted(Regression):
@@ -126,12 +130,12 @@ def with_masks(count: int = 64, size: tuple[int, int] = (8, 10), **more: torch.T
     coarse = torch.rand(count, 3, *size, generator=torch.Generator().manual_seed(0))
     images = (coarse * 255).round().to(torch.uint8)
     target = (images[:, 0] > 127).long()
-    return {"input": images, "target": target, "index": torch.arange(count), "count": count, **more}
+    return {"input": images, "target": target, "index": torch.arange(count), **more}
 
 
 def test_cutmix_pastes_masks_with_their_images_and_leaves_the_loss():
     before = with_masks(shape=torch.arange(64))
-    made = Augmentation({"cutmix": Cutmix()})(before, seed=0, epoch=0)
+    made = changed({"cutmix": Cutmix()}, before)
     assert torch.equal(made["target"], (made["input"][:, 0] > 127).long())
     assert not torch.equal(made["target"], before["target"])
     assert "share" not in made and torch.equal(made["shape"], before["shape"])
@@ -145,7 +149,7 @@ def test_cutmix_pastes_masks_with_their_images_and_leaves_the_loss():
 def test_masks_stay_upon_their_images(operation, size):
     data = Images(image_size=size, mean=[0, 0, 0], std=[1, 1, 1])
     before = with_masks(size=(8, 8), shape=torch.arange(64))
-    moved = Augmentation({"x": operation})(before, seed=0, epoch=0)
+    moved = changed({"x": operation}, before)
     assert torch.equal(moved["target"], (moved["input"][:, 0] > 127).long())
     done = data.preprocess(moved)
     assert torch.equal(done["shape"], before["shape"])
@@ -153,19 +157,19 @@ def test_masks_stay_upon_their_images(operation, size):
 
 
 @pytest.mark.parametrize(("operations", "more", "told"), [
-    ({"flip": Flip()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.flip cannot move `boxes` of shape \(64, 2, 4\) .* ~augment.flip"),
-    ({"flip": Flip()}, {"target": [{"boxes": torch.zeros(2, 4), "labels": torch.zeros(2)}] * 64}, r"augment.flip cannot move the value of `target` .* ~augment.flip"),
-    ({"flip": Flip()}, {"target": {"boxes": torch.zeros(64, 2, 4), "labels": torch.zeros(64, 2)}}, r"augment.flip cannot move the value of `target`"),
-    ({"flip": Flip()}, {"target": {"boxes": [torch.zeros(2, 4)] * 64}}, r"augment.flip cannot move the value of `target`"),
+    ({"flip": Flip()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.flip cannot move `boxes`, float32 of shape \(64, 2, 4\), .* ~augment.flip"),
+    ({"flip": Flip()}, {"target": [{"boxes": torch.zeros(2, 4), "labels": torch.zeros(2)}] * 64}, r"augment.flip cannot move `target`, list, .* ~augment.flip"),
+    ({"flip": Flip()}, {"target": {"boxes": torch.zeros(64, 2, 4), "labels": torch.zeros(64, 2)}}, r"augment.flip cannot move `target`, dict"),
+    ({"flip": Flip()}, {"target": {"boxes": [torch.zeros(2, 4)] * 64}}, r"augment.flip cannot move `target`, dict"),
     ({"cut": Cutmix()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "boxes": [torch.zeros(2, 4)] * 64}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "depth": torch.zeros(64, 8, 10)}, r"augment.cut cannot paste a part of `depth`"),
     ({"mixup": Mixup(), "cut": Cutmix()}, {}, r"augment.cut pastes masks, .* Use augment="),
     ({"both": MixupOrCutmix()}, {}, r"augment.both pastes masks, .* Use augment="),
-    ({"mixup": Mixup()}, {"input": torch.ones(64, 7, dtype=torch.int64)}, r"mixup needs uint8 images .*; `input` is int64 of shape \(64, 7\)"),
+    ({"mixup": Mixup()}, {"input": torch.ones(64, 7, dtype=torch.int64)}, r"mixup needs uint8 images .*, but `input` is int64 of shape \(64, 7\)"),
     ({"mixup": Mixup()}, {"index": torch.arange(3)}, r"augment.mixup mixes pairs, but a batch has 3 samples"),
-    ({"flip": Flip()}, {"input": torch.zeros(64, 5)}, r"augment.flip needs uint8 images \(BCHW\); `input` is float32 of shape \(64, 5\)"),
+    ({"flip": Flip()}, {"input": torch.zeros(64, 5)}, r"augment.flip needs uint8 images of one size \(BCHW\), but `input` is float32 of shape \(64, 5\)"),
 ])  # fmt: skip
 def test_what_cannot_be_mixed_or_follow_the_images_is_refused(operations, more, told):
     with pytest.raises(UserError, match=told):
-        Augmentation(operations)({**with_masks(), **more}, seed=0, epoch=0)
+        changed(operations, {**with_masks(), **more})

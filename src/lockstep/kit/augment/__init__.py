@@ -5,12 +5,9 @@ from lockstep.kit.augment.operation import GeometricOperation as GeometricOperat
 from lockstep.kit.augment.operation import Operation as Operation
 from lockstep.kit.augment.operation import PixelOperation as PixelOperation
 from lockstep.kit.augment.samples import Augmentation as Augmentation
-from lockstep.kit.augment.samples import ColorJitter as ColorJitter
-from lockstep.kit.augment.samples import RandAugment as RandAugment
 from lockstep.kit.augment.samples import RandomResizedCrop as RandomResizedCrop
 from lockstep.kit.augment.samples import Rotate as Rotate
 from lockstep.kit.augment.samples import SampleTransform as SampleTransform
-from lockstep.kit.augment.samples import TrivialAugment as TrivialAugment
 from lockstep.kit.augment.transforms import Cutmix as Cutmix
 from lockstep.kit.augment.transforms import Flip as Flip
 from lockstep.kit.augment.transforms import Mixup as Mixup

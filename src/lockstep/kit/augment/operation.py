@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep import Batch, Indices, UserError, sampler
-from lockstep.kit.spatial import spatial
+from lockstep.kit.images import spatial
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -29,24 +29,23 @@ if TYPE_CHECKING:
 class Draws:
     """The random numbers of one operation as NumPy arrays, one of each kind for each sample of a batch.
 
-    A sample's numbers depend on (seed, epoch, sample, copy, name) and on how many were drawn before. `repeats`
-    consecutive samples are copies of one. Numbers are drawn on the host, so an operation can read them without waiting
-    for a GPU; `tensor` moves them to the device.
+    A sample's numbers depend on (seed, epoch, place in the epoch, name) and on how many were drawn before. They are drawn
+    on the host, so an operation can read them without waiting for a GPU; `tensor` moves them to the device.
     """
 
     def __init__(
-        self, name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1, device: "device | str" = "cpu"
+        self, name: str, place_B: Indices, *, seed: int, epoch: int, repeats: int = 1, device: "device | str" = "cpu"
     ) -> None:
         self.name, self.device, self.repeats, self.drawn = name, device, repeats, 0
-        self.place_B = np.arange(len(index_B))
-        self.state_B = sampler.sample_states(name, index_B, seed=seed, epoch=epoch, repeats=repeats)
+        self.row_B = np.arange(len(place_B))
+        self.state_B = sampler.sample_states(name, place_B, seed=seed, epoch=epoch)
 
     def bits(self, *shape: int) -> NDArray[np.uint64]:
         """64 random bits: (B, *shape). SplitMix64's stream of each sample."""
         count = math.prod(shape)
         number_N = np.arange(self.drawn + 1, self.drawn + count + 1, dtype=np.uint64)
         self.drawn += count
-        return sampler.mix(self.state_B[:, None] + number_N * sampler.GOLDEN).reshape(len(self.place_B), *shape)
+        return sampler.mix(self.state_B[:, None] + number_N * sampler.GOLDEN).reshape(len(self.row_B), *shape)
 
     def noise(self, index: int, count: int) -> NDArray[np.uint8]:
         """Random bytes of one sample. Must be the last draw of an operation, because it does not count as drawn."""
@@ -75,7 +74,7 @@ class Draws:
 
         It is the neighbour in the global batch (0 and 1, 2 and 3, ...), of the same copy.
         """
-        return self.tensor(self.place_B + self.repeats * (1 - 2 * (self.place_B // self.repeats & 1)))
+        return self.tensor(self.row_B + self.repeats * (1 - 2 * (self.row_B // self.repeats & 1)))
 
 
 def to_device(device: "device | str", array: NDArray[Any]) -> "Tensor":
@@ -136,10 +135,7 @@ class Operation:
     """
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
-    at_reading: ClassVar[bool] = False  # whether it runs where samples are read; before the others
-    drawn: ClassVar[str] = ""  # kind of its random numbers, saved in checkpoints so that a resumed run uses the same
-    # for operations that crop images of any size to one size: the shorter side they need in pixels, 0 for the original
-    crops_from: int | None = None
+    at_reading: ClassVar[bool] = False  # transforms of one sample run where it is read, before the others
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         raise NotImplementedError
@@ -174,9 +170,8 @@ class GeometricOperation(Operation):
         image, masks, name = images_of(batch, draws.name), spatial(batch, nested=True), draws.name
         for key, mask in masks.items():
             if getattr(mask, "shape", ())[-2:] != image.shape[-2:]:
-                value = f"`{key}` of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else f"the value of `{key}`"
                 raise UserError(
-                    f"{name} cannot move {value} with images of {tuple(image.shape[-2:])}. Remove it: ~{name}, or write your own operation that can (docs/augment.md)."
+                    f"{name} cannot move `{key}`, {form_of(mask)}, with images of {tuple(image.shape[-2:])}. Remove it: ~{name}, or write your own operation that can (docs/augment.md)."
                 )
         if masks and self.uncovers and self.mask_fill is None:
             raise UserError(
@@ -192,16 +187,15 @@ class GeometricOperation(Operation):
 
 
 def images_of(batch: Batch, name: str) -> "Tensor":
-    """The images of a batch. Raises UserError if `input` is not images."""
-    image: Tensor | None = batch.get("input")
-    if isinstance(image, list):
+    """The images of a batch. Raises UserError if `input` is not images of bytes and one size."""
+    image: Any = batch.get("input")
+    if getattr(image, "ndim", 0) != 4 or image.element_size() != 1 or image.is_floating_point():
         raise UserError(
-            f"{name} needs images of one size, but `input` has several. Crop or resize them first, for example with augment=crop; or remove it: ~{name}."
+            f"{name} needs uint8 images of one size (BCHW), but `input` is {form_of(image)}. Crop them first, for example with augment=crop, or remove it: ~{name}."
         )
-    if image is None:
-        raise UserError(f"{name} needs `input`, but a batch contains only {', '.join(batch)}. Remove it: ~{name}.")
-    if image.dim() != 4 or image.element_size() != 1 or image.is_floating_point():
-        raise UserError(
-            f"{name} needs uint8 images (BCHW); `input` is {str(image.dtype).removeprefix('torch.')} of shape {tuple(image.shape)}. Remove it: ~{name}."
-        )
-    return image
+    return image  # type: ignore[no-any-return]
+
+
+def form_of(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    return f"{str(getattr(value, 'dtype', type(value).__name__)).removeprefix('torch.')}{shape}"

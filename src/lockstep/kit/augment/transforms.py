@@ -34,7 +34,7 @@ from lockstep.kit.augment.operation import (
     images_of,
     to_device,
 )
-from lockstep.kit.spatial import spatial
+from lockstep.kit.images import spatial
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,7 @@ class RandomErasing(Checked, PixelOperation):
         sides_2BT = np.sqrt([area_BT * ratio_BT, area_BT / ratio_BT]).round().astype(np.int64)
         fits_BT = (sides_2BT[0] < height) & (sides_2BT[1] < width)
         first_B, erased_B = fits_BT.argmax(1), draws.chance(self.probability) & fits_BT.any(1)
-        h_B, w_B = sides_2BT[:, draws.place_B, first_B] * erased_B
+        h_B, w_B = sides_2BT[:, draws.row_B, first_B] * erased_B
         return np.stack([draws.below(height - h_B + 1), draws.below(width - w_B + 1), h_B, w_B], 1)
 
     def change(self, image_BCHW: "Tensor", draws: Draws) -> "Tensor":
