@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_convert
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
@@ -41,7 +41,6 @@ from lockstep.extras.adapters import Pictures
 from lockstep.kit import Folder, augment
 from lockstep.kit.augment import Augmentation, Draws
 from lockstep.kit.augment.transforms import beta
-from lockstep.kit.datamodule import as_it_is
 from lockstep.kit.images import Files
 from lockstep.kit.pixels import Frame
 
@@ -163,7 +162,7 @@ def training(path: Path, count: int, low: float) -> dict[str, Read]:
     crop = augment.RandomResizedCrop(image_size=SIDE, scale=(low, 1.0))
     files = Files(path.parent, [path.name] * count, np.zeros(count), **COLOUR, least=crop.crops_from)
     part = Part(files, Split(count, 0, count, shuffled=False), Augmentation({"crop": crop}).at_reading)
-    read = MicroBatches(part, as_it_is).samples
+    read = MicroBatches(part, default_convert).samples
     vision = v2.Compose([v2.RandomResizedCrop(SIDE, scale=(low, 1.0)), v2.RandomHorizontalFlip(), v2.PILToTensor()])
     scale = {"scale": (low, 1.0), "color_jitter": None}
     return {
@@ -255,7 +254,7 @@ def rate(kind: type[MicroBatches], pictures: Pictures, workers: int) -> float:
     """Images per second."""
     order = np.random.default_rng(0).permutation(len(pictures)).reshape(-1, 64)
     shares = [(share_of(keys.tolist(), 64 * number),) for number, keys in enumerate(order)]
-    read = Indexed(kind(Part(pictures, Split(len(pictures), 0, len(pictures), shuffled=False)), as_it_is))
+    read = Indexed(kind(Part(pictures, Split(len(pictures), 0, len(pictures), shuffled=False)), default_convert))
     batches = FromWorkers(read, sampler=shares, num_workers=workers).batches()
     next(batches)  # waits until workers have started
     began_s = time.perf_counter()

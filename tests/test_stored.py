@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import state
 
 import lockstep
 from lockstep.errors import UserError
@@ -48,7 +47,9 @@ def rows(run: Path) -> list[dict[str, float]]:
         return [{name: float(row[name]) for name in COLUMNS if row.get(name)} for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("run", ["task", *(pytest.param(run, marks=pytest.mark.slow) for run in ("sweep/1", "sharded"))])
+@pytest.mark.parametrize(
+    "run", ["task", *(pytest.param(run, marks=pytest.mark.slow) for run in ("sweep/1", "sharded"))]
+)
 def test_a_stored_run_with_augmentation_is_not_resumed_but_its_weights_load(run, stored, forked):
     """It would go on with other random numbers."""
     with pytest.raises(UserError, match=r"saved by Lockstep 0\.2, .*init_from="):

@@ -15,7 +15,7 @@ import torch
 from in_process import report
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from shipped_data import divided, stand_in_trainer, training_batches
-from torch.utils.data import DataLoader, StackDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, StackDataset, TensorDataset, default_convert, get_worker_info
 
 from lockstep.data import loaders
 from lockstep.data.dataset import Arrays, DataSet, content_of
@@ -23,7 +23,7 @@ from lockstep.data.loaders import FromWorkers, Indexed
 from lockstep.data.parts import Part, batch_of
 from lockstep.data.sampler import ComputedOrder, Split
 from lockstep.errors import ProcessDied, TrainingFailed, UserError
-from lockstep.kit.datamodule import DataModule, as_it_is
+from lockstep.kit.datamodule import DataModule
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_samples_in_any_form_give_the_same_batches_from_this_process_and_workers
     )
     split = Split(103, 10, 90) if trains else Split(103, 0, 103, shuffled=False)
     options = {"batch_size": 20, "sampler": ComputedOrder(90), "drop_last": True} if trains else {"batch_size": 40}
-    options |= {"collate_fn": as_it_is, "num_workers": workers}
+    options |= {"collate_fn": default_convert, "num_workers": workers}
     both = [
         [[batch for batch, _ in divided(DataLoader(Part(form, split), **options), seed=3, rank=rank, world=2, trains=trains)] for form in forms]
         for rank in (0, 1)
@@ -239,7 +239,8 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
 
     def batches(count: int):
         return [
-            batch for batch, _ in divided(DataLoader(part, 2, num_workers=count, collate_fn=as_it_is), trains=False)
+            batch
+            for batch, _ in divided(DataLoader(part, 2, num_workers=count, collate_fn=default_convert), trains=False)
         ]
 
     wanted = batches(0)

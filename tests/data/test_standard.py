@@ -573,6 +573,21 @@ def test_datasets_that_differ_by_process_are_refused():
     assert Process(entropy, 1, 2, 1, agree=lambda text: text == "").epoch_from()
 
 
+class Shared(Plain):
+    """Divides itself among processes, like the readers of some formats."""
+
+    def __len__(self) -> int:
+        return super().__len__() // torch.distributed.get_world_size()
+
+
+def test_a_dataset_that_divides_itself_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(
+        UserError, match="Shared has 11 samples in each of 2 processes and 23 in one: it divides itself"
+    ):
+        Process(DataLoader(Shared(), batch_size=4), 0, 2, 1)
+
+
 def test_the_first_lines_say_what_a_batch_size_and_a_generator_do():
     given = DataLoader(Plain(), batch_size=7, shuffle=True, generator=torch.Generator())
     gathered, generator = Process(given, 0, 2, 1).loader.notes

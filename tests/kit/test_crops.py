@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 from shipped_data import stand_in_trainer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_convert
 from torchvision.transforms import v2
 
 from lockstep.data.loaders import MicroBatches, Share
@@ -15,7 +15,7 @@ from lockstep.data.standard import global_batch
 from lockstep.extras.adapters import TorchDataset
 from lockstep.kit import Folder
 from lockstep.kit.augment import Flip, RandomResizedCrop, Rotate
-from lockstep.kit.datamodule import DataModule, as_it_is
+from lockstep.kit.datamodule import DataModule
 
 SIDE, LARGE = 16, (400, 300)
 
@@ -60,7 +60,7 @@ def module(data, operations=None, **more) -> DataModule:
 def read(data: DataModule, positions=range(8)) -> torch.Tensor:
     """Samples of the train part, as they are read."""
     part = data.train_dataloader().dataset
-    batch = MicroBatches(part, as_it_is)(Share([*positions], 0, 0, 0, 0, None))[0]
+    batch = MicroBatches(part, default_convert)(Share([*positions], 0, 0, 0, 0, None))[0]
     assert batch["index"].tolist() == part.split.indices(np.array(positions)).tolist()
     assert batch["input"].dtype == torch.uint8 and batch["input"].shape[-2:] == (SIDE, SIDE)
     return batch["input"]

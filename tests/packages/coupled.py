@@ -24,30 +24,30 @@ class Series:
         series_CT = numbers.normal(size=(CHANNELS, length)).astype(np.float32)
         return series_CT, np.float32(series_CT[0].mean())
 
-    def __getitem__(self, indices):
-        series, targets = zip(*map(self.one, indices.tolist()), strict=True)
+    def __getitems__(self, indices):
+        series, targets = zip(*map(self.one, indices), strict=True)
         lengths = [x.shape[1] for x in series]
         padded = np.stack([np.pad(x, ((0, 0), (0, max(lengths) - x.shape[1]))) for x in series])
-        known = np.array([index % 3 > 0 for index in indices.tolist()], np.float32)
+        known = np.array([index % 3 > 0 for index in indices], np.float32)
         return {"input": padded, "length": np.array(lengths), "target": np.array(targets), "known": known}
 
 
 class Fixed(Series):
     """All are padded to one length."""
 
-    def __getitem__(self, indices):
-        batch = super().__getitem__(np.append(indices, LONGEST))
+    def __getitems__(self, indices):
+        batch = super().__getitems__([*indices, LONGEST])
         return {name: value[: len(indices)] for name, value in batch.items()}
 
 
 class Graphs(Series):
     """The nodes of all graphs in a row, and the graph of each."""
 
-    def __getitem__(self, indices):
-        graphs, targets = zip(*map(self.one, indices.tolist()), strict=True)
+    def __getitems__(self, indices):
+        graphs, targets = zip(*map(self.one, indices), strict=True)
         nodes = np.concatenate([x.T for x in graphs])
         graph_of = np.repeat(np.arange(len(graphs)), [x.shape[1] for x in graphs])
-        return {"input": nodes, "graph": graph_of, "target": np.array(targets), "class": indices % 3}
+        return {"input": nodes, "graph": graph_of, "target": np.array(targets), "class": np.array(indices) % 3}
 
 
 class Padded(DataSet):

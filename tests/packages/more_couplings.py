@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 class Rare(coupled.Series):
     """Few targets are known, so batches of a process may have none."""
 
-    def __getitem__(self, indices):
-        return {**super().__getitem__(indices), "known": np.float32(indices % 8 == 1)}
+    def __getitems__(self, indices):
+        return {**super().__getitems__(indices), "known": np.float32(np.array(indices) % 8 == 1)}
 
 
 class Padded(coupled.Padded):

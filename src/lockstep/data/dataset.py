@@ -149,7 +149,11 @@ def targets_of(part: Any) -> NDArray[Any] | None:
 def classes_of(part: Any) -> NDArray[np.int64] | None:
     """class_N of a part's samples, if it stores them as one array."""
     array = targets_of(part)
-    return array.astype(np.int64) if array is not None and array.ndim == 1 and array.dtype.kind in "iu" else None
+    return (
+        array.astype(np.int64, copy=False)
+        if array is not None and array.ndim == 1 and array.dtype.kind in "iu"
+        else None
+    )
 
 
 LISTED = 12  # most names in a message

@@ -2,7 +2,7 @@
 
 # B batch · K name
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.dataset import Arrays, Batch, DataSet, classes_of, collate, join_names, read, targets_of
 from lockstep.data.loaders import as_tensor, concatenate
-from lockstep.data.sampler import Indices, Split
+from lockstep.data.sampler import BLOCK, Indices, Split
 from lockstep.data.splits import order as order
 from lockstep.data.splits import splits as splits
 from lockstep.errors import UserError, raise_problems
@@ -183,8 +183,20 @@ def class_counts(dataset: DataSet, split: Split, metadata: Mapping[str, Any], nu
     names, classes = names_at(dataset.metadata, "classes"), names_at(metadata, "classes")
     if not names or not classes or (class_N := classes_of(dataset.train)) is None:
         return {}
-    train_N = class_N[split.indices(np.arange(split.count))]
+
+    def count(blocks: Iterable[Any]) -> Any:
+        found = (np.bincount(x_N[(x_N >= 0) & (x_N < len(names))], minlength=len(names)) for x_N in blocks)
+        return sum(found, np.zeros(len(names), np.int64))
+
+    def samples(begin: int, end: int) -> Iterator[Any]:
+        """Classes at these positions of the split, in blocks. Beyond its end are the samples that it leaves out."""
+        return (class_N[split.indices(np.arange(i, min(i + BLOCK, end)))] for i in range(begin, end, BLOCK))
+
+    if split.total < 2 * split.count:  # 0.14 us for each sample of a permutation
+        every = (class_N[i : i + BLOCK] for i in range(0, split.total, BLOCK))
+        counts = count(every) - count(samples(split.count, split.total))
+    else:
+        counts = count(samples(0, split.count))
     count_K = np.zeros(len(classes), np.int64)
-    counts = np.bincount(train_N[(train_N >= 0) & (train_N < len(names))], minlength=len(names))
     count_K[numbering[0] if numbering else slice(None)] = counts
     return {"class_counts": count_K.tolist()}

@@ -9,12 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import length_hint
 from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader
 
+from lockstep.compat.torch import in_one_process
 from lockstep.data.global_batches import GlobalBatch, GlobalBatches, ShareSpec, join_small_batches
 from lockstep.data.loaders import (
     DEFAULTS,
@@ -253,7 +255,14 @@ class StandardLoader(WrappedLoader):
 
         Compares the first sample, unless it differs each time or cannot be read alone.
         """
-        digests = ["", ""]
+        data, digests = self.given.dataset, ["", ""]
+        if self.division.world > 1 and (whole := in_one_process(lambda: length_hint(data))) != (
+            own := length_hint(data)
+        ):
+            raise UserError(
+                f"{type(data).__name__} has {own:,} samples in each of {self.division.world} processes and {whole:,} in one: it divides itself, and "
+                "Lockstep divides each batch again. Let its length be that of all samples, or set strategy=single."
+            )
         with suppress(Exception):
             digests = [digest_of(batch) for batch in self.read_apart([0], [0])]
         if digests[0] != digests[1]:

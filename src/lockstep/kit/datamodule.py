@@ -83,8 +83,9 @@ class DataModule(pl.LightningDataModule):
     def loader(self, samples: Any, part: str, *, transform: Any = None, **options: Any) -> DataLoader[Any]:
         device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
         if device.type != "cpu" and isinstance(samples, Arrays) and not self.options["num_workers"]:
-            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-            if samples.nbytes <= ON_DEVICE_SHARE * free if self.on_device == "auto" else self.on_device:
+            asks = self.on_device == "auto"
+            free = torch.cuda.mem_get_info(device)[0] if asks and device.type == "cuda" else 0
+            if samples.nbytes <= ON_DEVICE_SHARE * free if asks else self.on_device:
                 samples.to(device)
         pins = device.type == "cuda" and not getattr(samples, "on_device", None)
         return DataLoader(parts.Part(samples, self.splits[part], transform), pin_memory=pins, **self.options, **options)

@@ -393,5 +393,5 @@ def test_a_run_whose_transforms_drew_other_numbers_is_not_resumed():
     operations = {"x": v2.ColorJitter(hue=0.1)}
     keyed = DataModule(InMemory(), batch_size=12, eval_batch_size=8, operations=operations)
     keyed.load_state_dict(state := keyed.state_dict())
-    with pytest.raises(UserError, match=r"by an earlier version, which drew other random numbers"):
+    with pytest.raises(UserError, match=r"by Lockstep 0\.2, which drew other random numbers"):
         keyed.load_state_dict({name: value for name, value in state.items() if name != "draws"})
