@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import building
 import numpy as np
@@ -13,7 +12,6 @@ import thin_project
 import torch
 from in_process import rows, state
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import lockstep
@@ -23,8 +21,7 @@ from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.dataset import Batch
 from lockstep.data.sampler import ComputedOrder
-from lockstep.errors import RunFailed, UserError
-from lockstep.training.losses import join_global_batch
+from lockstep.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("losses")
 
@@ -137,60 +134,29 @@ def test_processes_find_the_weights_and_figures_of_one(setup, options, alone, fo
     assert report["test/count"] == 103  # batches of 25 cannot be divided; the last one has 3
 
 
-@pytest.fixture
-def whole_of_two(monkeypatch):
-    """The outputs and the batch of two processes that have the same ones, in this process."""
-
-    def exchange(every: list, own: list) -> None:
-        assert {item.device.type for item in own if isinstance(item, Tensor)} <= {"cpu"}
-        every[:] = [own, own]
-
-    def gather(parts: list[Tensor], own: Tensor) -> None:
-        for part in parts:
-            part.copy_(own)
-
-    replaced = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "all_gather_object": exchange}
-    for name, value in {**replaced, "all_gather": gather}.items():
-        monkeypatch.setattr(torch.distributed, name, value)
-    strategy = SimpleNamespace(compares_batches=False)
-    trainer = SimpleNamespace(global_rank=0, world_size=2, strategy=strategy)
-    task = SimpleNamespace(between_samples=True, training=True, trainer=trainer)
-    return lambda output, batch: join_global_batch(task, output, batch)
-
-
-def test_what_a_batch_holds_of_each_sample_is_gathered_wherever_it_is(whole_of_two):
-    """A list of tensors over the CPU: otherwise it would arrive on the sender's GPU. Here the GPU has no values."""
-    with FakeTensorMode():
-        index = torch.arange(2, device="cuda")
-        boxes = [torch.ones(1, 4, device="cuda"), torch.zeros(3, 4, device="cuda")]
-        more = {"boxes": boxes, "texts": ("a", "b"), "views": (index, index), "scale": 2.0}
-        outputs = {"logits": (torch.ones(2, 3, device="cuda"), torch.ones(2, device="cuda"))}
-        output, whole = whole_of_two(outputs, {"index": index, "more": more})
-    found = whole["more"]
-    assert [(box.device.type, *box.shape) for box in found["boxes"]] == [("cuda", 1, 4), ("cuda", 3, 4)] * 2
-    assert (found["texts"], found["scale"]) == (["a", "b"] * 2, 2.0)
-    assert [len(value) for value in (*found["views"], *output["logits"])] == [4] * 4
-    with pytest.raises(UserError, match=r"output\[2\] has the shape \(3,\)"):
-        whole_of_two((torch.ones(2), torch.ones(2), torch.ones(3)), {"index": torch.arange(2)})
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_gathered_samples_may_be_divided_unevenly(whole, count, options, forked):
+    """10, 10 and 4 samples in a step."""
+    given = [
+        "task=lightning_module", "task._target_=near.Own", f"+task.whole={str(whole).lower()}", "data=none", "trainer.max_epochs=3",
+        "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.log_every_n_steps=1",
+    ]  # fmt: skip
+    alone = f"alone{count}{whole}"
+    lockstep.train([f"run={alone}", *given])
+    lockstep.train([f"run=own{count}{whole}", *given, "strategy=ddp", f"trainer.devices={count}"])
+    assert distance(f"own{count}{whole}", state(f"{alone}/checkpoints/last.ckpt")["state_dict"]) < 1e-6
+    assert losses(f"own{count}{whole}", "train/loss") == pytest.approx(losses(alone, "train/loss"), rel=2e-6)
 
 
 @pytest.mark.parametrize(("override", "told"), [
-    ("trainer.accumulate_grad_batches=2", "Set trainer.accumulate_grad_batches=1"),
-    ("exact.logical_ranks=2", "exact.logical_ranks=2 divides the global batch into logical ranks"),
+    ("trainer.accumulate_grad_batches=2", "set trainer.accumulate_grad_batches=1"),
+    ("exact.logical_ranks=2", "Remove exact.logical_ranks"),
 ])  # fmt: skip
 def test_what_divides_a_batch_is_refused(override, told, options):
     with pytest.raises(UserError, match=told):
         lockstep.train(["run=refused", BETWEEN, *options, override])
     assert not Path("runs/refused").exists()
-
-
-@pytest.mark.slow
-def test_outputs_without_a_row_per_sample_are_refused(options, forked, capfd):
-    with pytest.raises(RunFailed) as refused:
-        lockstep.train(["run=refused", "task._target_=near.Ragged", *options, *TWO])
-    assert refused.value.exit_code == 2
-    assert not Path("runs/refused").exists()
-    assert "output['boxes'] has 13 items in a batch of 13" in capfd.readouterr().err
 
 
 @pytest.mark.slow

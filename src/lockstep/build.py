@@ -24,7 +24,6 @@ from lockstep import PACKAGE, strategies
 from lockstep.build_trainer import arithmetic, evaluator, trainer, workload, workload_of
 from lockstep.checkpoints.finding import Checkpoint, read_outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
-from lockstep.config.checks import whole_batch_problems
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import ENGINE, create_custom_module, create_object
 from lockstep.config.instantiate import network as network_of
@@ -159,8 +158,6 @@ def module(settings: Settings, data: Any) -> pl.LightningModule:
     if goal.target_spec and names_at(data.metadata, goal.names):
         data.check_targets(goal.names, goal.target_spec.wrong, goal.target_spec.integer)
     goal.bind(data.metadata)
-    if goal.between_samples:
-        raise_problems(whole_batch_problems(settings))
     if own := ", ".join(goal.state_dict()):
         raise UserError(
             f"{title} has its own weights ({own}), but checkpoints contain only the network. Move them into the network; register a constant buffer with persistent=False."

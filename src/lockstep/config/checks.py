@@ -155,19 +155,6 @@ def mixing(settings: Settings) -> Iterator[str]:
         yield f"augment.{name} mixes the losses of two targets, which only a Task computes; {settings.cfg.task.title} is a LightningModule. Remove it with ~augment.{name}."
 
 
-def whole_batch_problems(settings: Settings) -> Iterator[str]:
-    """Keys that divide the global batch although the task compares samples across it (`Task.between_samples`)."""
-    reason = f"task={settings.cfg.task.title} compares the samples of a batch (between_samples)"
-    cfg, accumulate = settings.cfg, settings.cfg.trainer.accumulate_grad_batches
-    if cfg.exact.logical_ranks:
-        yield f"exact.logical_ranks={cfg.exact.logical_ranks} divides the global batch into logical ranks, but {reason}. Remove it."
-    elif accumulate != 1:
-        yield (
-            f"trainer.accumulate_grad_batches={accumulate} divides the global batch into micro-batches, but {reason}. "
-            "Set trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller loader.batch_size."
-        )
-
-
 def unused_overrides(settings: Settings) -> Iterator[str]:
     """Overrides that have no effect because train.py builds the object of that group itself."""
     by_hand = {"task", "model", "data", "optim", "schedule", "loader", "augment"} - settings.built_groups

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lockstep.kit.listing import MISSING, SEPARATORS, Check, Listing, find_input
 from lockstep.kit.pixels import file_name_text, read_error_text
 from lockstep.machine.files import without_nan
 from lockstep.training.losses import validated_columns
+from lockstep.training.module import WholeBatchNeeded
 from lockstep.training.task import Task
 from lockstep.training.workload import Workload
 
@@ -264,8 +266,9 @@ def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Row:
     columns = (task.targets(batch) if has_targets else {}) | validated_columns(task.predictions(network_output))
     if top_k > 1:
         columns |= task.top(network_output, top_k)
-    if has_targets and not task.between_samples:  # with between_samples, a single sample has no loss
-        columns.setdefault("loss", task.loss(network_output, batch))
+    if has_targets:
+        with suppress(WholeBatchNeeded):  # alone, a sample has no loss
+            columns.setdefault("loss", task.loss(network_output, batch))
     return columns
 
 

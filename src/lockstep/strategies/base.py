@@ -187,6 +187,8 @@ class DividedBatches(Strategy):
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
     contiguous_micro_batches = False
     means: Means
+    gathers = False  # whether the module computes with the samples of other processes
+    gathered: tuple[int, slice] | None = None  # in this step: their number, and which are this process's
     lacks_update = False  # whether manual optimization has gradients for its next update; no checkpoint has them
     waited_s = 0.0  # how long training in this process has waited for users' loaders
     training_loaders: list[WrappedLoader] | None = None  # users' loaders; None until a step needs them
@@ -233,6 +235,7 @@ class DividedBatches(Strategy):
         for loader in self.loaders_of(self.micro_batch) if self.compares_batches else ():
             if loader.batch_scope == "a share":
                 loader.require_agreement(loader.batch_info[self.micro_batch].digest)
+        self.gathered = None
         self.seeds.samples()
         result = call_step(super().training_step, *args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
@@ -253,6 +256,7 @@ class DividedBatches(Strategy):
         return self.evaluation_step(super().predict_step, *args, **kwargs)
 
     def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.gathered = None
         self.seeds.samples()
         result = call_step(step, *args, **kwargs)
         self.seeds.step("batch end")

@@ -12,16 +12,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
-from lockstep.machine.world import all_gather_objects
 
 Tree = Any
 Change = Callable[[Any, str], Any]  # maps a value and its name in the tree to a new value
+DIMENSIONS = 8  # at most, of a tensor that is gathered
 
 # --- The samples of a batch or of an output: a tensor, or dicts, lists and tuples of tensors ---
 
@@ -95,6 +94,8 @@ def partner_batch(batch: Batch) -> Batch:
 def one_per_sample(value_B: Any, task: Any, batch: Batch, method: str = "loss") -> Tensor:
     """Raises UserError if a task's loss or weight is not one number per sample."""
     count = len(batch["index"])
+    if method == "loss" and isinstance(value_B, Tensor) and value_B.dim() == 1:
+        value_B = task.own_rows(value_B)
     if isinstance(value_B, Tensor) and value_B.shape == (count,):
         return value_B
     description = f"shape {tuple(value_B.shape)}" if isinstance(value_B, Tensor) else f"type {type(value_B).__name__}"
@@ -130,77 +131,45 @@ def weighted_loss(task: Any, output: Any, batch: Batch) -> tuple[Tensor, Tensor 
     return loss_B, share_B * weight_B + (1 - share_B) * other_weight_B
 
 
-# --- Losses between samples (`Task.between_samples`): every process computes the loss of the whole global batch ---
-#
-# Outputs and batches are gathered in the order of the global batch. Each process then has the whole loss, so its
-# gradient with respect to its own outputs is complete: backward communicates nothing more.
+# --- Losses between samples: each process computes with the rows of all of them ---
 
 
-def join_global_batch(task: Any, output: Any, batch: Batch) -> tuple[Any, Batch]:
-    """The outputs, with gradients, and the batch of all processes, for a task with `between_samples`.
+class GatheredRows(torch.autograd.Function):
+    """Concatenates the rows of all processes. Its backward sums their gradients with respect to the rows of each.
 
-    For other tasks, returns `output` and `batch` as they are. In an evaluation, shares may differ by one sample.
+    The strategy averages gradients over processes, so a process may compute the loss of its own samples, or of all.
     """
-    if not task.between_samples or (trainer := task.trainer).world_size == 1:
-        return output, batch
-    rank, world, size_B = trainer.global_rank, trainer.world_size, len(batch["index"])
-    # 2.6 ms on two processes, so not in each training step
-    shapes = {name: value.shape for name, value in batch.items() if isinstance(value, Tensor)}
-    of_ranks = (
-        all_gather_objects(shapes) if not task.training or trainer.strategy.compares_batches else [shapes] * world
-    )
-    if padded := next((name for name in shapes if any(each[name][1:] != shapes[name][1:] for each in of_ranks)), ""):
+
+    @staticmethod
+    def forward(ctx: Any, x_B: Tensor, rank: int, sizes: list[int]) -> Tensor:
+        ctx.rank, ctx.sizes = rank, sizes
+        padded = torch.cat([x_B, x_B.new_zeros(max(sizes) - len(x_B), *x_B.shape[1:])])  # all_gather needs equal shapes
+        parts_B = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts_B, padded)
+        return torch.cat([part_B[:size] for part_B, size in zip(parts_B, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        gradient_N = gradients[0].contiguous()
+        torch.distributed.all_reduce(gradient_N)
+        return gradient_N.split(ctx.sizes)[ctx.rank], None, None
+
+
+def gather_rows(x_B: Tensor, rank: int, world: int) -> tuple[Tensor, slice]:
+    """The rows of all processes, and which of them are this process's. Raises UserError if their shapes differ."""
+    shape = torch.tensor([x_B.dim(), *x_B.shape, *[0] * (DIMENSIONS - x_B.dim())], device=x_B.device)
+    shapes = torch.stack([torch.empty_like(shape) for _ in range(world)])
+    torch.distributed.all_gather([*shapes], shape)
+    rows = [tuple(each[1 : 1 + each[0]]) for each in shapes.tolist()]
+    if len({each[1:] for each in rows}) > 1:
         raise UserError(
-            f"task={type(task).__name__} compares the samples of all processes (between_samples), but this data pads each batch separately: "
-            f"`{padded}` has several shapes. Pad to a fixed length in `__getitem__`, or train in one process."
+            f"self.gather got tensors of the shapes {', '.join(map(str, rows))} in the processes. Pad the samples to one shape in `__getitem__`, or "
+            "train in one process."
         )
-    sizes = [each["index"][0] for each in of_ranks]
-    widest = max(sizes)
-
-    def gather(tensor: Tensor) -> Tensor:
-        local = tensor.detach().contiguous()
-        if len(local) < widest:  # all_gather needs equal shapes
-            local = torch.cat([local, local[:1].expand(widest - len(local), *local.shape[1:])])
-        parts_N = [torch.empty_like(local) for _ in range(world)]
-        torch.distributed.all_gather(parts_N, local)
-        parts_N = [part[:size] for part, size in zip(parts_N, sizes, strict=True)]
-        if tensor.requires_grad:
-            parts_N[rank] = attached = tensor.view_as(tensor)
-            attached.register_hook(lambda gradient: gradient * world)  # the strategy averages gradients over processes
-        return torch.cat(parts_N)
-
-    def gather_value(value: Any, _: str) -> Any:
-        if isinstance(value, Tensor):
-            return gather(value)
-        per_process = all_gather_objects(move_data_to_device(value, "cpu"))  # a tensor would arrive on the sender's GPU
-        return move_data_to_device([item for part in per_process for item in part], batch["index"].device)
-
-    def check(value: Any, name: str) -> Any:
-        if not isinstance(value, Tensor | list | tuple):
-            return value
-        description = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} items"
-        raise UserError(
-            f"{type(task).__name__}.between_samples gathers tensors with a row per sample, but {name} has {description} in a batch "
-            f"of {size_B}. Return tensors of {size_B} rows from `outputs` (several in a tuple), and expand values that all samples share."
-        )
-
-    batch = dict(batch)
-    if "partner" in batch:  # an index into the micro-batch
-        batch["partner"] = batch["partner"] + sum(sizes[:rank])
-    gathered: Batch = by_sample(batch, size_B, gather_value, check, "batch")
-    gathered_output = by_sample(
-        output, size_B, lambda x, name: gather(x) if isinstance(x, Tensor) else check(x, name), check, "output"
-    )
-    return gathered_output, gathered
-
-
-def evaluation_loss(task: Any, output: Any, batch: Batch) -> Tensor:
-    """loss_B of this process's samples. Losses between samples compare them with those of all processes."""
-    loss_B = one_per_sample(task.loss(*(joined := join_global_batch(task, output, batch))), task, joined[1])
-    first, size = 0, len(batch["index"])
-    if len(loss_B) > size:
-        first = sum(all_gather_objects(size)[: task.trainer.global_rank])
-    return loss_B[first : first + size]
+    sizes = [each[0] for each in rows]
+    begin = sum(sizes[:rank])
+    rows_N: Tensor = GatheredRows.apply(x_B.contiguous(), rank, sizes)  # type: ignore[no-untyped-call]
+    return rows_N, slice(begin, begin + sizes[rank])
 
 
 # --- The targets of a task, and checks of what a user's class returns or overrides ---

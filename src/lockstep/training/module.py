@@ -22,7 +22,13 @@ from lockstep.compat.metric_states import exact_on
 from lockstep.errors import UserError
 from lockstep.machine.world import all_gather_objects
 from lockstep.training.arithmetic import StepArithmetic
+from lockstep.training.losses import gather_rows
 from lockstep.training.metrics import MeanLoss, TestPanels
+
+
+class WholeBatchNeeded(UserError):
+    """A module gathers the samples of a global batch, but computes a part of it."""
+
 
 Sums = dict[str, tuple[Any, Any]]  # by name of a mean: the sum of weighted values, and the sum of weights
 
@@ -163,6 +169,7 @@ class Module(pl.LightningModule):
             raise UserError(
                 f"self.mean got the shape {shapes}; expected one number per sample, and optionally a weight for each."
             )
+        values_B = self.own_rows(values_B)
         batch_weight, values_B = self.batch_weight, values_B.to(torch.promote_types(values_B.dtype, torch.float32))
         effective_B = torch.full_like(values_B, batch_weight != 0) * (1.0 if weight_B is None else weight_B.detach())
         total, weight = (values_B * effective_B).sum(), effective_B.sum()
@@ -178,6 +185,38 @@ class Module(pl.LightningModule):
             strategy: Any = self.trainer.strategy
             strategy.means.add(self, log, total, weight)
         return mean
+
+    def gather(self, x_B: Tensor) -> Tensor:
+        """x_N: the rows of all processes in the order of the global batch, for a loss between samples.
+
+        Differentiable. The loss may be that of all N samples, the same in every process, or of this process's. All
+        processes must call it in the same steps, and none in a prediction.
+
+        Raises:
+            WholeBatchNeeded: a step has several micro-batches, or this is a prediction.
+        """
+        trainer: Any = self._trainer
+        if trainer is None:
+            return x_B
+        strategy = trainer.strategy
+        divided = getattr(strategy, "arithmetic", StepArithmetic()).same_bits
+        if trainer.predicting or divided or (trainer.training and trainer.accumulate_grad_batches > 1):
+            raise WholeBatchNeeded(
+                f"{type(self).__name__} compares the samples of a global batch (self.gather), but this computes a part of it. Remove "
+                "exact.logical_ranks, and set trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller batch."
+            )
+        strategy.gathers = True
+        if trainer.world_size == 1:
+            return x_B
+        rows_N, own = gather_rows(x_B, trainer.global_rank, trainer.world_size)
+        strategy.gathered = len(rows_N), own
+        return rows_N
+
+    def own_rows(self, values_B: Tensor) -> Tensor:
+        """The values of this process's samples, if there is one for each gathered sample."""
+        strategy: Any = self._trainer and self._trainer.strategy
+        count, own = getattr(strategy, "gathered", None) or (None, slice(None))
+        return values_B[own] if len(values_B) == count else values_B
 
     def weight_of_step(self, weight: Tensor) -> Tensor:
         """The weight of the global batch, averaged over processes. All processes call it."""

@@ -24,10 +24,9 @@ from lockstep.kit.panels import Panel
 from lockstep.training.arithmetic import clip_by_norm, is_logging_step, scale_gradients, total_steps
 from lockstep.training.losses import (
     Plain,
-    evaluation_loss,
     float32,
     is_small,
-    join_global_batch,
+    one_per_sample,
     sample_weights,
     unsafe_override,
     weighted_loss,
@@ -57,9 +56,6 @@ class Task(Module):
     # Turns outputs into predictions in exported networks: softmax, next_token, sigmoid or identity. Set it in a class
     # with different `predictions`. None: an exported network returns its outputs unchanged.
     activation: str | None = None
-    # Set for a loss between samples, such as a contrastive loss: training and evaluation call `loss` with the outputs
-    # and the batch of all processes, in the order of the global batch. It returns a number for each of these samples.
-    between_samples: bool = False
     # Under mixed precision, the network's last layer computes in float32, for outputs with more than 3 digits.
     float32_head: bool = False
     target_spec: Any = None  # checked before training, or when targets are read; None: any `target`
@@ -238,7 +234,7 @@ class Task(Module):
         if not parts.began:
             parts.began = True
             self.warn_of_rounding(output)
-        loss_B, weight_B = weighted_loss(self, *join_global_batch(self, output, batch))
+        loss_B, weight_B = weighted_loss(self, output, batch)
         loss = loss_B.mean()
         count, weight = len(loss_B), None if weight_B is None else weight_B.float().mean().to(exact_on(self.device))
         strategy.means.add(self, "train/loss", loss * count, count if weight is None else weight * count)
@@ -305,7 +301,7 @@ class Task(Module):
         """Updates the mean loss and the metrics."""
         parts, output = self.parts, float32(output)
         mean_loss, metrics = parts.evaluated[parts.current or "val"]
-        loss_B = evaluation_loss(self, output, batch)
+        loss_B = one_per_sample(self.loss(output, batch), self, batch)
         mean_loss.update(loss_B, sample_weights(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
         inputs = self.inputs_by_metric(output, batch)
         if unknown := sorted(inputs.keys() - metrics.keys()):

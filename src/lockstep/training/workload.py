@@ -61,9 +61,15 @@ class Workload:
         self.module, self.data, self.arithmetic = module, data, arithmetic or StepArithmetic()
         self.title = type(module).__name__  # the class that decides what is logged
         self.loaders = Loaders(data, module)
-        # Why a micro-batch that does not fit in memory cannot be divided; empty if it can.
-        self.needs_whole = "" if module.automatic_optimization else f"{self.title} uses manual optimization."
         self.of_rank_0: set[str] = set()  # logged names whose values are from rank 0 only
+
+    @property
+    def needs_whole(self) -> str:
+        """Why a micro-batch that does not fit in memory cannot be divided; empty if it can."""
+        if not self.module.automatic_optimization:
+            return f"{self.title} uses manual optimization."
+        strategy: Any = self.module.trainer.strategy
+        return f"{self.title} gathers the global batch." if strategy.gathers else ""
 
     def network_title(self, settings: Settings) -> str:
         """The display name of the network, or of the module if it creates its own network."""
@@ -110,7 +116,6 @@ class TaskWorkload(Workload):
 
     def __init__(self, module: Task, data: pl.LightningDataModule) -> None:
         super().__init__(module, data, module.parts.arithmetic)
-        self.needs_whole = f"{self.title}.between_samples needs it whole." if module.between_samples else ""
         self.task, self.model_kwargs = module, module.parts.model_kwargs
 
     def network_title(self, settings: Settings) -> str:
