@@ -246,7 +246,7 @@ class Exportable(pl.Callback):
         if stage != "fit":
             return
         config = next(callback.config for callback in trainer.callbacks if isinstance(callback, Position))  # type: ignore[attr-defined]
-        if not is_task(config):
+        if Settings.of(config).custom_module:
             raise UserError(
                 f"callbacks.exportable: {config.task.target} is a LightningModule, which cannot be exported as a whole. Remove the "
                 "callback. scripts/export.py <run> --network=<name> exports one of its networks."
@@ -258,11 +258,6 @@ class Exportable(pl.Callback):
             net = copied(pl_module.net).cpu().eval()
             candidate = NetworkToExport(config, pl_module.parts.model_kwargs, task, net, data.evaluated, batch)
             candidate.write(Path(folder), self.formats)
-
-
-def is_task(config: RunConfig) -> bool:
-    task_class: Any = target_of(config.task.target, "task")
-    return isinstance(task_class, type) and issubclass(task_class, Task)
 
 
 class LightningModuleTask(Task):
@@ -320,14 +315,14 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     checkpoint = read(path)
     config = config_of(checkpoint)
     metadata, network_kwargs, argument = checkpoint.metadata, checkpoint.network or {}, ""
-    if is_task(config):
-        task: Task = create_object(config.task, "task")
-        net = make_network(config.model, network_kwargs, with_weights=False).eval()
-        load_into(net, checkpoint.weights, path)
-    else:
+    if Settings.of(config).custom_module:
         task, net, argument = network_of_module(config, checkpoint, network)
         network_kwargs = config.task.get(argument)
         config = replace(config, model=Component.of(network_kwargs))
+    else:
+        task = create_object(config.task, "task")
+        net = make_network(config.model, network_kwargs, with_weights=False).eval()
+        load_into(net, checkpoint.weights, path)
     task.bind(metadata)
     data, batch = samples_to_compare(config, metadata, files)
     candidate = NetworkToExport(config, network_kwargs, task, net, data, batch, network, argument)

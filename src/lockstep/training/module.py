@@ -208,8 +208,9 @@ class Module(pl.LightningModule):
         strategy.gathers = True
         if trainer.world_size == 1:
             return x_B
-        rows_N, own = gather_rows(x_B, trainer.global_rank, trainer.world_size)
-        strategy.gathered = len(rows_N), own
+        has_samples = self.batch_weight != 0
+        rows_N, own = gather_rows(x_B if has_samples else x_B[:0], trainer.global_rank, trainer.world_size)
+        strategy.gathered = (len(rows_N), own) if has_samples else None
         return rows_N
 
     def own_rows(self, values_B: Tensor) -> Tensor:
