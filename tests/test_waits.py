@@ -149,7 +149,7 @@ def test_figures_do_not_wait(name, monkeypatch):
     """Except those of segmentation: torchmetrics counts pairs of classes with torch.bincount, which asks for the largest."""
     task, shape, target = EVALUATED[name]
     task.bind(ABOUT)
-    never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
+    never = dict.fromkeys(("optimizer", "schedule"), pytest.fail)
     made = task.attach(nn.Identity(), metrics=task.metrics(), model_kwargs={}, **never)
     with fake_gpu(monkeypatch) as waits:
         made = made.to(DEVICE)

@@ -185,15 +185,25 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
         UserError: network, module and data do not fit together.
     """
     cfg, weights = settings.cfg, settings.weights
-    if net is None:
-        if weights:
-            module.configure_model()  # may create its layers
-            load_module_weights(module, read(Path(weights)))
-        change = partial(strategies.parallelize_module, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
-        strategies.change_in_place(module, change, configured=weights is not None)
-        return module
-    task = cast(Task, module)
+    if net is not None:
+        give_parts(settings, data, cast(Task, module), net)
+    elif weights:
+        module.configure_model()  # may create its layers
+        load_module_weights(module, read(Path(weights)))
+    change = partial(strategies.prepare, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
+    strategies.change_in_place(module, change, configured=weights is not None)
+    return module
+
+
+def give_parts(settings: Settings, data: Any, task: Task, net: nn.Module) -> None:
+    """Gives a task its network, `optim`, `schedule` and metrics."""
+    cfg, weights = settings.cfg, settings.weights
     settings.built_groups.update(("optim", "schedule"))
+    # the other format rounds differently; strategy=fsdp does not support it
+    if cfg.channels_last and not cfg.exact.logical_ranks and not settings.spec.is_sharded:
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if task.float32_head:
+        strategies.compute_in_float32(optim.head_of(net), settings.world.accelerator)
     if weights:
         load_into(net, read(Path(weights)).weights, weights)
     measured = metrics(task, cfg.task.parts("metrics"))
@@ -202,18 +212,10 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
         for part in data.sets
         if part.partition("/")[2] in measured
     )
-    return task.attach(
+    task.attach(
         net,
         **optimizer(settings),
         schedule=create_object(cfg.schedule, "schedule"),
-        parallelize=partial(
-            strategies.parallelize,
-            sync_batchnorm=cfg.trainer.sync_batchnorm,
-            # strategy=fsdp does not support it, and the other format rounds differently
-            channels_last=cfg.channels_last and not cfg.exact.logical_ranks,
-            compile=cfg.compile,
-            float32_head=task.float32_head,
-        ),
         metrics=measured,
         sets=[*data.sets],
         model_kwargs=shapes(data, task),

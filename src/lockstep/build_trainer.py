@@ -1,7 +1,7 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ def workload_of(trainer: pl.Trainer) -> Workload:
     return next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
 
 
+def small_parts(settings: Settings, data: Any) -> Iterator[str]:
+    """Evaluations that cannot be divided: otherwise a run would learn it at its end."""
+    count = max(settings.world.size, settings.cfg.exact.logical_ranks or 1)
+    for part, split in getattr(data, "splits", {}).items():
+        if part != "train" and split.count < count:
+            yield f"the {part} part has {split.count} {data.unit}, but there are {count} processes or logical ranks. Add samples, or use fewer of them."
+
+
 def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl.Callback) -> pl.Trainer:
     """The Lightning Trainer of a training run: `trainer`, `strategy`, `callbacks`, `logger`, `more` callbacks, and Lockstep's own.
 
@@ -108,6 +116,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     cfg, folder = settings.cfg, settings.folder
     if cfg.resume:
         read_outline(Path(cfg.resume)).require_position(*work.position, *work.loaders.position)
+    raise_problems(small_parts(settings, data))
     data_info = work.loaders.data_info
     shared = {
         "is the run": cfg.run,

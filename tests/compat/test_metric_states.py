@@ -117,7 +117,7 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     never = pytest.fail
     task = Given()
     task.bind({})
-    made = task.attach(nn.Identity(), optimizer=never, schedule=never, parallelize=never, metrics={"m": metric()}, model_kwargs={})  # fmt: skip
+    made = task.attach(nn.Identity(), optimizer=never, schedule=never, metrics={"m": metric()}, model_kwargs={})  # fmt: skip
     found: dict[str, float] = {}
     for turn, total in enumerate((count, max(1, count - 1))):
         made.log = lambda name, value, turn=turn, **_: found.update({f"{turn} {name}": float(value)})

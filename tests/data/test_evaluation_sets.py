@@ -12,7 +12,7 @@ from in_process import state
 
 import lockstep
 from lockstep import Arrays, DataSet
-from lockstep.errors import RunFailed, TrainingFailed, UserError
+from lockstep.errors import TrainingFailed, UserError
 from lockstep.kit.datamodule import DataModule
 
 OWN = '''
@@ -43,7 +43,7 @@ class Points(DataSet):
         self.metadata = {"classes": ["a", "b"]}
         self.train, self.val, self.test = (Arrays(**drawn(count, seed)) for seed, count in enumerate((32, 13, 11)))
         self.evaluation_sets = {
-            "val/night": Arrays(**drawn(7, 3, 0.5)), "test/fog": Arrays(**drawn(17, 4, -0.5)), "test/rain": Arrays(**drawn(1, 5)),
+            "val/night": Arrays(**drawn(7, 3, 0.5)), "test/fog": Arrays(**drawn(17, 4, -0.5)), "test/rain": Arrays(**drawn(2, 5)),
         }
 
     def model_kwargs(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ WAYS = {
 @pytest.mark.parametrize("way", [*WAYS][:1] + [pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:]])
 def test_each_sample_of_each_set_counts_once(way):
     report = lockstep.train([*OPTIONS, *WAYS[way], f"run=once-{way}", "task.monitor=null"])
-    counts = {"test": 11, "test/fog": 17, "test/rain": 1}
+    counts = {"test": 11, "test/fog": 17, "test/rain": 2}
     assert {part: report[f"{part}/count"] for part in counts} == counts
     assert (report["data/val/night"], report["data/test/fog"]) == (7, 17)
     for part in counts:
@@ -173,12 +173,12 @@ def test_means_of_a_task_are_those_of_each_set():
         assert report[f"{part}/part"] == pytest.approx(report[f"{part}/loss"], rel=1e-6), part
 
 
-@pytest.mark.slow
-def test_a_set_that_processes_cannot_share_is_refused_before_training(forked):
-    plain = ["task=lightning_module", "task._target_=sets.Plain", "task.monitor=null", *OPTIONS[3:], *WAYS["ddp"]]
-    with pytest.raises(RunFailed):
-        lockstep.train([*plain, "run=unshared"])
-    assert not Path("runs/unshared/metrics.csv").exists()
+@pytest.mark.parametrize("task", ["task=classification", "task._target_=sets.Plain"])
+def test_a_set_that_processes_cannot_share_is_refused_before_training(task):
+    kind = ["task=lightning_module", task, *OPTIONS[3:]] if "Plain" in task else OPTIONS
+    with pytest.raises(UserError, match="the test/rain part has 2 samples, but there are 4 processes or logical ranks"):
+        lockstep.train([*kind, "run=unshared", "task.monitor=null", "exact.logical_ranks=4"])
+    assert not Path("runs/unshared").exists()
 
 
 def test_a_lightning_module_gets_them_as_several_dataloaders():
@@ -190,7 +190,7 @@ def test_a_lightning_module_gets_them_as_several_dataloaders():
     seen = {
         (stage, loader): sum(n for s, i, n in sets.SEEN if (s, i) == (stage, loader)) for stage, loader, _ in sets.SEEN
     }
-    assert seen == {("val", 0): 13, ("val", 1): 7, ("test", 0): 11, ("test", 1): 17, ("test", 2): 1}
+    assert seen == {("val", 0): 13, ("val", 1): 7, ("test", 0): 11, ("test", 1): 17, ("test", 2): 2}
 
 
 def test_torch_datasets_by_name_with_classes_in_another_order():

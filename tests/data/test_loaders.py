@@ -198,7 +198,7 @@ def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch, fork):
     fetched = Indexed.__getitem__
 
     def die(self, place):
-        if get_worker_info().id == 1:
+        if get_worker_info().id == 1 and place[0].number > 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return fetched(self, place)
 

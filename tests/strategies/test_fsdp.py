@@ -2,6 +2,7 @@
 
 from unittest.mock import MagicMock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -36,13 +37,22 @@ class Net(nn.Module):
         return super().to(*args, **kwargs)
 
 
+class Fits(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).float().sum()
+
+
 @pytest.fixture
 def make(monkeypatch):
-    """A strategy and its network of two linear blocks."""
+    """A strategy and a module whose network has two linear blocks."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
 
-    def made(*, precision: str = "32-true", **options: object) -> tuple[FSDP2, nn.Module]:
+    def made(*, precision: str = "32-true", **options: object) -> tuple[FSDP2, Fits]:
         strategy = FSDP2(
             environment=LightningEnvironment(), blocks=["Block"], reshard_after_forward=True,
             sharded_checkpoints=False, timeout_s=60, **options,
@@ -50,7 +60,9 @@ def make(monkeypatch):
         monkeypatch.setattr(strategy, "_device_mesh", mesh)
         strategy.precision_plugin = MagicMock(precision=precision)
         strategy.parallel_devices = [torch.device("cpu")] * 2
-        return strategy, strategy.parallelize(Net())
+        module = Fits()
+        strategy.divide(module)
+        return strategy, module
 
     yield made
     torch.distributed.destroy_process_group()
@@ -66,39 +78,39 @@ class ReduceScatters(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def reduced(strategy: FSDP2, net: nn.Module, *, last: bool) -> int:
+def reduced(strategy: FSDP2, module: Fits, *, last: bool) -> int:
     """The collectives that average gradients in one micro-batch, run as Lightning runs it."""
     with ReduceScatters() as seen, _block_parallel_sync_behavior(strategy, block=not last):
-        net(torch.ones(2, 8)).sum().backward()
+        module.backward(module.training_step(torch.ones(2, 8)))
     return seen.count
 
 
 @pytest.mark.parametrize("each", [False, True])
 def test_gradients_are_communicated_once_a_step_or_in_each_micro_batch_where_memory_is_short(each, make):
-    strategy, net = make(reduce_each_micro_batch=each)
+    strategy, module = make(reduce_each_micro_batch=each)
     for _ in range(2):
-        first, second, last = (reduced(strategy, net, last=last) for last in (False, False, True))
+        first, second, last = (reduced(strategy, module, last=last) for last in (False, False, True))
         assert last > 0 and first == second == (last if each else 0)
-        assert all(isinstance(p.grad, DTensor) for p in net.parameters())
-        net.zero_grad()
+        assert all(isinstance(p.grad, DTensor) for p in module.parameters())
+        module.zero_grad()
 
 
 def test_no_weight_stays_in_bf16_after_its_block(make):
     """Autocast keeps a copy of each weight for backward. What the norms and the head compute with stays in fp32."""
     dtypes, weights = {}, {}  # what modules compute with; how many weights in bf16 are kept for backward
     for precision in ("32-true", "bf16-mixed"):  # in 32-true, with autocast around it
-        _, net = make(precision=precision)
+        _, module = make(precision=precision)
         for name in ("blocks.0.0", "blocks.0.1", "head"):
-            module = net.get_submodule(name)
-            module.register_forward_pre_hook(lambda m, _, name=name: dtypes.update({name: m.weight.dtype}))
+            layer = module.net.get_submodule(name)
+            layer.register_forward_pre_hook(lambda m, _, name=name: dtypes.update({name: m.weight.dtype}))
         saved: list[torch.Tensor] = []
         keep = torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), keep:
-            y = net(torch.ones(2, 8))
+            loss = module.training_step(torch.ones(2, 8))
         kept = [t.untyped_storage().nbytes() for t in saved if t.dtype == torch.bfloat16 and t.shape == (8, 8)]
         weights[precision] = sum(kept) // (8 * 8 * 2)
-        y.float().sum().backward()
-        assert {(p.dtype, p.grad.dtype) for p in net.parameters()} == {(torch.float32, torch.float32)}
+        module.backward(loss)
+        assert {(p.dtype, p.grad.dtype) for p in module.parameters()} == {(torch.float32, torch.float32)}
     assert dtypes == {"blocks.0.0": torch.bfloat16, "blocks.0.1": torch.float32, "head": torch.float32}  # bf16-mixed
     assert weights == {"32-true": 1, "bf16-mixed": 0}  # of the second block
 

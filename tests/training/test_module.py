@@ -23,7 +23,7 @@ def untrained(task: Task, net: nn.Module) -> Task:
     """The module of a task, for evaluation."""
     classes = ["land", "sea"] if isinstance(task, Segmentation) else list("0123456789")
     task.bind({"targets": ["height"], "classes": classes})
-    never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
+    never = dict.fromkeys(("optimizer", "schedule"), pytest.fail)
     return task.attach(net, **never, metrics=build.metrics(task, {}), model_kwargs={})
 
 

@@ -35,7 +35,11 @@ def in_backward() -> bool:
 
 def in_one_process(look: Callable[[], Any]) -> Any:
     """The result of `look` if this process were the only one."""
-    answers: dict[str, Any] = {"is_initialized": lambda: False, "get_world_size": lambda *_: 1, "get_rank": lambda *_: 0}
+    answers: dict[str, Any] = {
+        "is_initialized": lambda: False,
+        "get_world_size": lambda *_: 1,
+        "get_rank": lambda *_: 0,
+    }
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with patch.multiple(torch.distributed, **answers), patch.dict(os.environ, alone):
         return look()

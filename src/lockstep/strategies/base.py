@@ -30,7 +30,6 @@ from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import StepArithmetic, steps_done
 from lockstep.training.losses import float32
 from lockstep.training.module import Means, digest
-from lockstep.training.optim import head_of
 from lockstep.training.seeds import StepSeeds
 
 log = logging.getLogger("lockstep")
@@ -40,38 +39,22 @@ log = logging.getLogger("lockstep")
 GRAPHS = 8  # per compiled part: training, evaluation, smaller last batches; torch's own limit for one part
 
 
-def parallelize(
-    net: nn.Module, trainer: pl.Trainer, *, sync_batchnorm: bool, channels_last: bool, compile: bool, float32_head: bool
-) -> Callable[[Tensor], Tensor]:
-    """Changes `net` in place, keeps its state keys, and returns the callable for a batch."""
+def prepare(module: pl.LightningModule, trainer: pl.Trainer, *, sync_batchnorm: bool, compile: bool) -> None:
+    """Changes the networks of a LightningModule in place, and keeps its state keys."""
     strategy = cast(PortableCheckpoint, trainer.strategy)
-    if channels_last:
-        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if sync_batchnorm:  # before sharding, because it replaces modules
-        synchronise(net, strategy.root_device.type)
-    if float32_head:
-        compute_in_float32(head_of(net), strategy.root_device.type)
-    if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
-        compile_in_place(strategy.blocks_of(net) or [net])
-    return strategy.parallelize(net)
-
-
-def parallelize_module(module: pl.LightningModule, trainer: pl.Trainer, *, sync_batchnorm: bool, compile: bool) -> None:
-    """Like `parallelize`, for a user's LightningModule, whose steps call its networks."""
-    strategy = cast(PortableCheckpoint, trainer.strategy)
-    if sync_batchnorm:
         synchronise(module, strategy.root_device.type)
-    if compile:
+    if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
         parts = strategy.blocks_of(module) or [*networks_of(module)]
         compile_in_place(parts)
         strategy.compiled, strategy.without_call = frozenset(parts), set(parts)
         for part in parts:
             tell_first_call(part, partial(strategy.without_call.discard, part))
-    strategy.shard(module)
+    strategy.divide(module)
 
 
 class ChangedInPlace(pl.LightningModule):
-    """First base class of a user's LightningModule that a strategy changes once its networks exist."""
+    """First base class of a LightningModule that a strategy changes once its networks exist."""
 
     configured: bool  # whether the networks exist, perhaps with weights loaded
     change: Callable[[pl.LightningModule, pl.Trainer], object] | None
@@ -181,7 +164,7 @@ class DividedBatches(Strategy):
     seed = 0  # of the run
     arithmetic = StepArithmetic()
     seeds: StepSeeds
-    compiled: frozenset[nn.Module] = frozenset()  # compiled networks of a user's module, until its first step
+    compiled: frozenset[nn.Module] = frozenset()  # compiled networks of the module, until its first step
     without_call: set[nn.Module]  # those not called yet
     has_updated = True  # whether an optimizer, if there is one, has had a gradient to step with
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
@@ -365,12 +348,8 @@ class PortableCheckpoint(DividedBatches):
         """The parts of a network that are computed one after the other, if the strategy handles them separately."""
         return []
 
-    def parallelize(self, net: nn.Module) -> nn.Module:
-        """Changes `net` in place and returns the callable for a batch."""
-        return net
-
-    def shard(self, module: pl.LightningModule) -> None:
-        """Changes a user's LightningModule in place."""
+    def divide(self, module: pl.LightningModule) -> None:
+        """Changes the module in place: divides its networks, or their batches, among devices."""
 
     def device_rows(self, rows: range) -> dict[torch.device, range]:
         """Divides `rows` of the global batch, the micro-batch of this process, among the devices of this process."""

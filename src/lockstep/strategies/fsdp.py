@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -95,8 +95,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         self.arithmetic = arithmetic or StepArithmetic()
         # unsharded gradients of a logical rank would not fit
         self.reduce_each_micro_batch = reduce_each_micro_batch or self.arithmetic.same_bits
-        self.root: FSDPModule | None = None
-        self.custom: Root | None = None  # of a user's LightningModule
+        self.root: Root | None = None
         self.writers: Any = None  # the process group of the threads that write shards
 
     def setup_environment(self) -> None:
@@ -108,35 +107,26 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         """The units that are gathered, and compiled, one at a time."""
         return list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
 
-    def parallelize(self, net: nn.Module) -> nn.Module:
-        """Shards the blocks, inner ones first, then the remaining parameters with the network itself.
+    def divide(self, module: pl.LightningModule) -> None:
+        """Shards the blocks, inner ones first, then the remaining parameters with the module itself.
 
         fully_shard moves what it shards to the device, so a network larger than one GPU is moved block by block. FSDP2
         (torch 2.13) does not support channels_last parameters. Convolutions still run in that format if the images have
         it.
         """
-        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        blocks, mesh = [block for block in self.blocks_of(net) if not isinstance(block, Float32)], self.device_mesh
-        policy = MixedPrecisionPolicy()
+        module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        blocks = [block for block in self.blocks_of(module) if not isinstance(block, Float32)]
+        policy, vectors = MixedPrecisionPolicy(), list[nn.Module]()
         if self.precision_plugin.precision == "bf16-mixed" and not self.arithmetic.same_bits:
             # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the
             # network stays under autocast: a position embedding in bf16 would turn everything added to it into bf16.
             # Layer scales in blocks are still rounded, so with logical ranks everything is left to autocast, as under
             # the other strategies.
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-            if vectors := list(modules_of_vectors(blocks)):
-                fully_shard(vectors, mesh=mesh, reshard_after_forward=False)  # one small group, in fp32
-        for block in reversed(blocks):
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
-        self.root = fully_shard(net, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        self.arithmetic.add_shards_of([module for module in net.modules() if isinstance(module, FSDPModule)])
-        return net
-
-    def shard(self, module: pl.LightningModule) -> None:
-        module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        blocks = self.blocks_of(module)
-        self.custom = shard_module(module, blocks, self.device_mesh, self.root_device, self.reshard_after_forward)
-        self.root = self.custom.fsdp
+            vectors = list(modules_of_vectors(blocks))
+        options: dict[str, Any] = {"policy": policy, "reshard": self.reshard_after_forward}
+        self.root = shard_module(module, blocks, vectors, self.device_mesh, self.root_device, **options)
+        self.arithmetic.add_shards_of([child for child in module.modules() if isinstance(child, FSDPModule)])
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -144,32 +134,30 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         if self.reduce_each_micro_batch or self.root is None:
             yield
             return
-        self.root.set_requires_gradient_sync(False)
-        if self.custom:
-            self.custom.accumulates = True
+        self.root.fsdp.set_requires_gradient_sync(False)
+        self.root.accumulates = True
         try:
             yield
         finally:
-            self.root.set_requires_gradient_sync(True)
-            if self.custom:
-                self.custom.accumulates = False
+            self.root.fsdp.set_requires_gradient_sync(True)
+            self.root.accumulates = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.custom and not self.custom.accumulates:
+        if self.root and not self.root.accumulates:
             self.share_buffers()  # as DDP does
         return super().training_step(*args, **kwargs)
 
     def watch(self, optimizer: Optimizer) -> None:
-        if self.custom and optimizer.state_dict():  # unless configure_optimizers returned None
-            self.custom.watch(optimizer)
+        if self.root and optimizer.state_dict():  # unless configure_optimizers returned None
+            self.root.watch(optimizer)
         super().watch(optimizer)
 
     def on_exception(self, exception: BaseException) -> None:
         mixed = "mixed torch.Tensor and DTensor"
         exception.args = tuple(f"{arg}\n{OUT_OF_BLOCK}" if mixed in str(arg) else arg for arg in exception.args)
-        if self.custom:  # Lightning moves parameters, which torch cannot do in the middle of a forward
+        if self.root:  # Lightning moves parameters, which torch cannot do in the middle of a forward
             with suppress(RuntimeError, AttributeError):  # if nothing was computed yet
-                self.custom.fsdp.reset_iter_state()
+                self.root.fsdp.reset_iter_state()
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state to save, sharded or as whole tensors. Every process must call it.
@@ -203,16 +191,16 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     on_validation_start = share_buffers
 
     def on_validation_end(self) -> None:
-        if self.custom:
-            self.custom.reshard()
+        if self.root:
+            self.root.reshard()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.share_buffers()
         return self.checkpoint_form(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.custom:
-            self.custom.reshard()
+        if self.root:
+            self.root.reshard()
         return self.checkpoint_form(super().optimizer_state(optimizer))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lockstep.strategies.base import PortableCheckpoint
+from lockstep.strategies.base import PortableCheckpoint, networks_of
 from lockstep.strategies.rendezvous import rendezvous
 from lockstep.training.arithmetic import StepArithmetic
 
@@ -48,8 +49,19 @@ class Replicas(nn.DataParallel):
         return super().parallel_apply(in_precision, inputs, kwargs)
 
 
+class Replicated(nn.Module):
+    """First base class of a network whose forward is computed by a replica on each GPU."""
+
+    gpus: list[torch.device]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if vars(self).get("_is_replica"):  # torch's
+            return super().forward(*args, **kwargs)
+        return Replicas(self, device_ids=self.gpus)(*args, **kwargs)  # type: ignore[arg-type]
+
+
 class DataParallel(SingleDevice):
-    """Splits each batch over the GPUs for the network's forward only; loss, metrics and logging stay on the first GPU.
+    """Splits each batch over the GPUs for the forward of networks only; loss, metrics and logging stay on the first GPU.
 
     Wrapping the whole LightningModule fails silently: Lightning patches `forward` on the instance, the replicas copy
     that patch still bound to the original, and all of them compute on the first GPU.
@@ -71,9 +83,10 @@ class DataParallel(SingleDevice):
             return f"1 process on {len(self.gpus)} GPUs"
         return f"ONE device ({self.root_device.type}): splitting batches needs at least two GPUs"
 
-    def parallelize(self, net: nn.Module) -> nn.Module:
-        devices: list[Any] = self.gpus
-        return Replicas(net, device_ids=devices) if len(devices) > 1 else net
+    def divide(self, module: pl.LightningModule) -> None:
+        for net in networks_of(module) if len(self.gpus) > 1 else ():
+            cls: Any = type(net)
+            net.__class__ = type(cls.__name__, (Replicated, cls), {"__module__": cls.__module__, "gpus": self.gpus})
 
 
 # --- One process per device; torch's DistributedDataParallel averages gradients ---

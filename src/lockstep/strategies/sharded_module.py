@@ -240,9 +240,16 @@ class Root:
 
 
 def shard_module(
-    module: pl.LightningModule, blocks: list[nn.Module], mesh: DeviceMesh, device: torch.device, reshard: bool
+    module: pl.LightningModule,
+    blocks: list[nn.Module],
+    vectors: list[nn.Module],
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    policy: MixedPrecisionPolicy,
+    reshard: bool,
 ) -> Root:
-    """Shards a LightningModule in place."""
+    """Shards a LightningModule in place. `policy`: of the blocks; those of `vectors` stay in float32, as one small group."""
     whole_values()
     broadcast_from_rank_0(module, device)
     metrics = {p for child in module.modules() if isinstance(child, Metric) for p in child.parameters()}
@@ -257,14 +264,19 @@ def shard_module(
     for child in dict.fromkeys(child for child, _, _ in entries):  # before FSDP2's hooks, which reshard them
         child.register_state_dict_pre_hook(root.keep_writes)
         child.register_load_state_dict_pre_hook(root.keep_writes)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(), "ignored_params": ignored}
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
+    ignored_ids, divided = {id(p) for p in ignored}, list[nn.Module]()
     for block in reversed([block for block in blocks if not isinstance(block, Metric)]):
         block_ids = {id(p) for p in block.parameters()}
-        if not is_shared(block, module) and block_ids <= root_ids:
+        if not is_shared(block, module) and block_ids.isdisjoint(ignored_ids):
             root_ids -= block_ids
-            root.blocks.append(fully_shard(block, reshard_after_forward=reshard, **options))
-            block.register_forward_pre_hook(root.first_block, prepend=True)
-            block.register_forward_hook(refuse_gradients_of_gradients)
+            divided.append(block)
+    if vectors := [child for child in vectors if not root_ids & {id(p) for p in child.parameters()}]:
+        root.blocks += fully_shard(vectors, reshard_after_forward=False, **options)[:1]
+    for block in divided:
+        root.blocks.append(fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **options))
+        block.register_forward_pre_hook(root.first_block, prepend=True)
+        block.register_forward_hook(refuse_gradients_of_gradients)
     root.owners = [(child, name) for child, name, p in entries if id(p) in root_ids]
     for child in module.modules():  # a partial, so a copied network gets its own
         child.zero_grad = partial(zero_grad, weakref.ref(root), child)  # type: ignore[method-assign]

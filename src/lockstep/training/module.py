@@ -95,20 +95,17 @@ class RunParts:
     """What a run passes to its task, in addition to the network.
 
     This is not a module, so metrics are not children of the task: otherwise checkpoints would hold a metric's own
-    network, and DDP would wait for its gradients. `parallelize` gets the network once, before the optimizer is created,
-    and returns what to call instead.
+    network, and DDP would wait for its gradients.
     """
 
     optimizer: Callable[..., Optimizer]
     parameters: Callable[[nn.Module], Any] = nn.Module.parameters
     schedule: Callable[..., LRScheduler]
-    parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]]
     metrics: dict[str, Metric]
     sets: Sequence[str] = ()  # additional evaluation sets, such as val/night
     model_kwargs: dict[str, Any]
     arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
     test_panels: TestPanels | None = None  # for the test at the end of a run
-    call_net: Callable[..., Any] | None = None
     began: bool = False  # whether this process has computed a training batch
     current: str = ""  # the additional evaluation set of this batch, if any
     step_weight: Tensor | None = None  # weight of the current global batch, a sum over micro-batches

@@ -109,16 +109,15 @@ class PaddedFusedStep(Optimizer):
     If a parameter has no state yet, the step is not fused: it creates the states.
     """
 
+    @Optimizer.profile_hook_step  # hooks see the parameters, not their parts
     def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad(), self.padded():
-            super().step()
+            super().step.__wrapped__(self)  # type: ignore[attr-defined]  # without hooks
         return loss
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch's marker: the step of the second base calls the hooks
 
     @contextmanager
     def padded(self) -> Iterator[None]:

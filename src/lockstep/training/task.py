@@ -210,19 +210,8 @@ class Task(Module):
         for module, training in self.parts.modes:
             module.training = training
 
-    def configure_model(self) -> None:
-        """Lightning's hook to change the network before the optimizer gets its parameters. Called by fit and test."""
-        if "parts" not in vars(self):
-            raise UserError(
-                f"{type(self).__name__} has no network. Choose it with model=<name>, or create it in train.py."
-            )
-        if self.parts.call_net is None:
-            call = self.parts.parallelize(self.net, self.trainer)
-            # Store a method, because a module would be registered as a child.
-            self.parts.call_net = call.__call__ if isinstance(call, nn.Module) else call
-
     def forward(self, batch: Batch) -> Any:
-        return self.outputs(self.parts.call_net or self.net, batch)
+        return self.outputs(self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         output = self(batch)
