@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -127,6 +128,33 @@ class Mix(pl.Callback):
 
     def load_state_dict(self, state_dict):
         self.count = state_dict["count"]
+
+
+class Thawed(Plain):
+    """Its body is trained from the second epoch on."""
+
+    backbone = property(lambda self: self.body)
+
+    def configure_callbacks(self):
+        return BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), 0.05, momentum=0.5)
+
+
+class Grown(Plain):
+    """The same by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.body.requires_grad_(True)
+            self.optimizers().optimizer.add_param_group({"params": self.body.parameters(), "lr": 0.02})
+
+    configure_optimizers = Thawed.configure_optimizers
 
 
 class Stateful(Plain):

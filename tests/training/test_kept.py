@@ -51,6 +51,8 @@ MIX = "+callbacks.mix._target_=kept.Mix"
 @pytest.mark.parametrize(("name", "more", "step"), [
     ("Noisy", [], 8),
     ("Stateful", [], 8),
+    ("Thawed", [], 8),
+    ("Grown", [], 8),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("Noisy", [], 6), ("Plain", [MIX], 8), ("Partial", ["callbacks=[default,ema]"], 8),
         ("Accumulating", ["checkpoint.every_n_steps=3"], 13), ("Noisy", ["trainer.accumulate_grad_batches=2"], 4),

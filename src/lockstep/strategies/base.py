@@ -342,6 +342,7 @@ class PortableCheckpoint(DividedBatches):
     agreed_at = 0  # the step after which the ranks were last compared
     tried: dict[str, Any] | None = None  # the content of a checkpoint before the first step
     hidden: list[Logger]  # loggers of the trainer, set before the barrier that shows them
+    trained: Mapping[str, bool] = {}  # `requires_grad` of each parameter before training
     is_trial: bool | None = None  # whether the content of a checkpoint is only checked; None before the first step
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
@@ -386,6 +387,7 @@ class PortableCheckpoint(DividedBatches):
         self.seeds = StepSeeds(self.seed, self.arithmetic, trainer)
         if trainer.training:
             require_same_names(self.lightning_module)
+            self.trained = {name: p.requires_grad for name, p in self.lightning_module.named_parameters()}
         super().setup(trainer)
 
     def require_agreement(self) -> None:
@@ -418,6 +420,8 @@ class PortableCheckpoint(DividedBatches):
         Raises:
             UserError: the checkpoint lacks trained weights.
         """
+        trained = self.lightning_module.named_parameters()
+        checkpoint["requires_grad"] = {n: p.requires_grad for n, p in trained if p.requires_grad != self.trained.get(n)}
         if "optimizer_states" in checkpoint:  # not in a checkpoint of weights only
             checkpoint["optimizer_sizes"] = [len(each.state_dict().get("state", ())) for each in self.optimizers]
         if new := {*make_plain(checkpoint)} - self.omitted:
@@ -495,9 +499,15 @@ class PortableCheckpoint(DividedBatches):
             raise UserError(
                 "the checkpoint lacks states of the optimizers. Pass init_from=<checkpoint> to start a new run from its weights."
             )
+        parameters = dict(self.lightning_module.named_parameters())
+        for name in checkpoint.get("requires_grad", {}).keys() & parameters.keys():  # changed by hooks
+            parameters[name].requires_grad_(checkpoint["requires_grad"][name])
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if not optimizer.state_dict():
                 continue
+            for group in saved["param_groups"][len(optimizer.param_groups) :]:  # added by hooks
+                if {*group["params"]} <= parameters.keys():
+                    optimizer.add_param_group({"params": [parameters[name] for name in group["params"]]})
             groups = self.named_groups(optimizer)
             if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(by_name) for by_name in groups]:
                 raise UserError(
