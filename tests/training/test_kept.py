@@ -45,6 +45,14 @@ def last(run: str) -> dict:
     return state(f"{run}/checkpoints/last.ckpt")
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_logical_ranks_call_hooks_of_a_batch_once_per_step(count, forked):
+    exact = ["exact.logical_ranks=4"]
+    train("Taught", f"alone{count}", *exact, epochs=1)
+    train("Taught", f"taught{count}", *exact, "strategy=ddp", f"trainer.devices={count}", epochs=1)
+    assert same(last(f"alone{count}")["state_dict"], last(f"taught{count}")["state_dict"])
+
+
 MIX = "+callbacks.mix._target_=kept.Mix"
 
 

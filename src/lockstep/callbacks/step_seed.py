@@ -1,6 +1,7 @@
 """Tells training/seeds.py and training/dropout.py where a run is: at which epoch, batch and evaluation."""
 
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -9,12 +10,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.strategies.base import PortableCheckpoint
 from lockstep.training import dropout
-from lockstep.training.arithmetic import StepArithmetic, steps_done
+from lockstep.training.arithmetic import StepArithmetic, completes_step, steps_done
 from lockstep.training.batches import Loaders
 from lockstep.training.seeds import StepSeeds, derive_seed, seed_generators
 
 # Hooks between a forward and its backward. Nobody draws there as a rule, so seeding for each is left out where none is used.
 BETWEEN = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+# Hooks of a batch that logical ranks run once per step: with the first micro-batch of a process, or the last.
+ONCE = {
+    "on_train_batch_start": 0,
+    "on_before_zero_grad": -1,
+    "on_before_backward": -1,
+    "on_after_backward": -1,
+    "on_train_batch_end": -1,
+}
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -28,6 +37,8 @@ class StepSeed(Callback):
     def __init__(self, seed: int, loaders: Loaders, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
         self.seed, self.loaders, self.arithmetic, self.masks_by_row = seed, loaders, arithmetic, masks_by_row
         self.between = set[str]()  # the hooks of BETWEEN that are used
+        self.once: list[tuple[Any, str]] = []  # the user's hooks that are called once per step
+        self.deferred: list[Callable[[], Any]] = []  # to the last micro-batch of a step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """What draws from here to the first batch, such as layers made in `configure_model`, draws the same everywhere.
@@ -49,7 +60,30 @@ class StepSeed(Callback):
         holders = [pl_module, *trainer.callbacks]  # type: ignore[attr-defined]
         users = [each for each in holders if not type(each).__module__.startswith("lockstep.")]
         self.between = {hook for hook in BETWEEN for each in users if is_overridden(hook, each)}
+        if self.arithmetic.same_bits and trainer.accumulate_grad_batches > 1:
+            self.once = [(each, hook) for each in users for hook in ONCE if is_overridden(hook, each)]
+            for each, hook in self.once:
+                setattr(each, hook, self.once_per_step(getattr(each, hook), hook, trainer))
         seeds_of(trainer).reseed("train start", steps_done(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for each, hook in self.once:
+            delattr(each, hook)
+        self.once = []
+
+    def once_per_step(self, call: Callable[..., Any], hook: str, trainer: Trainer) -> Callable[..., Any]:
+        """A hook that changes what a forward reads changes the same in all processes only if each calls it equally often."""
+
+        @wraps(call)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            micro_batch = cast(PortableCheckpoint, trainer.strategy).micro_batch % trainer.accumulate_grad_batches
+            if hook == "on_before_zero_grad":  # Lightning calls it with the first
+                self.deferred.append(partial(call, *args, **kwargs))
+            elif micro_batch == ONCE[hook] % trainer.accumulate_grad_batches:
+                return call(*args, **kwargs)
+            return None
+
+        return called
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seeds_of(trainer).reseed("epoch start", steps_done(trainer))
@@ -65,6 +99,10 @@ class StepSeed(Callback):
             seeds_of(trainer).reseed("zero_grad", steps_done(trainer))
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        if self.deferred and completes_step(trainer, cast(PortableCheckpoint, trainer.strategy).micro_batch):
+            for call in self.deferred:
+                call()
+            self.deferred = []
         if "on_before_backward" in self.between:
             seeds_of(trainer).step("before backward")
 
