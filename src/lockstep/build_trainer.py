@@ -29,7 +29,7 @@ from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process
 from lockstep.reporting.loggers import MetricsCsv, TruncateLogsOnResume
 from lockstep.strategies.base import DividedBatches
-from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
+from lockstep.training.arithmetic import LogicalRanks, StepArithmetic, clip_exactly
 from lockstep.training.module import Means
 from lockstep.training.workload import TaskWorkload, Workload
 
@@ -228,6 +228,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
     made.callbacks += bars  # type: ignore[attr-defined]  # Lightning rejects them; callbacks/module_hooks.py reports them
+    clip_exactly(made, work.arithmetic)
     without_sigterm_handler(made)
     log_by(made, StepsFromOne)
     return made

@@ -8,12 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
 from lockstep import DataSet, Task, build
 from lockstep.errors import UserError
 from lockstep.kit.tasks import Classification, Regression, Segmentation
+from lockstep.strategies import SingleDevice
+from lockstep.training.arithmetic import StepArithmetic, clip_exactly
 from lockstep.training.losses import sample_at, samples_at
 from lockstep.training.metrics import named_values
 from lockstep.training.module import Means
@@ -176,17 +180,21 @@ def test_a_metric_may_have_a_network_which_is_not_the_modules():
     assert not made.state_dict() and not list(made.parameters())
 
 
-def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
-    net = nn.Conv2d(1, 2, 1)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_in_which_no_pixel_counts_gives_no_gradient(count):
+    """In a step of one micro-batch, which is divided at once, and in one of two."""
+    net, strategy = nn.Conv2d(1, 2, 1), SingleDevice()
     made = untrained(Segmentation(), net)
-    strategy = SimpleNamespace(reduce=lambda value, **_: value)
-    made.trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=strategy, precision_plugin=None)
-    made.log = pytest.fail
-    batch = {"input": torch.ones(2, 1, 3, 3), "target": torch.full((2, 3, 3), 255)}
-    loss_B, weight_B = made.loss(net(batch["input"]), batch), made.weight(batch)
-    (loss_B * weight_B).mean().backward()
-    made.parts.step_weight = weight_B.mean()
-    made.configure_gradient_clipping(None, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+    strategy.means, strategy._lightning_module = Means(), made
+    progress = SimpleNamespace(current=SimpleNamespace(ready=count))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    strategy.share = lambda: 1.0
+    made.trainer = SimpleNamespace(
+        accumulate_grad_batches=count, strategy=strategy, training=True, barebones=False, fit_loop=loop, num_training_batches=count
+    )  # fmt: skip
+    batch = {"input": torch.ones(2, 1, 3, 3), "target": torch.full((2, 3, 3), 255), "index": torch.arange(2)}
+    made.mean_loss(net(batch["input"]), batch).backward()
+    strategy.post_backward(torch.zeros(()))
     assert [parameter.grad.abs().sum().item() for parameter in net.parameters()] == [0.0, 0.0]
 
 
@@ -195,7 +203,8 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
 def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
     """16-mixed: Lightning unscales them before clipping, but not for fused optimizers, whose steps skip infinite ones unasked."""
     made, scaler = untrained(Regression(), nn.Linear(2, 1)), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    made.trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    clip_exactly(SimpleNamespace(precision_plugin=plugin), StepArithmetic())
     twin = nn.Linear(2, 1)
     twin.load_state_dict(made.net.state_dict())
     optimizer = torch.optim.SGD(made.parameters(), lr=0.5, fused=fused)
@@ -205,7 +214,7 @@ def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
         scaler.scale(made.net(x)).backward()
         if not fused:
             scaler.unscale_(optimizer)
-        made.configure_gradient_clipping(optimizer, 1.0, algorithm)
+        plugin.clip_gradients(optimizer, 1.0, GradClipAlgorithmType(algorithm))
         scaler.step(optimizer)
         scaler.update()
         if x.isfinite().all():
@@ -242,7 +251,10 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
     made = module(Segmentation)
     monkeypatch.setattr(made, "loss", lambda *_: torch.tensor([next(losses)]))
     monkeypatch.setattr(made, "weight", lambda _: None)
-    made.trainer = SimpleNamespace(training=True, strategy=SimpleNamespace(means=(means := Means())))
+    made.trainer = SimpleNamespace(
+        training=True, accumulate_grad_batches=1, barebones=False,
+        strategy=SimpleNamespace(means=(means := Means()), share=lambda: 1.0, arithmetic=StepArithmetic(), gathered=None),
+    )  # fmt: skip
     for index in range(3):
         made.training_step({"input": torch.zeros(1, 2, 1, 1), "index": torch.zeros(1)}, index)
         means.collect(keeps=True)

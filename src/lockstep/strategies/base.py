@@ -27,7 +27,7 @@ from lockstep.errors import UserError
 from lockstep.machine.world import all_gather_objects
 from lockstep.strategies.agreement import require_same_names, require_same_values
 from lockstep.strategies.batch_norm import synchronise
-from lockstep.training.arithmetic import StepArithmetic, steps_done
+from lockstep.training.arithmetic import StepArithmetic, completes_step, scale_gradients, steps_done
 from lockstep.training.losses import float32
 from lockstep.training.module import Means, digest
 from lockstep.training.seeds import StepSeeds
@@ -218,7 +218,7 @@ class DividedBatches(Strategy):
         for loader in self.loaders_of(self.micro_batch) if self.compares_batches else ():
             if loader.batch_scope == "a share":
                 loader.require_agreement(loader.batch_info[self.micro_batch].digest)
-        self.gathered = None
+        self.gathered, self.means.weighted = None, False
         self.seeds.samples()
         result = call_step(super().training_step, *args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
@@ -314,6 +314,16 @@ class DividedBatches(Strategy):
         if within_step:  # of manual optimization
             self.seeds.samples()
         return detached
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Divides the gradients of a step with several micro-batches by its weights, after the last one."""
+        super().post_backward(closure_loss)
+        trainer, weight = self.lightning_module.trainer, self.means.step_weight
+        if weight is not None and completes_step(trainer, self.micro_batch):
+            mean = cast(Tensor, self.reduce(weight.clone(), reduce_op="mean"))
+            grads = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
+            scale_gradients(grads, (trainer.accumulate_grad_batches / mean).where(mean > 0, 0.0))
+            self.means.step_weight = None
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Optimizers such as LBFGS decide by the loss of their closure: give them that of all processes."""

@@ -26,7 +26,6 @@ from torchmetrics import Metric
 
 from lockstep.compat.torch import gather_after_writes, whole_values
 from lockstep.errors import UserError
-from lockstep.training.arithmetic import StepArithmetic, clip_by_norm
 
 WHOLE = "Set strategy.blocks=[] to gather all parameters for the whole step, or set strategy=ddp."
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -53,18 +52,6 @@ class ShardedModule(pl.LightningModule):
     def untoggle_optimizer(self, optimizer: Optimizer | LightningOptimizer) -> None:
         with self.root.sharded():
             super().untoggle_optimizer(optimizer)
-
-    def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        limit, kind = self.trainer.gradient_clip_val, gradient_clip_algorithm or self.trainer.gradient_clip_algorithm
-        with self.root.sharded():
-            if not self.root.whole or kind == "value":
-                super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            elif max_norm := limit if gradient_clip_val is None else gradient_clip_val:
-                # torch 2.13 cannot combine norms of sharded and whole gradients
-                parameters = (p for group in optimizer.param_groups for p in group["params"])
-                clip_by_norm([p.grad for p in parameters if p.grad is not None], max_norm, StepArithmetic())
 
 
 @dataclass

@@ -12,6 +12,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -288,6 +290,33 @@ def clip_by_norm(grads: list[Tensor], max_norm: float, arithmetic: StepArithmeti
     """Like torch.nn.utils.clip_grad_norm_, but with the same result under every strategy."""
     if grads:
         scale_gradients(grads, (max_norm / (arithmetic.gradient_norm(grads) + 1e-6)).clamp(max=1.0))
+
+
+class ExactClipping(Precision):
+    """First base class of a Trainer's precision plugin: clips with the same result under every strategy."""
+
+    arithmetic: StepArithmetic
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = GradClipAlgorithmType.NORM
+    ) -> None:
+        optimizer, scaler = getattr(optimizer, "optimizer", optimizer), getattr(self, "scaler", None)
+        if clip_val <= 0:
+            return
+        if scaler is not None and optimizer.defaults.get("fused"):  # otherwise unscaled in the step, after clipping
+            scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            torch.nn.utils.clip_grad_value_(parameters, clip_val)
+        else:
+            clip_by_norm([p.grad for p in parameters if p.grad is not None], clip_val, self.arithmetic)
+
+
+def clip_exactly(trainer: pl.Trainer, arithmetic: StepArithmetic) -> None:
+    plugin, cls = trainer.precision_plugin, type(trainer.precision_plugin)
+    plugin.__class__ = type(
+        cls.__name__, (ExactClipping, cls), {"__module__": cls.__module__, "arithmetic": arithmetic}
+    )
 
 
 # --- Sums in tree order ---

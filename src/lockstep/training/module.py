@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -30,6 +30,7 @@ class WholeBatchNeeded(UserError):
     """A module gathers the samples of a global batch, but computes a part of it."""
 
 
+TINY = torch.finfo(torch.float32).tiny
 Sums = dict[str, tuple[Any, Any]]  # by name of a mean: the sum of weighted values, and the sum of weights
 
 
@@ -43,6 +44,11 @@ class Means:
     def __init__(self) -> None:
         self.train: Sums = {}
         self.evaluation: Sums = {}
+        self.step_weight: Tensor | None = None  # of the micro-batches so far of a step with several
+        self.weighted, self.weight_B = (
+            False,
+            cast(Tensor | None, None),
+        )  # whether this micro-batch has a mean; its weights
 
     def add(self, module: pl.LightningModule, name: str, total: Tensor, weight: Any) -> None:
         """Adds to a mean in float64: sums of float32 are then exact unless numbers differ by a factor of 10^6.
@@ -53,6 +59,20 @@ class Means:
         previous = sums.get(name, (0.0, 0.0))
         weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
         sums[name] = previous[0] + total.detach().float().to(dtype), previous[1] + weight
+
+    def weigh(self, weight_B: Tensor | None, weight: Tensor | None) -> None:
+        """Of a mean in a step whose later micro-batches are unknown. `weight`: the mean, of which the step has the sum.
+
+        Raises UserError: this micro-batch has had a mean with other weights.
+        """
+        if self.weighted and weight_B is not self.weight_B:
+            raise UserError(
+                "a step of several micro-batches has two means with different weights, whose sums are unknown before the last micro-batch. Give them "
+                "the same weights, or set trainer.accumulate_grad_batches=1 and remove exact.logical_ranks."
+            )
+        if weight is not None and not self.weighted:
+            self.step_weight = weight if self.step_weight is None else self.step_weight + weight
+        self.weighted, self.weight_B = True, weight_B
 
     def log(self, module: pl.LightningModule) -> None:
         """Logs the means. All processes call it when a row is due, and at the end of an evaluation.
@@ -108,7 +128,6 @@ class RunParts:
     test_panels: TestPanels | None = None  # for the test at the end of a run
     began: bool = False  # whether this process has computed a training batch
     current: str = ""  # the additional evaluation set of this batch, if any
-    step_weight: Tensor | None = None  # weight of the current global batch, a sum over micro-batches
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # modules' training modes, saved in an evaluation
 
     def __post_init__(self) -> None:
@@ -124,8 +143,6 @@ class RunParts:
 
 class Module(pl.LightningModule):
     """A LightningModule with `mean`. Under a plain `pl.Trainer`, its means are those of one process and one batch."""
-
-    weights_later = False  # whether gradients are divided by the weights of a step once it is complete
 
     @property
     def stage(self) -> str:
@@ -155,11 +172,12 @@ class Module(pl.LightningModule):
 
         `values_B`: one number per sample of the batch. To exclude samples, give them a weight of 0 instead of selecting
         the rest: processes may select different numbers of samples. With weights, all processes must call this method
-        in the same steps, because they communicate.
+        in the same steps, because they communicate. If a step has several micro-batches, its gradients are divided once
+        it is complete, so all its means have the same weights.
         `log`: also logs the mean under this name, over all samples since the last logged row, or of the evaluation.
 
         Raises:
-            UserError: the shapes are wrong, or a step has several micro-batches, so later weights are unknown.
+            UserError: the shapes are wrong, or a step with several micro-batches has means with different weights.
         """
         if values_B.dim() != 1 or (weight_B is not None and weight_B.shape != values_B.shape):
             shapes = " and ".join(str(tuple(x.shape)) for x in (values_B, weight_B) if x is not None)
@@ -167,21 +185,33 @@ class Module(pl.LightningModule):
                 f"self.mean got the shape {shapes}; expected one number per sample, and optionally a weight for each."
             )
         values_B = self.own_rows(values_B)
-        batch_weight, values_B = self.batch_weight, values_B.to(torch.promote_types(values_B.dtype, torch.float32))
-        effective_B = torch.full_like(values_B, batch_weight != 0) * (1.0 if weight_B is None else weight_B.detach())
-        total, weight = (values_B * effective_B).sum(), effective_B.sum()
+        values_B = values_B.to(torch.promote_types(values_B.dtype, torch.float32))
         if weight_B is None:
-            mean = values_B.mean()
-        else:
-            is_local = batch_weight is None or not self.trainer.training or self.weights_later
-            divisor = weight if is_local else self.weight_of_step(weight) * (batch_weight or 0.0)
-            mean = total / divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
-        if log and batch_weight is None:
-            self.log(log, mean, batch_size=len(values_B))
-        elif log:
-            strategy: Any = self.trainer.strategy
-            strategy.means.add(self, log, total, weight)
-        return mean
+            return self.mean_of(values_B, None, log)
+        return self.mean_of(values_B * weight_B.detach(), weight_B.detach(), log)
+
+    def mean_of(self, weighted_B: Tensor, weight_B: Tensor | None, log: str | None) -> Tensor:
+        """`mean` of values that are already multiplied by their weights."""
+        share, mean, count = self.batch_weight, weighted_B.mean(), len(weighted_B)
+        weight = None if weight_B is None else weight_B.float().mean().to(exact_on(mean.device))
+        average = mean if weight is None else mean / weight.clamp(min=TINY).to(mean.dtype)
+        if share is None:  # under a plain Trainer
+            if log:
+                self.log(log, average, batch_size=count)
+            return average
+        strategy: Any = self.trainer.strategy
+        counted = count if share else 0  # without samples, a process computes other ones
+        if log:
+            strategy.means.add(self, log, mean * counted, counted if weight is None else weight * counted)
+        if not self.trainer.training:
+            return average
+        if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
+            strategy.means.weigh(weight_B, None if weight is None else weight * share)
+            return mean
+        if weight is None:
+            return mean
+        weight_of_step = strategy.reduce(weight * share, reduce_op="mean")
+        return mean / weight_of_step.clamp(min=TINY).to(mean.dtype)
 
     def gather(self, x_B: Tensor) -> Tensor:
         """x_N: the rows of all processes in the order of the global batch, for a loss between samples.
@@ -215,16 +245,6 @@ class Module(pl.LightningModule):
         strategy: Any = self._trainer and self._trainer.strategy
         count, own = getattr(strategy, "gathered", None) or (None, slice(None))
         return values_B[own] if len(values_B) == count else values_B
-
-    def weight_of_step(self, weight: Tensor) -> Tensor:
-        """The weight of the global batch, averaged over processes. All processes call it."""
-        strategy: Any = self.trainer.strategy
-        if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
-            raise UserError(
-                "self.mean with weights needs those of the whole global batch, but in a step of several micro-batches the later ones are unknown. "
-                "Set trainer.accumulate_grad_batches=1 and remove exact.logical_ranks, or write a lockstep.Task, which divides later."
-            )
-        return torch.as_tensor(strategy.reduce(weight.clone(), reduce_op="mean"))
 
 
 def changed_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lockstep.compat.metric_states import exact_on, of_all_processes, prepare, update
+from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.kit.panels import Panel
-from lockstep.training.arithmetic import clip_by_norm, is_logging_step, scale_gradients, total_steps
+from lockstep.training.arithmetic import is_logging_step, total_steps
 from lockstep.training.losses import (
     Plain,
     float32,
@@ -47,7 +47,6 @@ class Task(Module):
     `self.global_step`, `self.current_epoch` and hooks such as `on_train_epoch_start` are Lightning's.
     """
 
-    weights_later = True
     named_batches = True
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `metadata` must have
@@ -219,17 +218,10 @@ class Task(Module):
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
         """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
-        parts, strategy = self.parts, cast(Any, self.trainer.strategy)
-        if not parts.began:
-            parts.began = True
+        if not self.parts.began:
+            self.parts.began = True
             self.warn_of_rounding(output)
-        loss_B, weight_B = weighted_loss(self, output, batch)
-        loss = loss_B.mean()
-        count, weight = len(loss_B), None if weight_B is None else weight_B.float().mean().to(exact_on(self.device))
-        strategy.means.add(self, "train/loss", loss * count, count if weight is None else weight * count)
-        if weight is not None:
-            parts.step_weight = weight + (0.0 if parts.step_weight is None else parts.step_weight)
-        return loss
+        return self.mean_of(*weighted_loss(self, output, batch), "train/loss")
 
     def warn_of_rounding(self, output: Any) -> None:
         """Warns if outputs are rounded, because a different layer than the assumed last layer computes them."""
@@ -240,28 +232,6 @@ class Task(Module):
                 "trainer.precision=32-true, or add a `get_classifier` that returns the layer that does.",
                 self.trainer.precision, type(self.net).__name__, type(head_of(self.net)).__name__,
             )  # fmt: skip
-
-    def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        parts = self.parts
-        if parts.step_weight is None and not gradient_clip_val:
-            return
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
-        if parts.step_weight is not None:  # gradients are those of the mean of loss x weight
-            mean = self.trainer.strategy.reduce(parts.step_weight.clone(), reduce_op="mean")
-            scale = self.trainer.accumulate_grad_batches / mean
-            scale_gradients(grads, scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
-            parts.step_weight = None
-        if gradient_clip_val:
-            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-            # otherwise gradients are unscaled in the step, after clipping
-            if scaler is not None and optimizer.defaults.get("fused"):
-                scaler.unscale_(optimizer)
-            if gradient_clip_algorithm == "value":
-                nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
-            else:
-                clip_by_norm(grads, gradient_clip_val, parts.arithmetic)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         begin_momentum(optimizer)
