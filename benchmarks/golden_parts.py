@@ -24,7 +24,17 @@ class Record(pl.Callback):
     def __init__(self, *, kill_at: int | None = None) -> None:
         self.kill_at, self.step, self.digest = kill_at, -1, hashlib.sha256()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Not in a hook of a batch: logical ranks call it once per step."""
+        compute = trainer.strategy.training_step
+
+        def recorded(batch: Any, *args: Any) -> Any:
+            self.record(trainer, batch)
+            return compute(batch, *args)
+
+        trainer.strategy.training_step = recorded  # type: ignore[method-assign]
+
+    def record(self, trainer: pl.Trainer, batch: Any) -> None:
         if self.step != trainer.global_step:
             self.step, self.digest = trainer.global_step, hashlib.sha256()
         target = batch["target"] if isinstance(batch, Mapping) else batch[1]
