@@ -55,6 +55,15 @@ class Weighted(lockstep.Module):
     val_dataloader = test_dataloader = train_dataloader
 
 
+class OneMean(Weighted):
+    """Logs another mean, with other weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        square_B, absolute_B, weight_B = self.losses(batch)
+        self.mean(absolute_B, log="train/absolute")
+        return 2 * self.mean(square_B, weight_B, log="train/square")
+
+
 class Distilled(Weighted):
     """A masked autoencoder of what a teacher sees, with random masks and a batch norm in the teacher."""
 

@@ -104,7 +104,7 @@ def test_weights_and_means_are_those_of_a_loop_over_whole_batches(way, weighted,
     )
 
 
-def test_several_micro_batches_have_the_mean_without_weights_and_are_refused_with_them():
+def test_several_micro_batches_have_the_mean_without_weights_and_are_refused_with_others():
     found, rows, _ = train("accumulated", "trainer.accumulate_grad_batches=4", weighted=False)
     expected, of_rows = by_hand(weighted=False)
     assert_same(found, expected)
@@ -112,8 +112,22 @@ def test_several_micro_batches_have_the_mean_without_weights_and_are_refused_wit
         [row["train/absolute"] for row in of_rows]
     )
     for run, key in (("micro", "trainer.accumulate_grad_batches=4"), ("ranks", "exact.logical_ranks=1")):
-        with pytest.raises(UserError, match=r"self\.mean with weights .* Set trainer\.accumulate_grad_batches=1"):
+        with pytest.raises(
+            UserError, match=r"a term with other weights, such as a penalty\. .*trainer\.accumulate_grad_batches=1"
+        ):
             train(run, key)
+
+
+@pytest.mark.parametrize("key", ["trainer.accumulate_grad_batches=4", "exact.logical_ranks=2"])
+def test_a_weighted_mean_alone_is_that_of_the_whole_step(key):
+    name = key.partition("=")[0]
+    whole, rows, _ = train(f"whole-{name}", module="OneMean")
+    found, of_parts, _ = train(f"parts-{name}", key, module="OneMean")
+    assert_same(found, whole)
+    for name in ("train/square", "train/absolute"):
+        assert [row[name] for row in of_parts if name in row] == pytest.approx(
+            [row[name] for row in rows if name in row]
+        )
 
 
 @pytest.mark.slow

@@ -218,7 +218,7 @@ class DividedBatches(Strategy):
         for loader in self.loaders_of(self.micro_batch) if self.compares_batches else ():
             if loader.batch_scope == "a share":
                 loader.require_agreement(loader.batch_info[self.micro_batch].digest)
-        self.gathered, self.means.weighted = None, False
+        self.gathered, self.means.nodes = None, {}
         self.seeds.samples()
         result = call_step(super().training_step, *args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
@@ -304,6 +304,8 @@ class DividedBatches(Strategy):
         """Weights the loss: gradients are averaged over micro-batches that may divide the global batch unevenly."""
         self.lacks_update = not self.lightning_module.automatic_optimization
         self.has_updated |= not self.lacks_update
+        if any(weight is not None for _, weight in self.means.nodes.values()):
+            self.means.weigh(closure_loss)
         share = self.share()
         loss = closure_loss if share == 1 else closure_loss * share
         within_step = self.seeds.of_samples and self.lacks_update

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -45,10 +45,8 @@ class Means:
         self.train: Sums = {}
         self.evaluation: Sums = {}
         self.step_weight: Tensor | None = None  # of the micro-batches so far of a step with several
-        self.weighted, self.weight_B = (
-            False,
-            cast(Tensor | None, None),
-        )  # whether this micro-batch has a mean; its weights
+        # the means of this micro-batch, as nodes of the graph: their weights, and the mean of these
+        self.nodes: dict[Any, tuple[Tensor | None, Tensor | None]] = {}
 
     def add(self, module: pl.LightningModule, name: str, total: Tensor, weight: Any) -> None:
         """Adds to a mean in float64: sums of float32 are then exact unless numbers differ by a factor of 10^6.
@@ -60,19 +58,29 @@ class Means:
         weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
         sums[name] = previous[0] + total.detach().float().to(dtype), previous[1] + weight
 
-    def weigh(self, weight_B: Tensor | None, weight: Tensor | None) -> None:
-        """Of a mean in a step whose later micro-batches are unknown. `weight`: the mean, of which the step has the sum.
+    def weigh(self, loss: Tensor) -> None:
+        """Adds the weight of a micro-batch to that of its step, whose gradients are divided by it after the last one.
 
-        Raises UserError: this micro-batch has had a mean with other weights.
+        Raises UserError: the loss has a term with other weights, or without.
         """
-        if self.weighted and weight_B is not self.weight_B:
+        nodes, reached, seen = [loss.grad_fn], dict[int, Tensor | None](), set[Any]()
+        while nodes:
+            if (node := nodes.pop()) in self.nodes:
+                weight_B, weight = self.nodes[node]
+                reached[0 if weight is None else id(weight_B)] = weight
+            elif node is not None and node not in seen:
+                seen.add(node)
+                nodes += [following for following, _ in node.next_functions]
+                if not node.next_functions:  # a parameter
+                    reached[0] = None
+        if len(reached) > 1:
             raise UserError(
-                "a step of several micro-batches has two means with different weights, whose sums are unknown before the last micro-batch. Give them "
-                "the same weights, or set trainer.accumulate_grad_batches=1 and remove exact.logical_ranks."
+                "a loss of several micro-batches has a weighted mean (self.mean) and a term with other weights, such as a penalty. Gradients are divided "
+                "by the weights of the whole step after the last micro-batch. Give all terms the same weights, or set "
+                "trainer.accumulate_grad_batches=1 and remove exact.logical_ranks."
             )
-        if weight is not None and not self.weighted:
+        if (weight := next(iter(reached.values()), None)) is not None:
             self.step_weight = weight if self.step_weight is None else self.step_weight + weight
-        self.weighted, self.weight_B = True, weight_B
 
     def log(self, module: pl.LightningModule) -> None:
         """Logs the means. All processes call it when a row is due, and at the end of an evaluation.
@@ -188,25 +196,27 @@ class Module(pl.LightningModule):
         values_B = values_B.to(torch.promote_types(values_B.dtype, torch.float32))
         if weight_B is None:
             return self.mean_of(values_B, None, log)
-        return self.mean_of(values_B * weight_B.detach(), weight_B.detach(), log)
+        return self.mean_of(values_B * weight_B.detach(), weight_B, log)
 
     def mean_of(self, weighted_B: Tensor, weight_B: Tensor | None, log: str | None) -> Tensor:
         """`mean` of values that are already multiplied by their weights."""
         share, mean, count = self.batch_weight, weighted_B.mean(), len(weighted_B)
-        weight = None if weight_B is None else weight_B.float().mean().to(exact_on(mean.device))
+        if share == 0:  # without samples, a process computes other ones
+            mean = mean * 0.0
+        weight = None if weight_B is None else weight_B.detach().float().mean().to(exact_on(mean.device))
         average = mean if weight is None else mean / weight.clamp(min=TINY).to(mean.dtype)
         if share is None:  # under a plain Trainer
             if log:
                 self.log(log, average, batch_size=count)
             return average
         strategy: Any = self.trainer.strategy
-        counted = count if share else 0  # without samples, a process computes other ones
+        counted = count if share else 0
         if log:
             strategy.means.add(self, log, mean * counted, counted if weight is None else weight * counted)
         if not self.trainer.training:
             return average
         if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
-            strategy.means.weigh(weight_B, None if weight is None else weight * share)
+            strategy.means.nodes[mean.grad_fn] = weight_B, None if weight is None else weight * share
             return mean
         if weight is None:
             return mean

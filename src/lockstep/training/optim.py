@@ -119,6 +119,8 @@ class PaddedFusedStep(Optimizer):
             super().step.__wrapped__(self)  # type: ignore[attr-defined]  # without hooks
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch's marker
+
     @contextmanager
     def padded(self) -> Iterator[None]:
         """Replaces parameters by their parts within the block."""
