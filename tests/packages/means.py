@@ -96,6 +96,22 @@ class Named(Classification):
         self.log("train/epoch", float(self.current_epoch + self.global_step))
 
 
+class ByHand(Classification):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        loss = self.mean_loss(self(batch), batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        schedule.step()
+
+
 class Odd(Classification):
     """Inputs of a metric that it has not."""
 

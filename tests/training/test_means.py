@@ -231,6 +231,25 @@ def test_a_task_logs_parts_of_its_loss_and_knows_its_step(more, mnist, cache, fo
     assert not [name for name in found if not name.startswith("net.")]
 
 
+@pytest.mark.parametrize("way", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_task_may_step_its_optimizer_itself(way, mnist, cache, forked):
+    common = [
+        f"data.root={mnist}",
+        f"data.cache_dir={cache}",
+        "loader.batch_size=48",
+        "data.image_size=12",
+        "trainer.max_epochs=1",
+    ]
+    common += ["trainer.accelerator=cpu", "trainer.precision=32-true"]
+    lockstep.train([*common, f"run=automatic-{way}"])
+    lockstep.train([*common, *WAYS[way][:1], *(["trainer.devices=2"] * (way == "ddp")), "task=own", "task._target_=means.ByHand", f"run=by-hand-{way}"])  # fmt: skip
+    by_itself, by_hand = (
+        state(f"{kind}-{way}/checkpoints/last.ckpt")["state_dict"] for kind in ("automatic", "by-hand")
+    )
+    for name, value in by_itself.items():
+        torch.testing.assert_close(by_hand[name], value, rtol=0, atol=1e-3 if way == "ddp" else 0)
+
+
 # --- Networks that are not trained, and random numbers of samples ---
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
 from lockstep import DataSet, Task, build
-from lockstep.errors import UserError
 from lockstep.kit.tasks import Classification, Regression, Segmentation
 from lockstep.strategies import SingleDevice
 from lockstep.training.arithmetic import StepArithmetic, clip_exactly
@@ -316,50 +315,3 @@ def test_a_metric_may_have_inputs_of_its_own():
     found = logged(seen(module(Apart), (logits_BK, label_B)))
     assert found["largest"] == pytest.approx(logits_BK.amax(1).mean().item())
     assert found["acc"] == pytest.approx(plainly(logits_BK, label_B)["acc"])
-
-
-# --- What a class of the user's may have of a LightningModule ---
-
-
-class Silent(Regression):
-    def on_validation_epoch_end(self) -> None:
-        """Which logs no metric."""
-
-
-class Loud(Silent):
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-
-
-class Taken(Regression):
-    net = None
-
-
-class Staged(Regression):
-    def stage(self) -> None:
-        """Which is a property of lockstep.Module."""
-
-
-class Scaled(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = 0.5
-
-
-class ByHand(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-@pytest.mark.parametrize(("kind", "told"), [
-    (Silent, r"task=Silent: `on_validation_epoch_end` replaces Lockstep's method\. Call super\(\)\.on_validation_epoch_end in it"),
-    (Loud, r"task=Loud: `on_validation_epoch_end` replaces"),
-    (Taken, "task=Taken has `net`, a name that Lockstep's tasks use"),
-    (Staged, "task=Staged has `stage`"),
-    (Scaled, "task=Scaled has `mean`"),
-    (ByHand, "task=ByHand sets automatic_optimization=False"),
-])  # fmt: skip
-def test_a_task_that_would_silently_lose_something_is_refused(kind, told):
-    with pytest.raises(UserError, match=told):
-        untrained(kind(), nn.Linear(1, 1))

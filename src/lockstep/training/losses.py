@@ -6,11 +6,9 @@ Losses are per sample, mixed, or between all samples of a global batch.
 # B batch
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -193,22 +191,3 @@ def is_small(column: Any, count: int) -> bool:
     if isinstance(column, Tensor):
         return column.dim() > 0 and len(column) == count and column[:1].numel() <= 8
     return isinstance(column, list | tuple) and len(column) == count and all(isinstance(x, Plain) for x in column)
-
-
-# A task's step must call one of these for Lockstep's promises to hold.
-EVALUATES = ("update_metrics",)
-STEP_PARTS = {"training_step": ("mean_loss", "mean"), "validation_step": EVALUATES, "test_step": EVALUATES}
-
-
-def unsafe_override(kind: type, base: type) -> str:
-    """The first of Task's LightningModule methods that a class overrides without `super` or the calls in STEP_PARTS.
-
-    Empty if there is none.
-    """
-    overridable = {name for name in vars(base) if hasattr(pl.LightningModule, name) and not name.startswith("__")}
-    for cls in kind.__mro__[: kind.__mro__.index(base)]:
-        for name in sorted(overridable & vars(cls).keys()):
-            bytecode = getattr(inspect.unwrap(vars(cls)[name]), "__code__", None)
-            if bytecode and not {"super", *STEP_PARTS.get(name, ())} & {*bytecode.co_names}:
-                return name
-    return ""

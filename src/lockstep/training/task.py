@@ -28,7 +28,6 @@ from lockstep.training.losses import (
     is_small,
     one_per_sample,
     sample_weights,
-    unsafe_override,
     weighted_loss,
 )
 from lockstep.training.metrics import named_values
@@ -174,23 +173,7 @@ class Task(Module):
     # --- What the engine calls ---
 
     def attach(self, net: nn.Module, **parts: Any) -> Self:
-        """Sets a run's network and `RunParts`.
-
-        Raises UserError if the class uses these names or those of `Module` for something else, or replaces a method.
-        """
-        title, subclasses = f"task={type(self).__name__}", type(self).__mro__[: type(self).__mro__.index(Task)]
-        names = ("net", "parts", *(name for name in vars(Module) if not name.startswith("__")))
-        if conflicts := [name for name in names if name in vars(self) or any(name in vars(cls) for cls in subclasses)]:
-            raise UserError(f"{title} has `{conflicts[0]}`, a name that Lockstep's tasks use. Use a different name.")
-        if not self.automatic_optimization:
-            raise UserError(
-                f"{title} sets automatic_optimization=False, but a task has one optimizer, set by optim. For several, subclass LightningModule and "
-                "set task=lightning_module. For a different learning rate of the last layer, set optim.head_lr."
-            )
-        if replaced := unsafe_override(type(self), Task):
-            raise UserError(
-                f"{title}: `{replaced}` replaces Lockstep's method. Call super().{replaced} in it, or remove it."
-            )
+        """Sets a run's network and `RunParts`."""
         call_own_train((module, module.training) for module in net.modules())
         self.net, self.parts = net, RunParts(**parts)
         return self
