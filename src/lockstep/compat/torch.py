@@ -30,7 +30,7 @@ def in_backward() -> bool:
 # --- What a data set would be in one process ---
 #
 # A data set asks torch for the number of processes, and torch (2.13) has no way to answer for a moment that it is one.
-# Remove it when `torch.distributed.is_initialized` depends on a context.
+# Remove this when it has: tests/compat/test_torch.py::test_torch_is_not_told_that_a_process_is_alone fails then.
 
 
 def in_one_process(look: Callable[[], Any]) -> Any:

@@ -149,6 +149,13 @@ class RunParts:
         return [stage, *(part for part in self.sets if part.startswith(f"{stage}/"))]
 
 
+def strategy_of(module: pl.LightningModule) -> Any:
+    """The strategy; None without a Trainer."""
+    with suppress(RuntimeError):
+        return module.trainer.strategy
+    return None
+
+
 class Module(pl.LightningModule):
     """A LightningModule with `mean`. Under a plain `pl.Trainer`, its means are those of one process and one batch."""
 
@@ -166,10 +173,7 @@ class Module(pl.LightningModule):
         0 if the process has no samples and runs on substitutes. None under a plain `pl.Trainer`, which does not divide
         batches.
         """
-        strategy: Any = None
-        with suppress(RuntimeError):
-            strategy = self.trainer.strategy
-        weight = getattr(strategy, "share", None)
+        weight = getattr(strategy_of(self), "share", None)
         return None if weight is None else float(weight()) if self.trainer.training else 1.0
 
     def mean(self, values_B: Tensor, weight_B: Tensor | None = None, *, log: str | None = None) -> Tensor:
@@ -232,10 +236,9 @@ class Module(pl.LightningModule):
         Raises:
             WholeBatchNeeded: a step has several micro-batches, or this is a prediction.
         """
-        trainer: Any = self._trainer
-        if trainer is None:
+        if (strategy := strategy_of(self)) is None:
             return x_B
-        strategy = trainer.strategy
+        trainer = self.trainer
         divided = getattr(strategy, "arithmetic", StepArithmetic()).same_bits
         if trainer.predicting or divided or (trainer.training and trainer.accumulate_grad_batches > 1):
             raise WholeBatchNeeded(
@@ -252,8 +255,7 @@ class Module(pl.LightningModule):
 
     def own_rows(self, values_B: Tensor) -> Tensor:
         """The values of this process's samples, if there is one for each gathered sample."""
-        strategy: Any = self._trainer and self._trainer.strategy
-        count, own = getattr(strategy, "gathered", None) or (None, slice(None))
+        count, own = getattr(strategy_of(self), "gathered", None) or (None, slice(None))
         return values_B[own] if len(values_B) == count else values_B
 
 
