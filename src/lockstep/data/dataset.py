@@ -41,14 +41,15 @@ class Arrays:
     def __getitem__(self, index: Any) -> dict[str, Any]:
         return {name: array[index] for name, array in self.arrays.items()}
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
+    def __getitems__(self, indices: Sequence[int] | Indices) -> dict[str, Any]:
         """A batch. On the CPU, NumPy takes 0.06 ms per batch between BasicNet's steps, torch 0.20 ms."""
         if not self.on_device:
-            return {name: array.take(indices, axis=0) for name, array in self.arrays.items()}
+            index_N = np.asarray(indices)
+            return {name: array.take(index_N, axis=0) for name, array in self.arrays.items()}
         import torch
 
-        index_N = torch.as_tensor(indices).to(self.device, non_blocking=True)
-        return {name: tensor.index_select(0, index_N) for name, tensor in self.on_device.items()}
+        on_device_N = torch.as_tensor(indices).to(self.device, non_blocking=True)
+        return {name: tensor.index_select(0, on_device_N) for name, tensor in self.on_device.items()}
 
     def to(self, device: Any) -> Self:
         """Copies the arrays to a device, once. Reading then returns tensors there."""
@@ -87,6 +88,8 @@ def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
 def read(part: Any, index_N: Indices) -> Mapping[str, Any] | list[dict[str, Any]]:
     """The samples at these indices: a batch if `__getitems__` of the part returns one, or a list of dicts."""
     get_many = getattr(part, "__getitems__", None)
+    if isinstance(part, Arrays):
+        return part.__getitems__(index_N)
     found = get_many(index_N.tolist()) if get_many else [part[index] for index in index_N.tolist()]
     return found if isinstance(found, Mapping) else [named(sample, part) for sample in found]
 

@@ -4,6 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -61,20 +62,20 @@ class ShareSpec:
             pieces = min(parts, max(1, len(batch) // min_size))
             for micro in range(part, self.accumulate):
                 index = index_in_step(self.rank, self.world, micro, self.accumulate, self.contiguous)
-                begin, end = (-(-len(batch) * min(i, pieces) // pieces) for i in (index, index + 1))
+                begin, end = bounds(len(batch), index, pieces)
                 keys, weight = batch[begin:end] or batch[:min_size], (end - begin) * parts / len(batch)
                 position = start + begin * (end > begin)
-                positions = range(position, position + len(keys))
-                info = MicroBatchInfo(
-                    weight,
-                    digest,
-                    len(batch) / self.accumulate,
-                    positions,
-                    start * by_step,
-                    None if self.trains else keys,
-                )
+                places, kept = range(position, position + len(keys)), None if self.trains else keys
+                info = MicroBatchInfo(weight, digest, len(batch) / self.accumulate, places, start * by_step, kept)
                 yield Share(keys, position, number * parts + index, seed, epoch, info)
             part = 0
+
+
+@cache
+def bounds(count: int, index: int, pieces: int) -> tuple[int, int]:
+    """Where the share `index` of a batch begins and ends."""
+    begin, end = (-(-count * min(i, pieces) // pieces) for i in (index, index + 1))
+    return begin, end
 
 
 def join_small_batches(batches: Iterator[GlobalBatch], parts: int) -> Iterator[GlobalBatch]:
@@ -186,12 +187,14 @@ class GlobalBatches:
             return
         ahead = 1
         while chunk := [*islice(shares, ahead)]:
-            sizes = [len(share.keys) for share in chunk]
-            keys = self.computed(np.concatenate([np.array(share.keys) for share in chunk]), count, seed, epoch)
-            for share, own in zip(chunk, np.split(keys, np.cumsum(sizes)[:-1]), strict=True):
-                info = share.info if share.info.keys is None else replace(share.info, keys=own.tolist())
-                yield Share(own.tolist(), share.place, share.number, share.seed, share.epoch, info)
-            ahead = max(1, BLOCK // max(sizes))
+            places = np.concatenate([np.arange(share.keys.start, share.keys.stop) for share in chunk])  # type: ignore[attr-defined]
+            keys, begin = self.computed(places, count, seed, epoch).tolist(), 0
+            for share in chunk:
+                own = keys[begin : begin + len(share.keys)]
+                begin += len(own)
+                info = share.info if share.info.keys is None else replace(share.info, keys=own)
+                yield Share(own, share.place, share.number, seed, epoch, info)
+            ahead = max(1, BLOCK * len(chunk) // len(places))
 
     def computed(self, places: Indices, count: int, seed: int, epoch: int) -> Indices:
         """The keys at `places` of an order that is computed."""

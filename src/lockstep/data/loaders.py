@@ -188,7 +188,7 @@ def digest_of(value: Any, previous: str = "") -> str:
 # --- Micro-batches ---
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class MicroBatchInfo:
     """Metadata of a micro-batch. Not a tuple: torch rebuilds tuples when it pins a batch, with lists for ranges."""
 
@@ -249,7 +249,8 @@ class MicroBatches:
             sizes = [len(share.keys) for share in chunk]
             parts = zip(*(tensor.split(sizes) for tensor in values.values()), strict=True)
             for share, part in zip(chunk, parts, strict=True):
-                yield self.collated(dict(zip(values, part, strict=True)), share), share.info
+                batch = dict(zip(values, part, strict=True))
+                yield batch if self.collate in DEFAULTS else self.collated(batch, share), share.info
 
     def collated(self, samples: Any, share: Share) -> Any:
         if self.collate in DEFAULTS:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 ROUNDS = 16  # of the Feistel network: 8 do not give uniform permutations of 5 samples (chi2/df 5.8; with 16, 0.9)
-BLOCK = 8192  # indices computed at once: 0.14 us per sample, as with 65,536; 2.4 us with 64
+BLOCK = 8192  # indices computed at once: 0.11 us per sample, as with 65,536; 2.4 us with 64
 SPLIT_SEED = 0x5EED  # of the validation split, which must not depend on `seed`
 
 
@@ -66,11 +66,17 @@ def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
     while outside.any():
         left, right = np.divmod(x[outside], np.uint64(b))
         for i in range(0, ROUNDS, 2):
-            left = (left + mix(right ^ round_keys[i]) % np.uint64(a)) % np.uint64(a)
-            right = (right + mix(left ^ round_keys[i + 1]) % np.uint64(b)) % np.uint64(b)
+            left = add_modulo(left, mix(right ^ round_keys[i]), np.uint64(a))
+            right = add_modulo(right, mix(left ^ round_keys[i + 1]), np.uint64(b))
         x[outside] = left * np.uint64(b) + right
         outside = x >= np.uint64(n)
     return x.astype(np.int64)
+
+
+def add_modulo(x: NDArray[np.uint64], y: NDArray[np.uint64], n: np.uint64) -> NDArray[np.uint64]:
+    """(x + y) % n for x < n. NumPy's remainder has no vector instructions: 0.16 us per sample instead of 0.11."""
+    total = x + (y - y // n * n)
+    return np.minimum(total, total - n)  # below n, the difference wraps around to a large number
 
 
 def index_in_step(rank: int, world: int, part: Any, parts: int, in_blocks: bool) -> Any:
