@@ -191,7 +191,7 @@ def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Mo
         module.configure_model()  # may create its layers
         load_module_weights(module, read(Path(weights)))
     change = partial(strategies.prepare, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
-    strategies.change_in_place(module, change, configured=weights is not None)
+    strategies.change_in_place(module, change, configured=net is None and weights is not None)
     return module
 
 

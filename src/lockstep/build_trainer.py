@@ -25,6 +25,7 @@ from lockstep.config.instantiate import create_object
 from lockstep.config.run_config import Component
 from lockstep.config.settings import SPARSEST, Settings, log_interval
 from lockstep.config.targets import matching_kwargs
+from lockstep.data.parts import Targets
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process
 from lockstep.reporting.loggers import MetricsCsv, TruncateLogsOnResume
@@ -101,7 +102,7 @@ def workload_of(trainer: pl.Trainer) -> Workload:
 def small_parts(settings: Settings, data: Any) -> Iterator[str]:
     """Evaluations that cannot be divided: otherwise a run would learn it at its end."""
     count = max(settings.world.size, settings.cfg.exact.logical_ranks or 1)
-    for part, split in getattr(data, "splits", {}).items():
+    for part, split in data.splits.items() if isinstance(getattr(data, "targets", None), Targets) else ():
         if part != "train" and split.count < count:
             yield f"the {part} part has {split.count} {data.unit}, but there are {count} processes or logical ranks. Add samples, or use fewer of them."
 

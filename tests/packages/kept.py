@@ -162,7 +162,8 @@ class Taught(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher, self.scale = nn.Linear(6, 1).requires_grad_(False), 1.0
+        self.teacher = nn.Linear(6, 1).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(()))
 
     def loss(self, batch):
         return super().loss(batch) + self.scale * F.mse_loss(self(batch[0]), self.teacher(batch[0]))
@@ -172,10 +173,10 @@ class Taught(Plain):
             teacher.data.lerp_(student.data, share)
 
     def on_train_batch_start(self, batch, batch_idx):
-        self.scale *= 0.9
+        self.scale.mul_(0.9 + 0.1 * torch.rand(()))
 
     def on_before_zero_grad(self, optimizer):
-        self.move(0.1)
+        self.move(0.1 * torch.rand(()))
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.move(0.2)

@@ -61,7 +61,8 @@ class OneMean(Weighted):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         square_B, absolute_B, weight_B = self.losses(batch)
         self.mean(absolute_B, log="train/absolute")
-        return 2 * self.mean(square_B, weight_B, log="train/square")
+        self.mean(absolute_B.detach(), log="train/again")
+        return 2 * self.mean(square_B, weight_B, log="train/square") - 0.5 * self.mean(absolute_B, weight_B.clone())
 
 
 class Distilled(Weighted):

@@ -37,7 +37,7 @@ class StepSeed(Callback):
     def __init__(self, seed: int, loaders: Loaders, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
         self.seed, self.loaders, self.arithmetic, self.masks_by_row = seed, loaders, arithmetic, masks_by_row
         self.between = set[str]()  # the hooks of BETWEEN that are used
-        self.once: list[tuple[Any, str]] = []  # the user's hooks that are called once per step
+        self.once: list[tuple[Any, str, Any]] = []  # the user's hooks that are called once per step
         self.deferred: list[Callable[[], Any]] = []  # to the last micro-batch of a step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -61,14 +61,17 @@ class StepSeed(Callback):
         users = [each for each in holders if not type(each).__module__.startswith("lockstep.")]
         self.between = {hook for hook in BETWEEN for each in users if is_overridden(hook, each)}
         if self.arithmetic.same_bits and trainer.accumulate_grad_batches > 1:
-            self.once = [(each, hook) for each in users for hook in ONCE if is_overridden(hook, each)]
-            for each, hook in self.once:
+            self.once = [
+                (each, hook, vars(each).get(hook)) for each in users for hook in ONCE if is_overridden(hook, each)
+            ]
+            for each, hook, _ in self.once:
                 setattr(each, hook, self.once_per_step(getattr(each, hook), hook, trainer))
         seeds_of(trainer).reseed("train start", steps_done(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for each, hook in self.once:
+        for each, hook, own in self.once:
             delattr(each, hook)
+            vars(each).update({hook: own} if own else {})
         self.once = []
 
     def once_per_step(self, call: Callable[..., Any], hook: str, trainer: Trainer) -> Callable[..., Any]:
@@ -92,7 +95,6 @@ class StepSeed(Callback):
         if self.masks_by_row:
             dropout.begin(self.rows(trainer, batch_idx))
         seeds_of(trainer).begin_batch(batch_idx)
-        self.arithmetic.before_forward(pl_module, batch_idx)
 
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
         if self.between - {"on_before_backward"}:
@@ -100,6 +102,7 @@ class StepSeed(Callback):
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
         if self.deferred and completes_step(trainer, cast(PortableCheckpoint, trainer.strategy).micro_batch):
+            seeds_of(trainer).reseed("zero_grad", steps_done(trainer))
             for call in self.deferred:
                 call()
             self.deferred = []
@@ -152,7 +155,10 @@ class StepSeed(Callback):
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = cast(Any, begin_batch)
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = cast(Any, end_batch)
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = end_epoch
-    on_exception = cast(Any, end_batch)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
+        self.end_batch(trainer)
 
 
 def draw_for_samples(holder: pl.LightningModule | pl.LightningDataModule, hook: str, trainer: Trainer) -> None:

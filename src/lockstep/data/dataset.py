@@ -55,7 +55,7 @@ class Arrays:
         """Copies the arrays to a device, once. Reading then returns tensors there."""
         import torch
 
-        if not self.on_device:
+        if not self.on_device and all(array.dtype.kind in "biufc" for array in self.arrays.values()):  # no texts
             self.device = device
             with warnings.catch_warnings():  # it is never written to
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

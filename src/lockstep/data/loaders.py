@@ -238,12 +238,12 @@ class MicroBatches:
         while chunk := [*islice(shares, 1 if self.draws else ahead)]:
             if self.draws or len(chunk) == 1:
                 try:
-                    batch, info = self(chunk[0])
+                    samples = self.samples(chunk[0])
+                    if is_flat(samples):
+                        ahead = max(1, AT_ONCE // sum(value.nbytes for value in samples.values()))
+                    yield self.collated(samples, chunk[0]), chunk[0].info
                 except StopIteration:  # of a dataset: the loader compares its length
                     return
-                if is_flat(batch):
-                    ahead = max(1, AT_ONCE // sum(value.nbytes for value in batch.values()))
-                yield batch, info
                 continue
             values = self.dataset.__getitems__([key for share in chunk for key in share.keys])
             sizes = [len(share.keys) for share in chunk]

@@ -82,7 +82,7 @@ class DataModule(pl.LightningDataModule):
 
     def loader(self, samples: Any, part: str, *, transform: Any = None, **options: Any) -> DataLoader[Any]:
         device = self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
-        if device.type != "cpu" and isinstance(samples, Arrays) and not self.options["num_workers"]:
+        if device.type != "cpu" and isinstance(samples, Arrays) and not (transform or self.options["num_workers"]):
             asks = self.on_device == "auto"
             free = torch.cuda.mem_get_info(device)[0] if asks and device.type == "cuda" else 0
             if samples.nbytes <= ON_DEVICE_SHARE * free if asks else self.on_device:

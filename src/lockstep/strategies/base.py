@@ -219,6 +219,7 @@ class DividedBatches(Strategy):
             if loader.batch_scope == "a share":
                 loader.require_agreement(loader.batch_info[self.micro_batch].digest)
         self.gathered, self.means.nodes = None, {}
+        self.arithmetic.before_forward(self.lightning_module, self.micro_batch)
         self.seeds.samples()
         result = call_step(super().training_step, *args, **kwargs)
         if self.compiled and self.compiled == self.without_call:
@@ -313,6 +314,7 @@ class DividedBatches(Strategy):
             self.seeds.samples()
         loss = self.arithmetic.to_backward(self.lightning_module, loss)
         detached = super().backward(loss, optimizer, *args, **kwargs)
+        self.means.nodes = {}  # else the graph stays in memory
         if within_step:  # of manual optimization
             self.seeds.samples()
         return detached
@@ -518,7 +520,8 @@ class PortableCheckpoint(DividedBatches):
             if not optimizer.state_dict():
                 continue
             for group in saved["param_groups"][len(optimizer.param_groups) :]:  # added by hooks
-                if {*group["params"]} <= parameters.keys():
+                own = {id(p) for each in optimizer.param_groups for p in each["params"]}
+                if all(name in parameters and id(parameters[name]) not in own for name in group["params"]):
                     optimizer.add_param_group({"params": [parameters[name] for name in group["params"]]})
             groups = self.named_groups(optimizer)
             if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(by_name) for by_name in groups]:

@@ -126,6 +126,11 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             vectors = list(modules_of_vectors(blocks))
         options: dict[str, Any] = {"policy": policy, "reshard": self.reshard_after_forward}
         self.root = shard_module(module, blocks, vectors, self.device_mesh, self.root_device, **options)
+        if self.root.whole and self.arithmetic.same_bits:
+            raise UserError(
+                f"exact.logical_ranks: strategy=fsdp cannot shard {len(self.root.whole)} trained parameters of {type(module).__name__}, which have no "
+                "dimension or a rare dtype. Give them a dimension, or set strategy=ddp."
+            )
         self.arithmetic.add_shards_of([child for child in module.modules() if isinstance(child, FSDPModule)])
 
     @contextmanager

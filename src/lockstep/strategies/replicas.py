@@ -140,12 +140,15 @@ class DDP(PortableCheckpoint, DDPStrategy):
             torch.distributed.broadcast(tensor.detach(), 0)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Wraps the module again if it has unfrozen parameters: DDP averages only the gradients that it knew of at first."""
+        self.wrap_again()
+        return super().training_step(*args, **kwargs)
+
+    def wrap_again(self) -> None:
+        """If the module has unfrozen parameters: DDP averages only the gradients that it knew of at first."""
         if self.averaged != [p.requires_grad for p in self.parameters]:
             self.model = self.lightning_module
             gc.collect()  # ends the previous wrapper's hooks
             self.configure_ddp()
-        return super().training_step(*args, **kwargs)
 
     def on_train_start(self) -> None:
         self.resumed = not self.contiguous_micro_batches and self.lightning_module.trainer.global_step > 0
@@ -157,6 +160,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
 
     def before_step(self, batch: Any) -> None:
         if self.resumed:
+            self.wrap_again()
             self.rebuild_buckets(batch)
         self.resumed = False
 

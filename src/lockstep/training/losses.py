@@ -148,7 +148,7 @@ class GatheredRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        gradient_N = gradients[0].contiguous()
+        gradient_N = gradients[0].clone(memory_format=torch.contiguous_format)  # autograd may pass it to others
         torch.distributed.all_reduce(gradient_N)
         return gradient_N.split(ctx.sizes)[ctx.rank], None, None
 

@@ -63,23 +63,26 @@ class Means:
 
         Raises UserError: the loss has a term with other weights, or without.
         """
-        nodes, reached, seen = [loss.grad_fn], dict[int, Tensor | None](), set[Any]()
+        nodes, seen = [loss.grad_fn], set[Any]()
+        reached: list[tuple[Tensor | None, Tensor | None]] = []  # different weights, and their means
         while nodes:
-            if (node := nodes.pop()) in self.nodes:
-                weight_B, weight = self.nodes[node]
-                reached[0 if weight is None else id(weight_B)] = weight
-            elif node is not None and node not in seen:
-                seen.add(node)
+            if (node := nodes.pop()) is None or node in seen:
+                continue
+            seen.add(node)
+            found = self.nodes.get(node)
+            if found is None and node.next_functions:
                 nodes += [following for following, _ in node.next_functions]
-                if not node.next_functions:  # a parameter
-                    reached[0] = None
+                continue
+            found = found or (None, None)  # a parameter
+            if not any(same_weights(found[0], weight_B) for weight_B, _ in reached):
+                reached.append(found)
         if len(reached) > 1:
             raise UserError(
                 "a loss of several micro-batches has a weighted mean (self.mean) and a term with other weights, such as a penalty. Gradients are divided "
                 "by the weights of the whole step after the last micro-batch. Give all terms the same weights, or set "
                 "trainer.accumulate_grad_batches=1 and remove exact.logical_ranks."
             )
-        if (weight := next(iter(reached.values()), None)) is not None:
+        if reached and (weight := reached[0][1]) is not None:
             self.step_weight = weight if self.step_weight is None else self.step_weight + weight
 
     def log(self, module: pl.LightningModule) -> None:
@@ -109,6 +112,10 @@ class Means:
             samples = checkpoint["config"]["data"]["batch_size"] / checkpoint["accumulate_grad_batches"]
             window = {"train/loss": (window["loss"] * samples, window["weight"] * samples)}
         self.train = dict(window) if keeps else {}
+
+
+def same_weights(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def log_reduced(module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
@@ -200,6 +207,7 @@ class Module(pl.LightningModule):
         values_B = values_B.to(torch.promote_types(values_B.dtype, torch.float32))
         if weight_B is None:
             return self.mean_of(values_B, None, log)
+        weight_B = self.own_rows(weight_B)
         return self.mean_of(values_B * weight_B.detach(), weight_B, log)
 
     def mean_of(self, weighted_B: Tensor, weight_B: Tensor | None, log: str | None) -> Tensor:
@@ -220,7 +228,8 @@ class Module(pl.LightningModule):
         if not self.trainer.training:
             return average
         if self.trainer.accumulate_grad_batches > 1 or strategy.arithmetic.same_bits:
-            strategy.means.nodes[mean.grad_fn] = weight_B, None if weight is None else weight * share
+            if mean.grad_fn is not None:
+                strategy.means.nodes[mean.grad_fn] = weight_B, None if weight is None else weight * share
             return mean
         if weight is None:
             return mean

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.data import loaders
+from lockstep.data.parts import Targets
 from lockstep.errors import OutOfMemory, ProcessDied
 from lockstep.training.workload import Workload
 
@@ -58,7 +59,7 @@ def oom_advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], 
 
 def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]]) -> OutOfMemory:
     data = work.loaders.data
-    batch = data.batch_size if hasattr(data, "eval_batch_size") else None
+    batch = data.batch_size if isinstance(getattr(data, "targets", None), Targets) else None
     if batch is None:
         return OutOfMemory(
             f"a batch does not fit in memory; {type(work.loaders.holder).__name__} sets its size. {OTHERWISE}"

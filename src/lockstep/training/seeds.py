@@ -65,7 +65,8 @@ class StepSeeds:
             self.reseed("evaluation", phase, self.loader, self.batch)
             return
         # with accumulation, an update draws the same numbers as without
-        part = 0 if completes_step(trainer, self.batch) else 1 + self.batch % trainer.accumulate_grad_batches
+        once = self.arithmetic.same_bits  # a process with several logical ranks draws the same as one with one
+        part = 0 if once or completes_step(trainer, self.batch) else 1 + self.batch % trainer.accumulate_grad_batches
         self.reseed(phase, steps_done(trainer), part, self.counts[phase])
         self.counts[phase] += 1
 
