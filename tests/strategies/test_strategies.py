@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import timm
 import torch
@@ -67,6 +68,34 @@ def test_replicas_compute_in_the_precision_of_the_run(dtype, monkeypatch):
     with torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext():
         found = replicas.parallel_apply([replicas.module] * 2, halves, [{}, {}])
     assert [(y.dtype, y.shape) for y in found] == [(dtype, (3, 3))] * 2
+
+
+def test_each_network_of_a_module_is_computed_by_its_replicas(monkeypatch):
+    """Under its own name and keys. A replica computes itself."""
+
+    class Halves:
+        def __init__(self, net: nn.Module, device_ids: list[torch.device]) -> None:
+            self.net, self.device_ids = net, device_ids
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            asked.append(self.device_ids)
+            replica = self.net._replicate_for_data_parallel()
+            for name, p in self.net.named_parameters():
+                setattr(replica, name, p * 1)
+            return torch.cat([replica(half) for half in x.chunk(2)])
+
+    asked: list[list[torch.device]] = []
+    monkeypatch.setattr(sys.modules["lockstep.strategies.replicas"], "Replicas", Halves)
+    module, x = pl.LightningModule(), torch.randn(6, 4)
+    module.body, module.head = nn.Linear(4, 3), nn.Linear(3, 2)
+    expected, keys = module.head(module.body(x)), list(module.state_dict())
+    for count in (1, 2):
+        strategy = DataParallel()
+        strategy.parallel_devices = [torch.device("cuda", place) for place in range(count)]
+        strategy.divide(module)
+        torch.testing.assert_close(module.head(module.body(x)), expected)
+        assert asked == [strategy.parallel_devices] * 2 * (count > 1)
+    assert (type(module.body).__name__, list(module.state_dict())) == ("Linear", keys)
 
 
 @settings(deadline=None)
