@@ -157,7 +157,7 @@ class PredictionParts:
 
     def is_wrong(self, row: Row) -> bool:
         """Whether target and prediction differ; numbers and masks are neither right nor wrong."""
-        target, guess = (row.get(name) for name in ("target", self.guess))
+        target, guess = row.get("target"), row.get(self.guess)
         if target in (None, "") or guess is None or isinstance(guess, float) or self.guess in self.masks:
             return False
         return set(str(text(target)).split("|")) != set(str(text(guess)).split("|"))
@@ -332,26 +332,24 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     if request.part:
         return build.datamodule(settings, data)
     checkpoint = read(Path(settings.tested_checkpoint))
-    made = str(checkpoint.values.get(DATA, {}).get("class") or cfg.data.target)
+    made = cfg.data.target
+    if made == checkpoint.component("data").target:  # train.py may have created a data set of another class
+        made = checkpoint.values.get(DATA, {}).get("class", made)
     if made.startswith("__main__."):
         raise UserError(
             f"input={request.input}: predict.py cannot import {made[9:]}, the data set's class. Move it from train.py into src/."
         )
-    files = input_files(
-        request.input,
-        replace(cfg.data, target=made),
-        checkpoint.metadata,
-        "pass input=test, val or train (parts of the run's own data)",
-    )
+    hint = "pass input=test, val or train (parts of the run's own data)"
+    files = input_files(request.input, replace(cfg.data, target=made), checkpoint.metadata, hint)
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")
     if isinstance(files.reader, Images):
         files.reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
     loader = cfg.loader
     assert loader and loader.num_workers != "auto"
-    batch = loader.eval_batch_size or loader.batch_size
+    size = loader.eval_batch_size or loader.batch_size
     return DataModule(
-        Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=batch, num_workers=loader.num_workers
+        Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=size, num_workers=loader.num_workers
     )
 
 
@@ -382,15 +380,15 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
         parts = PredictionParts(output, writer.folder, world.size, writer.columns)
         parts.write()
         if request.gallery:
-            metadata = {"Input": request.input, "Checkpoint": Path(settings.tested_checkpoint).name}
-            parts.gallery(gallery_of(output), data, metadata)
-        partial = {name: count for name, count in parts.filled.items() if count < parts.count - parts.broken}
-        if partial:
+            name = Path(settings.tested_checkpoint).name
+            parts.gallery(gallery_of(output), data, {"Input": request.input, "Checkpoint": name})
+        if partial := {name: count for name, count in parts.filled.items() if count < parts.count - parts.broken}:
             counts = ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial.items())
             warn(f"not every batch has these columns, so they are empty in the other rows: {counts}")
         if parts.broken:
-            message = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
-            warn(f"{message}:{list_errors(parts.reasons, parts.broken)}")
+            warn(
+                f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons:{list_errors(parts.reasons, parts.broken)}"
+            )
         return parts
 
 
@@ -398,15 +396,15 @@ def show_predictions(settings: Settings, metadata: Mapping[str, Any], parts: Pre
     """Prints the path of the table, and writes predict.json."""
     request, path, broken = settings.request, settings.evaluation_file("predict"), parts.broken
     assert request and request.output
-    output, gallery = Path(request.output), request.gallery
-    result = {"input": request.input, "output": request.output, "count": parts.count, "broken": broken}
+    output = Path(request.output)
     rows = f"done: {pluralize(parts.count, 'row')}" + (f", {pluralize(broken, 'broken file')}" if broken else "")
     print_line(f"{rows}; predictions by {metadata['checkpoint']}:")
     print_line(str(output), copied=True)
-    if gallery:
-        page = gallery_of(output)
-        print_line(str(page), copied=True, link=page)
+    if request.gallery:
+        print_line(str(gallery_of(output)), copied=True, link=gallery_of(output))
     try:
-        write_json(path, {**metadata, **result})
+        write_json(
+            path, {**metadata, "input": request.input, "output": request.output, "count": parts.count, "broken": broken}
+        )
     except OSError as e:  # the run may be read-only; the table is complete, and may be elsewhere
         warn(f"{path} could not be written: {e.strerror}. The table is complete.")
