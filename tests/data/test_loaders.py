@@ -96,6 +96,32 @@ def test_images_live_on_the_gpu_if_they_are_asked_to_or_take_little_of_it(device
     assert moved == [torch.device(device)] * expected
 
 
+def test_what_changes_single_samples_reads_them_from_the_host(arrays):
+    """Also where a validation has moved the same arrays to a GPU. Texts are not moved."""
+    arrays.on_device = {"input": pytest.fail}
+    part = Part(arrays, Split(103, 0, 103, shuffled=False), lambda batch: {**batch, "input": batch["input"] + 1})
+    assert torch.equal(part[3]["input"][0], torch.from_numpy(arrays.arrays["input"][3]) + 1)
+    assert Arrays(input=np.zeros(2), text=np.array(["a", "b"])).to("cpu").on_device == {}
+
+
+class OneByOne(list):
+    """Its samples draw nothing, and there is no `__getitems__`."""
+
+    draws_random_numbers = False
+
+
+class Listed(OneByOne):
+    def __getitems__(self, indices: list[int]) -> list:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("kind", [OneByOne, Listed])
+def test_a_dataset_that_draws_nothing_may_return_samples_one_by_one(kind):
+    samples = kind({"input": torch.full((2,), float(index))} for index in range(10))
+    found = torch.cat([batch["input"] for batch, _ in divided(DataLoader(samples, 4))])
+    assert found[:, 0].tolist() == [float(index) for index in range(10)]
+
+
 @pytest.mark.parametrize(
     ("value", "sizes"), [([[1.0], [2.0, 3.0]], "1, 2"), ([np.ones((2, 4)), np.ones((3, 4))], r"\(2, 4\), \(3, 4\)")]
 )

@@ -142,21 +142,6 @@ class Thawed(Plain):
         return torch.optim.SGD(self.head.parameters(), 0.05, momentum=0.5)
 
 
-class Grown(Plain):
-    """The same by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body.requires_grad_(False)
-
-    def on_train_epoch_start(self):
-        if self.current_epoch == 1:
-            self.body.requires_grad_(True)
-            self.optimizers().optimizer.add_param_group({"params": self.body.parameters(), "lr": 0.02})
-
-    configure_optimizers = Thawed.configure_optimizers
-
-
 class Taught(Plain):
     """Hooks of a batch, of the module and of a callback, move what the next forward reads."""
 
@@ -242,6 +227,17 @@ class Unfreezing(Plain):
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             self.body.requires_grad_(True)
+
+
+class Grown(Unfreezing):
+    """And its optimizer gets them then."""
+
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
+        if self.current_epoch == 1:
+            self.optimizers().optimizer.add_param_group({"params": self.body.parameters(), "lr": 0.02})
+
+    configure_optimizers = Thawed.configure_optimizers
 
 
 class Accumulating(Plain):

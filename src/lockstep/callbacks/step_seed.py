@@ -61,9 +61,7 @@ class StepSeed(Callback):
         users = [each for each in holders if not type(each).__module__.startswith("lockstep.")]
         self.between = {hook for hook in BETWEEN for each in users if is_overridden(hook, each)}
         if self.arithmetic.same_bits and trainer.accumulate_grad_batches > 1:
-            self.once = [
-                (each, hook, vars(each).get(hook)) for each in users for hook in ONCE if is_overridden(hook, each)
-            ]
+            self.once = [(each, h, vars(each).get(h)) for each in users for h in ONCE if is_overridden(h, each)]
             for each, hook, _ in self.once:
                 setattr(each, hook, self.once_per_step(getattr(each, hook), hook, trainer))
         seeds_of(trainer).reseed("train start", steps_done(trainer))
@@ -84,7 +82,6 @@ class StepSeed(Callback):
                 self.deferred.append(partial(call, *args, **kwargs))
             elif micro_batch == ONCE[hook] % trainer.accumulate_grad_batches:
                 return call(*args, **kwargs)
-            return None
 
         return called
 

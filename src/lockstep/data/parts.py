@@ -25,6 +25,8 @@ class Part(Dataset[Any]):
     """
 
     def __init__(self, samples: Any, split: Split, transform: Callable[[Batch], Batch] | None = None) -> None:
+        if transform and isinstance(samples, Arrays):  # which an evaluation may have moved to a GPU
+            samples = Arrays(**samples.arrays)
         self.samples, self.split, self.transform = samples, split, transform
         self.draws_random_numbers = transform is not None or getattr(samples, "draws_random_numbers", True)
 

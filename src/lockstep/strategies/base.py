@@ -324,7 +324,7 @@ class DividedBatches(Strategy):
         super().post_backward(closure_loss)
         trainer, weight = self.lightning_module.trainer, self.means.step_weight
         if weight is not None and completes_step(trainer, self.micro_batch):
-            mean = cast(Tensor, self.reduce(weight.clone(), reduce_op="mean"))
+            mean: Any = self.reduce(weight.clone(), reduce_op="mean")
             grads = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
             scale_gradients(grads, (trainer.accumulate_grad_batches / mean).where(mean > 0, 0.0))
             self.means.step_weight = None
@@ -514,8 +514,8 @@ class PortableCheckpoint(DividedBatches):
                 "the checkpoint lacks states of the optimizers. Pass init_from=<checkpoint> to start a new run from its weights."
             )
         parameters = dict(self.lightning_module.named_parameters())
-        for name in checkpoint.get("requires_grad", {}).keys() & parameters.keys():  # changed by hooks
-            parameters[name].requires_grad_(checkpoint["requires_grad"][name])
+        for name, p in parameters.items():  # as hooks have left it
+            p.requires_grad_(checkpoint.get("requires_grad", {}).get(name, p.requires_grad))
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if not optimizer.state_dict():
                 continue

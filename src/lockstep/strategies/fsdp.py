@@ -124,8 +124,8 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             # the other strategies.
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
             vectors = list(modules_of_vectors(blocks))
-        options: dict[str, Any] = {"policy": policy, "reshard": self.reshard_after_forward}
-        self.root = shard_module(module, blocks, vectors, self.device_mesh, self.root_device, **options)
+        device, reshard = self.root_device, self.reshard_after_forward
+        self.root = shard_module(module, blocks, vectors, self.device_mesh, device, policy=policy, reshard=reshard)
         if self.root.whole and self.arithmetic.same_bits:
             raise UserError(
                 f"exact.logical_ranks: strategy=fsdp cannot shard {len(self.root.whole)} trained parameters of {type(module).__name__}, which have no "

@@ -248,8 +248,8 @@ class Module(pl.LightningModule):
         if (strategy := strategy_of(self)) is None:
             return x_B
         trainer = self.trainer
-        divided = getattr(strategy, "arithmetic", StepArithmetic()).same_bits
-        if trainer.predicting or divided or (trainer.training and trainer.accumulate_grad_batches > 1):
+        parts = trainer.accumulate_grad_batches if trainer.training else 1
+        if trainer.predicting or parts > 1 or getattr(strategy, "arithmetic", StepArithmetic()).same_bits:
             raise WholeBatchNeeded(
                 f"{type(self).__name__} compares the samples of a global batch (self.gather), but this computes a part of it. Remove "
                 "exact.logical_ranks, and set trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller batch."

@@ -64,9 +64,10 @@ class StepSeeds:
         if not trainer.training:
             self.reseed("evaluation", phase, self.loader, self.batch)
             return
-        # with accumulation, an update draws the same numbers as without
-        once = self.arithmetic.same_bits  # a process with several logical ranks draws the same as one with one
-        part = 0 if once or completes_step(trainer, self.batch) else 1 + self.batch % trainer.accumulate_grad_batches
+        # an update draws the same numbers with accumulation as without, and with several logical ranks as with one
+        part = 1 + self.batch % trainer.accumulate_grad_batches
+        if self.arithmetic.same_bits or completes_step(trainer, self.batch):
+            part = 0
         self.reseed(phase, steps_done(trainer), part, self.counts[phase])
         self.counts[phase] += 1
 
