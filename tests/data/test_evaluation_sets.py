@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from in_process import state
 
 import lockstep
 from lockstep import Arrays, DataSet
+from lockstep.build_trainer import small_parts
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.kit.datamodule import DataModule
 
@@ -179,6 +181,14 @@ def test_a_set_that_processes_cannot_share_is_refused_before_training(task):
     with pytest.raises(UserError, match="the test/rain part has 2 samples, but there are 4 processes or logical ranks"):
         lockstep.train([*kind, "run=unshared", "task.monitor=null", "exact.logical_ranks=4"])
     assert not Path("runs/unshared").exists()
+
+
+def test_other_data_modules_may_have_splits_of_their_own():
+    settings = SimpleNamespace(
+        world=SimpleNamespace(size=4), cfg=SimpleNamespace(exact=SimpleNamespace(logical_ranks=None))
+    )
+    for splits in ((0.8, 0.2), {"train": 0.8, "val": 0.2}):
+        assert [*small_parts(settings, SimpleNamespace(splits=splits, targets=[1, 2]))] == []
 
 
 def test_a_lightning_module_gets_them_as_several_dataloaders():

@@ -97,6 +97,19 @@ class Named(Classification):
         self.log("train/epoch", float(self.current_epoch + self.global_step))
 
 
+class Configured(Classification):
+    """Its `configure_model` changes what it computes."""
+
+    share = 0.0
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.share = 0.5
+
+    def outputs(self, net: Any, batch: Any) -> Tensor:
+        return super().outputs(net, batch) * self.share
+
+
 class ByHand(Classification):
     """Steps its optimizer itself."""
 

@@ -4,21 +4,25 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import thin_project
 import torch
 from in_process import Crash, report, same, state
+from lightning.pytorch.callbacks import LambdaCallback
 
 import lockstep
+from lockstep.callbacks.step_seed import StepSeed
 from lockstep.checkpoints.finding import read_pickle
 from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.checkpoints.weights import load, make_plain, write
 from lockstep.config.instantiate import create_custom_module
 from lockstep.config.run_config import Component
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.training.arithmetic import steps_done
+from lockstep.training.arithmetic import LogicalRanks, steps_done
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Be aware that when using `ckpt_path`",
@@ -43,6 +47,21 @@ def train(name: str, run: str, *more: str, monitor: str = "val_loss", epochs: in
 
 def last(run: str) -> dict:
     return state(f"{run}/checkpoints/last.ckpt")
+
+
+def test_a_callback_keeps_hooks_of_its_own_instance(monkeypatch):
+    calls, callback = [], LambdaCallback(on_train_batch_end=lambda *_: calls.append(1))
+    own, seeds = vars(callback)["on_train_batch_end"], StepSeed(0, None, LogicalRanks(4), masks_by_row=False)
+    strategy = SimpleNamespace(seeds=SimpleNamespace(reseed=lambda *_: None), micro_batch=0)
+    trainer = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=4, strategy=strategy, global_step=0)
+    trainer.lightning_module = SimpleNamespace(automatic_optimization=True)
+    for _ in range(2):
+        seeds.on_train_start(trainer, pl.LightningModule())
+        for strategy.micro_batch in range(8):
+            callback.on_train_batch_end(trainer, None, None, None, strategy.micro_batch)
+        seeds.on_train_end(trainer, None)
+        assert vars(callback)["on_train_batch_end"] is own
+    assert len(calls) == 4  # two steps, twice
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,6 +249,20 @@ def test_a_task_may_step_its_optimizer_itself(way, mnist, cache, forked):
     )
     for name, value in by_itself.items():
         torch.testing.assert_close(by_hand[name], value, rtol=0, atol=1e-3 if way == "ddp" else 0)
+
+
+def test_a_task_configures_its_model_in_training_and_with_weights(mnist, cache):
+    given = [
+        f"data.root={mnist}",
+        f"data.cache_dir={cache}",
+        "loader.batch_size=48",
+        "data.image_size=12",
+        "trainer.accelerator=cpu",
+    ]
+    given += ["task=own", "task._target_=means.Configured", "trainer.max_steps=2", "optim.lr=0"]
+    trained = lockstep.train([*given, "run=configured"])
+    again = lockstep.train([*given, "run=configured-again", "init_from=configured"])
+    assert 0 < trained["test/loss"] == again["test/loss"] != pytest.approx(math.log(10))  # that of equal outputs
 
 
 # --- Networks that are not trained, and random numbers of samples ---
