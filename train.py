@@ -29,9 +29,8 @@ def module(config: launch.Settings, datamodule: "pl.LightningDataModule | None")
     """The LightningModule with its network, and with the weights of a checkpoint if the config names one. eval.py and predict.py use it too."""
     from lockstep import build
 
-    module = build.module(config, datamodule)  # configs/task: loss, metrics and steps, as in src/project/module.py
-    network = build.network(config, datamodule, module)  # configs/model, as in src/project/model.py
-    return build.attach(config, datamodule, module, network)  # configs/optim and configs/schedule
+    # configs/task, as in src/project/module.py, with what its constructor takes of configs/model, configs/optim and configs/schedule
+    return build.module(config, datamodule)
 
 
 def train(config: launch.Settings, data: "DataSet") -> None:

@@ -168,11 +168,11 @@ def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | BareLoop], 
     """Trains and tests like train.py, without the report; `net` replaces the config's network."""
 
     def job(settings: Settings, data: Any) -> None:
-        work, trainer = ready(settings, data, net)
-        trainer.callbacks.append(callback(turns, work.data))
+        loaders, trainer = ready(settings, data, net)
+        trainer.callbacks.append(callback(turns, loaders.data))
         turns.metadata["precision"] = str(trainer.precision)
-        trainer.fit(work.module, datamodule=work.data)
-        turns.answer(accuracy=build.evaluate(settings, build.module, work.data, work.module)["test/acc"])
+        trainer.fit(loaders.module, datamodule=loaders.data)
+        turns.answer(accuracy=build.evaluate(settings, build.module, loaders.data, loaders.module)["test/acc"])
 
     start_job(job, overrides)
 

@@ -118,16 +118,16 @@ def lockstep(side: int, loader: DataLoader[Any]) -> float:
     clock, module = Clock(), Net(side, loader)
 
     def job(settings: Settings, data: Any) -> None:
-        with patch.object(build, "create_custom_module", lambda _: module):
-            work, trainer = measuring.ready(settings, data)
+        with patch.object(build, "create_module", lambda *_, **__: module):
+            loaders, trainer = measuring.ready(settings, data)
         torch.set_num_threads(1)
         trainer.callbacks.append(clock)
-        trainer.fit(work.module, datamodule=work.data)
+        trainer.fit(loaders.module, datamodule=loaders.data)
 
     with tempfile.TemporaryDirectory() as folder, measuring.silenced():
         named = [
             "task=lightning_module",
-            "task._target_=lockstep.training.task.Task",
+            "task._target_=lightning.pytorch.LightningModule",
             "data=none",
             "task.monitor=null",
         ]

@@ -141,10 +141,9 @@ def ready(settings: Settings, data: Any, net: Any = None) -> tuple[Any, Any]:
     settings.folder.path.mkdir(parents=True, exist_ok=True)
     process.is_command = True
     batches = build.datamodule(settings, data)
-    module = build.module(settings, batches)
-    module = build.attach(settings, batches, module, build.network(settings, batches, module) if net is None else net)
+    module = build.module(settings, batches, **({} if net is None else {"net": net}))
     trainer = build.trainer(settings, module, batches, LivePage(settings))
-    return build.workload_of(trainer), trainer
+    return build.loaders_of(trainer), trainer
 
 
 def start_job(run: Callable[[Settings, Any], None], overrides: list[str]) -> None:

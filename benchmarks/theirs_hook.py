@@ -34,8 +34,8 @@ class Witness(pl.Callback):
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = note
 
 
-def witnessed(settings: Any, work: Any, **parts: Any) -> pl.Trainer:
-    return made(settings, work, **{**parts, "callbacks": [*parts["callbacks"], Witness()]})
+def witnessed(settings: Any, **parts: Any) -> pl.Trainer:
+    return made(settings, **{**parts, "callbacks": [*parts["callbacks"], Witness()]})
 
 
 build_trainer.lightning_trainer = witnessed

@@ -3,10 +3,11 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
+from torch import nn
 
-from lockstep import build, launch
+from lockstep import Task, build, launch
 from lockstep.config.settings import Settings
-from lockstep.training.workload import Workload
 
 
 def batches(settings: Settings) -> Any:
@@ -18,9 +19,14 @@ def batches(settings: Settings) -> Any:
 
 
 def module(settings: Settings, data: Any) -> pl.LightningModule:
-    made = build.module(settings, data)
-    return build.attach(settings, data, made, build.network(settings, data, made))
+    return build.module(settings, data)
 
 
-def workload(settings: Settings, data: Any) -> Workload:
-    return build.workload(settings, module(settings, data), data)
+def task(
+    kind: type[Task], net: nn.Module | None = None, *, metrics: Any = None, keys: Any = None, **metadata: Any
+) -> Any:
+    """A task without a run, ready to be evaluated. `keys`: further arguments of its class."""
+    never = dict.fromkeys(("optimizer", "scheduler"), pytest.fail)
+    made = kind(net=net or nn.Identity(), metadata=metadata, metrics=metrics, **never, **(keys or {}))
+    made.setup("validate")
+    return made

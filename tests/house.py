@@ -44,9 +44,7 @@ FLAGS = {
 ASKED = FLAGS | {"share", "mean", "for_files"}  # of Lockstep's strategies, modules and data sets
 KINDS = re.compile(r"\b(?:Task|Module|DataModule|DataSet|TaskWorkload|LightningModule|LightningDataModule)\b")
 BASES = {"Workload", "Loaders"}
-SHIPPED = re.compile(
-    r"\.is_shipped\b|\bhas_nearest_base\("
-)  # whether a class is imported before it is known to be needed
+SHIPPED = re.compile(r"\.is_shipped\b|\bhas_base\(")  # whether a class is imported before it is known to be needed
 IGNORED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 

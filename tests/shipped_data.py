@@ -64,7 +64,7 @@ def stand_in_trainer(*, precision: Any = None, training: bool = True, device: st
         precision_plugin=precision or SimpleNamespace(convert_input=lambda batch: batch),
         strategy=SimpleNamespace(root_device=torch.device(device), seed=0, places=range(0)),
         lightning_module=SimpleNamespace(
-            named_batches=True, on_before_batch_transfer=lambda batch, _: batch, on_after_batch_transfer=lambda batch, _: batch
+            on_before_batch_transfer=lambda batch, _: batch, on_after_batch_transfer=lambda batch, _: batch
         ),
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import building
 import lightning.pytorch as pl
@@ -19,8 +20,7 @@ from lockstep.config import compose
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.machine.world import World
-from lockstep.training.optim import scheduler
-from lockstep.training.workload import Workload
+from lockstep.training.batches import Loaders
 from project.data import Cifar10
 
 pytestmark = pytest.mark.xdist_group("build")
@@ -59,8 +59,9 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
         trainer = build.trainer(settings, module, data)
         assert len(trainer.loggers) == (2 if group == "logger" and option != "csv" else 1)
         assert type(trainer.strategy).__name__ == cfg.strategy.target.split(".")[-1]
-        optimizer = module.new_optimizer()
-        schedule = scheduler(module.parts.schedule, optimizer, 100)
+        module.trainer = SimpleNamespace(estimated_stepping_batches=100)
+        optimizer = module.optimizer(module.parameters())
+        schedule = module.scheduler(optimizer)
         for _ in range(100):
             optimizer.step()
             schedule.step()
@@ -100,7 +101,7 @@ def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatc
     (["exact.logical_ranks=8", "trainer.accelerator=cuda"], False),
 ])  # fmt: skip
 def test_optimizers_are_fused_where_they_can_be(overrides, expected):
-    optimizer = build.optimizer(settings_of(CPU, *overrides))["optimizer"]
+    optimizer = build.optimizer(settings_of(CPU, *overrides), lambda: torch.nn.Identity())
     assert optimizer([torch.nn.Parameter(torch.zeros(3))]).defaults["fused"] is expected
 
 
@@ -119,9 +120,9 @@ def test_a_process_multiplies_as_tf32_says_and_keeps_freed_memory_unless_it_shar
 
 def test_a_rate_of_0_for_the_head_is_a_rate():
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    groups = build.optimizer(settings_of("optim.head_lr=0", CPU))["parameters"](net)
-    assert [group["lr"] for group in groups] == [1e-3, 0]
-    assert "parameters" not in build.optimizer(settings_of(CPU))
+    optimizers = [build.optimizer(settings_of(*keys, CPU), lambda: net) for keys in (["optim.head_lr=0"], [])]
+    rates = [[group["lr"] for group in make(net.parameters()).param_groups] for make in optimizers]
+    assert rates == [[1e-3, 0], [1e-3]]
 
 
 def test_exact_threads_are_of_one_job_of_a_sweep_and_stay_when_lightning_launches(monkeypatch):
@@ -153,5 +154,5 @@ def test_logical_ranks_ask_for_deterministic_kernels_on_gpus(accelerator, expect
 def test_shards_are_not_gathered_in_inference_mode(strategy, inference, tmp_path):
     """Lightning uses torch.no_grad under gloo, so no evaluation on CPUs shows it."""
     settings = settings_of(f"runs_dir={tmp_path}", "run=a", f"strategy={strategy}", CPU, "trainer.precision=32-true")
-    trainer = build.evaluator(settings, Workload(pl.LightningModule(), None))
+    trainer = build.evaluator(settings, Loaders(None, pl.LightningModule()))
     assert trainer.validate_loop.inference_mode is trainer.test_loop.inference_mode is inference

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import building
 import conftest
 import pytest
 from pages import HEADERS, MARKDOWN, Command, Text
@@ -181,8 +182,7 @@ def test_the_changes_begin_with_this_version():
 def test_the_custom_loss_is_a_focal_loss():
     torch, written = pytest.importorskip("torch"), dict[str, Any]()
     exec(Text(ROOT / "docs/your-own/loss.md").files["src/mywork/task.py"], written)
-    focal = written["Focal"](gamma=1.5)
-    focal.bind({"classes": ["daisy", "rose", "tulip"]})
+    focal = building.task(written["Focal"], keys={"gamma": 1.5}, classes=["daisy", "rose", "tulip"])
     output_BK, target_B = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
     right_B = output_BK.softmax(1)[torch.arange(5), target_B]
     expected_B = -((1 - right_B) ** 1.5) * right_B.log()

@@ -76,7 +76,7 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     data = building.batches(settings)
     module = building.module(settings, data)
     net, found = module.net, []
-    optimizer = module.parts.optimizer(net.parameters())
+    optimizer = module.optimizer(net.parameters())
     order, split = ComputedOrder(data.splits["train"].count), data.splits["train"]
     for step in range(STEPS):
         index_B = split.indices(order.at(np.arange(step * BATCH, (step + 1) * BATCH), cfg.seed, 0))
@@ -87,7 +87,7 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
         found.append(loss.item())
     indices = data.splits["val"].indices(np.arange(data.splits["val"].count))
     with torch.no_grad():
-        val_loss = weighted_mean(net, data.preprocessed(data.raw("val", indices))).item()
+        val_loss = weighted_mean(net, data.evaluated.preprocess(data.raw("val", indices))).item()
     return net.state_dict(), found, val_loss
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import building
 import lightning.pytorch as pl
 import pytest
 import thin_project
@@ -9,7 +10,6 @@ import torch
 from fake_gpu import DEVICE, fake_gpu
 from in_process import config_of, options
 from measuring import ready
-from torch import nn
 
 from lockstep import Task, build, launch
 from lockstep.config.settings import Settings
@@ -137,10 +137,10 @@ def test_a_step_that_waits_is_found(given, callbacks, place, tmp_path, mnist, ca
 
 ABOUT = {"classes": ["a", "b"], "labels": ["a", "b"], "targets": ["a"], "vocabulary": ["a", "b"], "sequence_length": 3}
 EVALUATED: dict[str, tuple[Task, tuple[int, ...], torch.Tensor]] = {  # task, shape of the output, target
-    "classification": (Classification(), (4, 2), torch.zeros(4, dtype=torch.int64)),
-    "multilabel": (Multilabel(), (4, 2), torch.zeros(4, 2)),
-    "regression": (Regression(), (4, 1), torch.zeros(4)),
-    "language_model": (LanguageModel(), (4, 3, 2), torch.zeros(4, 3, dtype=torch.int64)),
+    "classification": (Classification, (4, 2), torch.zeros(4, dtype=torch.int64)),
+    "multilabel": (Multilabel, (4, 2), torch.zeros(4, 2)),
+    "regression": (Regression, (4, 1), torch.zeros(4)),
+    "language_model": (LanguageModel, (4, 3, 2), torch.zeros(4, 3, dtype=torch.int64)),
 }
 
 
@@ -148,9 +148,7 @@ EVALUATED: dict[str, tuple[Task, tuple[int, ...], torch.Tensor]] = {  # task, sh
 def test_figures_do_not_wait(name, monkeypatch):
     """Except those of segmentation: torchmetrics counts pairs of classes with torch.bincount, which asks for the largest."""
     task, shape, target = EVALUATED[name]
-    task.bind(ABOUT)
-    never = dict.fromkeys(("optimizer", "schedule"), pytest.fail)
-    made = task.attach(nn.Identity(), metrics=task.metrics(), model_kwargs={}, **never)
+    made = building.task(task, **ABOUT)
     with fake_gpu(monkeypatch) as waits:
         made = made.to(DEVICE)
         made.on_validation_start()

@@ -116,16 +116,16 @@ def load_model(what: str | Path) -> "nn.Module":
         UserError: there is no such checkpoint, or it is damaged.
     """
     from lockstep.checkpoints.finding import tested_checkpoint
-    from lockstep.checkpoints.weights import load_network, read
     from lockstep.machine import process
 
     with process.restore_process_state():
         path = tested_checkpoint(str(what), "load_model")
-        if (net := load_network(path)) is not None:
-            return net
-        from lockstep import build
+        from lockstep.build import load_module
+        from lockstep.checkpoints.weights import read
 
-        return build.load_module(read(path))
+        checkpoint = read(path)
+        module = load_module(checkpoint)
+        return module if checkpoint.network is None else module.net  # type: ignore[return-value]
 
 
 def load_report(run: str | Path) -> "Report":

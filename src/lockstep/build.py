@@ -6,11 +6,10 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,36 +17,43 @@ from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torchmetrics import Metric, MetricCollection
+from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lockstep import PACKAGE, strategies
-from lockstep.build_trainer import arithmetic, evaluator, trainer, workload, workload_of
+from lockstep.build_trainer import arithmetic, evaluator, loaders_of, trainer
 from lockstep.checkpoints.finding import Checkpoint, read_outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config.formatting import to_text
-from lockstep.config.instantiate import ENGINE, create_custom_module, create_object
-from lockstep.config.instantiate import network as network_of
+from lockstep.config.instantiate import (
+    ENGINE,
+    create_module,
+    create_object,
+    network,
+    network_arguments,
+    required_arguments,
+)
 from lockstep.config.project import is_user_code_error
 from lockstep.config.rules import optimizer_node
 from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
-from lockstep.config.targets import matching_kwargs
+from lockstep.config.targets import matching_kwargs, target_of
 from lockstep.data.dataset import DataSet
-from lockstep.data.parts import MATCHED, NAMES, Targets, names_at
+from lockstep.data.parts import MATCHED, NAMES, Targets
 from lockstep.errors import TrainingFailed, UserError, raise_problems
 from lockstep.kit.datamodule import DataModule
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Page, Recorder
-from lockstep.training import oom, optim
-from lockstep.training.module import changed_frozen
-from lockstep.training.task import Task
-from lockstep.training.workload import Workload
+from lockstep.training import optim
+from lockstep.training.arithmetic import total_steps
+from lockstep.training.batches import Loaders
+from lockstep.training.metrics import TestPanels
+from lockstep.training.module import Means, call_own_train, changed_frozen
+from lockstep.training.oom import oom_advice
 
-__all__ = [
-    "attach", "datamodule", "evaluate", "module", "network", "process", "recorder", "trainer", "workload", "workload_of",
-]  # fmt: skip
+__all__ = ["datamodule", "evaluate", "loaders_of", "module", "process", "recorder", "trainer"]
 # Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
 threads_before_exact: list[tuple[int, str | None]] = []
 REFUSALS = (
@@ -109,155 +115,141 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
         made: pl.LightningDataModule = create_object(cfg.data, "data")
         return None if type(made) is pl.LightningDataModule else made
     settings.built_groups.update(("loader", "augment"))
-    module = DataModule(data, operations=settings.operations if cfg.augment else {}, **vars(cfg.loader))
+    named: bool = cfg.task.get("named_batches", True)
+    module = DataModule(data, operations=settings.operations if cfg.augment else {}, named=named, **vars(cfg.loader))
     module.targets.metadata = plain(module.metadata, "metadata")
     return module
 
 
-def optimizer(settings: Settings) -> dict[str, Any]:
-    """Two functions: one creates the optimizer of given parameters; one returns a network's parameters, in groups if a key requests it."""
+def optimizer(settings: Settings, network: Callable[[], nn.Module]) -> Callable[[Iterable[Any]], Optimizer]:
+    """A function that creates the optimizer of parameters, in groups by the layers of `network` if a key requests it."""
     node = optimizer_node(settings)
-    made: dict[str, Any] = {"optimizer": create_object(Component.of(node), "optim")}
-    takes = inspect.signature(made["optimizer"]).parameters
-    sharding = settings.cfg.strategy.name if settings.spec.is_sharded else None
-    made["optimizer"] = arithmetic(settings).optimizer_factory(made["optimizer"], node["_target_"], sharding)
+    make, ways = create_object(Component.of(node), "optim"), arithmetic(settings)
+    takes = inspect.signature(make).parameters
+    make = ways.optimizer_factory(
+        make, node["_target_"], settings.cfg.strategy.name if settings.spec.is_sharded else None
+    )
     own = set(ENGINE["optim"]) - takes.keys()
-    if asked := {key: value for key, value in node.items() if key in own and value is not None and value is not False}:
-        raise_problems(
-            f"optim.{key}={to_text(value)} has no effect: {node['_target_']} groups the parameters itself. Remove it."
-            for key, value in asked.items()
-            if "named_parameters" in takes
-        )
-        rates = {key: node[key] for key in ("lr", "weight_decay") if key in node}
-        made["parameters"] = partial(optim.groups, **rates, **asked)
+    asked = {key: value for key, value in node.items() if key in own and value is not None and value is not False}
+    raise_problems(
+        f"optim.{key}={to_text(value)} has no effect: {node['_target_']} groups the parameters itself. Remove it."
+        for key, value in asked.items()
+        if "named_parameters" in takes
+    )
+    rates = {key: node[key] for key in ("lr", "weight_decay") if key in node}
+
+    def create(params: Iterable[Any]) -> Optimizer:
+        net, given = network(), list(params)
+        ids, options = {id(p) for p in given}, dict[str, Any]()
+        if any(p.is_meta for p in net.parameters()) and getattr(make, "keywords", {}).get("fused"):
+            options["fused"] = False  # fused optimizers do not support meta tensors
+        if "named_parameters" in takes:
+            options["named_parameters"] = [(name, p) for name, p in net.named_parameters() if id(p) in ids]
+        else:
+            options["params"] = optim.groups(net, ids, **rates, **asked) if asked else given
+        made: Optimizer = make(**options)
+        return ways.prepared(made, made.param_groups[0]["params"][0].device)
+
+    return create
+
+
+def metric(component: Component, name: str, **offered: Any) -> Metric:
+    """A metric of the config. It gets those of the `offered` arguments that its signature has."""
+    given = {k: v for k, v in matching_kwargs(component.target, offered).items() if k not in component}
+    made: Metric = create_object(component, f"task.metrics.{name}", **given)
     return made
 
 
-def module(settings: Settings, data: Any) -> pl.LightningModule:
-    """The LightningModule of `task`: the loss, the metrics and the steps. It has the data's classes, but no network yet, unless it creates
-    its own.
+def arguments_of(
+    settings: Settings, data: Any, by_hand: Mapping[str, Any], module: Callable[[], Any]
+) -> dict[str, Any]:
+    """What the constructor of the LightningModule requires and `task` does not set: `net`, `optimizer`, `scheduler` and `metadata`; `metrics`
+    if it takes them. `module` returns the module once it exists."""
+    cfg, given = settings.cfg, {**by_hand}
+    wanted = required_arguments(cfg.task) - by_hand.keys()
+    if metrics := cfg.task.parts("metrics"):
+        given["metrics"] = {name: partial(metric, each, name) for name, each in metrics.items()}
+    match_names(settings, data, getattr(target_of(cfg.task.target, "task"), "needs", None))
+    metadata = getattr(data, "metadata", None)
+    if "metadata" in wanted:
+        if not isinstance(metadata, Mapping):
+            raise UserError(
+                f"task={cfg.task.title} needs the `metadata` of the data, but data={cfg.data.title} has none. Write a lockstep.DataSet, or give your "
+                "LightningDataModule a dict `metadata`, or use a LightningModule without this argument as the task."
+            )
+        given["metadata"] = metadata
+    if "net" in wanted and cfg.model:
+        settings.built_groups.add("model")
+        of_data: dict[str, Any] = getattr(getattr(data, "dataset", None), "model_kwargs", dict)()
+        of_module = network_arguments(cfg.task, metadata or {})
+        settings.network_arguments.update(plain({**of_data, **of_module}, "network_arguments()"))
+        given["net"] = network(cfg.model, settings.network_arguments, with_weights=settings.weights is None)
+    # the other format rounds differently; strategy=fsdp does not support it
+    if "net" in given and cfg.channels_last and not cfg.exact.logical_ranks and not settings.spec.is_sharded:
+        given["net"].to(memory_format=torch.channels_last)
+    if "optimizer" in wanted and cfg.optim:
+        settings.built_groups.add("optim")
+        given["optimizer"] = optimizer(settings, lambda: given.get("net") or module())
+    if "scheduler" in wanted and cfg.schedule:
+        settings.built_groups.add("schedule")
+        make_schedule = create_object(cfg.schedule, "schedule")
+        given["scheduler"] = lambda optimizer: optim.scheduler(make_schedule, optimizer, total_steps(module().trainer))
+    return given
+
+
+def module(settings: Settings, data: Any, **by_hand: Any) -> pl.LightningModule:
+    """The LightningModule of `task`, with its network, optimizer and schedule (`model`, `optim`, `schedule`) if its constructor takes them, and
+    with the weights of the checkpoint that the settings start from. `by_hand`: arguments in place of those of the config, such as `net`.
 
     Raises:
-        UserError: it does not fit the data.
+        UserError: module, network and data do not fit together.
     """
-    cfg, weights = settings.cfg, settings.weights
+    cfg = settings.cfg
     settings.built_groups.add("task")
     seed(settings.seed)  # what the module draws is in no checkpoint: it draws the same again in the test
-    made = create_custom_module(cfg.task)
-    if not isinstance(made, Task):
-        settings.built_groups.update(("model", "optim", "schedule"))  # it has its own
-        try:
-            match_names(settings, data, weights, NAMES)
-        except UserError as e:  # it may not use names, or may have a new head for them
-            console.print_line(f"WARNING: {e}")
-        return made
-    goal, title = made, f"task={cfg.task.title}"
-    if not hasattr(data, "dataset"):
-        raise UserError(f"{title} needs a lockstep.DataSet. Write one, or use a LightningModule as the task.")
-    match_names(settings, data, weights, [key for key in NAMES if key in goal.needs or key not in MATCHED])
-    if goal.target_spec and names_at(data.metadata, goal.names):
-        data.check_targets(goal.names, goal.target_spec.wrong, goal.target_spec.integer)
-    goal.bind(data.metadata)
-    if own := ", ".join(goal.state_dict()):
-        raise UserError(
-            f"{title} has its own weights ({own}), but checkpoints contain only the network. Move them into the network; register a constant buffer with persistent=False."
-        )
-    return goal
-
-
-def network(settings: Settings, data: Any, module: pl.LightningModule) -> nn.Module | None:
-    """The network of `model`, for the shapes of the data and the module. It gets the values of `shapes` that its signature names.
-    None for a LightningModule that creates its own."""
-    settings.built_groups.add("model")
-    model = settings.cfg.model
-    return network_of(model, shapes(data, module), with_weights=settings.weights is None) if model else None
-
-
-def shapes(data: Any, module: Any) -> dict[str, Any]:
-    """The arguments that data and module provide for a network: in_channels, image_size, num_classes, ..."""
-    return plain({**data.dataset.model_kwargs(), **module.model_kwargs()}, "model_kwargs()")
-
-
-def attach(settings: Settings, data: Any, module: pl.LightningModule, net: nn.Module | None) -> pl.LightningModule:
-    """The module with its network, `optim` and `schedule`, and the weights of the checkpoint that the settings start from.
-
-    Raises:
-        UserError: network, module and data do not fit together.
-    """
-    cfg, weights = settings.cfg, settings.weights
-    if net is not None:
-        give_parts(settings, data, cast(Task, module), net)
-    elif weights:
-        module.configure_model()  # may create its layers
-        load_module_weights(module, read(Path(weights)))
+    made: pl.LightningModule = create_module(cfg.task, **arguments_of(settings, data, by_hand, lambda: made))
+    call_own_train((each, each.training) for each in made.modules())
+    if settings.weights:
+        made.configure_model()  # may create its layers
+        load_module_weights(made, read(Path(settings.weights)))
     change = partial(strategies.prepare, sync_batchnorm=cfg.trainer.sync_batchnorm, compile=cfg.compile)
-    strategies.change_in_place(module, change, configured=net is None and weights is not None)
-    return module
+    strategies.change_in_place(made, change, configured=settings.weights is not None)
+    return made
 
 
-def give_parts(settings: Settings, data: Any, task: Task, net: nn.Module) -> None:
-    """Gives a task its network, `optim`, `schedule` and metrics."""
-    cfg, weights = settings.cfg, settings.weights
-    settings.built_groups.update(("optim", "schedule"))
-    # the other format rounds differently; strategy=fsdp does not support it
-    if cfg.channels_last and not cfg.exact.logical_ranks and not settings.spec.is_sharded:
-        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if task.float32_head:
-        strategies.compute_in_float32(optim.head_of(net), settings.world.accelerator)
-    if weights:
-        load_into(net, read(Path(weights)).weights, weights)
-    measured = metrics(task, cfg.task.parts("metrics"))
-    raise_problems(
-        f"evaluation_sets: {part!r} is also the name of a metric. Use a different name."
-        for part in data.sets
-        if part.partition("/")[2] in measured
-    )
-    task.attach(
-        net,
-        **optimizer(settings),
-        schedule=create_object(cfg.schedule, "schedule"),
-        metrics=measured,
-        sets=[*data.sets],
-        model_kwargs=shapes(data, task),
-        arithmetic=arithmetic(settings),
-    )
-
-
-def match_names(settings: Settings, data: Any, weights: str | None, keys: Collection[str]) -> None:
-    """Targets get the numbers of the checkpoint that the weights are from. Raises UserError."""
-    if (source := weights or settings.cfg.resume) and isinstance(found := getattr(data, "targets", None), Targets):
-        for warning in found.match(read_outline(Path(source)).metadata, str(source), keys):
-            console.print_line(f"WARNING: {warning}")
+def match_names(settings: Settings, data: Any, needs: Collection[str] | None) -> None:
+    """Targets get the numbers of the checkpoint that the weights are from. Raises UserError if the names that a module `needs` differ; it only
+    warns for a module that does not say which: it may use none, or may have a new head for them."""
+    source, targets = settings.weights or settings.cfg.resume, getattr(data, "targets", None)
+    if not source or not isinstance(targets, Targets):
+        return
+    try:
+        keys = [key for key in NAMES if needs is None or key in needs or key not in MATCHED]
+        warnings = targets.match(read_outline(Path(source)).metadata, str(source), keys)
+    except UserError as e:
+        if needs is not None:
+            raise
+        warnings = [*e.problems]
+    for warning in warnings:
+        console.print_line(f"WARNING: {warning}")
 
 
 def load_module(checkpoint: Checkpoint) -> pl.LightningModule:
-    """A user's LightningModule with its weights, in evaluation mode. Raises UserError if they do not fit."""
+    """The LightningModule of a checkpoint with its weights, in evaluation mode, without its data. Raises UserError if they do not fit."""
+    task, model = checkpoint.component("task"), checkpoint.component("model")
+    wanted = required_arguments(task)
     with this_process.seeded_and_restored(checkpoint.config["seed"]):
-        made = create_custom_module(checkpoint.component("task"))
+        given = dict.fromkeys(wanted & {"optimizer", "scheduler"}) | {"metadata": checkpoint.metadata}
+        if "net" in wanted:
+            if not model:
+                raise UserError(
+                    f"{checkpoint.path}: the network of this run is created in its train.py. Create it there, and load the weights with torch.load."
+                )
+            given["net"] = network(model, checkpoint.network or {}, with_weights=False)
+        made = create_module(task, **{name: value for name, value in given.items() if name in wanted})
         made.configure_model()  # may create its layers
     load_module_weights(made, checkpoint)
     return made.eval()
-
-
-def metrics(goal: Task, more: Mapping[str, Component]) -> dict[str, Metric]:
-    """The metrics of the task and those of task.metrics. Raises UserError if the task returns anything else."""
-    found: Any = goal.metrics()
-    where = f"task={type(goal).__name__}: `metrics` returns"
-    named: Any = (Mapping, MetricCollection)
-    if not isinstance(found, named) or not all(isinstance(each, Metric | MetricCollection) for each in found.values()):
-        raise UserError(f"{where} {found}; expected a dict of torchmetrics metrics, such as {{'mean': MeanMetric()}}.")
-    if taken := ", ".join(sorted({"loss", "count"} & {*found.keys()})):
-        raise UserError(f"{where} {taken}, which every task already logs. Use a different name.")
-    found = dict(found.items())
-    for name, each in more.items():
-        given = {k: v for k, v in matching_kwargs(each.target, goal.metric_arguments()).items() if k not in each}
-        found[name] = create_object(each, f"task.metrics.{name}", **given)
-    return found
-
-
-def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
-    """Explains out-of-memory errors."""
-    return oom.oom_advice(trainer, work, lambda: settings.accumulations)
 
 
 def with_advice(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
@@ -270,7 +262,7 @@ def with_advice(settings: Settings, trainer: pl.Trainer, error: BaseException) -
         isinstance(error, REFUSALS) and not isinstance(error, UserError | TrainingFailed) and not is_bug(error)
     )
     try:
-        with oom_advice(settings, trainer, workload_of(trainer)):
+        with oom_advice(trainer, loaders_of(trainer), settings):
             raise error
     except BaseException as e:
         if e is not error:
@@ -318,30 +310,30 @@ def evaluate(
     saved = tested if isinstance(tested, str) else None
     start = settings.replace({"init_from": saved, "resume": None})
     module = tested if not isinstance(tested, str) else make(start, data)
-    work = workload(settings, module, data)
+    loaders, name = Loaders(data, module), type(module).__name__
     if saved:
         for warning in changed_frozen(module, read_outline(Path(saved)).values.get("frozen", {})):
             console.print_line(f"WARNING: {warning}")
-    if not work.evaluates(step, stage):
-        console.print_line(f"no {verb}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
+    if not loaders.evaluates(step, stage):
+        console.print_line(f"no {verb}: {name} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
-    if run is not None and stage == "test":
-        work.collect_panels(run.panels, compiled=bool(settings.cfg.compile))
+    panels = [TestPanels(run.panels, compiled=bool(settings.cfg.compile))] if run and stage == "test" else []
 
-    def metrics_of(work: Workload) -> dict[str, float]:
-        trainer = evaluator(settings, work, loggers=run.loggers if run else ())
-        with oom_advice(settings, trainer, work):
-            by_loader = getattr(trainer, verb)(work.module, datamodule=data, verbose=False)
+    def metrics_of(loaders: Loaders, *more: pl.Callback) -> dict[str, float]:
+        trainer = evaluator(settings, loaders, *more, loggers=run.loggers if run else ())
+        with oom_advice(trainer, loaders, settings):
+            by_loader = getattr(trainer, verb)(loaders.module, datamodule=data, verbose=False)
         counts = {f"{part}/count" for part in ("val", *getattr(data, "sets", ())) if part.startswith("val")}
         found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
-        return {n: int(v) if n.endswith("/count") else v for n, v in work.marked(found).items()}
+        means: Means = trainer.strategy.means  # type: ignore[attr-defined]
+        return {n: int(v) if n.endswith("/count") else v for n, v in means.marked(found).items()}
 
-    metrics = metrics_of(work)
+    metrics = metrics_of(loaders, *panels)
     raw = read(Path(saved)).raw_state_dict if saved else None
     if saved and raw is not None:  # the run averaged its weights: training continues from these
-        work = workload(settings, make(start, data), data)
-        load_into(work.module, raw, saved, strict=work.module.strict_loading)
-        of_raw = metrics_of(work)
+        loaders = Loaders(data, make(start, data))
+        load_into(loaders.module, raw, saved, strict=loaders.module.strict_loading)
+        of_raw = metrics_of(loaders)
         names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}
         metrics |= {names[name]: value for name, value in of_raw.items() if not name.endswith("/count")}
     return metrics

@@ -1,5 +1,6 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,8 +32,8 @@ from lockstep.machine import process
 from lockstep.reporting.loggers import MetricsCsv, TruncateLogsOnResume
 from lockstep.strategies.base import DividedBatches
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic, clip_exactly
+from lockstep.training.batches import HOOKS, Loaders
 from lockstep.training.module import Means
-from lockstep.training.workload import TaskWorkload, Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -66,19 +67,19 @@ def labels(settings: Settings, logger: Component) -> dict[str, Any]:
     return values
 
 
-def module_hooks(settings: Settings, work: Workload, loggers: Sequence[Logger]) -> ModuleHooks:
+def module_hooks(settings: Settings, loaders: Loaders, loggers: Sequence[Logger]) -> ModuleHooks:
     """First in the list, so it reports errors first. `loggers`: provide `self.logger` in an evaluation."""
     return ModuleHooks(
-        work=work,
+        loaders=loaders,
         loggers=list(loggers) or [DummyLogger()],
         monitor=settings.cfg.checkpoint.monitor,
         log_interval=log_interval if settings.cfg.trainer.log_every_n_steps == "auto" else None,
     )
 
 
-def random_numbers(settings: Settings, work: Workload) -> step_seed.StepSeed:
-    by_row = not work.arithmetic.same_bits and not settings.cfg.compile
-    return step_seed.StepSeed(settings.seed, work.loaders, work.arithmetic, masks_by_row=by_row)
+def random_numbers(settings: Settings, loaders: Loaders) -> step_seed.StepSeed:
+    by_row = not arithmetic(settings).same_bits and not settings.cfg.compile
+    return step_seed.StepSeed(settings.seed, loaders, masks_by_row=by_row)
 
 
 def arithmetic(settings: Settings) -> StepArithmetic:
@@ -86,17 +87,26 @@ def arithmetic(settings: Settings) -> StepArithmetic:
     return LogicalRanks(ranks) if ranks else StepArithmetic()
 
 
-def workload(settings: Settings, module: pl.LightningModule, data: Any) -> Workload:
-    """The module and its data for the engine. Raises UserError if they define something that would be ignored or is not supported."""
-    has_parts = "parts" in vars(module)  # of Task.attach
-    work = TaskWorkload(module, data) if has_parts else Workload(module, data, arithmetic(settings))  # type: ignore[arg-type]
-    raise_problems(work.problems(settings))
-    return work
+def module_problems(settings: Settings, loaders: Loaders) -> Iterator[str]:
+    """What the module and the data define that would be ignored or is not supported."""
+    cfg, module, name = settings.cfg, loaders.module, type(loaders.module).__name__
+    is_manual = not module.automatic_optimization
+    if not any(map(loaders.provides, HOOKS)):
+        yield f"data=none has no batches, and {name} has no train_dataloader. Add it to the module, or set the data: data=mnist, or data=own data._target_=<your LightningDataModule>."
+    if arithmetic(settings).same_bits and is_manual:
+        yield f"exact.logical_ranks computes each step several times, but {name} uses manual optimization, whose steps change the weights. Remove it."
+    for key in ("accumulate_grad_batches", "gradient_clip_val") if is_manual else ():
+        if (value := cfg.get(f"trainer.{key}")) not in (None, 1 if key == "accumulate_grad_batches" else None):
+            yield f"trainer.{key}={value} has no effect: {name} uses manual optimization, and does this itself. Remove it."
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        yield f"{name}.training_step takes dataloader_iter, so Lockstep cannot track its batches. Change it to take batch and batch_idx."
+    if (monitor := cfg.checkpoint.monitor) and not loaders.evaluates("validation", "val"):
+        yield f"checkpoint.monitor={monitor} has no effect: {name} or the data has no validation. Set task.monitor=null."
 
 
-def workload_of(trainer: pl.Trainer) -> Workload:
-    """The workload of a Trainer that `trainer` created."""
-    return next(each.work for each in trainer.callbacks if hasattr(each, "work"))  # type: ignore[attr-defined]
+def loaders_of(trainer: pl.Trainer) -> Loaders:
+    """Those of a Trainer that `trainer` created."""
+    return next(each.loaders for each in trainer.callbacks if isinstance(each, ModuleHooks))  # type: ignore[attr-defined]
 
 
 def small_parts(settings: Settings, data: Any) -> Iterator[str]:
@@ -113,12 +123,14 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     Raises:
         UserError: Lightning rejects a combination of arguments, or the checkpoint to resume has no position.
     """
-    settings, work = settings.as_built(), workload(settings, module, data)
+    loaders, model = Loaders(data, module), settings.network_title(module)
+    of_network = settings.network_arguments if settings.has_network else None
+    settings = settings.as_built()
+    raise_problems([*module_problems(settings, loaders), *small_parts(settings, data)])
     cfg, folder = settings.cfg, settings.folder
     if cfg.resume:
-        read_outline(Path(cfg.resume)).require_position(*work.position, *work.loaders.position)
-    raise_problems(small_parts(settings, data))
-    data_info = work.loaders.data_info
+        read_outline(Path(cfg.resume)).require_position("plateau", "window", *loaders.position)
+    data_info = loaders.data_info
     shared = {
         "is the run": cfg.run,
         "has the seed": cfg.seed,
@@ -128,9 +140,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     }
     own: list[pl.Callback] = [
         stopping.RankAgreement(shared),
-        summary.RunSummary(
-            work, data_info, work.network_title(settings), settings.cfg.data.title, cfg, settings.overrides
-        ),
+        summary.RunSummary(loaders, data_info, model, cfg, settings.network_arguments, settings.overrides),
         summary.Clock(),
         TruncateLogsOnResume(folder),
         *more,
@@ -156,18 +166,19 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     chosen = [create_object(each, f"callbacks.{name}") for name, each in cfg.callbacks.items()]
     logs = loggers(settings)
     # before the chosen callbacks, which may log, draw or count when a batch begins
-    first = [module_hooks(settings, work, logs), saving.Position(cfg, begin), random_numbers(settings, work)]
+    position = saving.Position(cfg, of_network, begin)
+    first = [module_hooks(settings, loaders, logs), position, random_numbers(settings, loaders)]
     every = [*first, *chosen, *own]
-    return lightning_trainer(settings, work, callbacks=every, logger=logs)
+    return lightning_trainer(settings, callbacks=every, logger=logs)
 
 
-def evaluator(settings: Settings, work: Workload, *more: pl.Callback, loggers: Sequence[Logger] = ()) -> pl.Trainer:
+def evaluator(settings: Settings, loaders: Loaders, *more: pl.Callback, loggers: Sequence[Logger] = ()) -> pl.Trainer:
     """A Trainer that tests or predicts only, with the strategy and precision of the config. It logs nothing itself."""
     shown = [summary.Progress()] if settings.cfg.trainer.enable_progress_bar else []
     # Preemption comes last: it may raise a different error while callbacks clean up after an error.
-    own = [random_numbers(settings, work), *shown, *more, stopping.Preemption(None)]
-    every = [module_hooks(settings, work, loggers), *own]
-    made = lightning_trainer(settings, work, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
+    own = [random_numbers(settings, loaders), *shown, *more, stopping.Preemption(None)]
+    every = [module_hooks(settings, loaders, loggers), *own]
+    made = lightning_trainer(settings, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
     log_by(made, LogsNothing)
     return made
 
@@ -179,13 +190,14 @@ class StartedProcesses(LightningEnvironment):
         """Keeps WORLD_SIZE, which Lightning removes at the end of each stage: data sets read it."""
 
 
-def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Trainer:
+def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
     cfg, world, folder = settings.cfg, settings.world, settings.folder.path
+    ways = arithmetic(settings)
     given = matching_kwargs("lightning.pytorch.Trainer", vars(cfg.trainer))  # a custom key is for a custom callback
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
-    given |= work.arithmetic.trainer_arguments(given, world) | parts
+    given |= ways.trainer_arguments(given, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/module_hooks.py decides once the loaders are there
     chosen = cfg.strategy
@@ -205,13 +217,13 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         os.environ["SLURM_NTASKS_PER_NODE"] = str(world.devices)
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else StartedProcesses()
-    offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded, "arithmetic": work.arithmetic}
+    offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded, "arithmetic": ways}
     strategy = create_object(chosen, "strategy", **matching_kwargs(chosen.target, offered))
     if not isinstance(strategy, DividedBatches):
         raise UserError(
             f"strategy._target_={chosen.target} does not divide batches. Subclass one of lockstep.strategies: SingleDevice, DDP, FSDP2."
         )
-    strategy.seed, strategy.arithmetic, strategy.means = settings.seed, work.arithmetic, Means()
+    strategy.seed, strategy.arithmetic, strategy.means = settings.seed, ways, Means()
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp; otherwise Lightning would requeue a SLURM job of one task
@@ -229,7 +241,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
     made.callbacks += bars  # type: ignore[attr-defined]  # Lightning rejects them; callbacks/module_hooks.py reports them
-    clip_exactly(made, work.arithmetic)
+    clip_exactly(made, ways)
     without_sigterm_handler(made)
     log_by(made, StepsFromOne)
     return made

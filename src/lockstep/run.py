@@ -342,6 +342,9 @@ def validate_report(report: Any) -> dict[str, Any]:
     return report
 
 
+OF_RANK_0 = " (rank 0 only)"  # ends the names of values that are from rank 0 only
+
+
 def metrics_of_test(report: Mapping[str, Any]) -> list[str]:
     """The names of the test metrics. A LightningModule may log any names."""
     return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]

@@ -2,12 +2,10 @@
 
 # B batch · K class
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Batch
@@ -24,10 +22,9 @@ class Classifier(Classification):
 
     target_spec = Classification.target_spec  # one class number per sample; checked before training
 
-    def __init__(
-        self, *, label_smoothing: float = 0.0, class_weights: Sequence[float] | Literal["balanced"] | None = None
-    ) -> None:
-        super().__init__(label_smoothing=label_smoothing, class_weights=class_weights)
+    def __init__(self, *, label_smoothing: float = 0.0, class_weights: Any = None, **given: Any) -> None:
+        """`given`: net, optimizer, scheduler and metadata, as the config says."""
+        super().__init__(label_smoothing=label_smoothing, class_weights=class_weights, **given)
 
     def loss(self, logits_BK: Tensor, batch: Batch) -> Tensor:
         """loss_B: one value per sample, so each sample counts once, regardless of which process computes it."""
@@ -36,17 +33,21 @@ class Classifier(Classification):
             logits_BK, target_B, self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
         )
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self) -> dict[str, Any]:
         """Logged as val/acc and test/acc."""
         return {"acc": MulticlassAccuracy(len(self.value_names), average="micro", validate_args=False)}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss over the global batch, logged as train/loss. A term of your own: `+ self.mean(penalty_B, log="train/penalty")`."""
-        logits_BK = self(batch)  # the network's output for batch["input"]
-        return self.mean_loss(logits_BK, batch)
+        return self.mean_loss(self(batch), batch)  # self(batch): the network's output for batch["input"]
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Adds the samples to val/loss and the metrics. Each sample counts once."""
-        self.update_metrics(self(batch), batch, batch_idx, dataloader_idx)
+        return self.update_metrics(self(batch), batch, batch_idx, dataloader_idx)
 
     test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer of configs/optim and its schedule, which advances after each step."""
+        optimizer = self.optimizer(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import check
 import pytest
@@ -99,6 +100,11 @@ class Net(nn.Module):
         self.layer = layer
 
 
+def of_module(module: Any) -> Any:
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(arithmetic=StepArithmetic()))
+    return SimpleNamespace(module=module, divided=True, needs_whole="")
+
+
 @pytest.mark.parametrize(("layer", "compiled", "why"), [
     (nn.Linear(2, 2), False, ""),
     (nn.Dropout(0.1), False, ""),
@@ -112,20 +118,15 @@ class Net(nn.Module):
     (nn.LSTM(2, 2, 2, dropout=0.1), False, "LSTM layer draws"),
 ])  # fmt: skip
 def test_what_is_known_without_trying(layer, compiled, why):
-    work = SimpleNamespace(
-        module=Net(layer), arithmetic=StepArithmetic(), loaders=SimpleNamespace(divided=True), needs_whole=""
-    )
-    found = summary.dependence(work, (), compiled=compiled)
+    loaders = of_module(Net(layer))
+    found = summary.dependence(loaders, (), compiled=compiled)
     assert found.startswith(why) and bool(found) == bool(why)
-    work.arithmetic = LogicalRanks(2)
-    assert not summary.dependence(work, (), compiled=compiled)
-    work.loaders.divided = False
-    assert "does not divide" in summary.dependence(work, (), compiled=compiled)
+    loaders.module.trainer.strategy.arithmetic = LogicalRanks(2)
+    assert not summary.dependence(loaders, (), compiled=compiled)
+    loaders.divided = False
+    assert "does not divide" in summary.dependence(loaders, (), compiled=compiled)
 
 
 def test_a_frozen_batch_norm_that_a_later_epoch_trains_counts():
     norm = nn.BatchNorm1d(2).eval()
-    work = SimpleNamespace(
-        module=Net(norm), arithmetic=StepArithmetic(), loaders=SimpleNamespace(divided=True), needs_whole=""
-    )
-    assert summary.dependence(work, {norm}, compiled=False).startswith("batch normalisation")
+    assert summary.dependence(of_module(Net(norm)), {norm}, compiled=False).startswith("batch normalisation")

@@ -23,7 +23,7 @@ from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
 from lockstep.strategies import SingleDevice
-from lockstep.training.workload import Workload
+from lockstep.training.batches import Loaders
 
 
 class Net(pl.LightningModule):
@@ -104,8 +104,7 @@ def test_lightning_still_handles_sigterm(mnist, cache, monkeypatch):
     monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", pytest.fail)
     given = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"]
     cfg = resolve([*given, "trainer.precision=32-true"])
-    work = Workload(pl.LightningModule(), None)
-    trainer = build.evaluator(Settings.of(cfg), work)
+    trainer = build.evaluator(Settings.of(cfg), Loaders(None, pl.LightningModule()))
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     with handlers_restored():
         signal.signal(signal.SIGTERM, before := Mock())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import building
 import forked
 import numpy as np
 import pytest
@@ -114,10 +115,7 @@ def stacked(values: list[Any]) -> Any:
 def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     """Of two evaluations, the second of which has fewer samples."""
     sample, metric = CASES[case]
-    never = pytest.fail
-    task = Given()
-    task.bind({})
-    made = task.attach(nn.Identity(), optimizer=never, schedule=never, metrics={"m": metric()}, model_kwargs={})  # fmt: skip
+    made = building.task(Given, metrics={"m": metric})
     found: dict[str, float] = {}
     for turn, total in enumerate((count, max(1, count - 1))):
         made.log = lambda name, value, turn=turn, **_: found.update({f"{turn} {name}": float(value)})

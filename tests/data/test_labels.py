@@ -1,12 +1,12 @@
 """Targets stand for names: parts and checkpoints are matched by name, and targets that stand for none are rejected before training."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -17,9 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 import lockstep
-from lockstep import Arrays, DataSet, Task, build
-from lockstep.config.checks import resolve
-from lockstep.data.parts import names_at as names_in
+from lockstep import Arrays, DataSet, build
 from lockstep.errors import UserError
 from lockstep.extras.adapters import HuggingFace, TorchDataset
 from lockstep.extras.tables import columns_of_module
@@ -116,9 +114,9 @@ def ready(data: DataSet, task: Any, known: Any = None) -> DataModule:
     data.prepare()
     module = DataModule(data, batch_size=2, eval_batch_size=4)
     module.warnings = module.targets.match(known, "runs/a") if known else []
-    if task.target_spec and names_in(module.metadata, task.names):
-        module.check_targets(task.names, task.target_spec.wrong, task.target_spec.integer)
-    task.bind({"sequence_length": 4, **module.metadata})
+    task.check_metadata({"sequence_length": 4, **module.metadata})
+    module.trainer = SimpleNamespace(lightning_module=task)
+    module.setup("fit")
     return module
 
 
@@ -145,8 +143,8 @@ def joined(*names: str) -> ConcatDataset:
     return ConcatDataset([Items([0, 1], classes=[*each]) for each in names])
 
 
-one, multi, number, pixels, text = Classification(), Multilabel(), Regression(), Segmentation(), LanguageModel()
-free = Free()
+one, multi, number, pixels, text = Classification, Multilabel, Regression, Segmentation, LanguageModel
+free = Free
 MASKS = np.zeros((24, 4, 4), np.uint8)
 HOT = np.eye(3, dtype=np.int64)[NUMBERS]
 LABELS, TOKENS, PRICE = {"labels": ["red", "round"]}, {"vocabulary": list("abc")}, {"targets": ["price"]}
@@ -207,7 +205,7 @@ def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, m
     (lambda _: arrays(target=MASKS / 1, at={0: 255, 1: 2}), pixels, None, [255, 2, 0, 0]),
     (lambda _: given(torch.arange(3.0).to(torch.float8_e4m3fn)), one, None, [0, 1, 2]),
     (lambda _: given(torch.arange(3.0).requires_grad_()), one, None, [0, 1, 2]),
-    (lambda _: given(torch.eye(3).to_sparse()), Soft(), None, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
+    (lambda _: given(torch.eye(3).to_sparse()), Soft, None, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
     # numbers, where nobody asked for classes
     (lambda _: items(TensorDataset(torch.zeros(9, 2), torch.arange(9) * 1000)), free, None, [0, 1000, 2000]),
     (lambda at: table(at, [100, 2000, 3000000] * 9, INTS, labels=[7, 8], of=INTS), number, None, [[7], [8]]),
@@ -220,9 +218,9 @@ def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, m
     (lambda _: items(Items([0, 2, 2], [0, 2, 2], classes=torch.tensor([0, 2])), Items([2, 0])), one, None, [2, 0]),
     (lambda _: items(joined("ab", "ab")), one, None, [0, 1, 0, 1]),
     # a task with a loss of its own
-    (lambda _: arrays(PRICE, target=NUMBERS / 2, at={1: np.inf}), Masked(), None, [0, np.inf, 1]),
-    (lambda _: arrays(target=HOT / 2), Soft(), None, [[0.5, 0, 0], [0, 0.5, 0]]),
-    (lambda _: arrays(target=MASKS + 7), Sketch(), None, [7, 7]),
+    (lambda _: arrays(PRICE, target=NUMBERS / 2, at={1: np.inf}), Masked, None, [0, np.inf, 1]),
+    (lambda _: arrays(target=HOT / 2), Soft, None, [[0.5, 0, 0], [0, 0.5, 0]]),
+    (lambda _: arrays(target=MASKS + 7), Sketch, None, [7, 7]),
     # parts in other orders, or with fewer classes
     (lambda at: folders(at, ("cat", "dog"), ("dog",)), one, None, [1, 1]),
     (lambda at: folders(at, ("cat", "dog"), ("dog",), classes=["Katze", "Hund"]), one, None, [1, 1]),
@@ -278,7 +276,7 @@ def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, 
 def test_targets_in_memory_are_judged_once():
     judged = []
     module = DataModule(arrays(), batch_size=2, eval_batch_size=4)
-    module.check_targets("classes", lambda _, names: judged.append(names))
+    module.targets.check("classes", lambda _, names: judged.append(names), module.raw)
     module.raw("test", np.arange(4))
     assert judged == [3, 3]  # train and test
 
@@ -303,23 +301,11 @@ def test_only_the_names_that_a_task_reads_are_matched():
 )
 def test_what_reads_no_names_starts_from_weights_with_others(needs, told, monkeypatch, capsys):
     """None: a LightningModule, of which nobody knows what it reads."""
-    module, made = DataModule(arrays(), batch_size=2, eval_batch_size=4), []
-    cfg = resolve(["checkpoint.monitor=null"])
-    settings: Any = SimpleNamespace(
-        custom_module=needs is None, cfg=cfg, weights="weights.ckpt", built_groups=set(), seed=0
-    )
+    module = DataModule(arrays(), batch_size=2, eval_batch_size=4)
+    settings: Any = SimpleNamespace(weights="weights.ckpt")
     monkeypatch.setattr(build, "read_outline", lambda _: SimpleNamespace(metadata={"classes": ["car", "ship"]}))
-    monkeypatch.setattr(build, "read", lambda _: None)
-    monkeypatch.setattr(build, "load_module_weights", lambda *_: None)
-    task: Any = pl.LightningModule()
-    if needs is not None:
-        task = Task()
-        task.needs, task.bind = needs, lambda _: made.append(1) or 1 / 0
-    monkeypatch.setattr(build, "create_custom_module", lambda *_: task)
-    monkeypatch.setattr(build.strategies, "change_in_place", lambda *_, **__: made.append(1) or 1 / 0)
-    with pytest.raises(told if told is UserError else ZeroDivisionError):
-        build.attach(settings, module, build.module(settings, module), None)
-    assert bool(made) == (told is not UserError)
+    with pytest.raises(UserError) if told is UserError else nullcontext():
+        build.match_names(settings, module, needs)
     assert (told if isinstance(told, str) else "") in " ".join(capsys.readouterr().out.split())
     assert module.metadata["classes"] == CLASSES["classes"]
 

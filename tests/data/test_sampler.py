@@ -3,6 +3,7 @@
 import tracemalloc
 from collections import Counter
 
+import building
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
@@ -267,8 +268,7 @@ def test_weights_of_classes_are_scikit_learns():
     module = DataModule(data_of(target=labels()), batch_size=4, eval_batch_size=4, val_fraction=0.25)
     counts = module.metadata["class_counts"]
     assert sum(counts) == module.splits["train"].count == 54
-    task = Classification(class_weights="balanced")
-    task.bind(module.metadata)
+    task = building.task(Classification, keys={"class_weights": "balanced"}, **module.metadata)
     assert task.class_weights_K.tolist() == pytest.approx([54 / (3 * count) for count in counts])
 
 
@@ -279,9 +279,9 @@ def test_weights_of_classes_are_scikit_learns():
 def test_data_without_several_classes_is_rejected(arrays, message):
     with pytest.raises(UserError, match=message):
         DataModule(data_of(**arrays), batch_size=4, eval_batch_size=4, balance=True)
-    task = Classification(class_weights="balanced")
+    metadata = DataModule(data_of(**arrays), batch_size=4, eval_batch_size=4).metadata
     with pytest.raises(UserError, match=r"class_weights=balanced.*(one array|no training samples of class)"):
-        task.bind(DataModule(data_of(**arrays), batch_size=4, eval_batch_size=4).metadata)
+        building.task(Classification, keys={"class_weights": "balanced"}, **metadata)
 
 
 def test_a_run_with_both_options_trains(train):

@@ -25,7 +25,6 @@ from lockstep.kit.panels import Bars, Gallery, Matrix, Panel, Sample
 from lockstep.kit.tasks import Classification
 from lockstep.launch import local
 from lockstep.run import RunFolder
-from lockstep.training.workload import TaskWorkload, Workload
 
 pytestmark = pytest.mark.xdist_group("page")
 
@@ -64,7 +63,7 @@ def test_matrix_and_samples_are_those_of_the_checkpoints_predictions(run_a):
     settings = Settings.of(values_of(Draft.of_run(RunFolder("runs/a")))[0])
     data = building.batches(settings)
     net = building.module(settings.replace({"init_from": str(Path("runs/a", run_a["checkpoint"]))}), data).net.eval()
-    batch = data.preprocessed(data.raw("test", range(103)))
+    batch = data.evaluated.preprocess(data.raw("test", range(103)))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=run_a["precision"] == "bf16-mixed"):
         logits = net(batch["input"]).float()
     panels = lockstep.load_report("a").panels
@@ -187,10 +186,9 @@ def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):
 def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[dict]:
     """The charts of these columns of metrics.csv, for a task with these metrics."""
     series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
-    task = Classification()
-    task.curves = lambda: [(name, "", (f"val/{name}",)) for name in columns]
-    task.parts = SimpleNamespace(metrics=metrics, arithmetic=None, model_kwargs={}, of_stage=lambda stage: [stage])
-    return list(pages.drawn_curves(TaskWorkload(task, pl.LightningDataModule()), series, {}))
+    curves = [(name, "", (f"val/{name}",)) for name in columns]
+    module = SimpleNamespace(curves=lambda: curves, evaluated={"val": (None, metrics)})
+    return list(pages.drawn_curves(module, set(), series, {}))
 
 
 def axis(chart: dict) -> list[str]:
@@ -219,11 +217,11 @@ def test_samples_are_filtered_by_each_of_their_labels_and_names_may_have_commas(
 
 def test_curves_of_unknown_metrics_are_grouped():
     logged = ["train_loss", "val_loss", "val/acc", "val/count", "train/samples_per_s"]
-    work = Workload(pl.LightningModule(), pl.LightningDataModule())
-    charts = list(pages.drawn_curves(work, {name: [(1, 0.5), (2, 0.25)] for name in logged}, {}))
+    module = pl.LightningModule()
+    charts = list(pages.drawn_curves(module, set(), {name: [(1, 0.5), (2, 0.25)] for name in logged}, {}))
     assert [chart["title"] for chart in charts] == ["loss", "acc", "Speed"]
     assert re.findall(r'<path .*?data-name="(.*?)"', charts[0]["svg"]) == ["train_loss", "val_loss"]
-    assert list(pages.drawn_curves(work, {}, {})) == []  # of a run that failed before its first row
+    assert list(pages.drawn_curves(module, set(), {}, {})) == []  # of a run that failed before its first row
     assert Clock().report_metrics() == {}  # and its clock never began
     assert pages.labels(["train/loss", "val/loss"]) == ["train", "val"]
     assert pages.labels(["val/rmse", "val/mae"]) == ["rmse", "mae"]

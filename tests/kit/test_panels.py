@@ -2,6 +2,7 @@
 
 import math
 
+import building
 import numpy as np
 import pytest
 import torch
@@ -19,11 +20,6 @@ from lockstep.kit.panels import Kept, PrecisionRecall, Share, Table, largest, wi
 from lockstep.kit.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
 
 random = torch.Generator().manual_seed(0)
-
-
-def bound(task: Task, **metadata) -> Task:
-    task.bind(metadata)
-    return task
 
 
 def shown(task: Task, outputs, targets, *, world: int = 2) -> list:
@@ -46,7 +42,7 @@ LOGITS[torch.arange(150), CLASSES[:150]] += 2
 
 
 def test_classes_are_counted_as_torchmetrics_does():
-    task = bound(Classification(), classes=list("abcde"))
+    task = building.task(Classification, classes=list("abcde"))
     matrix, table, curves, calibration, bins = shown(task, LOGITS, CLASSES)
     assert matrix.values == MulticlassConfusionMatrix(5)(LOGITS, CLASSES).tolist()
     f1 = MulticlassF1Score(5, average="none")(LOGITS, CLASSES)
@@ -58,7 +54,7 @@ def test_classes_are_counted_as_torchmetrics_does():
     assert all(0 <= x <= 1 and 0 <= y <= 1 for x, y in calibration.series["measured"])
     assert (sum(bins.counts), len(bins.edges)) == (200, 16)
     assert len(curves.series) == 5
-    hundred = bound(Classification(), classes=[str(n) for n in range(100)])  # shows the most frequent confusions
+    hundred = building.task(Classification, classes=[str(n) for n in range(100)])  # shows the most frequent confusions
     target = torch.arange(100).repeat(4)
     guess = target.clone()
     guess[[7, 107, 207]] = 9
@@ -69,7 +65,7 @@ def test_classes_are_counted_as_torchmetrics_does():
 
 def test_with_bce_the_probability_of_a_class_is_its_sigmoid():
     """As the loss takes it: each class against the rest."""
-    task = bound(Classification(loss="bce"), classes=list("abcde"))
+    task = building.task(Classification, keys={"loss": "bce"}, classes=list("abcde"))
     probability_B, guess_B = LOGITS.sigmoid().max(1)
     found = task.predictions(LOGITS)
     torch.testing.assert_close(found["probability"], probability_B)
@@ -82,7 +78,7 @@ def test_with_bce_the_probability_of_a_class_is_its_sigmoid():
 
 def test_precision_over_recall_is_torchmetrics():
     """Of probabilities that lie in the middle of the panel's bins."""
-    task = bound(Multilabel(), labels=list("abcdefghi"))
+    task = building.task(Multilabel, labels=list("abcdefghi"))
     logits = (torch.randn(60, 9, generator=random) * 2).floor() / 2 + 0.25
     target = torch.randint(2, (60, 9), generator=random)
     target[:, 4] = 0
@@ -99,7 +95,7 @@ def test_precision_over_recall_is_torchmetrics():
 
 
 def test_pixels_that_are_ignored_do_not_count():
-    task = bound(Segmentation(ignore_index=255), classes=["back", "leaf", "stem"])
+    task = building.task(Segmentation, keys={"ignore_index": 255}, classes=["back", "leaf", "stem"])
     logits = torch.randn(6, 3, 4, 4, generator=random)
     target = torch.randint(3, (6, 4, 4), generator=random)
     target[:, 0] = 255
@@ -110,7 +106,7 @@ def test_pixels_that_are_ignored_do_not_count():
 
 
 def test_labels_are_counted():
-    task = bound(Multilabel(threshold=0.4), labels=["rain", "snow"])
+    task = building.task(Multilabel, keys={"threshold": 0.4}, labels=["rain", "snow"])
     logits, target = torch.randn(50, 2, generator=random), torch.randint(2, (50, 2), generator=random)
     table, _ = shown(task, logits, target)
     guess = (logits.sigmoid() > 0.4).long()
@@ -136,8 +132,8 @@ def metric_and_column(
 def test_a_mean_over_labels_or_classes_is_of_those_that_occur_or_are_predicted(right):
     """The third never occurs; a perfect network scores 1. The report's table has the addends."""
     labels, classes = (
-        bound(Multilabel(), labels=["a", "b", "c", "d"]),
-        bound(Segmentation(), classes=["a", "b", "c", "d"]),
+        building.task(Multilabel, labels=["a", "b", "c", "d"]),
+        building.task(Segmentation, classes=["a", "b", "c", "d"]),
     )
     target_BL = torch.randint(2, (40, 4), generator=random)
     target_BL[:, 2] = 0
@@ -164,7 +160,7 @@ def test_a_mean_over_labels_or_classes_is_of_those_that_occur_or_are_predicted(r
 @pytest.mark.parametrize("shape", [(3000, 2), (40,)])
 def test_a_fixed_sample_of_targets_is_drawn(shape):
     names = ["price", "rent"][: 2 if len(shape) == 2 else 1]
-    task = bound(Regression(), targets=names)
+    task = building.task(Regression, targets=names)
     target = torch.randn(shape, generator=random)
     output = (target + 0.1 * torch.randn(shape, generator=random)).reshape(len(target), -1)
     alone, shared = (shown(task, output, target, world=world) for world in (1, 2))
@@ -180,7 +176,7 @@ def test_a_fixed_sample_of_targets_is_drawn(shape):
 
 
 def test_the_loss_of_each_position_is_averaged():
-    task = bound(LanguageModel(), vocabulary=list("abcd"), sequence_length=6)
+    task = building.task(LanguageModel, vocabulary=list("abcd"), sequence_length=6)
     logits, target = torch.randn(10, 6, 4, generator=random), torch.randint(4, (10, 6), generator=random)
     target[3:, 4:] = -100
     target[:, 5] = -100
@@ -221,11 +217,11 @@ def test_intervals_are_wilsons(right, count):
 
 
 def test_a_sample_is_described_by_its_task():
-    task = bound(Classification(), classes=["cat", "dog"])
+    task = building.task(Classification, classes=["cat", "dog"])
     (facts,) = task.describe(torch.tensor([[0.0, 2.0]]), {"target": torch.tensor([0])})
     assert (facts["target"], facts["prediction"]) == ("cat", "dog")
     assert facts["P(dog)"] == pytest.approx(1 / (1 + math.exp(-2)))
-    own = bound(Task())
+    own = building.task(Task)
     two, pictures = {"target": torch.tensor([5, 6]), "index": torch.arange(2)}, torch.ones(2, 3, 32, 32)
     assert own.describe(torch.ones(2, 3), two) == [{"target": t, "output": [1.0] * 3} for t in (5, 6)]
     assert own.describe(pictures, two) == [{"target": 5}, {"target": 6}]

@@ -402,7 +402,10 @@ def test_evaluation_may_have_a_different_size(tmp_path):
     arrays = Images(**{**options, "crop_pct": 1.0}, mean=[0.5] * 3, std=[0.5] * 3)
     arrays.train = arrays.test = Arrays(input=np.zeros((8, 3, 20, 20), np.uint8), target=np.arange(8) % 2)
     made = DataModule(arrays, batch_size=4, eval_batch_size=4)
-    batches = made.augmented(made.raw("train", [0, 1]), range(2), 0, 0), made.preprocessed(made.raw("train", [0, 1]))
+    batches = (
+        made.augmented(made.raw("train", [0, 1]), range(2), 0, 0),
+        made.evaluated.preprocess(made.raw("train", [0, 1])),
+    )
     assert [batch["input"].shape[-1] for batch in batches] == [SIDE, 32] and made.evaluated.train is arrays.train
 
 

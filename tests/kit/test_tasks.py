@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import building
 import numpy as np
 import pytest
 import torch
@@ -13,30 +14,26 @@ from lockstep import Task
 from lockstep.errors import UserError
 from lockstep.kit.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
 from lockstep.kit.tasks.regression import R2
+from lockstep.reporting.report import headline
 
 PADDING, IGNORED = -100, 255
 Case = tuple[Task, np.ndarray, np.ndarray, dict[str, float]]
 
 
-def bound(task: Task, **metadata: object) -> Task:
-    task.bind(metadata)
-    return task
-
-
 def language_model() -> Task:
-    return bound(LanguageModel(), vocabulary=list("abcde"), sequence_length=6)
+    return building.task(LanguageModel, vocabulary=list("abcde"), sequence_length=6)
 
 
 def multilabel(**arguments) -> Task:
-    return bound(Multilabel(**arguments), labels=["rain", "wind", "snow"])
+    return building.task(Multilabel, keys=arguments, labels=["rain", "wind", "snow"])
 
 
 def regression(targets: int = 2, **arguments) -> Task:
-    return bound(Regression(**arguments), targets=["height", "weight"][:targets])
+    return building.task(Regression, keys=arguments, targets=["height", "weight"][:targets])
 
 
 def segmentation(**arguments) -> Task:
-    return bound(Segmentation(**arguments), classes=["ground", "water", "cloud"], image_size=8)
+    return building.task(Segmentation, keys=arguments, classes=["ground", "water", "cloud"], image_size=8)
 
 
 def softmax(logits: np.ndarray, axis: int) -> np.ndarray:
@@ -154,7 +151,7 @@ def test_predictions_are_columns_by_name():
     logits_BTV = torch.zeros(2, 6, 5)
     logits_BTV[0, -1, 3], logits_BTV[1, -1, 0], logits_BTV[:, :-1, 1] = 9, 9, 9
     assert language_model().predictions(logits_BTV)["token"] == ["d", "a"]  # after the sequence
-    assert language_model().model_kwargs() == {"vocabulary_size": 5, "sequence_length": 6}
+    assert LanguageModel.network_arguments(language_model().metadata) == {"vocabulary_size": 5, "sequence_length": 6}
     found = multilabel().predictions(torch.tensor([[4.0, -4.0, 4.0], [-4.0, -4.0, -4.0]]))
     assert (found["labels"], found["probabilities"].shape) == ([["rain", "snow"], []], (2, 3))
     columns = regression().predictions(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -210,7 +207,7 @@ def test_the_dice_loss_is_that_of_the_formula():
 @pytest.mark.parametrize(("make", "told"), [
     (lambda: multilabel(pos_weight=[1.0, 2.0]), r"task.pos_weight has 2 numbers; the data has 3 labels"),
     (lambda: multilabel(threshold=1.5), r"task.threshold=1.5"),
-    (lambda: Classification(loss="bce", class_weights=[1, 1]), r"task.class_weights has no effect with task.loss=bce"),
+    (lambda: building.task(Classification, keys={"loss": "bce", "class_weights": [1, 1]}, classes=["a"]), r"task.class_weights has no effect with task.loss=bce"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(make, told):
     with pytest.raises(UserError, match=told):
@@ -226,10 +223,18 @@ class Boxed(Task):
     ("val/loss", "boxes map"), ("val/boxes/map_50", "boxes map_50"), (None, "loss"),
 ])  # fmt: skip
 def test_the_primary_metric_is_the_first_value_of_a_metric_with_several(monitor, name):
-    report = {"monitor": monitor, "test/loss": 0.5, "test/count": 7, "unit": "images"}
     values = {"test/boxes/map": 0.25, "test/boxes/map_50": 0.75} if monitor else {}
+    tested = " | ".join(["test/loss", "test/count", *values])
+    report = {
+        "monitor": monitor,
+        "test/loss": 0.5,
+        "test/count": 7,
+        "unit": "images",
+        "evaluated": tested,
+        "status": "done",
+    }
     expected = {"boxes map": "0.2500", "boxes map_50": "0.7500", "loss": "0.5000"}[name]
-    assert Boxed().primary_metric({**report, **values}) == (f"test {name}", f"{expected} on 7 images")
+    assert headline(building.task(Boxed), {**report, **values}) == (f"test {name}", f"{expected} on 7 images", None)
 
 
 def test_a_classification_that_does_not_measure_accuracy_has_another_primary_metric():
@@ -238,8 +243,9 @@ def test_a_classification_that_does_not_measure_accuracy_has_another_primary_met
             return {"mean": MeanMetric()}
 
     report = {"monitor": "val/loss", "test/loss": 0.5, "test/mean": 0.25, "test/count": 7, "unit": "images"}
-    assert Other().primary_metric(report) == ("test mean", "0.2500 on 7 images")
-    assert Other().interval(report) is None
+    report |= {"evaluated": "test/loss | test/count | test/mean", "status": "done"}
+    task = building.task(Other, classes=["a"])
+    assert headline(task, report) == ("test mean", "0.2500 on 7 images", None)
 
 
 BOXES = {"boxes": [torch.zeros(1, 4), torch.zeros(3, 4)], "labels": [torch.zeros(1), torch.zeros(3)]}
@@ -250,4 +256,4 @@ BOXES = {"boxes": [torch.zeros(1, 4), torch.zeros(3, 4)], "labels": [torch.zeros
     (torch.zeros(2, 3), False), (BOXES, False), (BOXES["boxes"], False), ({"a": 1}, False), ("ab", False),
 ])  # fmt: skip
 def test_targets_with_a_value_per_sample_are_a_column(target, fits):
-    assert Task().targets({"target": target}) == ({"target": target} if fits else {})
+    assert building.task(Task).targets({"target": target}) == ({"target": target} if fits else {})

@@ -17,22 +17,21 @@ from lockstep.errors import UserError
 from lockstep.launch import local
 
 LINEAR = (
-    "build.network(config, datamodule, module)",
-    "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(144, 10))",
+    "build.module(config, datamodule)",
+    "build.module(config, datamodule, net=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(144, 10)))",
 )
 LIGHTNING = (
-    "    module = build.module(config, datamodule)",
+    "    return build.module(config, datamodule)",
     """    class Lit(torch.nn.Sequential, pl.LightningModule):
         def training_step(self, batch, batch_idx):
-            return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+            return torch.nn.functional.cross_entropy(self(batch["input"]), batch["target"])
 
         validation_step = training_step
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    return Lit(torch.nn.Flatten(), torch.nn.Linear(144, 10))
-    module = build.module(config, datamodule)""",
+    return Lit(torch.nn.Flatten(), torch.nn.Linear(144, 10))""",
 )
 DATA = (
     "return launch.data(config)",
@@ -115,6 +114,7 @@ def test_the_source_of_a_class_says_what_it_is_without_an_import():
     lightning = "lightning.pytorch.core.module.LightningModule"
     assert source_bases("project.module.Classifier") == [
         "project.module.Classifier", "lockstep.kit.tasks.classification.Classification", "lockstep.training.task.Task",
+        "lockstep.training.module.Module", lightning,
     ]  # fmt: skip
     assert source_bases("lightning.pytorch.demos.boring_classes.BoringModel")[1:] == [lightning]
     assert source_bases("lockstep.Module")[1:] == [lightning]

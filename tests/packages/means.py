@@ -83,8 +83,8 @@ class Distilled(Weighted):
 class Named(Classification):
     """A task with a teacher that logs its loss by another name, and knows the run."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self.teacher = lockstep.frozen(nn.Linear(144, 10))
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
@@ -113,8 +113,8 @@ class Configured(Classification):
 class ByHand(Classification):
     """Steps its optimizer itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -47,7 +47,8 @@ class Unnamed(Classification):
 
 
 class Bare(Task):
-    def model_kwargs(self):
+    @classmethod
+    def network_arguments(cls, metadata, **keys):
         return {"num_classes": 10}
 
     def loss(self, output, batch):

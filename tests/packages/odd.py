@@ -107,8 +107,6 @@ class Backwards(Kept):
 
 
 class Named(Small):
-    named_batches = True
-
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return {**batch, "twice": 2 * batch["input"]}
 

@@ -112,7 +112,9 @@ class Runs:
 
     def of_weights(self) -> tuple[float, str]:
         """The largest difference of a weight between one process and two."""
-        pairs = [(name, self.one.weights[name].double(), value.double()) for name, value in self.two.weights.items()]
+        pairs = [
+            (name, self.one.state_dict[name].double(), value.double()) for name, value in self.two.state_dict.items()
+        ]
         return max((float((a - b).abs().max()), name) for name, a, b in pairs if a.numel())
 
     def of_rows(self) -> tuple[float, str]:
@@ -138,7 +140,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_two_processes_find_the_weights_and_the_log_of_one(runs: Runs) -> None:
-    assert list(runs.one.weights) == list(runs.two.weights)
+    assert list(runs.one.state_dict) == list(runs.two.state_dict)
     assert [row.keys() for row in runs.one.rows] == [row.keys() for row in runs.two.rows]
     weights, rows = runs.of_weights(), runs.of_rows()
     print(f"{runs.name}: weights differ by {weights}, rows by {rows}")
@@ -148,9 +150,9 @@ def test_two_processes_find_the_weights_and_the_log_of_one(runs: Runs) -> None:
 
 def test_two_processes_that_crash_and_go_on_end_bit_identical(runs: Runs) -> None:
     assert runs.resumed.report["resumed_from"].endswith("last.ckpt")
-    weights = runs.two.weights
-    assert list(runs.resumed.weights) == list(weights)
-    assert all(runs.resumed.weights[name].equal(value) for name, value in weights.items())
+    weights = runs.two.state_dict
+    assert list(runs.resumed.state_dict) == list(weights)
+    assert all(runs.resumed.state_dict[name].equal(value) for name, value in weights.items())
     assert runs.resumed.rows == runs.two.rows
 
 
@@ -161,7 +163,7 @@ def test_an_evaluation_repeats_the_test(runs: Runs) -> None:
 
 
 def test_checkpoints_hold_what_is_trained_and_a_report_shows_what_its_task_adds(runs: Runs) -> None:
-    assert not [name for name in runs.two.weights for word in OMITTED.get(runs.name, ()) if word in name]
+    assert not [name for name in runs.two.state_dict for word in OMITTED.get(runs.name, ()) if word in name]
     if runs.name == "autoencoder":
         gallery: Any = lockstep.load_report("two").panels["Reconstructions"]
         assert [sample.image_CHW.shape for sample in gallery.samples] == [(1, 16, 48)] * 8

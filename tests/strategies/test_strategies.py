@@ -12,14 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import UserError
 from lockstep.strategies import DDP
 from lockstep.strategies.base import by_index
 from lockstep.strategies.fsdp import named_blocks, repeated_blocks
 from lockstep.strategies.replicas import DataParallel, Replicas
-from lockstep.training import dropout
 from project.model import BasicNet
 
 # --- The optimizer's state of a checkpoint, loaded by a process that computes in a different way ---
@@ -109,22 +107,23 @@ def test_the_rows_of_each_gpu_are_the_chunks_that_torch_gives_it(gpus, first, co
     assert list(found) == (strategy.parallel_devices[: len(chunks)] or [torch.device("cpu")])
 
 
-# --- ddp: a resume begins with one forward and backward that leaves nothing behind ---
+# --- ddp: a resume begins with a backward that leaves nothing behind ---
 
 
-class Recomputed(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def test_rebuilt_buckets_leave_no_gradient_and_no_statistics_also_where_activations_are_computed_again():
-    net = Recomputed(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.AlphaDropout(0.5), nn.Linear(3, 3))
-    dropout.use_row_masks(net)
+def test_rebuilt_buckets_get_gradients_in_the_recorded_order_and_leave_none():
+    net, arrived = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)), []
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    precision = SimpleNamespace(train_step_context=nullcontext)
-    DDP.rebuild_buckets(SimpleNamespace(model=net, lightning_module=net, precision_plugin=precision), torch.ones(4, 3))
+    parameters = [*net.parameters()]
+    for index, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.append(index))
+    strategy = SimpleNamespace(
+        model=net, lightning_module=net, parameters=parameters, root_device=torch.device("cpu"),
+        averaged=[True] * 5 + [False], gradient_order=[3, 0, 4, 2],
+    )  # fmt: skip
+    DDP.rebuild_buckets(strategy)
+    assert arrived == [3, 0, 4, 2, 1]  # the last had no gradient in the first backward
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
-    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(parameter.grad is None for parameter in parameters) and "forward" not in vars(net)
 
 
 def test_lightnings_advice_on_unused_parameters_names_our_key():

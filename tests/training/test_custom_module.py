@@ -23,8 +23,8 @@ from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory, Preempted, RunFailed, TrainingFailed, UserError
 from lockstep.extras.export import export
+from lockstep.reporting.report import primary_metric
 from lockstep.training import dropout
-from lockstep.training.workload import primary_metric
 
 TEMPLATE = """defaults: [lightning_module]
 _target_: odd.Template
@@ -71,8 +71,8 @@ def train(project, mnist, cache):
 
 @pytest.mark.parametrize(("typed", "told"), [
     ("Small model=basic_net optim=sgd seed=true", ["model, optim would have no effect: odd.Small has its own. Set model=none optim=none"]),
-    ("Small strategy=dp +task.metrics.a._target_=torchmetrics.MeanMetric",
-     ["strategy=dp changes how a task's network is called", "Set strategy=ddp.", "task.metrics has no effect"]),
+    ("Small +task.metrics.a._target_=torchmetrics.MeanMetric",
+     ["task.metrics has no effect"]),
     ("Small data=odd loader.num_workers=2 +data.val_fraction=0.2",
      ["loader.num_workers=2 has no effect: odd.Data creates its own batches. Remove it; if the class has this argument, pass data.num_workers=2.",
       "data.val_fraction is not an argument of odd.Data"]),
@@ -90,7 +90,7 @@ def train(project, mnist, cache):
     ("Small task.monitor=valid_loss", ["checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Set task.monitor=null."]),
     ("Small trainer.sync_batchnorm=true", ["trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"]),
     ("Manual data=none trainer.accumulate_grad_batches=2", ["trainer.accumulate_grad_batches=2 has no effect: Manual uses manual optimization"]),
-    ("Data", ["task._target_=odd.Data is not allowed here: task accepts a subclass of lockstep's Task or lightning's LightningModule"]),
+    ("Data", ["task._target_=odd.Data is not allowed here: task accepts a subclass of lightning's LightningModule"]),
     ("Elsewhere", ["task._target_=odd.Elsewhere is a class of the package pytorch_lightning. Lockstep supports the package lightning"]),
     ("Small task._target_=???", ["task._target_ is missing. Set it to a class"]),
 ])  # fmt: skip
@@ -113,8 +113,8 @@ def test_files_for_a_lightning_datamodule_are_refused_by_its_name(train, tmp_pat
 
 
 @pytest.mark.parametrize(("override", "told"), [
-    ("data=odd", "task=classification needs a lockstep.DataSet, but data=data is a LightningDataModule"),
-    ("model=none", "model=none is for a LightningModule with its own model; task=classification is a Task, which needs one"),
+    ("data=odd", "task=classification needs the `metadata` of the data, but data=data has none"),
+    ("model=none", "model=none, but classification requires `net`. Choose one with model=<name>"),
 ])  # fmt: skip
 def test_a_task_of_locksteps_refuses_what_is_for_a_module(override, told):
     with pytest.raises(UserError, match=told):
@@ -214,7 +214,9 @@ def test_a_module_predicts_with_its_own_step(template, forked, tmp_path, more):
 
 
 def test_a_module_that_wants_names_gets_them_and_its_own_hook_last(train):
-    train("Named", "run=named", "loader.eval_batch_size=10", "trainer.num_sanity_val_steps=0")
+    train(
+        "Named", "run=named", "task.named_batches=true", "loader.eval_batch_size=10", "trainer.num_sanity_val_steps=0"
+    )
     sizes = sys.modules["odd"].SIZES
     assert sizes[:4] == [16] * 4
     assert sum(sizes[4:12]) >= 64  # all that is held out

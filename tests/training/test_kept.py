@@ -19,7 +19,7 @@ from lockstep.callbacks.step_seed import StepSeed
 from lockstep.checkpoints.finding import read_pickle
 from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.checkpoints.weights import load, make_plain, write
-from lockstep.config.instantiate import create_custom_module
+from lockstep.config.instantiate import create_module
 from lockstep.config.run_config import Component
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.training.arithmetic import LogicalRanks, steps_done
@@ -51,8 +51,9 @@ def last(run: str) -> dict:
 
 def test_a_callback_keeps_hooks_of_its_own_instance(monkeypatch):
     calls, callback = [], LambdaCallback(on_train_batch_end=lambda *_: calls.append(1))
-    own, seeds = vars(callback)["on_train_batch_end"], StepSeed(0, None, LogicalRanks(4), masks_by_row=False)
+    own, seeds = vars(callback)["on_train_batch_end"], StepSeed(0, None, masks_by_row=False)
     strategy = SimpleNamespace(seeds=SimpleNamespace(reseed=lambda *_: None), micro_batch=0)
+    seeds.arithmetic = LogicalRanks(4)
     trainer = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=4, strategy=strategy, global_step=0)
     trainer.lightning_module = SimpleNamespace(automatic_optimization=True)
     for _ in range(2):
@@ -363,7 +364,7 @@ def test_what_cannot_be_kept_is_told(typed, told):
 
 
 def test_a_function_may_return_a_librarys_module():
-    made = create_custom_module(Component.of({"_target_": "kept.from_library"}))
+    made = create_module(Component.of({"_target_": "kept.from_library"}))
     assert type(made).__module__ == "elsewhere"
 
 

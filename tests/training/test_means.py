@@ -171,7 +171,7 @@ def test_a_task_is_told_of_inputs_that_no_metric_has(mnist, cache):
 
 
 def test_a_task_is_no_lightning_module_of_its_own():
-    with pytest.raises(UserError, match=r"task=named is a Task, which needs one.* set task=own"):
+    with pytest.raises(UserError, match=r"model=none, but named requires `net`\. Choose one with model=<name>"):
         lockstep.train([*OPTIONS, "task._target_=means.Named", "run=wrong"])
 
 

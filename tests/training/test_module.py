@@ -3,6 +3,7 @@
 from itertools import pairwise
 from types import SimpleNamespace
 
+import building
 import numpy as np
 import pytest
 import torch
@@ -13,26 +14,24 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
-from lockstep import DataSet, Task, build
+from lockstep import DataSet, Task
 from lockstep.kit.tasks import Classification, Regression, Segmentation
-from lockstep.strategies import SingleDevice
+from lockstep.strategies import SingleDevice, change_in_place
 from lockstep.training.arithmetic import StepArithmetic, clip_exactly
 from lockstep.training.losses import sample_at, samples_at
 from lockstep.training.metrics import named_values
-from lockstep.training.module import Means
+from lockstep.training.module import Means, call_own_train
 
 
-def untrained(task: Task, net: nn.Module) -> Task:
+def untrained(task: type[Task], net: nn.Module) -> Task:
     """The module of a task, for evaluation."""
-    classes = ["land", "sea"] if isinstance(task, Segmentation) else list("0123456789")
-    task.bind({"targets": ["height"], "classes": classes})
-    never = dict.fromkeys(("optimizer", "schedule"), pytest.fail)
-    return task.attach(net, **never, metrics=build.metrics(task, {}), model_kwargs={})
+    classes = ["land", "sea"] if issubclass(task, Segmentation) else list("0123456789")
+    return building.task(task, net, targets=["height"], classes=classes)
 
 
 def module(task: type[Task] = Classification) -> Task:
     """Its network hands logits on."""
-    return untrained(task(), nn.Identity())
+    return untrained(task, nn.Identity())
 
 
 def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -83,14 +82,14 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     made.on_validation_start()
     logits_BK, label_B = samples(3000)
     seen(made, *((logits_BK[i : i + 100].to(dtype), label_B[i : i + 100]) for i in range(0, 3000, 100)))
-    assert made.parts.mean_loss.loss_sum.dtype == torch.float64
+    assert made.evaluated["val"][0].loss_sum.dtype == torch.float64
     assert logged(made) == pytest.approx(plainly(logits_BK.to(dtype).float(), label_B), rel=1e-5)
-    errors = untrained(Regression(), nn.Flatten()).to(dtype)
+    errors = untrained(Regression, nn.Flatten()).to(dtype)
     errors.on_test_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1)}
         errors.validation_step(batch, 0)
-    assert errors.parts.metrics["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
+    assert errors.evaluated["val"][1]["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
 
 
 class Seen(Regression):
@@ -111,7 +110,7 @@ def test_a_metric_does_not_depend_on_how_the_samples_are_divided():
     value_B = torch.rand(10_000, 1, generator=torch.Generator().manual_seed(0)) + 1
     found = []
     for size in (1000, 77):
-        made = untrained(Seen(), nn.Flatten())
+        made = untrained(Seen, nn.Flatten())
         made.on_validation_start()
         seen(made, *((part, torch.zeros(len(part), 1)) for part in value_B.split(size)))
         found.append(logged(made))
@@ -119,7 +118,7 @@ def test_a_metric_does_not_depend_on_how_the_samples_are_divided():
     exact = {"mean": mean, "both/MeanMetric": mean, "both/SumMetric": total}
     rounded = {name: torch.tensor(value).float().item() for name, value in exact.items()}
     assert [{name: each[name] for name in exact} for each in found] == [rounded, rounded]
-    assert "metrics" not in dict(made.named_children())  # nor in checkpoints
+    assert [*dict(made.named_children())] == ["net"]  # nor are metrics in checkpoints
 
 
 class Frozen(nn.Module):
@@ -137,12 +136,16 @@ class Frozen(nn.Module):
 
 
 def test_a_networks_own_train_is_called_before_training_and_after_each_validation():
-    made = untrained(Classification(), nn.Sequential(Frozen(), nn.BatchNorm1d(10)))
+    made = untrained(Classification, nn.Sequential(Frozen(), nn.BatchNorm1d(10)))
     net, made.trainer = made.net[0], SimpleNamespace(model=made)
+    change_in_place(made, None, configured=True)
+    call_own_train([(net, True)])  # as `build.module` does
     net.norm.eval()  # as callbacks=[freeze] does
     modes = [(True, False, False), (False, False, False), (True, False, False)]
     for change, expected in zip(
-        (lambda: None, made.on_validation_model_eval, made.on_validation_model_train), modes, strict=True
+        (lambda: None, made.on_validation_model_eval, made.on_validation_model_train),
+        modes,
+        strict=True,
     ):
         change()
         assert (net.training, net.body.training, net.norm.training) == expected
@@ -171,9 +174,9 @@ class Judged(Classification):
 
 def test_a_metric_may_have_a_network_which_is_not_the_modules():
     made, (logits_BK, label_B) = module(Judged).to(torch.bfloat16), samples(12)
-    network = made.parts.metrics["items"].features
+    network = made.evaluated["val"][1]["items"].features
     made.on_validation_start()
-    assert (network[1].weight.dtype, made.parts.metrics["items"].total.dtype) == (torch.float32, torch.float64)
+    assert (network[1].weight.dtype, made.evaluated["val"][1]["items"].total.dtype) == (torch.float32, torch.float64)
     seen(made, (logits_BK[:1], label_B[:1]), (logits_BK[1:], label_B[1:]))
     assert logged(made)["items"] == pytest.approx(network(logits_BK).sum().item(), rel=1e-5)
     assert not made.state_dict() and not list(made.parameters())
@@ -183,7 +186,7 @@ def test_a_metric_may_have_a_network_which_is_not_the_modules():
 def test_a_batch_in_which_no_pixel_counts_gives_no_gradient(count):
     """In a step of one micro-batch, which is divided at once, and in one of two."""
     net, strategy = nn.Conv2d(1, 2, 1), SingleDevice()
-    made = untrained(Segmentation(), net)
+    made = untrained(Segmentation, net)
     strategy.means, strategy._lightning_module = Means(), made
     progress = SimpleNamespace(current=SimpleNamespace(ready=count))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
@@ -203,7 +206,7 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient(count):
 @pytest.mark.parametrize("fused", [True, False])
 def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
     """16-mixed: Lightning unscales them before clipping, but not for fused optimizers, whose steps skip infinite ones unasked."""
-    made, scaler = untrained(Regression(), nn.Linear(2, 1)), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    made, scaler = untrained(Regression, nn.Linear(2, 1)), torch.amp.GradScaler("cpu", init_scale=1024.0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     clip_exactly(SimpleNamespace(precision_plugin=plugin), StepArithmetic())
     twin = nn.Linear(2, 1)

@@ -19,7 +19,9 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.machine.world import all_gather_objects
 from lockstep.reporting.console import print_line
 from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
-from lockstep.training.workload import Workload
+from lockstep.training.batches import Loaders
+from lockstep.training.module import arithmetic_of
+from lockstep.training.optim import begin_momentum
 
 LIBRARIES = ("lockstep.", "lightning.")
 OF_VALIDATION = re.compile(r"(?:^|[\W_])val(?:id|idation)?(?=$|[\W_])")
@@ -70,7 +72,7 @@ def adopt(trainer: Trainer, *, reports: bool) -> None:
 class ModuleHooks(Callback):
     """Used in training and in evaluation."""
 
-    work: Workload
+    loaders: Loaders
     loggers: list[Logger]  # of the run, also used by its evaluations
     monitor: str | None
     # maps the optimizer steps of a run to the steps between two log rows; None: the config sets them
@@ -85,11 +87,11 @@ class ModuleHooks(Callback):
         # Lockstep's datamodule calls the module's hooks
         warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         adopt(trainer, reports=stage == "fit")
-        self.work.loaders.begin(trainer)
+        self.loaders.begin(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaders = wrapped_loaders(trainer.train_dataloader)
-        if self.work.arithmetic.same_bits and not self.work.loaders.divided:
+        if arithmetic_of(pl_module).same_bits and not self.loaders.divided:
             raise UserError(
                 f"exact.logical_ranks divides each batch, but the batches of {loaders[0].name} cannot be divided. Remove exact.logical_ranks."
             )
@@ -105,8 +107,8 @@ class ModuleHooks(Callback):
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.work.before_step(batch)
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        begin_momentum(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -163,24 +165,26 @@ class ModuleHooks(Callback):
                 f"{monitored[0]} is monitored, but differs between the {trainer.world_size} processes, so it does not cover all samples. Log it with "
                 f"self.log({monitored[0]!r}, ..., sync_dist=True), or log a torchmetrics metric."
             )
-        self.note(names)
+        self.note(trainer, names)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.note(self.of_one_process(trainer))
+        self.note(trainer, self.of_one_process(trainer))
 
-    def note(self, names: list[str]) -> None:
-        if new := [name for name in names if name not in self.work.of_rank_0]:
+    def note(self, trainer: Trainer, names: list[str]) -> None:
+        known = trainer.strategy.means.of_rank_0  # type: ignore[attr-defined]
+        if new := [name for name in names if name not in known]:
             print_line(f"from rank 0 only: {', '.join(new)}; values of other processes differ. Log with sync_dist=True")
-        self.work.of_rank_0 |= {*new}
+        known |= {*new}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # in earlier versions `batch_size` of a DataLoader was per process
-        checkpoint |= {"divided": self.work.loaders.divided, "of_rank_0": sorted(self.work.of_rank_0)}
+        of_rank_0 = trainer.strategy.means.of_rank_0  # type: ignore[attr-defined]
+        checkpoint |= {"divided": self.loaders.divided, "of_rank_0": sorted(of_rank_0)}
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.due = checkpoint.get("plateau", {})  # checkpoints of tasks have it since November 2026
-        self.work.of_rank_0 |= {*checkpoint.get("of_rank_0", ())}
+        trainer.strategy.means.of_rank_0.update(checkpoint.get("of_rank_0", ()))  # type: ignore[attr-defined]
         saved, current = checkpoint["accumulate_grad_batches"], trainer.accumulate_grad_batches
         if not checkpoint.get("divided", True) and saved != current:
             raise UserError(

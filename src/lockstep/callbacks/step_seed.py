@@ -34,8 +34,9 @@ def seeds_of(trainer: Trainer) -> StepSeeds:
 class StepSeed(Callback):
     """Comes before the user's callbacks, which may draw random numbers too."""
 
-    def __init__(self, seed: int, loaders: Loaders, arithmetic: StepArithmetic, *, masks_by_row: bool) -> None:
-        self.seed, self.loaders, self.arithmetic, self.masks_by_row = seed, loaders, arithmetic, masks_by_row
+    def __init__(self, seed: int, loaders: Loaders, *, masks_by_row: bool) -> None:
+        self.seed, self.loaders, self.masks_by_row = seed, loaders, masks_by_row
+        self.arithmetic = StepArithmetic()
         self.between = set[str]()  # the hooks of BETWEEN that are used
         self.once: list[tuple[Any, str, Any]] = []  # the user's hooks that are called once per step
         self.deferred: list[Callable[[], Any]] = []  # to the last micro-batch of a step
@@ -45,6 +46,7 @@ class StepSeed(Callback):
 
         Lightning's strategies with several processes seed again, as before the module's constructor; that of one does not.
         """
+        self.arithmetic = cast(PortableCheckpoint, trainer.strategy).arithmetic
         seed_generators(derive_seed(self.seed, "setup"), trainer.strategy.root_device.type)
         for holder in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             for hook in TRANSFER:

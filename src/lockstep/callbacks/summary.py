@@ -28,8 +28,9 @@ from lockstep.run import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import NORMS, SYNCHRONISED
 from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
+from lockstep.training.batches import Loaders
 from lockstep.training.dropout import LAYERS
-from lockstep.training.workload import Workload
+from lockstep.training.module import arithmetic_of
 
 # --- The line about the result: what is known without trying, or a check ---
 
@@ -37,14 +38,14 @@ BATCH_NORM = "batch normalisation uses the statistics of each process's own samp
 DRAWS = "{} draws its own dropout in each process. Set its dropout to 0 and use nn.Dropout layers"
 
 
-def dependence(work: Workload, later: Collection[nn.Module], *, compiled: bool) -> str:
+def dependence(loaders: Loaders, later: Collection[nn.Module], *, compiled: bool) -> str:
     """Why the result depends on the number of processes; empty if that has to be tried. `later`: frozen modules that a later epoch trains."""
-    if not work.loaders.divided:
+    if not loaders.divided:
         return "Lockstep does not divide the batches"
-    if work.arithmetic.same_bits:
+    if arithmetic_of(loaders.module).same_bits:
         return ""
-    modules = {name: each for name, each in work.module.named_modules() if each.training or each in later}
-    otherwise = "" if work.needs_whole else ", or set exact.logical_ranks=8"
+    modules = {name: each for name, each in loaders.module.named_modules() if each.training or each in later}
+    otherwise = "" if loaders.needs_whole else ", or set exact.logical_ranks=8"
     if any(isinstance(each, NORMS) and not isinstance(each, SYNCHRONISED) for each in modules.values()):
         return BATCH_NORM + otherwise
     for name, each in modules.items():
@@ -73,11 +74,11 @@ def result_line(known: str, quote: tuple[str, str], precision: str) -> str:
 class RunSummary(Callback):
     """Before training, prints model, data, strategy, batches, precision, steps, and changes since the checkpoint."""
 
-    work: Workload
+    loaders: Loaders
     data_info: Mapping[str, Any]
     model: str
-    data_name: str
     config: RunConfig
+    network: Mapping[str, Any]  # what the network was made for
     overrides: Sequence[str] | None = None
     changes: list[str] = field(default_factory=list)
     across_processes: str | None = None
@@ -95,12 +96,12 @@ class RunSummary(Callback):
         saved_components = {group: Component.of(saved_config[group] or {}) for group in COMPARED}
         components = {group: getattr(self.config, group) for group in COMPARED}
         saved_values = comparable(saved_components, checkpoint.get("network", {}), saved_state)
-        values = comparable(components, self.work.model_kwargs, state)
+        values = comparable(components, self.network, state)
         different = [key for key in {**saved_values, **values} if saved_values.get(key) != values.get(key)]
         self.changes = [f"{key} was {saved_values.get(key)} and is now {values.get(key)}" for key in different]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        work, strategy, world = self.work, trainer.strategy, trainer.world_size
+        loaders, strategy, world = self.loaders, trainer.strategy, trainer.world_size
         processes = f"{world} process{'es' if world > 1 else ''} on {strategy.root_device.type}"
         replicas = strategy.replicas() if isinstance(strategy, DataParallel) else processes
         parameters = sum(p.numel() for p in pl_module.parameters())
@@ -110,21 +111,21 @@ class RunSummary(Callback):
         steps = total_steps(trainer)
         length = "no fixed number of steps" if math.isinf(steps) else pluralize(steps, "step")
         print_line(
-            f"{self.config.run}: {self.model} ({parameters:,} parameters{trained_part}) · {self.data_name}{self.samples()} · "
-            f"{self.config.strategy.name}, {replicas} · {work.loaders.title(trainer)} · {trainer.precision} · {length}{done}"
+            f"{self.config.run}: {self.model} ({parameters:,} parameters{trained_part}) · {self.config.data.title}{self.samples()} · "
+            f"{self.config.strategy.name}, {replicas} · {loaders.title(trainer)} · {trainer.precision} · {length}{done}"
         )
         later = {module for each in trainer.callbacks for module in getattr(each, "trained_later", ())}  # type: ignore[attr-defined]
         if trainer.is_global_zero:
-            known = dependence(work, later, compiled=self.config.compile)
+            known = dependence(loaders, later, compiled=self.config.compile)
             quote = checked.quoted(self.config, self.data_info["data/sha256"], self.overrides)
             self.across_processes = result_line(known, quote, str(trainer.precision))
             print_line(f"result: {self.across_processes}")
         for change in self.changes:
             print_line(f"changed since the checkpoint: {change}")
-        for note in dict.fromkeys(work.loaders.notes):
+        for note in dict.fromkeys(loaders.notes):
             print_line(f"data: {note}")
-        loaders = work.loaders.training
-        self.batch = {"batch_size": loaders[0].size} if len(loaders) == 1 else {}
+        training = loaders.training
+        self.batch = {"batch_size": training[0].size} if len(training) == 1 else {}
 
     def report_metrics(self) -> dict[str, Any]:
         return {"across_processes": self.across_processes, **self.batch}

@@ -123,11 +123,6 @@ class Checkpoint:
     def component(self, group: str) -> Component:
         return Component.of(self.config[group] or {})
 
-    @property
-    def weights(self) -> dict[str, Any]:
-        """The weights under the network's own keys."""
-        return {key.removeprefix("net."): value for key, value in self.state_dict.items() if key.startswith("net.")}
-
     def require_position(self, *names: str) -> None:
         """Raises UserError if a part is missing that training needs to continue; `names`: those of one kind of run."""
         loop = self.values.get("loops", {}).get("fit_loop")

@@ -355,14 +355,18 @@ class Position(Callback):
     validation or an epoch (NOTEBOOK.md). The public hooks here correct them on saving and on loading.
     """
 
-    def __init__(self, config: RunConfig, begin: Sequence[Callable[[Trainer], None]] = ()) -> None:
-        self.config, self.begin = config, begin  # saved in every checkpoint; called before anything begins a step
+    def __init__(
+        self, config: RunConfig, network: dict[str, Any] | None, begin: Sequence[Callable[[Trainer], None]] = ()
+    ) -> None:
+        self.config, self.network = config, network  # saved in every checkpoint; None: the module makes its own network
+        self.begin = begin  # called before anything begins a step
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.constructed = constructed(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"], checkpoint["constructed"] = self.config.plain(), self.constructed
+        checkpoint |= {} if self.network is None else {"network": self.network}
         checkpoint["global_step"] = steps_done(trainer)  # Lightning counts every optimizer's, and loads `loops`
         # exact.logical_ranks may change the config's value
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
@@ -383,6 +387,7 @@ class Position(Callback):
         save_logged_step(loop, steps_done(trainer))
         loop["state_dict"].pop("combined_loader", None)  # empty; with it a plain Trainer rejects the checkpoint
         checkpoint["epoch_means"] = save_epoch_means(trainer)
+        checkpoint["gradient_order"] = [*trainer.strategy.gradient_order]  # type: ignore[attr-defined]
         checkpoint["window"] = trainer.strategy.means.collect(keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
         modules = pl_module.named_modules()
         checkpoint["frozen"] = {name: m.frozen_digest for name, m in modules if hasattr(m, "frozen_digest")}
@@ -398,6 +403,7 @@ class Position(Callback):
         adopt_changes(trainer, checkpoint, config_changed=any(old.get(key) != new.get(key) for key in keys))
         raise_problems(f"resume: {error}" for error in changed_frozen(pl_module, checkpoint.get("frozen", {})))
         load_epoch_means(trainer, checkpoint.get("epoch_means", {}))
+        trainer.strategy.gradient_order = checkpoint.get("gradient_order", [])  # type: ignore[attr-defined]
         trainer.strategy.means.load(checkpoint, keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,10 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.checkpoints.finding import REST, Checkpoint, Place, map_leaves, max_values, read_pickle, shard_files
 from lockstep.config import formatting
-from lockstep.config.instantiate import network
 from lockstep.errors import UnsafeCheckpoint, UserError, oom_with_path
 from lockstep.machine.files import open_plain
-from lockstep.machine.process import seeded_and_restored
 from lockstep.run import explain_damage, why_not_plain
 
 # --- What a checkpoint may hold ---
@@ -244,24 +242,6 @@ SHOWN = 5  # names in a message
 def read(path: Path) -> Checkpoint:
     """A checkpoint on the CPU, with joined shards. Raises UserError if it is damaged or not a checkpoint."""
     return Checkpoint.parse(path, load(path))
-
-
-def load_network(path: Path) -> nn.Module | None:
-    """The network of a checkpoint with its weights, in evaluation mode; None if a custom module defines its own.
-
-    Raises UserError if train.py created the network.
-    """
-    checkpoint = read(path)
-    if checkpoint.network is None:
-        return None
-    if not (model := checkpoint.component("model")):
-        raise UserError(
-            f"{path}: the network of this run is created in its train.py. Create it there, and load the weights with torch.load."
-        )
-    with seeded_and_restored(checkpoint.config["seed"]):  # what a network draws may be in no checkpoint
-        net = network(model, checkpoint.network, with_weights=False)
-    load_into(net, checkpoint.weights, path)
-    return net.eval()
 
 
 def load_module_weights(module: Any, checkpoint: Checkpoint) -> None:

@@ -20,14 +20,16 @@ from lockstep.config.compose import (
 from lockstep.config.draft import Draft, values_of
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import (
+    GIVEN,
     data_set_problems,
     problems,
+    required_arguments,
     unknown_data_keys,
 )
 from lockstep.config.run_config import COMPONENTS, Component, Invalid, InvalidValueRead, RunConfig
 from lockstep.config.schema import KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.settings import Settings
-from lockstep.config.targets import disallowed_targets, imports_no_torch
+from lockstep.config.targets import disallowed_targets, imports_no_torch, parameters
 from lockstep.errors import UserError, raise_problems
 
 # --- Signatures ---
@@ -88,11 +90,6 @@ def own_loaders(settings: Settings) -> Iterator[str]:
         yield f"loader.{key}={to_text(value)} has no effect: {component.target} creates its own batches. Remove it; if the class has this argument, pass {argument}."
     if settings.operations:
         yield f"augment.{next(iter(settings.operations))} has no effect: {component.target} creates its own batches. Set augment=none."
-    if not settings.custom_module:
-        yield (
-            f"task={settings.cfg.task.title} needs a lockstep.DataSet, but data={settings.cfg.data.title} is a LightningDataModule with its "
-            "own dataloaders. Write a DataSet, or use a LightningModule as the task."
-        )
 
 
 def changed_loader_keys(cfg: RunConfig) -> dict[str, Any]:
@@ -105,59 +102,45 @@ def task(settings: Settings) -> Iterator[str]:
     cfg = settings.cfg
     if not cfg.task.is_shipped and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
         yield f"checkpoint.mode={cfg.checkpoint.mode} is invalid; expected one of max, min. Set checkpoint.mode=min."
-    yield from (module_errors if settings.custom_module else task_errors)(settings)
-
-
-def task_errors(settings: Settings) -> Iterator[str]:
-    """Problems with a Task."""
-    cfg = settings.cfg
-    for name in sorted({"loss", "count"} & cfg.task.parts("metrics").keys()):
-        yield f"task.metrics.{name}: every task already logs {name}. Use a different name."
-    # With weights from a checkpoint, groups may be absent: the train.py of that run may have built the objects itself.
-    for group in [group for group in OPTIONAL if not (settings.weights or getattr(cfg, group))]:
-        yield (
-            f"{group}=none is for a LightningModule with its own {group}; task={settings.cfg.task.title} is a Task, which needs one. Choose one with "
-            f"{group}=<name>{', or set task=own instead of task=lightning_module' if 'replaces' in cfg.task else ''}."
+    shipped, title = cfg.task.is_shipped, cfg.task.title
+    required = {*GIVEN} if shipped else required_arguments(cfg.task)
+    for argument, group in [(argument, group) for argument, group in GIVEN.items() if group in OPTIONAL]:
+        # With weights from a checkpoint, groups may be absent: the train.py of that run may have built the objects itself.
+        if argument in required and not (settings.weights or getattr(cfg, group)):
+            yield f"{group}=none, but {title} requires `{argument}`. Choose one with {group}=<name>."
+    if "replaces" not in cfg.task:
+        yield from replaced_group_errors(
+            settings, [group for argument, group in GIVEN.items() if argument not in required]
         )
+    if cfg.task.get("metrics") and not shipped and "metrics" not in (parameters(cfg.task.target) or {}):
+        yield f"task.metrics has no effect: {title} logs its own metrics. Remove it."
+    if settings.spec.is_sharded and not cfg.optim:
+        reason = f"needs an optimizer from the group optim with strategy={cfg.strategy.name}, but {title} creates its own. Set strategy=ddp"
+        yield from settings.exact_conflicts({"exact.logical_ranks": (None, reason)})
 
 
 def replacing_groups(settings: Settings) -> Iterator[str]:
     """Groups that have no effect with task=lightning_module. Its config lists them, so no class is imported."""
-    if "replaces" in settings.cfg.task:
-        yield from replaced_group_errors(settings)
+    yield from replaced_group_errors(settings, settings.cfg.task.get("replaces", ()))
 
 
-def replaced_group_errors(settings: Settings, advice: str = "") -> Iterator[str]:
+def replaced_group_errors(settings: Settings, replaced: Collection[str]) -> Iterator[str]:
     cfg = settings.cfg
-    if groups := [group for group in ("model", "optim", "schedule") if getattr(cfg, group)]:
-        options = advice or " ".join(f"{group}=none" for group in groups)
-        yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]."
-
-
-def module_errors(settings: Settings) -> Iterator[str]:
-    """Groups and keys that have no effect when the task is a LightningModule."""
-    cfg, name = settings.cfg, settings.cfg.task.title
-    if "replaces" not in cfg.task:
-        yield from replaced_group_errors(settings, "task=lightning_module")
-    if cfg.task.get("metrics"):
-        yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
-    if settings.spec.is_sharded:
-        reason = f"needs an optimizer from the group optim with strategy={cfg.strategy.name}, but {name} creates its own. Set strategy=ddp"
-        yield from settings.exact_conflicts({"exact.logical_ranks": (None, reason)})
-    if settings.spec.splits_batches:
-        yield f"strategy={cfg.strategy.name} changes how a task's network is called, but {name} calls its network itself. Set strategy=ddp."
-
-
-def mixing(settings: Settings) -> Iterator[str]:
-    """`augment` operations that need a Task, so they do not work with a LightningModule."""
-    names = [name for name, operation in settings.operations.items() if getattr(operation, "mixes", False)]
-    for name in names if settings.custom_module else ():
-        yield f"augment.{name} mixes the losses of two targets, which only a Task computes; {settings.cfg.task.title} is a LightningModule. Remove it with ~augment.{name}."
+    if groups := [group for group in OPTIONAL if group in replaced and getattr(cfg, group)]:
+        options = (
+            "task=lightning_module" if "replaces" not in cfg.task else " ".join(f"{group}=none" for group in groups)
+        )
+        taken = ", ".join(argument for argument, group in GIVEN.items() if group in groups)
+        yield (
+            f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: "
+            f"[lightning_module]; or let its constructor take {taken}."
+        )
 
 
 def unused_overrides(settings: Settings) -> Iterator[str]:
     """Overrides that have no effect because train.py builds the object of that group itself."""
-    by_hand = {"task", "model", "data", "optim", "schedule", "loader", "augment"} - settings.built_groups
+    groups = {"task", "model", "data", "optim", "schedule", "loader", "augment"} - settings.built_groups
+    by_hand = [group for group in groups if getattr(settings.cfg, group)]
     for override in settings.overrides or ():
         group, _, name = override.lstrip("+~").partition("=")[0].partition(".")
         if group in by_hand and name not in NEEDED.get(group, ()):  # the engine reads the NEEDED keys anyway
@@ -198,11 +181,10 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
     rules.devices: (),
     rules.strategy: (),
     data: ("data",),
-    own_loaders: ("data", "task", "augment"),
+    own_loaders: ("data", "augment"),
     rules.loading: ("data", "augment"),
     replacing_groups: (),
     task: ("task",),
-    mixing: ("task", "augment"),
     rules.processes: (),
 }
 TRAINING: dict[Rule, tuple[str, ...]] = EVALUATION | {
@@ -257,7 +239,7 @@ def run_rules(
     """
     readable = are_readable(settings)
     for rule, groups in (EVALUATION if evaluating else TRAINING).items():
-        known_groups = (settings.is_known(group, readable=readable, reads=rule is data) for group in groups)
+        known_groups = (settings.is_known(group, readable=readable, reads=rule in (data, task)) for group in groups)
         if rule in left_out or early != all(known_groups):
             continue
         try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's
 # Keys of a node that the engine reads itself. They are passed on only if the signature has a parameter of that name.
 ENGINE = {
-    "task": ("name", "monitor", "mode", "metrics", "replaces"),
+    "task": ("name", "monitor", "mode", "metrics", "named_batches", "replaces"),
     "model": ("name",),
     "data": ("name",),
     "strategy": ("name",),
@@ -77,8 +77,8 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         raise
 
 
-def has_nearest_base(component: Component, key: str, base: str, *alternatives: str) -> bool:
-    """Whether `base` is the first of `base` and `alternatives` (dotted names) among the bases of a component's class.
+def has_base(component: Component, key: str, base: str) -> bool:
+    """Whether `base`, a dotted name, is a base of a component's class.
 
     Reads the source, and imports the class only if its source does not show all bases.
     """
@@ -86,7 +86,7 @@ def has_nearest_base(component: Component, key: str, base: str, *alternatives: s
     if homes is None:
         target = targets.target_of(component.target, key) if component and not component.is_shipped else None
         homes = [*map(targets.qualified_name, getattr(target, "__mro__", ()))]
-    return [home for home in homes if home in (base, *alternatives)][:1] == [base]
+    return base in homes
 
 
 def unknown_data_keys(data: Component) -> list[str]:
@@ -112,11 +112,32 @@ def create_data(data: Component, loader: Loader) -> Any:
     return create_object(data, "data", **targets.matching_kwargs(data.target, vars(loader)))
 
 
-def create_custom_module(task: Component) -> "pl.LightningModule":
-    """Creates the LightningModule of a task. It runs unchanged, with its own steps, optimizers and metrics."""
+# Arguments of a LightningModule's constructor that come from elsewhere if it requires them, and the group of each.
+GIVEN = {"net": "model", "optimizer": "optim", "scheduler": "schedule", "metadata": "data"}
+
+
+def required_arguments(task: Component) -> set[str]:
+    """Those of GIVEN that the class of a task, or a base class that it passes them on to, requires and its config does not set."""
+    named = targets.parameters(task.target) or {}
+    required = {name for name, p in named.items() if p.default in (p.empty, targets.INHERITED)}
+    return (required & GIVEN.keys()) - task.kwargs.keys()
+
+
+def network_arguments(task: Component, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class of a task says that a network needs to know of the data; by default, the number of classes."""
+    default = {"num_classes": len(metadata["classes"])} if metadata.get("classes") else {}
+    cls: Any = targets.target_of(task.target, "task")
+    getattr(cls, "check_metadata", lambda _: None)(metadata)
+    of_class = getattr(cls, "network_arguments", lambda *_, **__: default)
+    arguments: dict[str, Any] = of_class(metadata, **task.without(*ENGINE["task"]).kwargs)
+    return arguments
+
+
+def create_module(task: Component, **given: Any) -> "pl.LightningModule":
+    """The LightningModule of a task. Arguments with `_partial_` are functions."""
     partials = {name: node for name, node in task.kwargs.items() if isinstance(node, Mapping) and node.get("_partial_")}
     objects = {name: create_object(Component.of(node), f"task.{name}") for name, node in partials.items()}
-    return create_object(task.without(*objects), "task", **objects)
+    return create_object(task.without(*objects, *given), "task", **objects, **given)
 
 
 def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.config.formatting import to_text
-from lockstep.config.instantiate import has_nearest_base
+from lockstep.config.instantiate import has_base
 from lockstep.config.settings import Settings
 from lockstep.config.validators import is_devices
 from lockstep.machine.world import accelerator_of, available, number_from_env, why_no_gpu
@@ -253,7 +253,7 @@ def why_not_fused(settings: Settings) -> str | None:
         return None  # training/arithmetic.py
     if exact and is_sharded:
         return f"has not been tested on GPU shards, so it is not supported with exact.logical_ranks={exact}"
-    if cfg.optim.target not in SGD and not has_nearest_base(cfg.optim, "optim", SGD[1]):
+    if cfg.optim.target not in SGD and not has_base(cfg.optim, "optim", SGD[1]):
         return None
     if is_sharded:
         return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.formatting import to_text
-from lockstep.config.instantiate import has_nearest_base, operations, pretraining
+from lockstep.config.instantiate import has_base, operations, pretraining
 from lockstep.config.run_config import Component, Loader, Request, RunConfig
 from lockstep.config.schema import OPTIONAL
 from lockstep.config.targets import imports_no_torch, source_bases
@@ -101,6 +101,8 @@ class Settings:
     overrides: tuple[str, ...] | None = ()  # of the commands that started and resumed the run; None: unknown
     random_keys: frozenset[str] = frozenset()  # see Draft
     built_groups: set[str] = field(default_factory=set, compare=False)  # groups whose objects this process has built
+    # what the network was made for: num_classes, ...; checkpoints have it, so that predictions and exports need no data
+    network_arguments: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, cfg: RunConfig, env: Mapping[str, str] = os.environ) -> "Settings":
@@ -122,6 +124,18 @@ class Settings:
     def model_title(self) -> str:
         """The display name of the model, or of a task that creates its own network."""
         return (self.cfg.model or self.cfg.task).title
+
+    @property
+    def has_network(self) -> bool:
+        """Whether the module gets its network, from `model` or made by hand, as the built module has shown."""
+        return bool(self.cfg.model) and "task" in self.built_groups
+
+    def network_title(self, module: Any) -> str:
+        """The display name of the network of a built module, or of a module that was made by hand."""
+        if "task" not in self.built_groups:
+            return type(module).__name__
+        by_hand = self.has_network and "model" not in self.built_groups
+        return type(getattr(module, "net", module)).__name__ if by_hand else self.model_title
 
     @property
     def folder(self) -> RunFolder:
@@ -178,20 +192,12 @@ class Settings:
     @cached_property
     def own_loaders(self) -> bool:
         """Whether `data` is a LightningDataModule, which has its own dataloaders."""
-        return has_nearest_base(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
+        return has_base(self.cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
 
     @cached_property
     def loader(self) -> Loader | None:
         """None if the data has its own dataloaders."""
         return None if self.own_loaders else self.cfg.loader
-
-    @cached_property
-    def custom_module(self) -> bool:
-        """Whether the task is the user's LightningModule, as declared by task=lightning_module or the task's class."""
-        task, base, ours = self.cfg.task, "lightning.pytorch.core.module.LightningModule", "lockstep.training.task.Task"
-        if "replaces" in task:
-            return not has_nearest_base(task, "task", ours, base)
-        return has_nearest_base(task, "task", base, ours)
 
     @cached_property
     def operations(self) -> dict[str, Any]:
@@ -270,7 +276,9 @@ class Settings:
         cfg, values = self.cfg, dict[str, Any]()
         if cfg.trainer.precision == "auto":
             best = fastest_precision(self.world.accelerator, self.spec.precisions)
-            values["trainer.precision"] = "32-true" if self.custom_module else best  # Lightning's default
+            values["trainer.precision"] = (
+                best if cfg.model else "32-true"
+            )  # Lightning's default, for networks of a module
         if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
             values["trainer.log_every_n_steps"] = log_interval(self.steps.steps(samples))
         if (loader := self.loader) is None:

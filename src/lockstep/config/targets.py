@@ -38,7 +38,6 @@ TRUSTED = (
 )
 # Each base class, and the library modules that may define its subclasses. Lockstep and the project always may.
 BASES: dict[str, tuple[str, ...]] = {
-    "lockstep.training.task.Task": (),
     "lockstep.data.dataset.DataSet": (),
     "lockstep.data.dataset.Arrays": (),
     "lockstep.kit.augment.operation.Operation": (),
@@ -70,7 +69,7 @@ FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, wi
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code
 # The kinds of a key, by the class names of their bases. A nested node may be of any kind, or anything of the project.
 COMPONENT_TYPES = {
-    "task": ("Task", "LightningModule"),
+    "task": ("LightningModule",),
     "model": ("Module",),
     "data": ("DataSet", "LightningDataModule"),
     "strategy": ("Strategy",),
@@ -218,10 +217,13 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
     return target
 
 
+INHERITED = object()  # the default of a parameter that a base class requires
+
+
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
     """The parameters of a target by name, with those that `**kwargs` passes on to base classes; None if unknown.
 
-    Inherited parameters are optional: the class may set them itself.
+    Inherited parameters have a default: the class may set them itself.
     """
     try:
         target = locate(path)
@@ -232,7 +234,11 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
                 break
             inherited = list(signature(base).values())[1:]  # without `self`
             named = {k: p for k, p in result.items() if k not in rest}
-            result = {p.name: p.replace(default=None) if accepts_keyword(p) else p for p in inherited} | named
+            optional = {
+                p.name: p.replace(default=INHERITED) if p.default is p.empty and accepts_keyword(p) else p
+                for p in inherited
+            }
+            result = optional | named
     except (LookupError, TypeError, ValueError):
         return None
     return result

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -21,11 +21,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lockstep.build import load_module
 from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, map_leaves
 from lockstep.checkpoints.saving import Position
-from lockstep.checkpoints.weights import load_into, read
+from lockstep.checkpoints.weights import read
 from lockstep.config.draft import as_yaml
 from lockstep.config.formatting import warn
-from lockstep.config.instantiate import WEIGHTS, create_data, create_object
-from lockstep.config.instantiate import network as make_network
+from lockstep.config.instantiate import WEIGHTS, create_data
 from lockstep.config.run_config import Component, RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import matching_kwargs, nodes, parameters, target_of
@@ -245,8 +244,9 @@ class Exportable(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
-        config = next(callback.config for callback in trainer.callbacks if isinstance(callback, Position))  # type: ignore[attr-defined]
-        if Settings.of(config).custom_module:
+        position = next(callback for callback in trainer.callbacks if isinstance(callback, Position))  # type: ignore[attr-defined]
+        config = position.config
+        if not isinstance(pl_module, Task):
             raise UserError(
                 f"callbacks.exportable: {config.task.target} is a LightningModule, which cannot be exported as a whole. Remove the "
                 "callback. scripts/export.py <run> --network=<name> exports one of its networks."
@@ -254,17 +254,17 @@ class Exportable(pl.Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with seeded_and_restored(0), TemporaryDirectory() as folder:
-            task = copied(pl_module, {id(pl_module.net): None, id(pl_module.parts): None}).cpu().eval()
             net = copied(pl_module.net).cpu().eval()
-            candidate = NetworkToExport(config, pl_module.parts.model_kwargs, task, net, data.evaluated, batch)
+            task = copied(pl_module, {id(pl_module.net): net, id(pl_module.evaluated): {}}).cpu().eval()
+            candidate = NetworkToExport(config, position.network or {}, task, net, data.evaluated, batch)
             candidate.write(Path(folder), self.formats)
 
 
 class LightningModuleTask(Task):
     """Stands in for a LightningModule: the samples go to its `forward`, or without one, to the network `argument`."""
 
-    def __init__(self, argument: str) -> None:
-        super().__init__()
+    def __init__(self, argument: str, module: nn.Module, metadata: Mapping[str, Any]) -> None:
+        super().__init__(net=module, optimizer=None, scheduler=None, metadata=metadata)  # type: ignore[arg-type]
         self.argument = argument
 
     def outputs(self, net: Any, batch: Mapping[str, Any]) -> Any:
@@ -297,7 +297,7 @@ def network_of_module(config: RunConfig, checkpoint: Checkpoint, network: str) -
             f"that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net"
             f"{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
         )
-    return LightningModuleTask(argument), module, argument
+    return LightningModuleTask(argument, module, checkpoint.metadata), module, argument
 
 
 def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | None = None, network: str = "") -> Path:
@@ -315,15 +315,13 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     checkpoint = read(path)
     config = config_of(checkpoint)
     metadata, network_kwargs, argument = checkpoint.metadata, checkpoint.network or {}, ""
-    if Settings.of(config).custom_module:
+    if checkpoint.network is None:
         task, net, argument = network_of_module(config, checkpoint, network)
         network_kwargs = config.task.get(argument)
         config = replace(config, model=Component.of(network_kwargs))
     else:
-        task = create_object(config.task, "task")
-        net = make_network(config.model, network_kwargs, with_weights=False).eval()
-        load_into(net, checkpoint.weights, path)
-    task.bind(metadata)
+        task = cast(Task, load_module(checkpoint))
+        net = task.net
     data, batch = samples_to_compare(config, metadata, files)
     candidate = NetworkToExport(config, network_kwargs, task, net, data, batch, network, argument)
     folder.parent.mkdir(parents=True, exist_ok=True)

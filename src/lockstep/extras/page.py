@@ -7,12 +7,11 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lockstep.build_trainer import workload_of
 from lockstep.checkpoints.finding import checkpoint_paths
 from lockstep.config.compose import to_hydra
 from lockstep.config.draft import as_yaml
@@ -26,13 +25,9 @@ from lockstep.extras.render import chart, render, with_colours
 from lockstep.kit.panels import Content, Gallery, Sample
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import in_runs_dir, print_line, time_left, warnings_in
-from lockstep.reporting.report import metric_series
-from lockstep.run import RunFolder, metrics_of_test, overrides_of
+from lockstep.reporting.report import STAGE, headline, metric_series
+from lockstep.run import OF_RANK_0, RunFolder, metrics_of_test, overrides_of
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
-from lockstep.training.workload import OF_RANK_0, STAGE, primary_metric
-
-if TYPE_CHECKING:
-    from lockstep.training.workload import Workload
 
 # Parts of the time: name and colour. Training, validation and test have the colours of their curves.
 PARTS = {
@@ -46,9 +41,9 @@ Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs 
 # --- The headline ---
 
 
-def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str, Any]:
+def headline_parts(module: Any, report: dict[str, Any]) -> dict[str, Any]:
     """The primary metric as the page shows it: its name, number and unit, the rest of its text, and its interval."""
-    name, text, interval = work.primary_metric(report) if work else (*primary_metric(report), None)
+    name, text, interval = headline(module, report)
     value, _, rest = text.partition(" ")
     if not re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value):
         value, rest = "", ""
@@ -70,36 +65,37 @@ Chart = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CHARTS, CURVES = 24, 8  # maximum number of charts in addition to the task's own; of curves per chart
 
 
-def charts_of(work: "Workload", logged: Sequence[str]) -> list[Chart]:
-    """The task's charts, then training and validation by metric, then all other values."""
-    module: Any = work.module
-    sets = module.parts.of_stage("val") if work.task else []
-    own: list[Chart] = [
-        (
-            title,
-            unit,
-            tuple(n.replace("val/", f"{s}/", 1) for n in names for s in (sets if n.startswith("val/") else [""])),
-        )
-        for title, unit, names in (work.task.curves() if work.task else ())
+def charts_of(module: Any, of_rank_0: set[str], logged: Sequence[str]) -> list[Chart]:
+    """The module's `curves`, then training and validation by metric, then all other values, with the module's `titles`."""
+    sets = getattr(module, "evaluation_sets", lambda stage: [stage])("val")
+    own = [
+        (title, unit, tuple(n.replace("val", s, 1) for n in names for s in (sets if n.startswith("val/") else ["val"])))
+        for title, unit, names in getattr(module, "curves", tuple)()
     ]
     drawn, groups = {name for _, _, names in own for name in names}, dict[tuple[bool, str], list[str]]()
     for name in logged:
         if name not in drawn and not name.endswith("/count"):
-            match = STAGE.fullmatch(name)
+            of_set = next((name.removeprefix(f"{each}/") for each in sets[1:] if name.startswith(f"{each}/")), None)
+            match = STAGE.fullmatch(f"val/{of_set}" if of_set else name)
             groups.setdefault((not match, match[2] if match else name), []).append(name)
     charts = [(name, groups[key, name][:CURVES]) for key, name in sorted(groups, key=itemgetter(0))[:CHARTS]]
-    return [*own, *((f"{n}{OF_RANK_0}" if work.of_rank_0 & {*names} else n, "", tuple(names)) for n, names in charts)]
+    for name, names in charts:
+        title, unit = getattr(module, "titles", {}).get(name, (name, ""))
+        own.append((f"{title}{OF_RANK_0}" if of_rank_0 & {*names} else title, unit, tuple(names)))
+    return own
 
 
-def highest(work: "Workload", name: str) -> float:
+def highest(module: Any, name: str) -> float:
     """The largest value of a metric, if torchmetrics declares it: 1 for fractions."""
-    module: Any = work.module
-    found = module.parts.metrics.get(name.partition("/")[2].partition("/")[0]) if work.task else None
+    metrics = getattr(module, "evaluated", {}).get("val", [{}])[-1]
+    found = metrics.get(name.partition("/")[2].partition("/")[0])
     return float(getattr(found, "plot_upper_bound", None) or math.inf)
 
 
-def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The workload's curves, then learning rate, speed and memory: charts over steps, or numbers if there is only one point."""
+def drawn_curves(
+    module: Any, of_rank_0: set[str], columns: Columns, report: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The module's curves, then learning rate, speed and memory: charts over steps, or numbers if there is only one point."""
     unit, batch = report.get("unit", "samples"), report.get("batch_size")
     rates = [
         ("Learning rate", "", ("train/lr", *(name for name in columns if name.startswith("lr-")))),
@@ -107,7 +103,7 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
         ("Peak memory so far", "GiB, first process", ("train/peak_memory_gib",)),
     ]
     excluded = {"epoch", *metrics_of_test(report), *(name for _, _, names in rates for name in names)}
-    curves = [*charts_of(work, [name for name in columns if name not in excluded]), *rates]
+    curves = [*charts_of(module, of_rank_0, [name for name in columns if name not in excluded]), *rates]
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     last_step = max((step for points in columns.values() for step, _ in points), default=1)
     for title, y_unit, names in curves:
@@ -124,7 +120,7 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
             "step",
             lines,
             x_range=(0.0, max(1.0, last_step)),
-            highest=max(highest(work, name) for name in names),
+            highest=max(highest(module, name) for name in names),
             percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             second_x=(f"{unit} seen", batch) if batch else None,
@@ -148,7 +144,7 @@ def write_page(
     folder: RunFolder,
     config: RunConfig,
     report: dict[str, Any],
-    work: "Workload | None",
+    trainer: pl.Trainer | None,
     panels: Sequence[Content],
     progress: Mapping[str, Any] | None = None,
 ) -> None:
@@ -156,6 +152,8 @@ def write_page(
     if progress is None:
         write_panels(folder.panels_file, panels)
     metrics, log_lines = folder.metrics(), folder.log_lines()
+    module = trainer.lightning_module if trainer else None
+    of_rank_0 = trainer.strategy.means.of_rank_0 if trainer else set()  # type: ignore[attr-defined]
     failed, is_in_runs_dir = report["status"] not in ("done", "running"), in_runs_dir(config)
     galleries = [panel for panel in panels if isinstance(panel, Gallery)]
     if failed and metrics:
@@ -172,11 +170,11 @@ def write_page(
         "report": report,
         "progress": progress,
         "unit": report.get("unit", "samples"),
-        "headline": headline_parts(work, report),
+        "headline": headline_parts(module, report),
         "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(log_lines)],
         "last_rows": metrics[-ROWS:] if failed else [],
         "log_lines": log_lines[-LINES:] if failed else [],
-        "curves": list(drawn_curves(work, metric_series(metrics), report)) if work else [],
+        "curves": list(drawn_curves(module, of_rank_0, metric_series(metrics), report)) if module else [],
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
         "galleries": galleries,
         "classes": classes_of(galleries),
@@ -230,14 +228,12 @@ class LivePage(pl.Callback):
     EVERY_S, PAUSE = 2.0, 100  # PAUSE: a multiple of the time that a page takes
     samples: list[Sample] | None = None  # of the first batch
 
-    work: "Workload"
-
     def __init__(self, settings: Settings) -> None:
         self.folder, self.settings = settings.folder, settings
         self.first_step, self.began_s, self.due_s, self.every_s = 0, 0.0, math.inf, self.EVERY_S
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.work, self.config = workload_of(trainer), self.settings.as_built().cfg
+        self.config = self.settings.as_built().cfg
         self.first_step, self.began_s = steps_done(trainer), time.monotonic()
         self.due_s = self.began_s + self.EVERY_S
 
@@ -267,7 +263,7 @@ class LivePage(pl.Callback):
         began_s = time.monotonic()
         try:
             report = self.folder.report() | {"status": "running"}
-            write_page(self.folder, self.config, report, self.work, (), self.progress(trainer))
+            write_page(self.folder, self.config, report, trainer, (), self.progress(trainer))
         except Exception as e:  # the page must not end the run
             logging.getLogger("lockstep").warning(
                 "report.html could not be updated at step %s: %s", steps_done(trainer), e

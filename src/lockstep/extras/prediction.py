@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep import build
-from lockstep.build_trainer import evaluator, workload
+from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.finding import DATA
 from lockstep.checkpoints.weights import read
 from lockstep.config.formatting import inline, pluralize, warn
@@ -61,7 +61,7 @@ from lockstep.reporting.console import print_line
 from lockstep.reporting.report import decode
 from lockstep.training.batches import Loaders
 from lockstep.training.losses import RESERVED, sample_at
-from lockstep.training.task import Task
+from lockstep.training.oom import oom_advice
 
 # --- From columns of predictions to table rows: plain values by name ---
 
@@ -216,10 +216,9 @@ class Writer(pl.Callback):
     are resized to the size of the file.
     """
 
-    def __init__(
-        self, loaders: Loaders, task: Task | None, asked: Request, made: Callable[[Any], Row], names: Sequence[str]
-    ) -> None:
-        self.loaders, self.task, self.asked, self.made, self.names = loaders, task, asked, made, names
+    def __init__(self, loaders: Loaders, asked: Request, made: Callable[[Any], Row], names: Sequence[str]) -> None:
+        self.loaders, self.asked, self.made, self.names = loaders, asked, made, names
+        self.describe = getattr(loaders.module, "describe", None)
         self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
         self.output = self.folder = Path(str(asked.output))
         self.columns: Row = {}  # with a value of each; of all processes at the end
@@ -274,21 +273,21 @@ class Writer(pl.Callback):
             if not problem:
                 self.add(row)
             self.file.write(f"{json.dumps([batch_idx, index, row])}\n")
-        if self.asked.gallery and self.task:
-            self.draw(self.task, outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
+        if self.asked.gallery and self.describe:
+            self.draw(outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
 
     def add(self, row: Row) -> None:
         """Keeps a value of each column of the row."""
         self.columns |= {name: value for name, value in row.items() if self.columns.get(name) in (None, [])}
 
-    def draw(self, task: Task, outputs: Any, keys: Sequence[tuple[float, int]]) -> None:
+    def draw(self, outputs: Any, keys: Sequence[tuple[float, int]]) -> None:
         """Keeps the pictures and curves of the samples that the gallery may show, encoded for a page, because images are large."""
         try:
-            described = task.describe(*outputs)
+            described = self.describe(*outputs)  # type: ignore[misc]
             drawable = [{n: v for n, v in facts.items() if isinstance(v, Lines | Picture)} for facts in described]
             new = [(*key, facts) for key, facts in zip(keys, drawable, strict=True) if facts]
         except Exception as e:
-            self.task = None  # it would fail for the next batch, too
+            self.describe = None  # it would fail for the next batch, too
             if e.args != ("target",):  # files have no target
                 warn(f"the gallery lacks pictures and curves, because `describe` failed: {type(e).__name__}: {e}")
             return
@@ -365,16 +364,16 @@ def lock_output(output: Path, *, overwrite: bool) -> Iterator[None]:
 
 def predict(settings: Settings, module: pl.LightningModule, data: Any) -> PredictionParts | None:
     """Writes the table; returns its rows and counts on rank 0, else None. Raises UserError: the module does not predict."""
-    world, request, work = settings.world, settings.request, workload(settings, module, data)
+    world, request, loaders = settings.world, settings.request, Loaders(data, module)
     assert request and request.output
     output = Path(request.output)
-    work.loaders.predict_on(request.part, gallery=request.gallery)
-    writer = Writer(work.loaders, work.task, request, *predicted_columns(work, request.top_k))
-    trainer = evaluator(settings, work, writer)
+    loaders.predict_on(request.part, gallery=request.gallery)
+    writer = Writer(loaders, request, *predicted_columns(module, request.top_k))
+    trainer = evaluator(settings, loaders, writer)
     claim = nullcontext() if world.rank else lock_output(output, overwrite=request.overwrite)
     with claim, writer.own, closing(writer):
-        with build.oom_advice(settings, trainer, work):
-            trainer.predict(work.module, datamodule=data, return_predictions=False)
+        with oom_advice(trainer, loaders, settings):
+            trainer.predict(module, datamodule=data, return_predictions=False)
         if world.rank:
             return None
         parts = PredictionParts(output, writer.folder, world.size, writer.columns)

@@ -59,17 +59,14 @@ class ProgressiveResize(Checked, Callback):
         small_BCHW = F.interpolate(image_BCHW, size=(side, side), mode="bilinear", antialias=True)
         return {**batch, **masks, "input": small_BCHW}
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises UserError: the module receives tuples."""
-        if stage == "fit" and not getattr(pl_module, "named_batches", False):
-            raise UserError(
-                f"callbacks.progressive_resize needs named batches, but {type(pl_module).__name__} receives tuples. Set named_batches = True in the class, or remove the callback."
-            )
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps = total_steps(trainer)
         if math.isinf(self.steps):
             raise UserError(f"callbacks.progressive_resize: {ENDLESS}.")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not isinstance(batch, dict):
+            raise UserError(
+                "callbacks.progressive_resize needs batches that are dicts. Set +task.named_batches=true, or remove the callback."
+            )
         batch.update(self.resized(batch, steps_done(trainer) / self.steps))

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -27,7 +28,6 @@ from lockstep.machine.files import without_nan
 from lockstep.training.losses import validated_columns
 from lockstep.training.module import WholeBatchNeeded
 from lockstep.training.task import Task
-from lockstep.training.workload import Workload
 
 # --- Files to predict ---
 
@@ -246,15 +246,16 @@ WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
 # --- Columns of a table, from what a task or a module predicts ---
 
 
-def predicted_columns(work: Workload, top_k: int) -> tuple[Callable[[Any], Row], Sequence[str]]:
+def predicted_columns(module: pl.LightningModule, top_k: int) -> tuple[Callable[[Any], Row], Sequence[str]]:
     """A function from the result of a prediction to columns of a table, and the names of values in wide columns."""
-    if task := work.task:
-        if top_k > 1 and type(task).top is Task.top:
-            raise UserError(f"top_k={top_k} has no effect: {work.title} does not rank classes. Remove it.")
-        return partial(columns_of_task, task, top_k), task.value_names
-    if not any(is_overridden(name, work.module) for name in ("predict_step", "forward")):
+    name = type(module).__name__
+    if top_k > 1 and getattr(type(module), "top", Task.top) is Task.top:
+        raise UserError(f"top_k={top_k} has no effect: {name} does not rank classes. Remove it.")
+    if isinstance(module, Task):
+        return partial(columns_of_task, module, top_k), module.value_names
+    if not any(is_overridden(hook, module) for hook in ("predict_step", "forward")):
         raise UserError(
-            f"{work.title} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
+            f"{name} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
         )
     return columns_of_module, ()
 

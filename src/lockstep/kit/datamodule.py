@@ -24,17 +24,18 @@ class DataModule(pl.LightningDataModule):
     def __init__(
         self, dataset: DataSet, *, batch_size: int, eval_batch_size: int, balance: bool = False, repeats: int = 1, num_workers: int = 0,
         prefetch_factor: int | None = None, persistent_workers: bool | None = None, on_device: bool | str = "auto",
-        operations: Mapping[str, Any] | None = None, **options: Any,  # arguments of `splits`
+        named: bool = True, operations: Mapping[str, Any] | None = None, **options: Any,  # arguments of `splits`
     ) -> None:  # fmt: skip
         super().__init__()
         self.dataset, self.evaluated, self.unit = dataset, dataset.evaluated, dataset.unit
-        self.batch_size, self.eval_batch_size, self.on_device = batch_size, eval_batch_size, on_device
-        workers = {
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.on_device, self.named = on_device, named
+        self.options: dict[str, Any] = {
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor,
             "persistent_workers": num_workers > 0 and persistent_workers is not False,
+            "collate_fn": default_convert,  # a part returns whole batches
         }
-        self.options: dict[str, Any] = {**workers, "collate_fn": default_convert}  # a part returns whole batches
         self.waited_s = 0.0  # how long training in this process has waited for augmentation and preprocessing
         self.predicted = "test"  # the part that predict_dataloader loads
         self.problems: list[str] | None = None  # why samples of the current batch could not be read
@@ -71,8 +72,16 @@ class DataModule(pl.LightningDataModule):
         """The names of the further evaluation sets."""
         return [part for part in self.splits if "/" in part]
 
-    def check_targets(self, key: str, judge: Any, whole: bool = False) -> None:
-        self.targets.check(key, judge, self.raw, whole)
+    def setup(self, stage: str) -> None:
+        """Raises UserError: the module cannot use the targets."""
+        module: Any = self.trainer.lightning_module
+        spec = getattr(module, "target_spec", None)
+        if spec and parts.names_at(self.metadata, module.names) and not self.targets.judge:
+            self.targets.check(module.names, spec.wrong, self.raw, spec.integer)
+        if any(each.mixes for each in self.augment.operations.values()) and not getattr(module, "mixes", False):
+            raise UserError(
+                f"augment mixes two targets, but {type(module).__name__} does not say `mixes = True`. Set augment=none."
+            )
 
     # --- DataLoaders ---
 
@@ -153,8 +162,7 @@ class DataModule(pl.LightningDataModule):
         if trainer.training:
             self.waited_s += time.perf_counter() - began_s
         module = trainer.lightning_module
-        as_dict = getattr(module, "named_batches", False)
-        values = batch if as_dict else tuple(value for name, value in batch.items() if name != "index")
+        values = batch if self.named else tuple(value for name, value in batch.items() if name != "index")
         return module.on_after_batch_transfer(values, dataloader_idx)
 
     def augmented(self, batch: Batch, places: range, seed: int, epoch: int) -> Batch:
@@ -163,13 +171,9 @@ class DataModule(pl.LightningDataModule):
         return self.dataset.preprocess(self.augment.on_device(batch, np.arange(places.start, places.stop), **options))
 
     def raw(self, part: str, index_N: Any) -> Batch:
-        """Samples of a part of the run as the data set returns them, before `preprocessed`."""
+        """Samples of a part of the run as the data set returns them, before `preprocess`."""
         samples = (self.dataset if part == "train" else self.evaluated).samples(self.source(part))
         return self.targets.renumber(self.source(part), parts.batch_of(samples, index_N))
-
-    def preprocessed(self, batch: Batch) -> Batch:
-        """A batch from `raw`, as evaluations prepare it for the network and the task."""
-        return self.evaluated.preprocess(batch)
 
     # --- Checkpoints ---
 

@@ -10,7 +10,7 @@ from lockstep.checkpoints.finding import Checkpoint, read_outline, step_of
 from lockstep.config.compose import compose_config, dotted, is_group, key_of, recorded_overrides
 from lockstep.config.draft import Draft, name_of_job, structure_problems, values_of, was_restarted
 from lockstep.config.formatting import plain, pluralize, to_text, warn
-from lockstep.config.instantiate import has_nearest_base
+from lockstep.config.instantiate import has_base
 from lockstep.config.project import command
 from lockstep.config.rules import keys_without_effect
 from lockstep.config.run_config import CLOSED, Component, InvalidValueRead, RunConfig
@@ -41,7 +41,7 @@ def resume_errors(now: Draft, then: Draft) -> Iterator[str]:
 
     def fixed_values(draft: Draft) -> dict[str, Any]:
         callbacks = {f"callbacks.{name}": Component.of(node) for name, node in draft.get("callbacks").items()}
-        averages = [k for k, v in callbacks.items() if v.target in AVERAGE or has_nearest_base(v, k, AVERAGE[1])]
+        averages = [k for k, v in callbacks.items() if v.target in AVERAGE or has_base(v, k, AVERAGE[1])]
         return {key: value for group in (*FIXED, *averages) for key, value in dotted(draft.get(group), group).items()}
 
     new, saved = fixed_values(now), fixed_values(then)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -26,9 +26,6 @@ from lockstep.machine import process
 from lockstep.machine.files import open_log, write_json
 from lockstep.machine.process import in_notebook
 from lockstep.run import RunFolder
-
-if TYPE_CHECKING:
-    from lockstep.training.workload import Workload
 
 # --- Progress: a bar on a terminal, a line that is rewritten in a notebook, otherwise a new line now and then ---
 
@@ -192,8 +189,9 @@ def in_runs_dir(config: RunConfig) -> str:
     return "" if config.runs_dir == "runs" else f" {shlex.quote(f'runs_dir={to_hydra(str(config.runs_dir))}')}"
 
 
-def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work: "Workload") -> None:
+def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], module: Any) -> None:
     from lockstep.reporting.loggers import wandb_sync_line
+    from lockstep.reporting.report import headline
 
     unit = report["unit"]
     rate, wait, flops = (report[f"train/{name}"] for name in (f"{unit}_per_s", "data_wait_share", "flops_per_s"))
@@ -201,7 +199,7 @@ def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], work:
     speed += "" if wait is None else f", {wait:.1%} waiting for data"
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
-    primary = work.primary_metric(report)[:2]
+    primary = headline(module, report)[:2]
     test_metrics = [f"test/{name}" for name in ("loss", *config.task.parts("metrics"))]
     rows = [
         primary,

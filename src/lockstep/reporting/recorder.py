@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 
     from lockstep.kit.panels import Content
     from lockstep.reporting.loggers import Background
-    from lockstep.training.workload import Workload
 
 # Writes the page of a run that is done or has failed, like write_page of extras/page.py.
-Page = Callable[[RunFolder, RunConfig, dict[str, Any], "Workload | None", Sequence["Content"]], None]
+Page = Callable[[RunFolder, RunConfig, dict[str, Any], "pl.Trainer | None", Sequence["Content"]], None]
 
 
 Explain = Callable[["pl.Trainer", BaseException], BaseException]  # replaces a training error by one that helps the user
@@ -99,7 +98,6 @@ class Recorder:
         self.loggers: list[Logger] = []
         # Evaluations after training. Includes a validation if the checkpoint to test has not been validated.
         self.stages: list[str] = []
-        self.work: Workload | None = None
         self.panels: list[Content] = []  # about the test set
         self.was_validated = True
         self.checkpoint_step = 0  # step of the tested checkpoint
@@ -111,11 +109,11 @@ class Recorder:
     def begin(self, trainer: "pl.Trainer") -> None:
         """Writes the first files of the run that `trainer` trains."""
         self.trainer, self.loggers = trainer, trainer.loggers
-        self.work = work = next(callback.work for callback in trainer.callbacks if hasattr(callback, "work"))  # type: ignore[attr-defined]
         raise_problems(unused_overrides(self.settings))
         settings = self.settings.as_built()
         self.config = settings.cfg
-        self.report |= {"model": work.network_title(settings), **work.loaders.data_info}
+        summary = next(each for each in trainer.callbacks if hasattr(each, "data_info"))  # type: ignore[attr-defined]
+        self.report |= {"model": summary.model, **summary.data_info}
         if self.rank == 0:
             self.open()
             from lockstep.reporting.loggers import Background, StartLoggers
@@ -166,9 +164,11 @@ class Recorder:
 
         from lockstep.checkpoints.saving import best_checkpoint
         from lockstep.training.arithmetic import steps_done
+        from lockstep.training.module import Means
 
-        trainer, work, report = self.trainer, self.work, self.report
-        assert trainer is not None and work is not None
+        trainer, report = self.trainer, self.report
+        assert trainer is not None
+        means: Means = trainer.strategy.means  # type: ignore[attr-defined]
         for background in self.others:
             background.start()  # if there was no step left to train
         checkpoint = best_checkpoint(trainer)
@@ -193,7 +193,7 @@ class Recorder:
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
-            **work.marked(
+            **means.marked(
                 validation_metrics_at(self.folder.metrics() if self.rank == 0 else (), self.checkpoint_step, monitor)
             ),
         }
@@ -247,16 +247,16 @@ class Recorder:
                 for background in self.others if self.steps() else ():
                     background.start()  # if the first step was the last
                 if self.page:
-                    self.page(self.folder, self.config, self.report, self.work, panels)
+                    self.page(self.folder, self.config, self.report, self.trainer, panels)
             self.folder.write_report(self.report)  # now, because a logger's server may be slow
         if self.others:
             from lockstep.reporting.loggers import end_run
 
             end_run(self.others, self.report, panels, self.folder)
-        if error is None and self.work is not None:
+        if error is None and self.trainer is not None:
             if not self.folder.has_config():
                 warn(f"{self.folder.config_file} was removed during the run, but eval.py needs it.")
-            show_run(self.folder, self.config, self.report, self.work)
+            show_run(self.folder, self.config, self.report, self.trainer.lightning_module)
 
     def steps(self) -> int:
         """Steps done now and before this start."""

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ from lockstep.config.formatting import metric
 from lockstep.config.renames import with_moved
 from lockstep.errors import UserError
 from lockstep.machine.files import read_text
-from lockstep.run import RunFolder, explain_damage, metrics_of_test
+from lockstep.run import OF_RANK_0, RunFolder, explain_damage, metrics_of_test
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,3 +131,40 @@ class Report(dict[str, Any]):
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
         page = self.run_folder.page_file
         return f"<table>{cells}</table>" + (FRAME.format(escape(read_text(page))) if page.is_file() else "")
+
+
+# --- The headline ---
+
+Headline = tuple[str, str, tuple[float, float] | None]  # name, value, and the 95% interval if there is a simple one
+STAGE = re.compile(r"(train|val|valid|validation)[/_]([^/]+)(/.+)?")
+STAGES = re.compile(r"(?:^|[\W_])(?:train|val|valid|validation|test)(?=$|[\W_])")
+
+
+def primary_metric(report: Mapping[str, Any]) -> tuple[str, str]:
+    """Name and value of a run's primary metric.
+
+    This is the test metric that corresponds to the monitored one, or the first one if that is a loss; else the
+    monitored metric. Without any metric: the run's progress.
+    """
+    monitor, tested = str(report.get("monitor")), metrics_of_test(report)
+    plain = {name: STAGES.sub("", name).strip("/_") for name in (*tested, monitor)}
+    tested = [name for name in tested if not name.endswith((OF_RANK_0, "/count"))]
+    same = [name for name in tested if f"{plain[name]}/".startswith(f"{plain[monitor]}/")]
+    others = [name for name in tested if "loss" not in plain[name]]
+    names = [*others, *same] if "loss" in plain[monitor] else [*same, *others]
+    names += [*tested, *(name for name in report if name == monitor)]
+    names += [name for name in report if name.startswith("val") and STAGE.fullmatch(name) and name != "val/count"]
+    if names:
+        samples = f" on {report['test/count']:,} {report['unit']}" if "test/count" in report else ""
+        return names[0].replace("/", " "), metric(names[0], report[names[0]]) + samples
+    if report["status"] == "done":
+        return "Result", "no evaluation logged a metric"
+    step = report.get("train/steps")
+    progress = f"the log ends at step {step:,}" if step else "the log has no rows"
+    return str(report["status"]).capitalize(), progress
+
+
+def headline(module: Any, report: Mapping[str, Any]) -> Headline:
+    """The primary metric of a run, by its LightningModule's `primary_metric` and `interval` if it has them."""
+    own, interval = (getattr(module, name, lambda _: None) for name in ("primary_metric", "interval"))
+    return *(own(report) or primary_metric(report)), interval(report)

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,8 +28,7 @@ from lockstep.machine.world import all_gather_objects
 from lockstep.strategies.agreement import require_same_names, require_same_values
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import StepArithmetic, completes_step, scale_gradients, steps_done
-from lockstep.training.losses import float32
-from lockstep.training.module import Means, digest
+from lockstep.training.module import Means, call_own_train, digest
 from lockstep.training.seeds import StepSeeds
 
 log = logging.getLogger("lockstep")
@@ -58,6 +57,7 @@ class ChangedInPlace(pl.LightningModule):
 
     configured: bool  # whether the networks exist, perhaps with weights loaded
     change: Callable[[pl.LightningModule, pl.Trainer], object] | None
+    modes: list[tuple[nn.Module, bool]]  # whether each module was training before an evaluation
 
     def configure_model(self) -> None:
         if not self.configured:
@@ -66,6 +66,19 @@ class ChangedInPlace(pl.LightningModule):
         if self.change:
             change, self.change = self.change, None
             change(self, self.trainer)
+
+    def on_validation_model_eval(self) -> None:
+        self.modes = [(module, module.training) for module in self.modules()]
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        """Lightning 2.6 only sets `training`, but a module's own `train` may undo work it did for the evaluation, such as a merge."""
+        call_own_train(self.modes)
+        for module, training in self.modes:
+            module.training = training
+        user: Any = type(self).__mro__[2]
+        if user.on_validation_model_train is not pl.LightningModule.on_validation_model_train:
+            super().on_validation_model_train()
 
 
 def change_in_place(module: pl.LightningModule, change: Callable[..., object], *, configured: bool) -> None:
@@ -82,26 +95,6 @@ def networks_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from networks_of(child)
         elif not isinstance(child, Metric) and any(True for _ in child.parameters()):
             yield child
-
-
-class Float32(nn.Module):
-    """First base class of a module that computes in float32 where autocast would not."""
-
-    autocast_device: str
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        is_autocast = torch.is_autocast_enabled(self.autocast_device)
-        with torch.autocast(self.autocast_device, enabled=False):
-            args, kwargs = float32((args, kwargs)) if is_autocast else (args, kwargs)
-            return super().forward(*args, **kwargs)
-
-
-def compute_in_float32(head: nn.Module, device: str) -> None:
-    """Changes the class instead of adding a wrapper or hooks: keys, compiled graphs and replicas stay correct."""
-    for module in head if isinstance(head, nn.ModuleList) else [head]:
-        cls: Any = type(module)
-        namespace = {"__module__": cls.__module__, "autocast_device": device}
-        module.__class__ = type(cls.__name__, (Float32, cls), namespace)
 
 
 def compile_in_place(parts: list[nn.Module]) -> None:
@@ -170,6 +163,9 @@ class DividedBatches(Strategy):
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
     contiguous_micro_batches = False
     means: Means
+    gradient_order: Sequence[
+        int
+    ] = ()  # indices of parameters as gradients arrived in the first backward, if DDP depends on it
     gathers = False  # whether the module computes with the samples of other processes
     gathered: tuple[int, slice] | None = None  # in this step: their number, and which are this process's
     lacks_update = False  # whether manual optimization has gradients for its next update; no checkpoint has them
@@ -287,9 +283,6 @@ class DividedBatches(Strategy):
         """Positions in the epoch of the training micro-batch that moves to the device, before Lightning counts it."""
         known = [loader.batch_info[self.micro_batch + 1].places for loader in self.loaders_of(self.micro_batch + 1)]
         return known[0] if len(known) == 1 else None
-
-    def before_step(self, batch: Any) -> None:
-        """Called with each micro-batch, for modules whose steps call their forward."""
 
     def share(self) -> float:
         """The weight of the current micro-batch in the mean of a step: 1, unless users' loaders divide unevenly."""

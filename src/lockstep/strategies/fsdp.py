@@ -22,10 +22,11 @@ from lockstep.compat.lightning import WholeMeshStrategy
 from lockstep.compat.torch import whole_draws
 from lockstep.errors import UserError
 from lockstep.machine import files
-from lockstep.strategies.base import Float32, PortableCheckpoint
+from lockstep.strategies.base import PortableCheckpoint
 from lockstep.strategies.rendezvous import rendezvous
 from lockstep.strategies.sharded_module import WHOLE, Root, shard_module
 from lockstep.training.arithmetic import StepArithmetic
+from lockstep.training.optim import Float32
 
 OUT_OF_BLOCK = (
     "A step uses parameters of a block without calling the block, whose forward gathers them. Or code outside of a step, or after a backward, "

@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.base import PortableCheckpoint, networks_of
 from lockstep.strategies.rendezvous import rendezvous
@@ -100,6 +100,10 @@ class DDP(PortableCheckpoint, DDPStrategy):
     resumed = False
     parameters: Sequence[nn.Parameter] = ()
     averaged: Sequence[bool] = []  # which of them had a gradient when DDP wrapped the module
+    recording: Sequence[
+        RemovableHandle
+    ] = ()  # hooks of the first backward, whose gradients arrived in the order `recorded`
+    recorded: list[int]
 
     def __init__(
         self,
@@ -135,12 +139,21 @@ class DDP(PortableCheckpoint, DDPStrategy):
             super().configure_ddp()
             self.parameters = [*self.lightning_module.parameters()]
             self.averaged = [p.requires_grad for p in self.parameters]
+            self.recorded = []
+            self.recording = [
+                p.register_post_accumulate_grad_hook(lambda _, index=index: self.recorded.append(index))  # type: ignore[misc]
+                for index, p in enumerate(self.parameters)
+                if p.requires_grad
+            ]
             return
         for tensor in self.lightning_module.state_dict(keep_vars=True).values():
             torch.distributed.broadcast(tensor.detach(), 0)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.wrap_again()
+        if self.resumed and self.gradient_order:
+            self.rebuild_buckets()
+        self.resumed = False
         return super().training_step(*args, **kwargs)
 
     def wrap_again(self) -> None:
@@ -158,28 +171,39 @@ class DDP(PortableCheckpoint, DDPStrategy):
         unused = "Expected to have finished reduction in the prior iteration"
         exception.args = tuple(UNUSED if unused in str(arg) else arg for arg in exception.args)
 
-    def before_step(self, batch: Any) -> None:
-        if self.resumed:
-            self.wrap_again()
-            self.rebuild_buckets(batch)
-        self.resumed = False
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        detached = super().backward(*args, **kwargs)
+        if self.recording:  # the first backward of this wrapper
+            is_sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in self.parameters)
+            self.gradient_order = [] if is_sparse else self.recorded
+            for hook in self.recording:
+                hook.remove()
+            self.recording = []
+        return detached
 
-    def rebuild_buckets(self, batch: Any) -> None:
-        """Gives DDP the gradient buckets of the interrupted run, by one forward and backward without lasting effect.
+    def rebuild_buckets(self) -> None:
+        """Gives DDP the gradient buckets of the interrupted run, by a backward of zeros in the order of its gradients.
 
         DDP rebuilds its buckets after its first backward, in the order in which gradients arrived. With three or more
-        processes the last bit of the summed gradients depends on the buckets. Random numbers are seeded afterwards.
+        processes the last bit of the summed gradients depends on the buckets.
         """
         assert self.model is not None
-        buffers = {name: buffer.clone() for name, buffer in self.lightning_module.named_buffers()}
-        with self.precision_plugin.train_step_context():
-            output = self.model(batch)
-        sums: list[Tensor] = []
-        apply_to_collection(output, Tensor, lambda tensor: sums.append(tensor.sum()) if tensor.requires_grad else None)
-        torch.stack(sums).sum().backward()  # may recompute activations
-        for name, buffer in self.lightning_module.named_buffers():
-            buffer.copy_(buffers[name])
-        self.lightning_module.zero_grad()
+        trained = [index for index, is_averaged in enumerate(self.averaged) if is_averaged]
+        order = [*self.gradient_order, *(index for index in trained if index not in self.gradient_order)]
+
+        def zero() -> Tensor:
+            total = torch.zeros((), device=self.root_device)
+            for p in (self.parameters[index] for index in reversed(order)):  # autograd begins with the last
+                total = total + (p.real if p.is_complex() else p).sum() * 0.0
+            return total
+
+        module: Any = self.lightning_module
+        module.forward = zero  # of this object, for one call
+        try:
+            self.model().backward()
+        finally:
+            del module.forward
+        module.zero_grad()
 
 
 def communication_hook(name: str | None) -> dict[str, Any]:

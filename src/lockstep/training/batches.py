@@ -79,8 +79,20 @@ class Loaders:
             notes.append(SEVERAL)
         return notes
 
+    @property
+    def needs_whole(self) -> str:
+        """Why a micro-batch that does not fit in memory cannot be divided; empty if it can."""
+        name, strategy = type(self.module).__name__, self.module.trainer.strategy
+        if not self.module.automatic_optimization:
+            return f"{name} uses manual optimization."
+        return f"{name} gathers the global batch." if strategy.gathers else ""  # type: ignore[attr-defined]
+
     def provides(self, hook: str) -> bool:
         return is_overridden(hook, self.holder)
+
+    def evaluates(self, step: str, loader: str) -> bool:
+        """Whether both a step and its dataloader exist."""
+        return is_overridden(f"{step}_step", self.module) and self.provides(f"{loader}_dataloader")
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Called before the Trainer requests a loader."""

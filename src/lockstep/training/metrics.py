@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -15,7 +16,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.compat.metric_states import of_all_processes, prepare, update
-from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.kit.panels import Content, Gallery, Kept, Panel, Sample
 from lockstep.machine.world import all_gather_objects
@@ -80,20 +80,21 @@ def named_values(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tenso
 # A panel that fails is omitted with a warning, on every process: an error in a panel must not lose the test's metrics.
 
 
-class TestPanels:
-    """Panels of one test: `begin`, `update` with each batch, `finish`. `contents`: what the report shows, on rank 0."""
+class TestPanels(pl.Callback):
+    """Panels of one test whose `test_step` returns `output` and `loss` (per sample). `contents`: what the report shows, on rank 0."""
 
     __test__ = False  # for pytest
 
-    def __init__(self, task: Any, contents: list[Content], *, compiled: bool) -> None:
-        self.task, self.worst, self.random, self.compiled = task, Kept(24, by_loss=True), Kept(16), compiled
+    def __init__(self, contents: list[Content], *, compiled: bool) -> None:
+        self.worst, self.random, self.compiled = Kept(24, by_loss=True), Kept(16), compiled
         self.panels: dict[str, Panel] = {}
         self.failed: set[str] = set()
         self.contents = contents
 
-    def begin(self, device: torch.device) -> None:
+    def on_test_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.task, device = pl_module, pl_module.device
         with self.attempt("test_panels"):
-            self.panels = self.task.test_panels()
+            self.panels = getattr(pl_module, "test_panels", dict)()
             for panel in self.panels.values():
                 prepare(panel, device, of_panel=True)
         self.worst.to(device)
@@ -107,7 +108,13 @@ class TestPanels:
             self.failed.add(name)
             log.warning("the report omits the panel %s, which failed: %s: %s", name, type(e).__name__, e, exc_info=e)
 
-    def update(self, output: Any, batch: Batch, loss_B: Tensor, batch_idx: int) -> None:
+    def on_test_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        has_loss = isinstance(outputs, Mapping) and {"output", "loss"} <= outputs.keys()
+        if dataloader_idx or not has_loss or not hasattr(trainer.datamodule, "raw"):  # type: ignore[attr-defined]
+            return
+        output, loss_B = outputs["output"], outputs["loss"]
         self.worst.update(output, batch, loss_B)
         self.random.update(output, batch, loss_B)
         for name, panel in self.panels.items():
@@ -115,8 +122,7 @@ class TestPanels:
                 with self.attempt(name):
                     update(panel, batch_idx, output, batch, loss_B)
 
-    def finish(self) -> None:
-        """Called on every rank."""
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         failed = set[str]().union(*all_gather_objects(self.failed))
         for name, panel in self.panels.items():
             if not failed & {name, "test_panels"}:
@@ -141,7 +147,9 @@ class TestPanels:
         rank computes all samples, because sharding strategies communicate in the forward pass.
         """
         results, indices = dict[int, Sample](), list(losses)
-        trainer, data = self.task.trainer, self.task.trainer.datamodule  # type: ignore[attr-defined]
+        if not indices:
+            return results
+        trainer, data = self.task.trainer, self.task.trainer.datamodule
         files = data.dataset.paths("test")
         per_process = -(-min(data.eval_batch_size, data.splits["test"].count) // trainer.world_size)
         size = per_process if self.compiled else min(per_process, len(indices))
@@ -149,7 +157,7 @@ class TestPanels:
             index_N = np.take(indices, np.arange(first, first + size), mode="wrap")
             raw = data.raw("test", index_N)
             device_batch = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
-            batch = trainer.precision_plugin.convert_input(data.preprocessed(device_batch))
+            batch = trainer.precision_plugin.convert_input(data.evaluated.preprocess(device_batch))
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = self.task(batch)
             with self.attempt("worst"):

@@ -2,28 +2,23 @@
 
 # B batch
 
-import copy
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric
 
 from lockstep.compat.metric_states import exact_on
 from lockstep.errors import UserError
 from lockstep.machine.world import all_gather_objects
+from lockstep.run import OF_RANK_0
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.losses import gather_rows
-from lockstep.training.metrics import MeanLoss, TestPanels
 
 
 class WholeBatchNeeded(UserError):
@@ -44,6 +39,7 @@ class Means:
     def __init__(self) -> None:
         self.train: Sums = {}
         self.evaluation: Sums = {}
+        self.of_rank_0 = set[str]()  # logged names whose values are from rank 0 only
         self.step_weight: Tensor | None = None  # of the micro-batches so far of a step with several
         # the means of this micro-batch, as nodes of the graph: their weights, and the mean of these
         self.nodes: dict[Any, tuple[Tensor | None, Tensor | None]] = {}
@@ -97,6 +93,10 @@ class Means:
         log_reduced(module, means)
         sums.clear()
 
+    def marked(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """`metrics` with names that are marked if their values are from rank 0 only."""
+        return {f"{name}{OF_RANK_0}" if name in self.of_rank_0 else name: value for name, value in metrics.items()}
+
     def collect(self, *, keeps: bool) -> Sums:
         """The sums of all processes, for a checkpoint. All processes call it.
 
@@ -125,42 +125,20 @@ def log_reduced(module: pl.LightningModule, values: Mapping[str, Tensor]) -> Non
         warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
 
 
-@dataclass(kw_only=True)
-class RunParts:
-    """What a run passes to its task, in addition to the network.
-
-    This is not a module, so metrics are not children of the task: otherwise checkpoints would hold a metric's own
-    network, and DDP would wait for its gradients.
-    """
-
-    optimizer: Callable[..., Optimizer]
-    parameters: Callable[[nn.Module], Any] = nn.Module.parameters
-    schedule: Callable[..., LRScheduler]
-    metrics: dict[str, Metric]
-    sets: Sequence[str] = ()  # additional evaluation sets, such as val/night
-    model_kwargs: dict[str, Any]
-    arithmetic: StepArithmetic = field(default_factory=StepArithmetic)
-    test_panels: TestPanels | None = None  # for the test at the end of a run
-    began: bool = False  # whether this process has computed a training batch
-    current: str = ""  # the additional evaluation set of this batch, if any
-    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)  # modules' training modes, saved in an evaluation
-
-    def __post_init__(self) -> None:
-        self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
-        # A copy for each set: some metrics keep state from earlier evaluations.
-        copies = {part: copy.deepcopy((self.mean_loss, self.metrics)) for part in self.sets}
-        self.evaluated = dict.fromkeys(("val", "test"), (self.mean_loss, self.metrics)) | copies
-
-    def of_stage(self, stage: str) -> list[str]:
-        """The evaluation sets of a stage, in the order of their dataloaders."""
-        return [stage, *(part for part in self.sets if part.startswith(f"{stage}/"))]
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    with suppress(RuntimeError):
+        return module.trainer
+    return None
 
 
 def strategy_of(module: pl.LightningModule) -> Any:
     """The strategy; None without a Trainer."""
-    with suppress(RuntimeError):
-        return module.trainer.strategy
-    return None
+    return getattr(trainer_of(module), "strategy", None)
+
+
+def arithmetic_of(module: pl.LightningModule) -> StepArithmetic:
+    """That of the strategy; without one of Lockstep's, that of one process."""
+    return getattr(strategy_of(module), "arithmetic", StepArithmetic())
 
 
 class Module(pl.LightningModule):
@@ -249,7 +227,7 @@ class Module(pl.LightningModule):
             return x_B
         trainer = self.trainer
         parts = trainer.accumulate_grad_batches if trainer.training else 1
-        if trainer.predicting or parts > 1 or getattr(strategy, "arithmetic", StepArithmetic()).same_bits:
+        if trainer.predicting or parts > 1 or arithmetic_of(self).same_bits:
             raise WholeBatchNeeded(
                 f"{type(self).__name__} compares the samples of a global batch (self.gather), but this computes a part of it. Remove "
                 "exact.logical_ranks, and set trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller batch."

@@ -2,17 +2,19 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lockstep.config.settings import Settings
 from lockstep.data import loaders
 from lockstep.data.parts import Targets
 from lockstep.errors import OutOfMemory, ProcessDied
-from lockstep.training.workload import Workload
+from lockstep.training.batches import Loaders
+from lockstep.training.module import arithmetic_of
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +40,8 @@ def is_oom(error: BaseException) -> bool:
 
 
 @contextmanager
-def oom_advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]]) -> Iterator[None]:
-    """Replaces torch's out-of-memory errors by OutOfMemory, and errors from the death of a data worker by ProcessDied.
-
-    Args:
-        accumulations: the possible numbers of micro-batches per process and step, smallest first.
-    """
+def oom_advice(trainer: pl.Trainer, batches: Loaders, settings: Settings) -> Iterator[None]:
+    """Replaces torch's out-of-memory errors by OutOfMemory, and errors from the death of a data worker by ProcessDied."""
     try:
         yield
     except Exception as e:
@@ -54,17 +52,17 @@ def oom_advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], 
             raise
         log.info("%s: %s", type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)  # they hold the activations
-        raise advice(trainer, work, accumulations) from None
+        raise advice(trainer, batches, settings) from None
 
 
-def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]]) -> OutOfMemory:
-    data = work.loaders.data
+def advice(trainer: pl.Trainer, batches: Loaders, settings: Settings) -> OutOfMemory:
+    data = batches.data
     batch = data.batch_size if isinstance(getattr(data, "targets", None), Targets) else None
     if batch is None:
         return OutOfMemory(
-            f"a batch does not fit in memory; {type(work.loaders.holder).__name__} sets its size. {OTHERWISE}"
+            f"a batch does not fit in memory; {type(batches.holder).__name__} sets its size. {OTHERWISE}"
         )
-    loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, work.arithmetic
+    loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, arithmetic_of(batches.module)
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
         parts = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: data.predicted}
@@ -77,9 +75,11 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
         return OutOfMemory(f"the network and its optimizer do not fit in memory, even without a batch. {OTHERWISE}")
     accumulate = trainer.accumulate_grad_batches
     text = f"a micro-batch of {batch // (world * accumulate)} does not fit in memory."
-    if why := work.needs_whole:
+    if why := batches.needs_whole:
         return OutOfMemory(f"{text} {why} {OTHERWISE}")
-    keys = {n: key for n in accumulations() if n > accumulate and (key := arithmetic.accumulation_setting(n, world))}
+    keys = {
+        n: key for n in settings.accumulations if n > accumulate and (key := arithmetic.accumulation_setting(n, world))
+    }
     if not keys:
         return OutOfMemory(f"{text} There is no smaller one. {OTHERWISE}")
     count = next(iter(keys))

@@ -5,7 +5,7 @@ Padded fused steps give the same bits on any number of processes.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.training.losses import float32
+
 
 def groups(
     net: nn.Module,
+    ids: Container[int] | None = None,
     *,
     lr: float,
     weight_decay: float = 0.0,
@@ -28,6 +31,7 @@ def groups(
     """Parameter groups for an optimizer. Parameters with the same learning rate and weight decay share a group.
 
     Args:
+        ids: the identities of the parameters to group; None: all.
         no_decay: no weight decay for vectors (biases, norms) and for what the network's `no_weight_decay()` names.
         layer_decay: a layer's rate is this factor times the rate of the next layer (BEiT, Bao et al. 2022).
         head_lr: the rate of the head.
@@ -37,6 +41,8 @@ def groups(
     no_decay_names = set(getattr(net, "no_weight_decay", set)())
     grouped: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
     for name, p in net.named_parameters():
+        if ids is not None and id(p) not in ids:
+            continue
         rate = lr * (layer_decay or 1.0) ** (last_layer - layer_index[name])
         if head_lr is not None and id(p) in head:
             rate = head_lr
@@ -65,13 +71,31 @@ def blocks(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from ((path, module) for path, module in members if any(True for _ in module.parameters()))
 
 
+class Float32(nn.Module):
+    """First base class of a module that computes in float32 where autocast would not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
+        is_autocast = torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False):
+            args, kwargs = float32((args, kwargs)) if is_autocast else (args, kwargs)
+            return super().forward(*args, **kwargs)
+
+
+def compute_in_float32(head: nn.Module) -> None:
+    """Changes the class instead of adding a wrapper or hooks: keys, compiled graphs and replicas stay correct."""
+    for module in head if isinstance(head, nn.ModuleList) else [head]:
+        cls: Any = type(module)
+        module.__class__ = type(cls.__name__, (Float32, cls), {"__module__": cls.__module__})
+
+
 def head_of(net: nn.Module) -> nn.Module:
     """The result of the network's `get_classifier()` (as in timm), or the last module with its own parameters."""
     get_classifier = getattr(net, "get_classifier", None)
     if get_classifier is not None:
         head = get_classifier()
         return nn.ModuleList(head) if isinstance(head, tuple | list) else head
-    return [module for module in net.modules() if any(True for _ in module.parameters(recurse=False))][-1]
+    return [net, *(module for module in net.modules() if any(True for _ in module.parameters(recurse=False)))][-1]
 
 
 def begin_momentum(optimizer: Optimizer) -> None:

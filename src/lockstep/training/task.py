@@ -1,27 +1,22 @@
-"""The LightningModule of every task: a loss per sample, metrics, and what the report shows.
-
-It does not depend on devices or strategies.
-"""
+"""A LightningModule with a loss per sample: its means, its metrics, and what the report shows of them."""
 
 # B batch
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics import Metric
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric, MetricCollection
 
 from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 from lockstep.kit.panels import Panel
-from lockstep.training.arithmetic import is_logging_step, total_steps
+from lockstep.training.arithmetic import is_logging_step
 from lockstep.training.losses import (
     Plain,
     float32,
@@ -30,9 +25,9 @@ from lockstep.training.losses import (
     sample_weights,
     weighted_loss,
 )
-from lockstep.training.metrics import named_values
-from lockstep.training.module import Module, RunParts, call_own_train, log_reduced
-from lockstep.training.optim import begin_momentum, head_of, scheduler
+from lockstep.training.metrics import MeanLoss, named_values
+from lockstep.training.module import Module, arithmetic_of, log_reduced, trainer_of
+from lockstep.training.optim import compute_in_float32, head_of
 
 log = logging.getLogger("lockstep")
 
@@ -40,13 +35,20 @@ log = logging.getLogger("lockstep")
 class Task(Module):
     """Subclass it in your own file: override `loss`, and whatever else differs.
 
-    The engine sets `metadata`, the data set's metadata, before it calls any method. It averages `loss` over the whole
-    global batch and passes real samples only. Buffers move to the device; register them with persistent=False, so
-    checkpoints contain only the network. A task is a LightningModule with automatic optimization: `self.trainer`,
-    `self.global_step`, `self.current_epoch` and hooks such as `on_train_epoch_start` are Lightning's.
+    The loss is averaged over the global batch, and every batch has real samples only.
+
+    Args:
+        net: the network, from the config's `model`.
+        optimizer: creates an optimizer of parameters (`optim`).
+        scheduler: creates the schedule of an optimizer (`schedule`), which advances after each optimizer step.
+        metadata: that of the data set.
+        metrics: further metrics by name. Each is a function that takes `metric_arguments`.
+
+    Raises:
+        UserError: `metadata` lacks a key that the class needs.
     """
 
-    named_batches = True
+    mixes = True  # `mean_loss` weighs the two targets of mixed samples
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `metadata` must have
     names: ClassVar[str] = "classes"  # the key of `metadata` that names the values of outputs and metrics
@@ -57,9 +59,27 @@ class Task(Module):
     # Under mixed precision, the network's last layer computes in float32, for outputs with more than 3 digits.
     float32_head: bool = False
     target_spec: Any = None  # checked before training, or when targets are read; None: any `target`
-    metadata: Mapping[str, Any]
-    net: nn.Module
-    parts: RunParts
+
+    def __init__(
+        self,
+        *,
+        net: nn.Module,
+        optimizer: Callable[[Iterable[Tensor]], Optimizer],
+        scheduler: Callable[[Optimizer], LRScheduler],
+        metadata: Mapping[str, Any],
+        metrics: Mapping[str, Callable[..., Metric]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.check_metadata(metadata)
+        self.net, self.optimizer, self.scheduler, self.metadata = net, optimizer, scheduler, metadata
+        self.further_metrics = metrics or {}
+        # The mean loss and the metrics of each evaluation set. They are no children of this module: checkpoints would hold a
+        # metric's own network, and DDP would wait for its gradients.
+        self.evaluated: dict[str, tuple[MeanLoss, dict[str, Metric]]] = {}
+        self.evaluation_set = ""  # the additional one of this batch, such as val/night
+        self.began = False  # whether this process has computed a training batch
+        if self.float32_head:
+            compute_in_float32(head_of(net))
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """A class that overrides `loss` accepts any `target`, unless it also sets `target_spec`."""
@@ -68,29 +88,29 @@ class Task(Module):
         if "target_spec" not in vars(defining_class):
             cls.target_spec = None
 
-    def bind(self, metadata: Mapping[str, Any]) -> None:
-        """Raises UserError if `metadata` lacks a key that the task needs."""
-        if missing := [name for name in self.needs if not metadata.get(name)]:
+    @classmethod
+    def check_metadata(cls, metadata: Mapping[str, Any]) -> None:
+        if missing := [name for name in cls.needs if not metadata.get(name)]:
             raise UserError(
-                f"the task {type(self).__name__} needs {', '.join(missing)} in the `metadata` of the data; this data has "
+                f"the task {cls.__name__} needs {', '.join(missing)} in the `metadata` of the data; this data has "
                 f"{', '.join(k for k in metadata if metadata[k]) or 'nothing'}. Choose a different task or data, or add it to the `metadata` of your "
                 "data set. The classes of a torch Dataset are data.classes; those of a table are texts, or numbers from 0."
             )
-        self.metadata = metadata
+
+    @classmethod
+    def network_arguments(cls, metadata: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
+        """Arguments available to the network, which gets those that its signature has. `keys`: those of the config's `task`."""
+        return {"num_classes": len(metadata[cls.names])} if cls.names in cls.needs else {}
 
     @property
     def stage(self) -> str:
         """Like `Module.stage`, or the name of the additional evaluation set being evaluated, such as val/night."""
-        return (vars(self).get("parts") and self.parts.current) or super().stage
+        return self.evaluation_set or super().stage
 
     @property
     def value_names(self) -> Sequence[Any]:
         """The names of the classes, labels, ...; empty if the data has none."""
         return self.metadata.get(self.names) or ()
-
-    def model_kwargs(self) -> dict[str, Any]:
-        """Arguments available to the network. It gets those that its signature has."""
-        return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
     def outputs(self, net: Callable[..., Any], batch: Batch) -> Any:
         """The network's outputs for a batch. Only call `net`: its other methods would bypass the strategy."""
@@ -110,7 +130,7 @@ class Task(Module):
 
     def metric_arguments(self) -> dict[str, Any]:
         """Arguments available to the metrics of the config."""
-        return Task.model_kwargs(self)
+        return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
     def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a metric's `update`."""
@@ -137,26 +157,13 @@ class Task(Module):
         """Columns of the `count` most probable classes, for tasks that rank them: class, probability, class_2, ..."""
         raise NotImplementedError
 
-    def primary_metric(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        """The name and value of the primary metric.
-
-        This is the monitored metric, or the first of `metrics` if the loss or nothing is monitored.
-        """
-        metric = (report["monitor"] or "val/loss").removeprefix("val/")
-        key = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
-        # a metric with several values has no value under its own name
-        name = key if key in report else next((n for n in report if n.startswith(f"{key}/")), "test/loss")
-        return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
+    def primary_metric(self, report: Mapping[str, Any]) -> tuple[str, str] | None:
+        """The name and value of the primary metric; None: as for any module."""
+        return None
 
     def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
         """The 95% interval of the primary metric, if there is a simple one."""
         return None
-
-    def curves(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """The report's curves: title, unit, columns of metrics.csv."""
-        columns = {"loss": ("train/loss", "val/loss"), **{name: (f"val/{name}",) for name in self.metrics()}}
-        titles = {"loss": ("Loss", "loss"), **self.titles}
-        return [(*titles.get(name, (name, name)), keys) for name, keys in columns.items()]
 
     def test_panels(self) -> dict[str, Panel]:
         """The report's panels about the test set, in addition to the samples with the largest losses."""
@@ -170,27 +177,7 @@ class Task(Module):
         cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
         return [{name: column[row] for name, column in cells.items()} for row in range(count)]
 
-    # --- What the engine calls ---
-
-    def attach(self, net: nn.Module, **parts: Any) -> Self:
-        """Sets a run's network and `RunParts`."""
-        call_own_train((module, module.training) for module in net.modules())
-        self.net, self.parts = net, RunParts(**parts)
-        return self
-
-    def on_validation_model_eval(self) -> None:
-        self.parts.modes = [(module, module.training) for module in self.modules()]
-        super().on_validation_model_eval()
-
-    def on_validation_model_train(self) -> None:
-        """Restores the training modes.
-
-        Lightning 2.6 only sets `training`, but a network's custom `train` may have to undo work it did for the
-        evaluation, such as a merge.
-        """
-        call_own_train(self.parts.modes)
-        for module, training in self.parts.modes:
-            module.training = training
+    # --- The steps ---
 
     def forward(self, batch: Batch) -> Any:
         return self.outputs(self.net, batch)
@@ -201,8 +188,8 @@ class Task(Module):
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
         """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
-        if not self.parts.began:
-            self.parts.began = True
+        if not self.began:
+            self.began = True
             self.warn_of_rounding(output)
         return self.mean_of(*weighted_loss(self, output, batch), "train/loss")
 
@@ -217,54 +204,77 @@ class Task(Module):
             )  # fmt: skip
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        begin_momentum(optimizer)
         if is_logging_step(self.trainer, self.trainer.global_step + 1):
             self.log("train/lr", max(group["lr"] for group in optimizer.param_groups))  # layers may have lower ones
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["network"] = self.parts.model_kwargs
+    def evaluation_sets(self, stage: str) -> list[str]:
+        """The evaluation sets of a stage, in the order of their dataloaders."""
+        data = getattr(trainer_of(self), "datamodule", None)
+        parts: list[str] = getattr(data, "evaluated_parts", lambda stage: [stage])(stage)
+        return parts
+
+    def new_metrics(self) -> dict[str, Metric]:
+        """`metrics`, and those of the config. Raises UserError if `metrics` returns anything else."""
+        found: Any = self.metrics()
+        where, named = f"task={type(self).__name__}: `metrics` returns", (Mapping, MetricCollection)
+        if not isinstance(found, named) or not all(isinstance(x, Metric | MetricCollection) for x in found.values()):
+            raise UserError(
+                f"{where} {found}; expected a dict of torchmetrics metrics, such as {{'mean': MeanMetric()}}."
+            )
+        found = dict(found.items())
+        if taken := ", ".join(sorted({"loss", "count"} & {*found, *self.further_metrics})):
+            raise UserError(f"{where} {taken}, which every task already logs. Use a different name.")
+        return found | {name: make(**self.metric_arguments()) for name, make in self.further_metrics.items()}
+
+    def setup(self, stage: str) -> None:
+        """Creates the metrics of each evaluation set: some metrics keep state from earlier evaluations."""
+        sets = [*self.evaluation_sets("val")[1:], *self.evaluation_sets("test")[1:]]
+        if not self.evaluated:
+            of_sets = [(MeanLoss(arithmetic_of(self).evaluation_sums), self.new_metrics()) for _ in (0, *sets)]
+            self.evaluated = dict.fromkeys(("val", "test"), of_sets[0]) | dict(zip(sets, of_sets[1:], strict=True))
+        raise_problems(
+            f"evaluation_sets: {part!r} is also the name of a metric. Use a different name."
+            for part, (_, metrics) in self.evaluated.items()
+            if part.partition("/")[2] in metrics
+        )
 
     def on_validation_start(self) -> None:
         """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
-        for mean_loss, metrics in self.parts.evaluated.values():
+        for mean_loss, metrics in self.evaluated.values():
             for metric in (mean_loss, *metrics.values()):
                 prepare(metric, self.device)
 
-    def on_test_start(self) -> None:
-        self.on_validation_start()
-        if self.parts.test_panels:
-            self.parts.test_panels.begin(self.device)
+    on_test_start = on_validation_start
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Sets the evaluation set that `stage` and `update_metrics` use."""
+        self.evaluation_set = self.evaluation_sets(super().stage)[dataloader_idx] if dataloader_idx else ""
+
+    on_test_batch_start = on_validation_batch_start
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
         output = self(batch)
-        self.update_metrics(output, batch, batch_idx, dataloader_idx)
+        return self.update_metrics(output, batch, batch_idx, dataloader_idx)
 
-    def update_metrics(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Updates the mean loss and the metrics."""
-        parts, output = self.parts, float32(output)
-        mean_loss, metrics = parts.evaluated[parts.current or "val"]
+    test_step = validation_step
+
+    def update_metrics(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """Updates the mean loss and the metrics. Returns `output` and `loss`, which the report shows if a test step returns them."""
+        output = float32(output)
+        mean_loss, metrics = self.evaluated[self.evaluation_set or "val"]
         loss_B = one_per_sample(self.loss(output, batch), self, batch)
-        mean_loss.update(loss_B, sample_weights(self, batch), parts.arithmetic.evaluation_sum(self, batch_idx))
+        mean_loss.update(loss_B, sample_weights(self, batch), arithmetic_of(self).evaluation_sum(self, batch_idx))
         inputs = self.inputs_by_metric(output, batch)
         if unknown := sorted(inputs.keys() - metrics.keys()):
             raise UserError(f"`inputs_by_metric` has {unknown[0]}, but the metrics are {', '.join(metrics)}.")
         for name, metric in metrics.items():
             update(metric, batch_idx, *(inputs[name] if name in inputs else self.metric_inputs(output, batch)))
-        if parts.test_panels and self.trainer.testing and not dataloader_idx:
-            parts.test_panels.update(output, batch, loss_B, batch_idx)
-
-    test_step = validation_step
-
-    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sets the evaluation set that `stage` and `update_metrics` use."""
-        self.parts.current = self.parts.of_stage(super().stage)[dataloader_idx] if dataloader_idx else ""
-
-    on_test_batch_start = on_validation_batch_start
+        return {"output": output, "loss": loss_B}
 
     def log_evaluation(self, stage: str) -> None:
-        self.parts.current = ""
-        for part in self.parts.of_stage(stage):
-            mean_loss, metrics = self.parts.evaluated[part]
+        self.evaluation_set = ""
+        for part in self.evaluation_sets(stage):
+            mean_loss, metrics = self.evaluated[part]
             with of_all_processes([mean_loss, *metrics.values()]):
                 values = mean_loss.compute()
                 for name, metric in metrics.items():
@@ -278,28 +288,11 @@ class Task(Module):
 
     def on_test_epoch_end(self) -> None:
         self.log_evaluation("test")
-        if self.parts.test_panels:
-            self.parts.test_panels.finish()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Any, Batch]:
         """The network's outputs, in float32, and the batch."""
         return float32(self(batch)), batch
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.parts.arithmetic.prepared(self.new_optimizer(), self.device)
-        schedule = scheduler(self.parts.schedule, optimizer, total_steps(self.trainer))
-        if isinstance(schedule, ReduceLROnPlateau):
-            raise UserError(
-                "schedule: ReduceLROnPlateau steps after a validation, but a task's schedule steps after each optimizer step. "
-                "Set schedule=cosine, or choose a different class of torch.optim.lr_scheduler."
-            )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def new_optimizer(self, net: nn.Module | None = None) -> Optimizer:
-        """An optimizer of the network's parameters. A user's function may take `named_parameters`, to group them."""
-        net, make = self.net if net is None else net, self.parts.optimizer
-        if any(p.is_meta for p in net.parameters()) and getattr(make, "keywords", {}).get("fused"):
-            make = partial(make, fused=False)  # fused optimizers do not support meta tensors
-        if "named_parameters" in inspect.signature(make).parameters:
-            return make(named_parameters=list(net.named_parameters()))
-        return make(self.parts.parameters(net))
+        optimizer = self.optimizer(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}

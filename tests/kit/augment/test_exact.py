@@ -154,5 +154,5 @@ def test_copies_of_a_sample_are_neighbours_that_look_different():
         assert (images[:, one] != images[:, other]).any(1).all()
     assert torch.equal(index_B3[:, 0], alone["index"][:8])  # the order is that without copies
     data = DataModule(Data(), batch_size=24, eval_batch_size=8, repeats=2, operations=operations("strong"))
-    raw = data.preprocessed(data.raw("train", np.arange(8)))  # evaluations have no copies
+    raw = data.evaluated.preprocess(data.raw("train", np.arange(8)))  # evaluations have no copies
     assert raw["input"].shape == (8, 3, 17, 17) and "share" not in raw

@@ -1,5 +1,6 @@
 """Mixed samples and their losses: what torchvision and timm make of them with soft targets, for any loss per sample."""
 
+import building
 import pytest
 import torch
 from timm.data.mixup import mixup_target
@@ -30,9 +31,7 @@ def changed(operations: dict, batch: dict) -> dict:
 
 
 def classification(**options: object) -> Classification:
-    task = Classification(**options)
-    task.bind({"classes": list("abcde")})
-    return task
+    return building.task(Classification, keys=options, classes=list("abcde"))
 
 
 def test_mixup_of_numbers_is_the_weighted_mean_of_two_neighbours():
@@ -100,12 +99,15 @@ class Weighted(Regression):
 
 
 def weighted() -> tuple[Task, dict, torch.Tensor]:
-    return Weighted(), batch_of(weight=torch.rand(16), target=torch.randn(16)), torch.randn(16, 1)
+    return (
+        building.task(Weighted, targets=["a"]),
+        batch_of(weight=torch.rand(16), target=torch.randn(16)),
+        torch.randn(16, 1),
+    )
 
 
 def of_masks() -> tuple[Task, dict, torch.Tensor]:
-    task = Segmentation()
-    task.bind({"classes": ["a", "b"], "image_size": 8})
+    task = building.task(Segmentation, classes=["a", "b"], image_size=8)
     return task, with_masks(16, size=(8, 8)), torch.randn(16, 2, 8, 8)
 
 

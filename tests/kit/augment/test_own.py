@@ -89,7 +89,6 @@ MODULE = "task=lightning_module task._target_=mywork.loaders.Module"
     ("+augment.x={_target_:albumentations.Compose,transforms:[{_target_:albumentations.HorizontalFlip}]}", ""),
     ("+augment.x={_target_:albumentations.load,filepath_or_buffer:x}", "is not allowed here"),
     ("augment=flip data=bare", "augment.flip has no effect: mywork.loaders.Loaders creates its own batches. Set augment=none."),
-    (f"augment=strong {MODULE}", "augment.mixup_cutmix mixes the losses of two targets, which only a Task computes"),
     (f"augment=standard {MODULE}", ""),
 ])  # fmt: skip
 def test_its_keys_are_checked_and_what_has_no_effect_is_told(project, typed, told):

@@ -150,5 +150,5 @@ class Recorder(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.record |= {"precision": str(trainer.precision), "device": trainer.strategy.root_device.type}
-        self.record["of_rank_0"] = sorted(self.summary.work.of_rank_0)
+        self.record["of_rank_0"] = sorted(trainer.strategy.means.of_rank_0)  # type: ignore[attr-defined]
         torch.save(self.record, Path(self.plan["folder"]) / f"{trainer.global_rank}.pt")

@@ -36,18 +36,16 @@ class Classification(Task):
         loss: Literal["cross_entropy", "bce"] = "cross_entropy",
         label_smoothing: float = 0.0,
         class_weights: Sequence[float] | Literal["balanced"] | None = None,
+        **given: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**given)
         if loss == "bce" and class_weights is not None:
             raise UserError("task.class_weights has no effect with task.loss=bce. Remove one of them.")
-        self.binary, self.label_smoothing, self.class_weights = loss == "bce", label_smoothing, class_weights
+        self.binary, self.label_smoothing = loss == "bce", label_smoothing
         self.activation = "sigmoid" if self.binary else "softmax"
-
-    def bind(self, metadata: Mapping[str, Any]) -> None:
-        super().bind(metadata)
-        weights: Any = self.class_weights
+        weights: Any = class_weights
         if weights == "balanced":
-            weights = balanced(metadata.get("class_counts"), self.value_names)
+            weights = balanced(self.metadata.get("class_counts"), self.value_names)
         self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
     def validated_target(self, output: Tensor, batch: Batch) -> Tensor:
@@ -91,14 +89,13 @@ class Classification(Task):
             columns[f"probability{suffix}"] = probability_B
         return columns
 
-    def primary_metric(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        if report["monitor"] not in ACCURACY or "test/acc" not in report:
-            return super().primary_metric(report)
-        return "test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} {report['unit']}"
+    def primary_metric(self, report: Mapping[str, Any]) -> tuple[str, str] | None:
+        text = "test/acc" in report and f"{report['test/acc']:.2%} of {report['test/count']:,} {report['unit']}"
+        return ("test accuracy", text) if text and report.get("monitor") in ACCURACY else None
 
     def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
-        count, is_accuracy = report["test/count"], self.primary_metric(report)[0] == "test accuracy"
-        return wilson(round(report["test/acc"] * count), count) if is_accuracy else None
+        count = report.get("test/count", 0)
+        return wilson(round(report["test/acc"] * count), count) if self.primary_metric(report) else None
 
     def test_panels(self) -> dict[str, Panel]:
         return {

@@ -32,13 +32,14 @@ class LanguageModel(Task):
         "acc": ("Accuracy", "fraction of tokens"),
     }
 
-    def __init__(self, *, ignore_index: int = -100) -> None:
-        super().__init__()
+    def __init__(self, *, ignore_index: int = -100, **given: Any) -> None:
+        super().__init__(**given)
         self.ignore_index = ignore_index
         self.target_spec = self.target_spec and replace(self.target_spec, ignored=ignore_index)
 
-    def model_kwargs(self) -> dict[str, Any]:
-        return {"vocabulary_size": len(self.value_names), "sequence_length": self.metadata["sequence_length"]}
+    @classmethod
+    def network_arguments(cls, metadata: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
+        return {"vocabulary_size": len(metadata["vocabulary"]), "sequence_length": metadata["sequence_length"]}
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         size = max(len(self.value_names), *output.shape[-1:])  # a model's vocabulary may be padded for speed
@@ -60,7 +61,7 @@ class LanguageModel(Task):
         return {"perplexity": Perplexity(self.ignore_index), "acc": TokenAccuracy(self.ignore_index)}
 
     def metric_arguments(self) -> dict[str, Any]:
-        return {**super().metric_arguments(), "ignore_index": self.ignore_index}
+        return super().metric_arguments() | {"ignore_index": self.ignore_index}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """logits_NV and target_N of the tokens of all sequences."""

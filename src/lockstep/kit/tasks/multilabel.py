@@ -29,15 +29,12 @@ class Multilabel(Task):
     activation = "sigmoid"
     pos_weight_L: Tensor | None
 
-    def __init__(self, *, threshold: float = 0.5, pos_weight: Sequence[float] | None = None) -> None:
-        super().__init__()
+    def __init__(self, *, threshold: float = 0.5, pos_weight: Sequence[float] | None = None, **given: Any) -> None:
+        super().__init__(**given)
         if not 0 < threshold < 1:
             raise UserError(f"task.threshold={threshold} is invalid; expected a probability between 0 and 1.")
-        self.threshold, self.pos_weight = threshold, pos_weight
-
-    def bind(self, metadata: Mapping[str, Any]) -> None:
-        super().bind(metadata)
-        self.register_buffer("pos_weight_L", loss_factors(self, "pos_weight", self.pos_weight), persistent=False)
+        self.threshold = threshold
+        self.register_buffer("pos_weight_L", loss_factors(self, "pos_weight", pos_weight), persistent=False)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BL = batch["target"].to(output.dtype)
@@ -46,7 +43,7 @@ class Multilabel(Task):
         return loss_BL.mean(1)
 
     def metrics(self) -> dict[str, Metric]:
-        kwargs: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
+        kwargs = self.metric_arguments() | {"validate_args": False}
         return {"f1": MacroF1(average=None, **kwargs), "acc": MultilabelAccuracy(average="micro", **kwargs)}
 
     def metric_arguments(self) -> dict[str, Any]:

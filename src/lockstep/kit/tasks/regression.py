@@ -3,7 +3,7 @@
 # B batch · N sample · T target
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -30,11 +30,9 @@ class Regression(Task):
     activation = "identity"
     float32_head = True  # near 1,500, bf16 only has multiples of 8
 
-    def __init__(self, *, loss: Literal["mse", "mae", "huber"] = "mse", huber_delta: float = 1.0) -> None:
-        super().__init__()
-        huber = partial(F.huber_loss, delta=huber_delta)
-        losses: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": huber}
-        self.error = losses[loss]
+    def __init__(self, *, loss: Literal["mse", "mae", "huber"] = "mse", huber_delta: float = 1.0, **given: Any) -> None:
+        super().__init__(**given)
+        self.error: Any = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": partial(F.huber_loss, delta=huber_delta)}[loss]
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         return columns_of(self.error(*self.metric_inputs(output, batch), reduction="none")).mean(1)

@@ -33,8 +33,8 @@ class Segmentation(Task):
     target_spec = Targets("a class number for each pixel", dims=2, ignored=255)
     activation = "softmax"
 
-    def __init__(self, *, ignore_index: int = 255, dice: float = 0.0) -> None:
-        super().__init__()
+    def __init__(self, *, ignore_index: int = 255, dice: float = 0.0, **given: Any) -> None:
+        super().__init__(**given)
         self.ignore_index, self.dice = ignore_index, dice
         self.target_spec = self.target_spec and replace(self.target_spec, ignored=ignore_index)
 
@@ -54,14 +54,14 @@ class Segmentation(Task):
         return (batch["target"] != self.ignore_index).sum((1, 2)) / (side**2 if isinstance(side, int) else 1)
 
     def metrics(self) -> dict[str, Metric]:
-        kwargs: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
+        kwargs = self.metric_arguments() | {"validate_args": False}
         return {
             "iou": MulticlassJaccardIndex(average="macro", **kwargs),
             "acc": MulticlassAccuracy(average="micro", **kwargs),
         }
 
     def metric_arguments(self) -> dict[str, Any]:
-        return {**super().metric_arguments(), "ignore_index": self.ignore_index}
+        return super().metric_arguments() | {"ignore_index": self.ignore_index}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         return output, batch["target"].long()
