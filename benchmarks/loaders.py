@@ -127,7 +127,7 @@ def lockstep(side: int, loader: DataLoader[Any]) -> float:
     with tempfile.TemporaryDirectory() as folder, measuring.silenced():
         named = [
             "task=lightning_module",
-            "task._target_=lightning.pytorch.LightningModule",
+            "task._target_=lockstep.training.module.Module",
             "data=none",
             "task.monitor=null",
         ]

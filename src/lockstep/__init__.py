@@ -125,7 +125,7 @@ def load_model(what: str | Path) -> "nn.Module":
 
         checkpoint = read(path)
         module = load_module(checkpoint)
-        return module if checkpoint.network is None else module.net  # type: ignore[return-value]
+        return module if checkpoint.network is None else getattr(module, "net", module)
 
 
 def load_report(run: str | Path) -> "Report":

@@ -7,6 +7,7 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lockstep import PACKAGE, strategies
 from lockstep.build_trainer import arithmetic, evaluator, loaders_of, trainer
@@ -29,6 +29,7 @@ from lockstep.config.instantiate import (
     ENGINE,
     create_module,
     create_object,
+    create_offered,
     network,
     network_arguments,
     required_arguments,
@@ -37,7 +38,7 @@ from lockstep.config.project import is_user_code_error
 from lockstep.config.rules import optimizer_node
 from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
-from lockstep.config.targets import matching_kwargs, target_of
+from lockstep.config.targets import target_of
 from lockstep.data.dataset import DataSet
 from lockstep.data.parts import MATCHED, NAMES, Targets
 from lockstep.errors import TrainingFailed, UserError, raise_problems
@@ -121,6 +122,22 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     return module
 
 
+@dataclass(frozen=True)
+class Factory:
+    """A function for the constructor of a module. Lightning drops hyperparameters that it cannot copy and pickle."""
+
+    create: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.create(*args, **kwargs)
+
+    def __deepcopy__(self, _: Any) -> "Factory":
+        return self
+
+    def __reduce__(self) -> Any:  # without the network, which it refers to
+        return Factory, ()
+
+
 def optimizer(settings: Settings, network: Callable[[], nn.Module]) -> Callable[[Iterable[Any]], Optimizer]:
     """A function that creates the optimizer of parameters, in groups by the layers of `network` if a key requests it."""
     node = optimizer_node(settings)
@@ -153,13 +170,6 @@ def optimizer(settings: Settings, network: Callable[[], nn.Module]) -> Callable[
     return create
 
 
-def metric(component: Component, name: str, **offered: Any) -> Metric:
-    """A metric of the config. It gets those of the `offered` arguments that its signature has."""
-    given = {k: v for k, v in matching_kwargs(component.target, offered).items() if k not in component}
-    made: Metric = create_object(component, f"task.metrics.{name}", **given)
-    return made
-
-
 def arguments_of(
     settings: Settings, data: Any, by_hand: Mapping[str, Any], module: Callable[[], Any]
 ) -> dict[str, Any]:
@@ -168,7 +178,7 @@ def arguments_of(
     cfg, given = settings.cfg, {**by_hand}
     wanted = required_arguments(cfg.task) - by_hand.keys()
     if metrics := cfg.task.parts("metrics"):
-        given["metrics"] = {name: partial(metric, each, name) for name, each in metrics.items()}
+        given["metrics"] = {k: partial(create_offered, each, f"task.metrics.{k}") for k, each in metrics.items()}
     match_names(settings, data, getattr(target_of(cfg.task.target, "task"), "needs", None))
     metadata = getattr(data, "metadata", None)
     if "metadata" in wanted:
@@ -189,11 +199,13 @@ def arguments_of(
         given["net"].to(memory_format=torch.channels_last)
     if "optimizer" in wanted and cfg.optim:
         settings.built_groups.add("optim")
-        given["optimizer"] = optimizer(settings, lambda: given.get("net") or module())
+        given["optimizer"] = Factory(optimizer(settings, lambda: given.get("net") or module()))
     if "scheduler" in wanted and cfg.schedule:
         settings.built_groups.add("schedule")
         make_schedule = create_object(cfg.schedule, "schedule")
-        given["scheduler"] = lambda optimizer: optim.scheduler(make_schedule, optimizer, total_steps(module().trainer))
+        given["scheduler"] = Factory(
+            lambda optimizer: optim.scheduler(make_schedule, optimizer, total_steps(module().trainer))
+        )
     return given
 
 

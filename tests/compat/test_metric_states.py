@@ -115,7 +115,7 @@ def stacked(values: list[Any]) -> Any:
 def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     """Of two evaluations, the second of which has fewer samples."""
     sample, metric = CASES[case]
-    made = building.task(Given, metrics={"m": metric})
+    made = building.task(Given, metrics={"m": lambda _: metric()})
     found: dict[str, float] = {}
     for turn, total in enumerate((count, max(1, count - 1))):
         made.log = lambda name, value, turn=turn, **_: found.update({f"{turn} {name}": float(value)})

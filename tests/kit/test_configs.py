@@ -33,7 +33,7 @@ REPORT = {"test/count": 1000, "unit": "images", "status": "done", **FIGURES}
 def test_a_config_builds_its_task_and_names_a_metric_of_it(name):
     cfg = resolve([f"task={name}", "+task.metrics.more._target_=torchmetrics.MeanMetric"])
     kind: Any = target_of(cfg.task.target, "task")
-    keys, more = cfg.task.without("name", "monitor", "mode", "metrics").kwargs, {"more": lambda **_: MeanMetric()}
+    keys, more = cfg.task.without("name", "monitor", "mode", "metrics").kwargs, {"more": lambda _: MeanMetric()}
     with pytest.raises(UserError, match=f"needs {', '.join(kind.needs)} in the `metadata`"):
         building.task(kind, channels=3)
     task = building.task(kind, keys=keys, metrics=more, **ABOUT)

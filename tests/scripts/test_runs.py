@@ -269,7 +269,7 @@ def test_what_is_unknown_is_told_with_what_is_near(runs, call):
 
 def checkpoint(folder: Path) -> None:
     position = {"optimizer_states": [], "lr_schedulers": [], "callbacks": {"a": 0}, "epoch": 0}
-    position |= {"accumulate_grad_batches": 1, "loops": {"fit_loop": dict.fromkeys(LOOP, 0)}}
+    position |= {"accumulate_grad_batches": 1, "gradient_order": [], "loops": {"fit_loop": dict.fromkeys(LOOP, 0)}}
     content = {
         "global_step": 3,
         "state_dict": {},

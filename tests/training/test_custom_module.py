@@ -37,6 +37,7 @@ FILES = {
     **thin_project.package("odd"),
     "configs/data/odd.yaml": "_target_: odd.Data\nnum_workers: 0\n",
     "configs/task/template.yaml": TEMPLATE,
+    "configs/task/grouped.yaml": "defaults: [own]\n_target_: odd.Template\nmonitor: valid_loss\nnamed_batches: false\n",
 }
 CPU = "trainer.accelerator=cpu"
 
@@ -145,6 +146,28 @@ def test_a_module_of_the_template_keeps_its_config(template):
     assert lockstep.evaluate(["run=template", CPU])["test_loss"] == template["test_loss"]
     with pytest.raises(UserError, match=r"odd\.Template is a LightningModule.* cannot be exported"):
         export(Path("runs/template/checkpoints/last.ckpt"), Path("exported"))
+
+
+def test_a_module_of_the_template_gets_what_it_requires_from_the_groups(train):
+    found = train(
+        "Template",
+        "run=grouped",
+        "task=grouped",
+        "model=basic_net",
+        "optim=sgd",
+        "optim.momentum=0.8",
+        "schedule=linear",
+    )
+    saved = state("grouped/checkpoints/last.ckpt")
+    assert (found["model"], saved["network"]["num_classes"]) == ("basic_net", 10)
+    assert saved["optimizer_states"][0]["param_groups"][0]["momentum"] == 0.8
+    assert saved["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0.0, abs=1e-9)  # cosine to the end of 4 steps
+    assert same(dict(lockstep.load_model("grouped").state_dict()), dict(saved["state_dict"]))
+    assert lockstep.evaluate(["run=grouped", CPU])["test_loss"] == found["test_loss"]
+    with pytest.raises(
+        UserError, match=r"optim=none, but template requires `optimizer`\. Choose one with optim=<name>"
+    ):
+        train("Template", "run=none", "task=grouped", "model=basic_net", "optim=none")
 
 
 LOAD = """

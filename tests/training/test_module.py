@@ -230,14 +230,6 @@ def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
     assert scaler.get_scale() == 512.0
 
 
-def test_the_sums_of_a_version_until_november_2026_are_those_of_samples():
-    """They were the means over processes of the sums over micro-batches."""
-    means, config = Means(), {"data": {"batch_size": 64}}
-    window = {"window": {"loss": 6.0, "weight": 4.0}, "accumulate_grad_batches": 2, "config": config}
-    means.load(window, keeps=True)
-    assert means.train == {"train/loss": (6.0 * 32, 4.0 * 32)}
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_checkpoint_has_the_sums_of_all_processes_of_which_one_may_have_none(rank, monkeypatch):
     """The other processes would wait for one that does not take part."""

@@ -177,16 +177,15 @@ class ModuleHooks(Callback):
         known |= {*new}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # in earlier versions `batch_size` of a DataLoader was per process
         of_rank_0 = trainer.strategy.means.of_rank_0  # type: ignore[attr-defined]
         checkpoint |= {"divided": self.loaders.divided, "of_rank_0": sorted(of_rank_0)}
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.due = checkpoint.get("plateau", {})  # checkpoints of tasks have it since November 2026
-        trainer.strategy.means.of_rank_0.update(checkpoint.get("of_rank_0", ()))  # type: ignore[attr-defined]
+        self.due = checkpoint["plateau"]
+        trainer.strategy.means.of_rank_0.update(checkpoint["of_rank_0"])  # type: ignore[attr-defined]
         saved, current = checkpoint["accumulate_grad_batches"], trainer.accumulate_grad_batches
-        if not checkpoint.get("divided", True) and saved != current:
+        if not checkpoint["divided"] and saved != current:
             raise UserError(
                 f"trainer.accumulate_grad_batches was {saved} and is now {current}, but Lockstep does not divide the batches of this run, so it cannot "
                 f"determine which of them are done. Set trainer.accumulate_grad_batches={saved}."

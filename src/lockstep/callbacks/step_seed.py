@@ -24,6 +24,7 @@ ONCE = {
     "on_after_backward": -1,
     "on_train_batch_end": -1,
 }
+OF_STEP = (*ONCE, "on_before_optimizer_step")
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -39,6 +40,7 @@ class StepSeed(Callback):
         self.arithmetic = StepArithmetic()
         self.between = set[str]()  # the hooks of BETWEEN that are used
         self.once: list[tuple[Any, str, Any]] = []  # the user's hooks that are called once per step
+        self.empty: list[tuple[Any, str]] = []  # hooks of a step that do nothing
         self.deferred: list[Callable[[], Any]] = []  # to the last micro-batch of a step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -66,13 +68,19 @@ class StepSeed(Callback):
             self.once = [(each, h, vars(each).get(h)) for each in users for h in ONCE if is_overridden(h, each)]
             for each, hook, _ in self.once:
                 setattr(each, hook, self.once_per_step(getattr(each, hook), hook, trainer))
+        # Lightning skips what it cannot call: 60 empty hooks took 76 us of a step
+        self.empty = [(each, hook) for each in trainer.callbacks for hook in OF_STEP if not is_overridden(hook, each)]  # type: ignore[attr-defined]
+        for each, hook in self.empty:
+            setattr(each, hook, None)
         seeds_of(trainer).reseed("train start", steps_done(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for each, hook, own in self.once:
             delattr(each, hook)
             vars(each).update({hook: own} if own else {})
-        self.once = []
+        for each, hook in self.empty:
+            delattr(each, hook)
+        self.once, self.empty = [], []
 
     def once_per_step(self, call: Callable[..., Any], hook: str, trainer: Trainer) -> Callable[..., Any]:
         """A hook that changes what a forward reads changes the same in all processes only if each calls it equally often."""

@@ -125,6 +125,11 @@ class Checkpoint:
 
     def require_position(self, *names: str) -> None:
         """Raises UserError if a part is missing that training needs to continue; `names`: those of one kind of run."""
+        if "loops" in self.values and "gradient_order" not in self.values:
+            raise UserError(
+                f"{self.path} was saved by an earlier version of Lockstep, which drew other random numbers. Resume it with lockstep==0.2, or start "
+                f"a new run from its weights: init_from={self.path} run=<new name>."
+            )
         loop = self.values.get("loops", {}).get("fit_loop")
         missing = [name for name in (*POSITION, *names) if name not in self.values]
         missing += [] if self.values.get("callbacks", True) else ["callbacks"]

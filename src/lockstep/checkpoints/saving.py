@@ -62,14 +62,6 @@ def new_stager() -> DefaultStager:
     )
 
 
-def with_new_state_keys(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Until November 2026, the state of Lockstep's ModelCheckpoint had the key of Lightning's."""
-    states = checkpoint.get("callbacks", {})
-    for key in [key for key in states if key.startswith("ModelCheckpoint") and "kept" in states[key]]:
-        states[f"lockstep.{key}"] = states.pop(key)
-    return checkpoint
-
-
 class AtomicCheckpointIO(CheckpointIO):
     """Gives a checkpoint its final name when it is complete and on disk: a crash leaves the previous one.
 
@@ -155,7 +147,7 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Always with weights_only=True: a checkpoint cannot run code."""
         self.drain()
-        return with_new_state_keys(weights.load(Path(path)))
+        return weights.load(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self.submit(partial(self.remove_own, Path(path)))
@@ -403,7 +395,7 @@ class Position(Callback):
         adopt_changes(trainer, checkpoint, config_changed=any(old.get(key) != new.get(key) for key in keys))
         raise_problems(f"resume: {error}" for error in changed_frozen(pl_module, checkpoint.get("frozen", {})))
         load_epoch_means(trainer, checkpoint.get("epoch_means", {}))
-        trainer.strategy.gradient_order = checkpoint.get("gradient_order", [])  # type: ignore[attr-defined]
+        trainer.strategy.gradient_order = checkpoint["gradient_order"]  # type: ignore[attr-defined]
         trainer.strategy.means.load(checkpoint, keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

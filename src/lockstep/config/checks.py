@@ -102,7 +102,7 @@ def task(settings: Settings) -> Iterator[str]:
     cfg = settings.cfg
     if not cfg.task.is_shipped and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
         yield f"checkpoint.mode={cfg.checkpoint.mode} is invalid; expected one of max, min. Set checkpoint.mode=min."
-    shipped, title = cfg.task.is_shipped, cfg.task.title
+    shipped, title = cfg.task.is_shipped and "replaces" not in cfg.task, cfg.task.title
     required = {*GIVEN} if shipped else required_arguments(cfg.task)
     for argument, group in [(argument, group) for argument, group in GIVEN.items() if group in OPTIONAL]:
         # With weights from a checkpoint, groups may be absent: the train.py of that run may have built the objects itself.

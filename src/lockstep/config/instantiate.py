@@ -77,6 +77,12 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         raise
 
 
+def create_offered(component: Component, key: str, offered: Mapping[str, Any]) -> Any:
+    """Creates the object of a component, with those of the `offered` arguments that its signature has and its config does not set."""
+    given = targets.matching_kwargs(component.target, offered)
+    return create_object(component, key, **{k: v for k, v in given.items() if k not in component})
+
+
 def has_base(component: Component, key: str, base: str) -> bool:
     """Whether `base`, a dotted name, is a base of a component's class.
 
@@ -197,10 +203,8 @@ def operations(components: Mapping[str, Component], image_size: int | None) -> d
     built: dict[str, Any] = {}
     errors: list[str] = []
     for name, component in components.items():
-        extra = targets.matching_kwargs(component.target, {"image_size": image_size})
         try:
-            extra = {k: v for k, v in extra.items() if k not in component}
-            built[name] = create_object(component, f"augment.{name}", **extra)
+            built[name] = create_offered(component, f"augment.{name}", {"image_size": image_size})
         except UserError as e:
             errors += e.problems
     raise_problems(errors)

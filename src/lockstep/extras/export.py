@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -278,7 +278,9 @@ class LightningModuleTask(Task):
             ) from e
 
 
-def network_of_module(config: RunConfig, checkpoint: Checkpoint, network: str) -> tuple[Task, nn.Module, str]:
+def network_of_module(
+    config: RunConfig, checkpoint: Checkpoint, module: nn.Module, network: str
+) -> tuple[Task, nn.Module, str]:
     """A task that stands in for a LightningModule, the module with its weights, and the argument that creates the network.
 
     The exported folder creates the network again, without Lightning. Raises UserError: no argument creates it.
@@ -289,7 +291,6 @@ def network_of_module(config: RunConfig, checkpoint: Checkpoint, network: str) -
         for name, value in config.task.kwargs.items()
         if isinstance(value, Mapping) and "_target_" in value and not value.get("_partial_")
     ]
-    module = load_module(checkpoint)
     networks = [name for name in candidates if isinstance(getattr(module, name, None), nn.Module)]
     if argument not in networks:
         raise UserError(
@@ -315,13 +316,13 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     checkpoint = read(path)
     config = config_of(checkpoint)
     metadata, network_kwargs, argument = checkpoint.metadata, checkpoint.network or {}, ""
-    if checkpoint.network is None:
-        task, net, argument = network_of_module(config, checkpoint, network)
+    module = load_module(checkpoint)
+    if isinstance(module, Task):
+        task, net = module, module.net
+    else:
+        task, net, argument = network_of_module(config, checkpoint, module, network)
         network_kwargs = config.task.get(argument)
         config = replace(config, model=Component.of(network_kwargs))
-    else:
-        task = cast(Task, load_module(checkpoint))
-        net = task.net
     data, batch = samples_to_compare(config, metadata, files)
     candidate = NetworkToExport(config, network_kwargs, task, net, data, batch, network, argument)
     folder.parent.mkdir(parents=True, exist_ok=True)

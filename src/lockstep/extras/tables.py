@@ -249,7 +249,7 @@ WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
 def predicted_columns(module: pl.LightningModule, top_k: int) -> tuple[Callable[[Any], Row], Sequence[str]]:
     """A function from the result of a prediction to columns of a table, and the names of values in wide columns."""
     name = type(module).__name__
-    if top_k > 1 and getattr(type(module), "top", Task.top) is Task.top:
+    if top_k > 1 and not hasattr(module, "top"):
         raise UserError(f"top_k={top_k} has no effect: {name} does not rank classes. Remove it.")
     if isinstance(module, Task):
         return partial(columns_of_task, module, top_k), module.value_names
@@ -266,7 +266,7 @@ def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Row:
     has_targets = "target" in batch
     columns = (task.targets(batch) if has_targets else {}) | validated_columns(task.predictions(network_output))
     if top_k > 1:
-        columns |= task.top(network_output, top_k)
+        columns |= task.top(network_output, top_k)  # type: ignore[operator]
     if has_targets:
         with suppress(WholeBatchNeeded):  # alone, a sample has no loss
             columns.setdefault("loss", task.loss(network_output, batch))

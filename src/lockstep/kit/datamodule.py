@@ -13,7 +13,6 @@ from lockstep import Arrays, Batch, DataSet, UserError, parts
 from lockstep.kit.augment import Augmentation
 
 ON_DEVICE_SHARE = 0.1  # the fraction of a GPU's free memory that on_device=auto may use
-DRAWS = "places"  # what the random numbers of augmentation are keyed by; a resumed run must draw the same
 
 
 class DataModule(pl.LightningDataModule):
@@ -40,7 +39,6 @@ class DataModule(pl.LightningDataModule):
         self.predicted = "test"  # the part that predict_dataloader loads
         self.problems: list[str] | None = None  # why samples of the current batch could not be read
         self.splits = parts.splits(dataset, batch_size=batch_size, **options)  # by part of the run
-        self.folds = options.get("folds")
         self.targets = parts.Targets(dataset, self.splits["train"])
         self.order = parts.order(self.splits["train"], dataset.train, dataset.unit, repeats=repeats, balance=balance)
         self.augment = Augmentation(operations or {})
@@ -186,16 +184,11 @@ class DataModule(pl.LightningDataModule):
         data = self.dataset
         state = {"source": data.source, "sha256": data.fingerprint, "train": len(data.train), "test": len(data.test)}
         name = f"{type(data).__module__}.{type(data).__qualname__}"
-        return {**state, "about": self.metadata, "class": name, "draws": DRAWS}
+        return {**state, "about": self.metadata, "class": name}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError if the run trained on different data, or drew other random numbers."""
+        """Raises UserError if the run trained on different data."""
         fingerprint = self.dataset.fingerprint
-        if (self.folds or self.augment.operations or self.augment.transforms) and "draws" not in state:
-            raise UserError(
-                "the checkpoint was saved by Lockstep 0.2, which drew other random numbers and held out other samples: the result would differ. "
-                "Resume it with lockstep==0.2, or start a new run with init_from=<checkpoint>."
-            )
         if state["sha256"] != fingerprint:
             raise UserError(
                 f"the checkpoint was trained on different data (sha256 {state['sha256'][:12]}) than this run's (sha256 {fingerprint[:12]}). "

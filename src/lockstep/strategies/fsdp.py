@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import map_leaves
-from lockstep.checkpoints.saving import AtomicCheckpointIO, with_new_state_keys
+from lockstep.checkpoints.saving import AtomicCheckpointIO
 from lockstep.compat.lightning import WholeMeshStrategy
 from lockstep.compat.torch import whole_draws
 from lockstep.errors import UserError
@@ -213,7 +213,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_dir():
             return self.checkpoint_io.load_checkpoint(path)
-        return with_new_state_keys(weights.load(path, self.device_mesh))
+        return weights.load(path, self.device_mesh)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

@@ -107,11 +107,7 @@ class Means:
         return sums
 
     def load(self, checkpoint: Mapping[str, Any], *, keeps: bool) -> None:
-        window = checkpoint.get("window", {})
-        if isinstance(window.get("loss"), float):  # until November 2026: over micro-batches, averaged over processes
-            samples = checkpoint["config"]["data"]["batch_size"] / checkpoint["accumulate_grad_batches"]
-            window = {"train/loss": (window["loss"] * samples, window["weight"] * samples)}
-        self.train = dict(window) if keeps else {}
+        self.train = dict(checkpoint["window"]) if keeps else {}
 
 
 def same_weights(one: Tensor | None, other: Tensor | None) -> bool:

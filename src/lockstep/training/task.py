@@ -15,7 +15,6 @@ from torchmetrics import Metric, MetricCollection
 from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError, raise_problems
-from lockstep.kit.panels import Panel
 from lockstep.training.arithmetic import is_logging_step
 from lockstep.training.losses import (
     Plain,
@@ -26,7 +25,7 @@ from lockstep.training.losses import (
     weighted_loss,
 )
 from lockstep.training.metrics import MeanLoss, named_values
-from lockstep.training.module import Module, arithmetic_of, log_reduced, trainer_of
+from lockstep.training.module import Module, arithmetic_of, log_reduced, strategy_of, trainer_of
 from lockstep.training.optim import compute_in_float32, head_of
 
 log = logging.getLogger("lockstep")
@@ -42,7 +41,7 @@ class Task(Module):
         optimizer: creates an optimizer of parameters (`optim`).
         scheduler: creates the schedule of an optimizer (`schedule`), which advances after each optimizer step.
         metadata: that of the data set.
-        metrics: further metrics by name. Each is a function that takes `metric_arguments`.
+        metrics: further metrics by name, each as a function of `metric_arguments()`.
 
     Raises:
         UserError: `metadata` lacks a key that the class needs.
@@ -76,7 +75,6 @@ class Task(Module):
         # The mean loss and the metrics of each evaluation set. They are no children of this module: checkpoints would hold a
         # metric's own network, and DDP would wait for its gradients.
         self.evaluated: dict[str, tuple[MeanLoss, dict[str, Metric]]] = {}
-        self.evaluation_set = ""  # the additional one of this batch, such as val/night
         self.began = False  # whether this process has computed a training batch
         if self.float32_head:
             compute_in_float32(head_of(net))
@@ -105,7 +103,8 @@ class Task(Module):
     @property
     def stage(self) -> str:
         """Like `Module.stage`, or the name of the additional evaluation set being evaluated, such as val/night."""
-        return self.evaluation_set or super().stage
+        stage, seeds = super().stage, getattr(strategy_of(self), "seeds", None)
+        return self.evaluation_sets(stage)[seeds.loader] if seeds else stage
 
     @property
     def value_names(self) -> Sequence[Any]:
@@ -152,22 +151,6 @@ class Task(Module):
         else:
             fits_cell = isinstance(target, list | tuple) and all(isinstance(x, Plain) for x in target)
         return {"target": target} if fits_cell else {}
-
-    def top(self, output: Any, count: int) -> dict[str, Sequence[Any] | Tensor]:
-        """Columns of the `count` most probable classes, for tasks that rank them: class, probability, class_2, ..."""
-        raise NotImplementedError
-
-    def primary_metric(self, report: Mapping[str, Any]) -> tuple[str, str] | None:
-        """The name and value of the primary metric; None: as for any module."""
-        return None
-
-    def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
-        """The 95% interval of the primary metric, if there is a simple one."""
-        return None
-
-    def test_panels(self) -> dict[str, Panel]:
-        """The report's panels about the test set, in addition to the samples with the largest losses."""
-        return {}
 
     def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """What the report shows for each sample, by name: texts, numbers, a Mask, a Picture, Lines, Tokens."""
@@ -224,7 +207,7 @@ class Task(Module):
         found = dict(found.items())
         if taken := ", ".join(sorted({"loss", "count"} & {*found, *self.further_metrics})):
             raise UserError(f"{where} {taken}, which every task already logs. Use a different name.")
-        return found | {name: make(**self.metric_arguments()) for name, make in self.further_metrics.items()}
+        return found | {name: make(self.metric_arguments()) for name, make in self.further_metrics.items()}
 
     def setup(self, stage: str) -> None:
         """Creates the metrics of each evaluation set: some metrics keep state from earlier evaluations."""
@@ -246,12 +229,6 @@ class Task(Module):
 
     on_test_start = on_validation_start
 
-    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sets the evaluation set that `stage` and `update_metrics` use."""
-        self.evaluation_set = self.evaluation_sets(super().stage)[dataloader_idx] if dataloader_idx else ""
-
-    on_test_batch_start = on_validation_batch_start
-
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
         output = self(batch)
         return self.update_metrics(output, batch, batch_idx, dataloader_idx)
@@ -261,7 +238,7 @@ class Task(Module):
     def update_metrics(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Updates the mean loss and the metrics. Returns `output` and `loss`, which the report shows if a test step returns them."""
         output = float32(output)
-        mean_loss, metrics = self.evaluated[self.evaluation_set or "val"]
+        mean_loss, metrics = self.evaluated.get(self.stage) or self.evaluated["val"]
         loss_B = one_per_sample(self.loss(output, batch), self, batch)
         mean_loss.update(loss_B, sample_weights(self, batch), arithmetic_of(self).evaluation_sum(self, batch_idx))
         inputs = self.inputs_by_metric(output, batch)
@@ -272,7 +249,6 @@ class Task(Module):
         return {"output": output, "loss": loss_B}
 
     def log_evaluation(self, stage: str) -> None:
-        self.evaluation_set = ""
         for part in self.evaluation_sets(stage):
             mean_loss, metrics = self.evaluated[part]
             with of_all_processes([mean_loss, *metrics.values()]):

@@ -387,11 +387,3 @@ def test_what_cannot_be_seeded_is_noted():
     module.trainer = stand_in_trainer()
     (note,) = [each for each in wrap_loader(module.train_dataloader(), Division(seed=0)).notes if "seed" in each]
     assert "returns different samples for the same seed" in note
-
-
-def test_a_run_whose_transforms_drew_other_numbers_is_not_resumed():
-    operations = {"x": v2.ColorJitter(hue=0.1)}
-    keyed = DataModule(InMemory(), batch_size=12, eval_batch_size=8, operations=operations)
-    keyed.load_state_dict(state := keyed.state_dict())
-    with pytest.raises(UserError, match=r"by Lockstep 0\.2, which drew other random numbers"):
-        keyed.load_state_dict({name: value for name, value in state.items() if name != "draws"})
