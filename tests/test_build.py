@@ -101,7 +101,7 @@ def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatc
     (["exact.logical_ranks=8", "trainer.accelerator=cuda"], False),
 ])  # fmt: skip
 def test_optimizers_are_fused_where_they_can_be(overrides, expected):
-    optimizer = build.optimizer(settings_of(CPU, *overrides), lambda: torch.nn.Identity())
+    optimizer = build.optimizer(settings_of(CPU, *overrides), lambda: [torch.nn.Identity()])
     assert optimizer([torch.nn.Parameter(torch.zeros(3))]).defaults["fused"] is expected
 
 
@@ -120,7 +120,7 @@ def test_a_process_multiplies_as_tf32_says_and_keeps_freed_memory_unless_it_shar
 
 def test_a_rate_of_0_for_the_head_is_a_rate():
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    optimizers = [build.optimizer(settings_of(*keys, CPU), lambda: net) for keys in (["optim.head_lr=0"], [])]
+    optimizers = [build.optimizer(settings_of(*keys, CPU), lambda: [net]) for keys in (["optim.head_lr=0"], [])]
     rates = [[group["lr"] for group in make(net.parameters()).param_groups] for make in optimizers]
     assert rates == [[1e-3, 0], [1e-3]]
 

@@ -6,7 +6,7 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,14 +58,8 @@ __all__ = ["datamodule", "evaluate", "loaders_of", "module", "process", "recorde
 # Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
 threads_before_exact: list[tuple[int, str | None]] = []
 REFUSALS = (
-    ValueError,
-    TypeError,
-    RuntimeError,
-    LookupError,
-    AssertionError,
-    InstantiationException,
-    MisconfigurationException,
-)
+    ValueError, TypeError, RuntimeError, LookupError, AssertionError, InstantiationException, MisconfigurationException,
+)  # fmt: skip
 
 
 def process(settings: Settings) -> None:
@@ -138,8 +132,9 @@ class Factory:
         return Factory, ()
 
 
-def optimizer(settings: Settings, network: Callable[[], nn.Module]) -> Callable[[Iterable[Any]], Optimizer]:
-    """A function that creates the optimizer of parameters, in groups by the layers of `network` if a key requests it."""
+def optimizer(settings: Settings, networks: Callable[[], Sequence[nn.Module]]) -> Callable[[Iterable[Any]], Optimizer]:
+    """A function that creates the optimizer of parameters, in groups by the layers of the first of `networks` if a key requests it. The others
+    name the rest of the parameters."""
     node = optimizer_node(settings)
     make, ways = create_object(Component.of(node), "optim"), arithmetic(settings)
     takes = inspect.signature(make).parameters
@@ -156,14 +151,18 @@ def optimizer(settings: Settings, network: Callable[[], nn.Module]) -> Callable[
     rates = {key: node[key] for key in ("lr", "weight_decay") if key in node}
 
     def create(params: Iterable[Any]) -> Optimizer:
-        net, given = network(), list(params)
-        ids, options = {id(p) for p in given}, dict[str, Any]()
-        if any(p.is_meta for p in net.parameters()) and getattr(make, "keywords", {}).get("fused"):
+        given, options = list(params), dict[str, Any]()
+        if (asked or "named_parameters" in takes) and any(isinstance(p, Mapping) for p in given):
+            raise UserError(
+                f"{', '.join(asked) or node['_target_']} groups parameters, but so does `configure_optimizers`."
+            )
+        named = {id(p): (name, p) for net in reversed(networks()) for name, p in net.named_parameters()}
+        if any(p.is_meta for _, p in named.values()) and getattr(make, "keywords", {}).get("fused"):
             options["fused"] = False  # fused optimizers do not support meta tensors
         if "named_parameters" in takes:
-            options["named_parameters"] = [(name, p) for name, p in net.named_parameters() if id(p) in ids]
+            options["named_parameters"] = [named[id(p)] for p in given]
         else:
-            options["params"] = optim.groups(net, ids, **rates, **asked) if asked else given
+            options["params"] = optim.groups(networks()[0], given, **rates, **asked) if asked else given
         made: Optimizer = make(**options)
         return ways.prepared(made, made.param_groups[0]["params"][0].device)
 
@@ -199,7 +198,7 @@ def arguments_of(
         given["net"].to(memory_format=torch.channels_last)
     if "optimizer" in wanted and cfg.optim:
         settings.built_groups.add("optim")
-        given["optimizer"] = Factory(optimizer(settings, lambda: given.get("net") or module()))
+        given["optimizer"] = Factory(optimizer(settings, lambda: [given.get("net", module()), module()]))
     if "scheduler" in wanted and cfg.schedule:
         settings.built_groups.add("schedule")
         make_schedule = create_object(cfg.schedule, "schedule")
@@ -322,12 +321,14 @@ def evaluate(
     saved = tested if isinstance(tested, str) else None
     start = settings.replace({"init_from": saved, "resume": None})
     module = tested if not isinstance(tested, str) else make(start, data)
-    loaders, name = Loaders(data, module), type(module).__name__
+    loaders = Loaders(data, module)
     if saved:
         for warning in changed_frozen(module, read_outline(Path(saved)).values.get("frozen", {})):
             console.print_line(f"WARNING: {warning}")
     if not loaders.evaluates(step, stage):
-        console.print_line(f"no {verb}: {name} has no {step}_step, or the data has no {stage}_dataloader")
+        console.print_line(
+            f"no {verb}: {type(module).__name__} has no {step}_step, or the data has no {stage}_dataloader"
+        )
         return {}
     panels = [TestPanels(run.panels, compiled=bool(settings.cfg.compile))] if run and stage == "test" else []
 

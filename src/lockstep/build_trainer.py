@@ -89,8 +89,8 @@ def arithmetic(settings: Settings) -> StepArithmetic:
 
 def module_problems(settings: Settings, loaders: Loaders) -> Iterator[str]:
     """What the module and the data define that would be ignored or is not supported."""
-    cfg, module, name = settings.cfg, loaders.module, type(loaders.module).__name__
-    is_manual = not module.automatic_optimization
+    cfg, module = settings.cfg, loaders.module
+    name, is_manual = type(module).__name__, not module.automatic_optimization
     if not any(map(loaders.provides, HOOKS)):
         yield f"data=none has no batches, and {name} has no train_dataloader. Add it to the module, or set the data: data=mnist, or data=own data._target_=<your LightningDataModule>."
     if arithmetic(settings).same_bits and is_manual:
@@ -124,7 +124,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
         UserError: Lightning rejects a combination of arguments, or the checkpoint to resume has no position.
     """
     loaders, model = Loaders(data, module), settings.network_title(module)
-    of_network = settings.network_arguments if settings.has_network else None
+    of_network = settings.network_arguments if settings.cfg.model and "task" in settings.built_groups else None
     settings = settings.as_built()
     raise_problems([*module_problems(settings, loaders), *small_parts(settings, data)])
     cfg, folder = settings.cfg, settings.folder

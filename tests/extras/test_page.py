@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import building
 import lightning.pytorch as pl
@@ -187,7 +187,8 @@ def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[d
     """The charts of these columns of metrics.csv, for a task with these metrics."""
     series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
     curves = [(name, "", (f"val/{name}",)) for name in columns]
-    module = SimpleNamespace(curves=lambda: curves, evaluated={"val": (None, metrics)})
+    module: Any = lockstep.Module()
+    module.curves, module.evaluated = (lambda: curves), {"val": (None, metrics)}
     return list(pages.drawn_curves(module, set(), series, {}))
 
 

@@ -49,6 +49,12 @@ def test_layers_of_other_networks_are_their_blocks_in_order():
     assert rates == {"scale": 0.125, "0.weight": 0.125, "2.0.weight": 0.25, "2.1.weight": 0.5, "3.weight": 9.0}
 
 
+def test_parameters_of_a_module_beside_its_network_are_trained_too():
+    net, own = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Parameter(torch.ones(1))
+    found = by_parameter(optim.groups(net, [*net.parameters(), own], lr=1.0, layer_decay=0.5), 1.0)
+    assert (found[id(own)][0], found[id(net[0].weight)][0]) == (1.0, 0.5)
+
+
 # --- Momentum ---
 
 

@@ -79,7 +79,7 @@ class StepSeed(Callback):
             delattr(each, hook)
             vars(each).update({hook: own} if own else {})
         for each, hook in self.empty:
-            delattr(each, hook)
+            vars(each).pop(hook, None)
         self.once, self.empty = [], []
 
     def once_per_step(self, call: Callable[..., Any], hook: str, trainer: Trainer) -> Callable[..., Any]:

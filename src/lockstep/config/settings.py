@@ -125,16 +125,11 @@ class Settings:
         """The display name of the model, or of a task that creates its own network."""
         return (self.cfg.model or self.cfg.task).title
 
-    @property
-    def has_network(self) -> bool:
-        """Whether the module gets its network, from `model` or made by hand, as the built module has shown."""
-        return bool(self.cfg.model) and "task" in self.built_groups
-
     def network_title(self, module: Any) -> str:
         """The display name of the network of a built module, or of a module that was made by hand."""
         if "task" not in self.built_groups:
             return type(module).__name__
-        by_hand = self.has_network and "model" not in self.built_groups
+        by_hand = self.cfg.model and "model" not in self.built_groups
         return type(getattr(module, "net", module)).__name__ if by_hand else self.model_title
 
     @property

@@ -28,6 +28,7 @@ from lockstep.reporting.console import in_runs_dir, print_line, time_left, warni
 from lockstep.reporting.report import STAGE, headline, metric_series
 from lockstep.run import OF_RANK_0, RunFolder, metrics_of_test, overrides_of
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
+from lockstep.training.module import hook
 
 # Parts of the time: name and colour. Training, validation and test have the colours of their curves.
 PARTS = {
@@ -67,10 +68,10 @@ CHARTS, CURVES = 24, 8  # maximum number of charts in addition to the task's own
 
 def charts_of(module: Any, of_rank_0: set[str], logged: Sequence[str]) -> list[Chart]:
     """The module's `curves`, then training and validation by metric, then all other values, with the module's `titles`."""
-    sets = getattr(module, "evaluation_sets", lambda stage: [stage])("val")
+    sets = hook(module, "evaluation_sets", lambda stage: [stage])("val")
     own = [
         (title, unit, tuple(n.replace("val", s, 1) for n in names for s in (sets if n.startswith("val/") else ["val"])))
-        for title, unit, names in getattr(module, "curves", tuple)()
+        for title, unit, names in hook(module, "curves", tuple)()
     ]
     drawn, groups = {name for _, _, names in own for name in names}, dict[tuple[bool, str], list[str]]()
     for name in logged:
@@ -80,14 +81,14 @@ def charts_of(module: Any, of_rank_0: set[str], logged: Sequence[str]) -> list[C
             groups.setdefault((not match, match[2] if match else name), []).append(name)
     charts = [(name, groups[key, name][:CURVES]) for key, name in sorted(groups, key=itemgetter(0))[:CHARTS]]
     for name, names in charts:
-        title, unit = getattr(module, "titles", {}).get(name, (name, ""))
+        title, unit = hook(module, "titles", {}).get(name, (name, ""))
         own.append((f"{title}{OF_RANK_0}" if of_rank_0 & {*names} else title, unit, tuple(names)))
     return own
 
 
 def highest(module: Any, name: str) -> float:
     """The largest value of a metric, if torchmetrics declares it: 1 for fractions."""
-    metrics = getattr(module, "evaluated", {}).get("val", [{}])[-1]
+    metrics = hook(module, "evaluated", {}).get("val", [{}])[-1]
     found = metrics.get(name.partition("/")[2].partition("/")[0])
     return float(getattr(found, "plot_upper_bound", None) or math.inf)
 

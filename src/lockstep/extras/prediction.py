@@ -61,6 +61,7 @@ from lockstep.reporting.console import print_line
 from lockstep.reporting.report import decode
 from lockstep.training.batches import Loaders
 from lockstep.training.losses import RESERVED, sample_at
+from lockstep.training.module import hook
 from lockstep.training.oom import oom_advice
 
 # --- From columns of predictions to table rows: plain values by name ---
@@ -218,7 +219,7 @@ class Writer(pl.Callback):
 
     def __init__(self, loaders: Loaders, asked: Request, made: Callable[[Any], Row], names: Sequence[str]) -> None:
         self.loaders, self.asked, self.made, self.names = loaders, asked, made, names
-        self.describe = getattr(loaders.module, "describe", None)
+        self.describe = hook(loaders.module, "describe")
         self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
         self.output = self.folder = Path(str(asked.output))
         self.columns: Row = {}  # with a value of each; of all processes at the end

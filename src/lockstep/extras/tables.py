@@ -26,7 +26,7 @@ from lockstep.kit.listing import MISSING, SEPARATORS, Check, Listing, find_input
 from lockstep.kit.pixels import file_name_text, read_error_text
 from lockstep.machine.files import without_nan
 from lockstep.training.losses import validated_columns
-from lockstep.training.module import WholeBatchNeeded
+from lockstep.training.module import WholeBatchNeeded, hook
 from lockstep.training.task import Task
 
 # --- Files to predict ---
@@ -248,14 +248,13 @@ WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
 
 def predicted_columns(module: pl.LightningModule, top_k: int) -> tuple[Callable[[Any], Row], Sequence[str]]:
     """A function from the result of a prediction to columns of a table, and the names of values in wide columns."""
-    name = type(module).__name__
-    if top_k > 1 and not hasattr(module, "top"):
-        raise UserError(f"top_k={top_k} has no effect: {name} does not rank classes. Remove it.")
+    if top_k > 1 and not hook(module, "top"):
+        raise UserError(f"top_k={top_k} has no effect: {type(module).__name__} does not rank classes. Remove it.")
     if isinstance(module, Task):
         return partial(columns_of_task, module, top_k), module.value_names
     if not any(is_overridden(hook, module) for hook in ("predict_step", "forward")):
         raise UserError(
-            f"{name} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
+            f"{type(module).__name__} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
         )
     return columns_of_module, ()
 

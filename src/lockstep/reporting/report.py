@@ -166,5 +166,7 @@ def primary_metric(report: Mapping[str, Any]) -> tuple[str, str]:
 
 def headline(module: Any, report: Mapping[str, Any]) -> Headline:
     """The primary metric of a run, by its LightningModule's `primary_metric` and `interval` if it has them."""
-    own, interval = (getattr(module, name, lambda _: None) for name in ("primary_metric", "interval"))
+    from lockstep.training.module import hook  # imports torch
+
+    own, interval = (hook(module, name, lambda _: None) for name in ("primary_metric", "interval"))
     return *(own(report) or primary_metric(report)), interval(report)

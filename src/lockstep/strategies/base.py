@@ -13,6 +13,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -76,8 +77,7 @@ class ChangedInPlace(pl.LightningModule):
         call_own_train(self.modes)
         for module, training in self.modes:
             module.training = training
-        user: Any = type(self).__mro__[2]
-        if user.on_validation_model_train is not pl.LightningModule.on_validation_model_train:
+        if is_overridden("on_validation_model_train", super(), pl.LightningModule):  # type: ignore[arg-type]
             super().on_validation_model_train()
 
 

@@ -174,8 +174,8 @@ class DDP(PortableCheckpoint, DDPStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         detached = super().backward(*args, **kwargs)
         if self.recording:  # the first backward of this wrapper
-            is_sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in self.parameters)
-            self.gradient_order = [] if is_sparse else self.recorded
+            is_dense = all(p.grad is None or p.grad.layout == torch.strided for p in self.parameters)
+            self.gradient_order = self.recorded if is_dense else []
             for hook in self.recording:
                 hook.remove()
             self.recording = []

@@ -82,10 +82,10 @@ class Loaders:
     @property
     def needs_whole(self) -> str:
         """Why a micro-batch that does not fit in memory cannot be divided; empty if it can."""
-        name, strategy = type(self.module).__name__, self.module.trainer.strategy
         if not self.module.automatic_optimization:
-            return f"{name} uses manual optimization."
-        return f"{name} gathers the global batch." if strategy.gathers else ""  # type: ignore[attr-defined]
+            return f"{type(self.module).__name__} uses manual optimization."
+        strategy: Any = self.module.trainer.strategy
+        return f"{type(self.module).__name__} gathers the global batch." if strategy.gathers else ""
 
     def provides(self, hook: str) -> bool:
         return is_overridden(hook, self.holder)

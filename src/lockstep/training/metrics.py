@@ -21,6 +21,7 @@ from lockstep.kit.panels import Content, Gallery, Kept, Panel, Sample
 from lockstep.machine.world import all_gather_objects
 from lockstep.training.arithmetic import tree_sum
 from lockstep.training.losses import float32, sample_at, samples_at
+from lockstep.training.module import hook
 
 log = logging.getLogger("lockstep")
 
@@ -94,7 +95,7 @@ class TestPanels(pl.Callback):
     def on_test_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.task, device = pl_module, pl_module.device
         with self.attempt("test_panels"):
-            self.panels = getattr(pl_module, "test_panels", dict)()
+            self.panels = hook(pl_module, "test_panels", dict)()
             for panel in self.panels.values():
                 prepare(panel, device, of_panel=True)
         self.worst.to(device)
@@ -130,9 +131,13 @@ class TestPanels(pl.Callback):
                     self.contents += panel.contents()
         with of_all_processes([self.worst, self.random]):
             worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
+        if not worst and hook(self.task, "test_panels"):
+            log.warning(
+                "the report has no panels: `test_step` returns no dict with `output` and `loss`, as `update_metrics` does"
+            )
         if random.keys() <= worst.keys():  # `worst` contains all of a small test set
             random = {}
-        samples = self.samples(worst | random)
+        samples = self.samples(worst | random) if worst else {}
         for title, losses, note in (
             ("Largest losses", worst, "From the test set, largest first."),
             ("Random samples", random, "From the test set; the same samples in every run."),
@@ -147,8 +152,6 @@ class TestPanels(pl.Callback):
         rank computes all samples, because sharding strategies communicate in the forward pass.
         """
         results, indices = dict[int, Sample](), list(losses)
-        if not indices:
-            return results
         trainer, data = self.task.trainer, self.task.trainer.datamodule
         files = data.dataset.paths("test")
         per_process = -(-min(data.eval_batch_size, data.splits["test"].count) // trainer.world_size)
@@ -158,10 +161,10 @@ class TestPanels(pl.Callback):
             raw = data.raw("test", index_N)
             device_batch = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
             batch = trainer.precision_plugin.convert_input(data.evaluated.preprocess(device_batch))
-            with torch.no_grad(), trainer.precision_plugin.forward_context():
-                output = self.task(batch)
             with self.attempt("worst"):
-                descriptions = self.task.describe(float32(output), batch)
+                with torch.no_grad(), trainer.precision_plugin.forward_context():
+                    output = self.task(batch)
+                descriptions = hook(self.task, "describe", lambda *_: [{}] * size)(float32(output), batch)
                 for row, (index, description) in enumerate(
                     zip(index_N[: len(indices) - first].tolist(), descriptions, strict=False)
                 ):

@@ -242,6 +242,11 @@ class Module(pl.LightningModule):
         return values_B[own] if len(values_B) == count else values_B
 
 
+def hook(module: Any, name: str, default: Any = None) -> Any:
+    """An optional attribute of a `lockstep.Module`. Those of other modules may have any meaning."""
+    return getattr(module, name, default) if isinstance(module, Module) else default
+
+
 def changed_frozen(module: nn.Module, saved: Mapping[str, str]) -> list[str]:
     """A message for each frozen network or weight that differs from the checkpoint with these digests."""
     digests = {name: m.frozen_digest for name, m in module.named_modules() if hasattr(m, "frozen_digest")}

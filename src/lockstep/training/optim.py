@@ -5,7 +5,7 @@ Padded fused steps give the same bits on any number of processes.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from lockstep.training.losses import float32
 
 def groups(
     net: nn.Module,
-    ids: Container[int] | None = None,
+    params: Sequence[Tensor] | None = None,
     *,
     lr: float,
     weight_decay: float = 0.0,
@@ -31,7 +31,7 @@ def groups(
     """Parameter groups for an optimizer. Parameters with the same learning rate and weight decay share a group.
 
     Args:
-        ids: the identities of the parameters to group; None: all.
+        params: the parameters to group; None: all of the network. Those of other modules have the rate `lr`.
         no_decay: no weight decay for vectors (biases, norms) and for what the network's `no_weight_decay()` names.
         layer_decay: a layer's rate is this factor times the rate of the next layer (BEiT, Bao et al. 2022).
         head_lr: the rate of the head.
@@ -40,10 +40,10 @@ def groups(
     last_layer = max(layer_index.values(), default=0)
     no_decay_names = set(getattr(net, "no_weight_decay", set)())
     grouped: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
-    for name, p in net.named_parameters():
-        if ids is not None and id(p) not in ids:
-            continue
-        rate = lr * (layer_decay or 1.0) ** (last_layer - layer_index[name])
+    names = {id(p): name for name, p in net.named_parameters()}
+    for p in net.parameters() if params is None else params:
+        name = names.get(id(p), "")
+        rate = lr * (layer_decay or 1.0) ** (last_layer - layer_index.get(name, last_layer))
         if head_lr is not None and id(p) in head:
             rate = head_lr
         grouped[rate, 0.0 if no_decay and (p.dim() <= 1 or name in no_decay_names) else weight_decay].append(p)

@@ -104,7 +104,7 @@ class Task(Module):
     def stage(self) -> str:
         """Like `Module.stage`, or the name of the additional evaluation set being evaluated, such as val/night."""
         stage, seeds = super().stage, getattr(strategy_of(self), "seeds", None)
-        return self.evaluation_sets(stage)[seeds.loader] if seeds else stage
+        return dict(enumerate(self.evaluation_sets(stage))).get(seeds.loader, stage) if seeds else stage
 
     @property
     def value_names(self) -> Sequence[Any]:
@@ -166,8 +166,7 @@ class Task(Module):
         return self.outputs(self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        output = self(batch)
-        return self.mean_loss(output, batch)
+        return self.mean_loss(self(batch), batch)
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
         """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
@@ -230,8 +229,7 @@ class Task(Module):
     on_test_start = on_validation_start
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        output = self(batch)
-        return self.update_metrics(output, batch, batch_idx, dataloader_idx)
+        return self.update_metrics(self(batch), batch, batch_idx, dataloader_idx)
 
     test_step = validation_step
 
