@@ -54,7 +54,9 @@ def difference(reference: Report, other: Report) -> tuple[float, float, float]:
     """Three relative differences: the largest over the losses of all steps; that of all weights and buffers as one vector; and the largest
     over single tensors. Small tensors, such as biases that started at zero, differ most."""
     losses = [run.curves["train/loss"].values for run in (reference, other)]
-    weights: list[dict[str, Any]] = [read(r.folder / "checkpoints" / "last.ckpt").state_dict for r in (reference, other)]
+    weights: list[dict[str, Any]] = [
+        read(r.folder / "checkpoints" / "last.ckpt").state_dict for r in (reference, other)
+    ]
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
         raise RuntimeError(f"{other.folder} did not run the same steps as {reference.folder}")
     floating = [key for key, value in weights[0].items() if value.is_floating_point()]

@@ -137,13 +137,14 @@ def ready(settings: Settings, data: Any, net: Any = None) -> tuple[Any, Any]:
     """Task and trainer of a run, with its folder; `net` takes the place of the config's network."""
     from lockstep import build
     from lockstep.extras.page import LivePage
+    from lockstep.training.batches import Loaders
 
     settings.folder.path.mkdir(parents=True, exist_ok=True)
     process.is_command = True
     batches = build.datamodule(settings, data)
     module = build.module(settings, batches, **({} if net is None else {"net": net}))
     trainer = build.trainer(settings, module, batches, LivePage(settings))
-    return build.loaders_of(trainer), trainer
+    return Loaders(batches, module), trainer
 
 
 def start_job(run: Callable[[Settings, Any], None], overrides: list[str]) -> None:

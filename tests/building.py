@@ -27,6 +27,4 @@ def task(
 ) -> Any:
     """A task without a run, ready to be evaluated. `keys`: further arguments of its class."""
     never = dict.fromkeys(("optimizer", "scheduler"), pytest.fail)
-    made = kind(net=net or nn.Identity(), metadata=metadata, metrics=metrics, **never, **(keys or {}))
-    made.setup("validate")
-    return made
+    return kind(net=net or nn.Identity(), metadata=metadata, metrics=metrics, **never, **(keys or {}))

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep import PACKAGE, strategies
-from lockstep.build_trainer import arithmetic, evaluator, loaders_of, trainer
+from lockstep.build_trainer import arithmetic, evaluator, trainer
 from lockstep.checkpoints.finding import Checkpoint, read_outline
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config.formatting import to_text
@@ -51,10 +51,10 @@ from lockstep.training import optim
 from lockstep.training.arithmetic import total_steps
 from lockstep.training.batches import Loaders
 from lockstep.training.metrics import TestPanels
-from lockstep.training.module import Means, call_own_train, changed_frozen
+from lockstep.training.module import call_own_train, changed_frozen
 from lockstep.training.oom import oom_advice
 
-__all__ = ["datamodule", "evaluate", "loaders_of", "module", "process", "recorder", "trainer"]
+__all__ = ["datamodule", "evaluate", "module", "process", "recorder", "trainer"]
 # Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
 threads_before_exact: list[tuple[int, str | None]] = []
 REFUSALS = (
@@ -138,9 +138,8 @@ def optimizer(settings: Settings, networks: Callable[[], Sequence[nn.Module]]) -
     node = optimizer_node(settings)
     make, ways = create_object(Component.of(node), "optim"), arithmetic(settings)
     takes = inspect.signature(make).parameters
-    make = ways.optimizer_factory(
-        make, node["_target_"], settings.cfg.strategy.name if settings.spec.is_sharded else None
-    )
+    sharding = settings.cfg.strategy.name if settings.spec.is_sharded else None
+    make = ways.optimizer_factory(make, node["_target_"], sharding)
     own = set(ENGINE["optim"]) - takes.keys()
     asked = {key: value for key, value in node.items() if key in own and value is not None and value is not False}
     raise_problems(
@@ -152,10 +151,6 @@ def optimizer(settings: Settings, networks: Callable[[], Sequence[nn.Module]]) -
 
     def create(params: Iterable[Any]) -> Optimizer:
         given, options = list(params), dict[str, Any]()
-        if (asked or "named_parameters" in takes) and any(isinstance(p, Mapping) for p in given):
-            raise UserError(
-                f"{', '.join(asked) or node['_target_']} groups parameters, but so does `configure_optimizers`."
-            )
         named = {id(p): (name, p) for net in reversed(networks()) for name, p in net.named_parameters()}
         if any(p.is_meta for _, p in named.values()) and getattr(make, "keywords", {}).get("fused"):
             options["fused"] = False  # fused optimizers do not support meta tensors
@@ -187,12 +182,16 @@ def arguments_of(
                 "LightningDataModule a dict `metadata`, or use a LightningModule without this argument as the task."
             )
         given["metadata"] = metadata
+        settings.made_for["metadata"] = plain({**metadata}, "metadata")
     if "net" in wanted and cfg.model:
         settings.built_groups.add("model")
         of_data: dict[str, Any] = getattr(getattr(data, "dataset", None), "model_kwargs", dict)()
         of_module = network_arguments(cfg.task, metadata or {})
-        settings.network_arguments.update(plain({**of_data, **of_module}, "network_arguments()"))
-        given["net"] = network(cfg.model, settings.network_arguments, with_weights=settings.weights is None)
+        settings.made_for["network"] = plain({**of_data, **of_module}, "network_arguments()")
+        given["net"] = network(cfg.model, settings.made_for["network"], with_weights=settings.weights is None)
+    if "net" in given:
+        settings.made_for.setdefault("network", {})
+        call_own_train([(each, each.training) for each in given["net"].modules()])
     # the other format rounds differently; strategy=fsdp does not support it
     if "net" in given and cfg.channels_last and not cfg.exact.logical_ranks and not settings.spec.is_sharded:
         given["net"].to(memory_format=torch.channels_last)
@@ -219,7 +218,6 @@ def module(settings: Settings, data: Any, **by_hand: Any) -> pl.LightningModule:
     settings.built_groups.add("task")
     seed(settings.seed)  # what the module draws is in no checkpoint: it draws the same again in the test
     made: pl.LightningModule = create_module(cfg.task, **arguments_of(settings, data, by_hand, lambda: made))
-    call_own_train((each, each.training) for each in made.modules())
     if settings.weights:
         made.configure_model()  # may create its layers
         load_module_weights(made, read(Path(settings.weights)))
@@ -250,16 +248,19 @@ def load_module(checkpoint: Checkpoint) -> pl.LightningModule:
     task, model = checkpoint.component("task"), checkpoint.component("model")
     wanted = required_arguments(task)
     with this_process.seeded_and_restored(checkpoint.config["seed"]):
-        given = dict.fromkeys(wanted & {"optimizer", "scheduler"}) | {"metadata": checkpoint.metadata}
+        given: dict[str, Any] = {**dict.fromkeys(wanted), "metadata": checkpoint.metadata}
         if "net" in wanted:
             if not model:
                 raise UserError(
                     f"{checkpoint.path}: the network of this run is created in its train.py. Create it there, and load the weights with torch.load."
                 )
             given["net"] = network(model, checkpoint.network or {}, with_weights=False)
-        made = create_module(task, **{name: value for name, value in given.items() if name in wanted})
+        made = create_module(task, **{name: given[name] for name in wanted})
         made.configure_model()  # may create its layers
     load_module_weights(made, checkpoint)
+    for each in made.modules():
+        if isinstance(each, optim.Float32):  # a class of its own, which pickle does not find
+            each.__class__ = type(each).__mro__[2]
     return made.eval()
 
 
@@ -273,7 +274,7 @@ def with_advice(settings: Settings, trainer: pl.Trainer, error: BaseException) -
         isinstance(error, REFUSALS) and not isinstance(error, UserError | TrainingFailed) and not is_bug(error)
     )
     try:
-        with oom_advice(trainer, loaders_of(trainer), settings):
+        with oom_advice(trainer, Loaders(trainer.datamodule, trainer.lightning_module), settings):  # type: ignore[attr-defined]
             raise error
     except BaseException as e:
         if e is not error:
@@ -330,7 +331,7 @@ def evaluate(
             f"no {verb}: {type(module).__name__} has no {step}_step, or the data has no {stage}_dataloader"
         )
         return {}
-    panels = [TestPanels(run.panels, compiled=bool(settings.cfg.compile))] if run and stage == "test" else []
+    panels = [TestPanels(run.panels, compiled=settings.cfg.compile)] if run and stage == "test" else []
 
     def metrics_of(loaders: Loaders, *more: pl.Callback) -> dict[str, float]:
         trainer = evaluator(settings, loaders, *more, loggers=run.loggers if run else ())
@@ -338,8 +339,8 @@ def evaluate(
             by_loader = getattr(trainer, verb)(loaders.module, datamodule=data, verbose=False)
         counts = {f"{part}/count" for part in ("val", *getattr(data, "sets", ())) if part.startswith("val")}
         found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
-        means: Means = trainer.strategy.means  # type: ignore[attr-defined]
-        return {n: int(v) if n.endswith("/count") else v for n, v in means.marked(found).items()}
+        marked = trainer.strategy.means.marked(found)  # type: ignore[attr-defined]
+        return {n: int(v) if n.endswith("/count") else v for n, v in marked.items()}
 
     metrics = metrics_of(loaders, *panels)
     raw = read(Path(saved)).raw_state_dict if saved else None

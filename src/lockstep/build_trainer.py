@@ -104,11 +104,6 @@ def module_problems(settings: Settings, loaders: Loaders) -> Iterator[str]:
         yield f"checkpoint.monitor={monitor} has no effect: {name} or the data has no validation. Set task.monitor=null."
 
 
-def loaders_of(trainer: pl.Trainer) -> Loaders:
-    """Those of a Trainer that `trainer` created."""
-    return next(each.loaders for each in trainer.callbacks if isinstance(each, ModuleHooks))  # type: ignore[attr-defined]
-
-
 def small_parts(settings: Settings, data: Any) -> Iterator[str]:
     """Evaluations that cannot be divided: otherwise a run would learn it at its end."""
     count = max(settings.world.size, settings.cfg.exact.logical_ranks or 1)
@@ -124,7 +119,6 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
         UserError: Lightning rejects a combination of arguments, or the checkpoint to resume has no position.
     """
     loaders, model = Loaders(data, module), settings.network_title(module)
-    of_network = settings.network_arguments if settings.cfg.model and "task" in settings.built_groups else None
     settings = settings.as_built()
     raise_problems([*module_problems(settings, loaders), *small_parts(settings, data)])
     cfg, folder = settings.cfg, settings.folder
@@ -140,8 +134,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     }
     own: list[pl.Callback] = [
         stopping.RankAgreement(shared),
-        summary.RunSummary(loaders, data_info, model, cfg, settings.network_arguments, settings.overrides),
-        summary.Clock(),
+        summary.RunSummary(loaders, data_info, model, cfg, settings.made_for, settings.overrides),
         TruncateLogsOnResume(folder),
         *more,
     ]
@@ -166,7 +159,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     chosen = [create_object(each, f"callbacks.{name}") for name, each in cfg.callbacks.items()]
     logs = loggers(settings)
     # before the chosen callbacks, which may log, draw or count when a batch begins
-    position = saving.Position(cfg, of_network, begin)
+    position = saving.Position(cfg, settings.made_for, begin)
     first = [module_hooks(settings, loaders, logs), position, random_numbers(settings, loaders)]
     every = [*first, *chosen, *own]
     return lightning_trainer(settings, callbacks=every, logger=logs)

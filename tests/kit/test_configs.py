@@ -43,7 +43,7 @@ def test_a_config_builds_its_task_and_names_a_metric_of_it(name):
     tested = f"test/loss | test/{HEADLINES[name]} | test/count"
     report = {**REPORT, "test/loss": 0.1, "evaluated": tested, "monitor": cfg.checkpoint.monitor}
     assert headline(task, report)[:2] == expected
-    assert set(task.evaluated["val"][1]) == {*task.metrics(), "more"}
+    assert set(task.measured("val")[1]) == {*task.metrics(), "more"}
     assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == (cfg.task.get("monitor"), cfg.task.get("mode"))
     for argument in {"class_weights", "pos_weight"} & cfg.task.kwargs.keys():
         with pytest.raises(UserError, match=f"task.{argument} has 3 numbers; the data has 2"):

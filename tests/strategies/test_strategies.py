@@ -118,7 +118,7 @@ def test_rebuilt_buckets_get_gradients_in_the_recorded_order_and_leave_none():
         parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.append(index))
     strategy = SimpleNamespace(
         model=net, lightning_module=net, parameters=parameters, root_device=torch.device("cpu"),
-        averaged=[True] * 5 + [False], gradient_order=[3, 0, 4, 2],
+        averaged=[True] * 5 + [False], gradient_order=[3, 0, 4, 2], is_static=False, end_recording=lambda: None,
     )  # fmt: skip
     DDP.rebuild_buckets(strategy)
     assert arrived == [3, 0, 4, 2, 1]  # the last had no gradient in the first backward

@@ -82,14 +82,14 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     made.on_validation_start()
     logits_BK, label_B = samples(3000)
     seen(made, *((logits_BK[i : i + 100].to(dtype), label_B[i : i + 100]) for i in range(0, 3000, 100)))
-    assert made.evaluated["val"][0].loss_sum.dtype == torch.float64
+    assert made.measured("val")[0].loss_sum.dtype == torch.float64
     assert logged(made) == pytest.approx(plainly(logits_BK.to(dtype).float(), label_B), rel=1e-5)
     errors = untrained(Regression, nn.Flatten()).to(dtype)
     errors.on_test_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1)}
         errors.validation_step(batch, 0)
-    assert errors.evaluated["val"][1]["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
+    assert errors.measured("val")[1]["rmse"].compute().item() == pytest.approx(((2.0**26 + 7) / 8) ** 0.5, rel=1e-12)
 
 
 class Seen(Regression):
@@ -174,9 +174,9 @@ class Judged(Classification):
 
 def test_a_metric_may_have_a_network_which_is_not_the_modules():
     made, (logits_BK, label_B) = module(Judged).to(torch.bfloat16), samples(12)
-    network = made.evaluated["val"][1]["items"].features
+    network = made.measured("val")[1]["items"].features
     made.on_validation_start()
-    assert (network[1].weight.dtype, made.evaluated["val"][1]["items"].total.dtype) == (torch.float32, torch.float64)
+    assert (network[1].weight.dtype, made.measured("val")[1]["items"].total.dtype) == (torch.float32, torch.float64)
     seen(made, (logits_BK[:1], label_B[:1]), (logits_BK[1:], label_B[1:]))
     assert logged(made)["items"] == pytest.approx(network(logits_BK).sum().item(), rel=1e-5)
     assert not made.state_dict() and not list(made.parameters())

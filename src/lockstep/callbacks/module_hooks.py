@@ -101,6 +101,9 @@ class ModuleHooks(Callback):
             hooks = {type(each): type(each).on_train_epoch_start for each in (pl_module, *trainer.callbacks)}  # type: ignore[attr-defined]
             if own := [cls.__name__ for cls, hook in hooks.items() if not hook.__module__.startswith(LIBRARIES)]:
                 print_line(f"resumed within an epoch: on_train_epoch_start of {', '.join(own)} is not called for it")
+        for config in trainer.lr_scheduler_configs:  # a module may step it by epochs, as the template's does
+            if getattr(config.scheduler, "counts_steps", False):
+                config.interval, config.frequency = "step", 1
         if self.log_interval:
             trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
         for index, metric in self.due.items():

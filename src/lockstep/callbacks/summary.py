@@ -78,11 +78,15 @@ class RunSummary(Callback):
     data_info: Mapping[str, Any]
     model: str
     config: RunConfig
-    network: Mapping[str, Any]  # what the network was made for
+    made_for: Mapping[str, Mapping[str, Any]]  # see Settings
     overrides: Sequence[str] | None = None
     changes: list[str] = field(default_factory=list)
     across_processes: str | None = None
     batch: dict[str, int | None] = field(default_factory=dict)  # from its loader, if it is a user's
+    # seconds of this process: since the start, in validations, and in all of training
+    began_s: float = 0.0
+    validated_s: float = 0.0
+    trained_s: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         libraries = dict(library.split(" ", 1) for library in versions().split(", "))
@@ -96,7 +100,7 @@ class RunSummary(Callback):
         saved_components = {group: Component.of(saved_config[group] or {}) for group in COMPARED}
         components = {group: getattr(self.config, group) for group in COMPARED}
         saved_values = comparable(saved_components, checkpoint.get("network", {}), saved_state)
-        values = comparable(components, self.network, state)
+        values = comparable(components, self.made_for.get("network", {}), state)
         different = [key for key in {**saved_values, **values} if saved_values.get(key) != values.get(key)]
         self.changes = [f"{key} was {saved_values.get(key)} and is now {values.get(key)}" for key in different]
 
@@ -126,9 +130,25 @@ class RunSummary(Callback):
             print_line(f"data: {note}")
         training = loaders.training
         self.batch = {"batch_size": training[0].size} if len(training) == 1 else {}
+        self.began_s = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validated_s -= time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validated_s = 0.0 if trainer.sanity_checking else self.validated_s + time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trained_s = time.perf_counter() - self.began_s
 
     def report_metrics(self) -> dict[str, Any]:
-        return {"across_processes": self.across_processes, **self.batch}
+        """Results, and where the time of training went: waiting for data, validation, saving, and steps (the rest)."""
+        trainer = self.loaders.module.trainer
+        saved = getattr(trainer.strategy.checkpoint_io, "stalled_s", 0.0)
+        parts = {"wait": waited_s(trainer), "validation": self.validated_s, "saving": saved}
+        times = {"steps": max(0.0, self.trained_s - sum(parts.values())), **parts}
+        found = {f"time/{name}_s": seconds for name, seconds in times.items()}
+        return {"across_processes": self.across_processes, **self.batch, **found}
 
     def samples(self) -> str:
         """The source of the samples and the size of each part, as far as they are known."""
@@ -255,37 +275,6 @@ class Progress(Callback):
     on_train_end = on_test_end = on_predict_end = on_exception = cast(Any, end)
 
 
-# --- Where the time of training goes, as time/* in the report ---
-
-
-class Clock(Callback):
-    """Seconds of this process: waiting for data, validation, saving, and steps (the rest of training)."""
-
-    def __init__(self) -> None:
-        self.trained_s = self.validated_s = self.began_s = self.validation_began_s = 0.0
-        self.trainer: Trainer | None = None
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.trainer, self.began_s, self.validated_s = trainer, time.perf_counter(), 0.0
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.validation_began_s = time.perf_counter()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.validated_s += time.perf_counter() - self.validation_began_s
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.trained_s = time.perf_counter() - self.began_s
-
-    def report_metrics(self) -> dict[str, Any]:
-        if self.trainer is None:
-            return {}
-        waited, saved = waited_s(self.trainer), getattr(self.trainer.strategy.checkpoint_io, "stalled_s", 0.0)
-        parts = {"wait": waited, "validation": self.validated_s, "saving": saved}
-        parts["steps"] = max(0.0, self.trained_s - sum(parts.values()))
-        return {f"time/{name}_s": seconds for name, seconds in parts.items()}
-
-
 # --- Training speed over all processes, fraction of time waiting for data (both without validation), and memory ---
 
 
@@ -321,12 +310,8 @@ def samples_in_all(trainer: Trainer, batch: Any) -> float:
     strategy: Any = trainer.strategy
     loaders = strategy.loaders_of(strategy.micro_batch)
     counts = [samples for loader in loaders if (samples := loader.batch_info[strategy.micro_batch].samples) is not None]
-    return (
-        sum(counts)
-        if counts
-        else batch_size_of(batch)
-        * (1 if any(loader.batch_scope == "all" for loader in loaders) else trainer.world_size)
-    )
+    is_whole = any(loader.batch_scope == "all" for loader in loaders)
+    return sum(counts) if counts else batch_size_of(batch) * (1 if is_whole else trainer.world_size)
 
 
 class Throughput(Callback):

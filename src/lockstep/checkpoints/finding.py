@@ -58,15 +58,11 @@ POSITION = {
     **dict.fromkeys(("epoch", "global_step", "accumulate_grad_batches"), int),
     "pytorch-lightning_version": str,  # Lightning converts checkpoints of older versions
 }
-OTHERS = ("state_dict", "config", DATA, "window", "network", "plateau", "current_model_state")
+OTHERS = ("state_dict", "config", DATA, "window", "network", "metadata", "plateau", "current_model_state")
 PARTS = POSITION | dict.fromkeys(OTHERS, dict)
 LOOP = (
-    "state_dict",
-    "epoch_progress",
-    "epoch_loop.state_dict",
-    "epoch_loop.batch_progress",
-    "epoch_loop.automatic_optimization.optim_progress",
-)
+    "state_dict", "epoch_progress", "epoch_loop.state_dict", "epoch_loop.batch_progress", "epoch_loop.automatic_optimization.optim_progress",
+)  # fmt: skip
 
 
 def max_values(path: Path) -> int:
@@ -108,7 +104,7 @@ class Checkpoint:
             reason = f"its config is not the config of a run{f': {why}' if why else ''}"
         elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
             reason = "it does not describe its data"
-        elif why := why_not_plain([values.get(DATA), values.get("network")], references=True, most=most):
+        elif why := why_not_plain([*map(values.get, (DATA, "network", "metadata"))], references=True, most=most):
             reason = f"its data or network is invalid: {why}"
         if reason:
             raise UserError(
@@ -116,7 +112,7 @@ class Checkpoint:
                 "other weights into a timm model, set model.checkpoint_path=<file>."
             )
         raw, network = values.get("current_model_state"), values.get("network")
-        metadata = values.get(DATA, {}).get("about", {})
+        metadata = values.get("metadata") or values.get(DATA, {}).get("about", {})
         config = with_moved(values["config"])
         return cls(path, values, config, values["state_dict"], raw, network, metadata)
 

@@ -347,10 +347,8 @@ class Position(Callback):
     validation or an epoch (NOTEBOOK.md). The public hooks here correct them on saving and on loading.
     """
 
-    def __init__(
-        self, config: RunConfig, network: dict[str, Any] | None, begin: Sequence[Callable[[Trainer], None]] = ()
-    ) -> None:
-        self.config, self.network = config, network  # saved in every checkpoint; None: the module makes its own network
+    def __init__(self, config: RunConfig, made_for: dict[str, Any], begin: Sequence[Any] = ()) -> None:
+        self.config, self.made_for = config, made_for  # saved in every checkpoint
         self.begin = begin  # called before anything begins a step
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -358,7 +356,7 @@ class Position(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"], checkpoint["constructed"] = self.config.plain(), self.constructed
-        checkpoint |= {} if self.network is None else {"network": self.network}
+        checkpoint |= self.made_for
         checkpoint["global_step"] = steps_done(trainer)  # Lightning counts every optimizer's, and loads `loops`
         # exact.logical_ranks may change the config's value
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches

@@ -113,7 +113,7 @@ def task(settings: Settings) -> Iterator[str]:
             settings, [group for argument, group in GIVEN.items() if argument not in required]
         )
     if cfg.task.get("metrics") and not shipped and "metrics" not in (parameters(cfg.task.target) or {}):
-        yield f"task.metrics has no effect: {title} logs its own metrics. Remove it."
+        yield f"task.metrics has no effect: the constructor of {title} takes no `metrics`."
     if settings.spec.is_sharded and not cfg.optim:
         reason = f"needs an optimizer from the group optim with strategy={cfg.strategy.name}, but {title} creates its own. Set strategy=ddp"
         yield from settings.exact_conflicts({"exact.logical_ranks": (None, reason)})
@@ -131,10 +131,7 @@ def replaced_group_errors(settings: Settings, replaced: Collection[str]) -> Iter
             "task=lightning_module" if "replaces" not in cfg.task else " ".join(f"{group}=none" for group in groups)
         )
         taken = ", ".join(argument for argument, group in GIVEN.items() if group in groups)
-        yield (
-            f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: "
-            f"[lightning_module]; or let its constructor take {taken}."
-        )
+        yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]; or let its constructor take {taken}, or pass them on: super().__init__(**given)."
 
 
 def unused_overrides(settings: Settings) -> Iterator[str]:

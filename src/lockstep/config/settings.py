@@ -101,8 +101,8 @@ class Settings:
     overrides: tuple[str, ...] | None = ()  # of the commands that started and resumed the run; None: unknown
     random_keys: frozenset[str] = frozenset()  # see Draft
     built_groups: set[str] = field(default_factory=set, compare=False)  # groups whose objects this process has built
-    # what the network was made for: num_classes, ...; checkpoints have it, so that predictions and exports need no data
-    network_arguments: dict[str, Any] = field(default_factory=dict, compare=False)
+    # what the module was made for: `network` (num_classes, ...) and `metadata`. Checkpoints have it: predictions and exports need no data
+    made_for: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, cfg: RunConfig, env: Mapping[str, str] = os.environ) -> "Settings":

@@ -256,7 +256,7 @@ class Exportable(pl.Callback):
         with seeded_and_restored(0), TemporaryDirectory() as folder:
             net = copied(pl_module.net).cpu().eval()
             task = copied(pl_module, {id(pl_module.net): net, id(pl_module.evaluated): {}}).cpu().eval()
-            candidate = NetworkToExport(config, position.network or {}, task, net, data.evaluated, batch)
+            candidate = NetworkToExport(config, position.made_for["network"], task, net, data.evaluated, batch)
             candidate.write(Path(folder), self.formats)
 
 

@@ -145,7 +145,7 @@ def write_page(
     folder: RunFolder,
     config: RunConfig,
     report: dict[str, Any],
-    trainer: pl.Trainer | None,
+    trainer: "pl.Trainer | None",
     panels: Sequence[Content],
     progress: Mapping[str, Any] | None = None,
 ) -> None:

@@ -67,6 +67,6 @@ class ProgressiveResize(Checked, Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not isinstance(batch, dict):
             raise UserError(
-                "callbacks.progressive_resize needs batches that are dicts. Set +task.named_batches=true, or remove the callback."
+                "callbacks.progressive_resize needs batches that are dicts. Set task.named_batches=true, or remove the callback."
             )
         batch.update(self.resized(batch, steps_done(trainer) / self.steps))

@@ -72,11 +72,12 @@ class DataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Raises UserError: the module cannot use the targets."""
-        module: Any = self.trainer.lightning_module
+        module: Any = getattr(self.trainer, "lightning_module", None)
         spec = getattr(module, "target_spec", None)
         if spec and parts.names_at(self.metadata, module.names) and not self.targets.judge:
             self.targets.check(module.names, spec.wrong, self.raw, spec.integer)
-        if any(each.mixes for each in self.augment.operations.values()) and not getattr(module, "mixes", False):
+        mixes = any(each.mixes for each in self.augment.operations.values())
+        if mixes and module and not getattr(module, "mixes", False):
             raise UserError(
                 f"augment mixes two targets, but {type(module).__name__} does not say `mixes = True`. Set augment=none."
             )

@@ -112,7 +112,7 @@ class Recorder:
         raise_problems(unused_overrides(self.settings))
         settings = self.settings.as_built()
         self.config = settings.cfg
-        summary = next(each for each in trainer.callbacks if hasattr(each, "data_info"))  # type: ignore[attr-defined]
+        summary = next(each for each in trainer.callbacks if type(each).__name__ == "RunSummary")  # type: ignore[attr-defined]
         self.report |= {"model": summary.model, **summary.data_info}
         if self.rank == 0:
             self.open()

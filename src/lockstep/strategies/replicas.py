@@ -100,10 +100,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
     resumed = False
     parameters: Sequence[nn.Parameter] = ()
     averaged: Sequence[bool] = []  # which of them had a gradient when DDP wrapped the module
-    recording: Sequence[
-        RemovableHandle
-    ] = ()  # hooks of the first backward, whose gradients arrived in the order `recorded`
-    recorded: list[int]
+    recorded: list[int]  # indices of parameters, as gradients arrived in the first backward of this wrapper
 
     def __init__(
         self,
@@ -117,7 +114,8 @@ class DDP(PortableCheckpoint, DDPStrategy):
         timeout_s: float,
         arithmetic: StepArithmetic | None = None,
     ) -> None:
-        self.timeout = timedelta(seconds=timeout_s)
+        self.timeout, self.is_static = timedelta(seconds=timeout_s), static_graph
+        self.recording: list[RemovableHandle] = []
         self.contiguous_micro_batches = arithmetic is not None and arithmetic.same_bits
         super().__init__(
             cluster_environment=environment,
@@ -139,6 +137,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
             super().configure_ddp()
             self.parameters = [*self.lightning_module.parameters()]
             self.averaged = [p.requires_grad for p in self.parameters]
+            self.end_recording()
             self.recorded = []
             self.recording = [
                 p.register_post_accumulate_grad_hook(lambda _, index=index: self.recorded.append(index))  # type: ignore[misc]
@@ -149,12 +148,12 @@ class DDP(PortableCheckpoint, DDPStrategy):
         for tensor in self.lightning_module.state_dict(keep_vars=True).values():
             torch.distributed.broadcast(tensor.detach(), 0)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Not in the step: with several micro-batches, gradients are not averaged there."""
         self.wrap_again()
         if self.resumed and self.gradient_order:
             self.rebuild_buckets()
         self.resumed = False
-        return super().training_step(*args, **kwargs)
 
     def wrap_again(self) -> None:
         """If the module has unfrozen parameters: DDP averages only the gradients that it knew of at first."""
@@ -173,13 +172,15 @@ class DDP(PortableCheckpoint, DDPStrategy):
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         detached = super().backward(*args, **kwargs)
-        if self.recording:  # the first backward of this wrapper
+        if self.recording and self.recorded:  # the first backward of this wrapper
+            self.end_recording()
             is_dense = all(p.grad is None or p.grad.layout == torch.strided for p in self.parameters)
-            self.gradient_order = self.recorded if is_dense else []
-            for hook in self.recording:
-                hook.remove()
-            self.recording = []
+            self.gradient_order = [*self.recorded] if is_dense else []
         return detached
+
+    def end_recording(self) -> None:
+        while self.recording:
+            self.recording.pop().remove()
 
     def rebuild_buckets(self) -> None:
         """Gives DDP the gradient buckets of the interrupted run, by a backward of zeros in the order of its gradients.
@@ -188,8 +189,9 @@ class DDP(PortableCheckpoint, DDPStrategy):
         processes the last bit of the summed gradients depends on the buckets.
         """
         assert self.model is not None
-        trained = [index for index, is_averaged in enumerate(self.averaged) if is_averaged]
-        order = [*self.gradient_order, *(index for index in trained if index not in self.gradient_order)]
+        self.end_recording()
+        rest = [] if self.is_static else [index for index, averaged in enumerate(self.averaged) if averaged]
+        order = [*dict.fromkeys([*self.gradient_order, *rest])]
 
         def zero() -> Tensor:
             total = torch.zeros((), device=self.root_device)

@@ -113,31 +113,34 @@ class TestPanels(pl.Callback):
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         has_loss = isinstance(outputs, Mapping) and {"output", "loss"} <= outputs.keys()
-        if dataloader_idx or not has_loss or not hasattr(trainer.datamodule, "raw"):  # type: ignore[attr-defined]
+        if dataloader_idx or not has_loss or not (isinstance(batch, Mapping) and "index" in batch):
             return
         output, loss_B = outputs["output"], outputs["loss"]
-        self.worst.update(output, batch, loss_B)
-        self.random.update(output, batch, loss_B)
+        with self.attempt("worst"):
+            self.worst.update(output, batch, loss_B)
+            self.random.update(output, batch, loss_B)
         for name, panel in self.panels.items():
             if name not in self.failed:
                 with self.attempt(name):
                     update(panel, batch_idx, output, batch, loss_B)
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with of_all_processes([self.worst, self.random]):
+            worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
+        if not worst:
+            if self.panels:
+                log.warning(
+                    "the report has no panels: `test_step` returns no `output` and `loss`, as `update_metrics` does"
+                )
+            return
         failed = set[str]().union(*all_gather_objects(self.failed))
         for name, panel in self.panels.items():
             if not failed & {name, "test_panels"}:
                 with of_all_processes([panel]), self.attempt(name):
                     self.contents += panel.contents()
-        with of_all_processes([self.worst, self.random]):
-            worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
-        if not worst and hook(self.task, "test_panels"):
-            log.warning(
-                "the report has no panels: `test_step` returns no dict with `output` and `loss`, as `update_metrics` does"
-            )
         if random.keys() <= worst.keys():  # `worst` contains all of a small test set
             random = {}
-        samples = self.samples(worst | random) if worst else {}
+        samples = self.samples(worst | random)
         for title, losses, note in (
             ("Largest losses", worst, "From the test set, largest first."),
             ("Random samples", random, "From the test set; the same samples in every run."),

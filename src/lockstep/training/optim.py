@@ -203,4 +203,6 @@ def padded_fused(optimizer: Optimizer) -> Optimizer:
 def scheduler(make: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: float) -> LRScheduler:
     """The schedule of an optimizer. Passes `total_steps` if the signature has it and the config does not set it."""
     unset = "total_steps" in inspect.signature(make).parameters and "total_steps" not in getattr(make, "keywords", ())
-    return make(optimizer, **({"total_steps": total_steps} if unset else {}))
+    made = make(optimizer, **({"total_steps": total_steps} if unset else {}))
+    made.counts_steps = unset  # type: ignore[attr-defined]
+    return made

@@ -4,8 +4,10 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.data.dataset import Batch
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import UserError
 from lockstep.training.arithmetic import is_logging_step
 from lockstep.training.losses import (
     Plain,
@@ -28,7 +30,8 @@ from lockstep.training.metrics import MeanLoss, named_values
 from lockstep.training.module import Module, arithmetic_of, log_reduced, strategy_of, trainer_of
 from lockstep.training.optim import compute_in_float32, head_of
 
-log = logging.getLogger("lockstep")
+HALF = (torch.bfloat16, torch.float16)
+log_once = cache(logging.getLogger("lockstep").warning)
 
 
 class Task(Module):
@@ -75,13 +78,16 @@ class Task(Module):
         # The mean loss and the metrics of each evaluation set. They are no children of this module: checkpoints would hold a
         # metric's own network, and DDP would wait for its gradients.
         self.evaluated: dict[str, tuple[MeanLoss, dict[str, Metric]]] = {}
-        self.began = False  # whether this process has computed a training batch
         if self.float32_head:
             compute_in_float32(head_of(net))
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """A class that overrides `loss` accepts any `target`, unless it also sets `target_spec`."""
         super().__init_subclass__(**arguments)
+        if old := {"attach", "between_samples", "bind", "model_kwargs", "new_optimizer"} & vars(cls).keys():
+            raise UserError(
+                f"{cls.__name__}: `{min(old)}` of a task is gone. docs/changes.md has what to write in its place."
+            )
         defining_class = next(base for base in cls.__mro__ if {"loss", "target_spec"} & vars(base).keys())
         if "target_spec" not in vars(defining_class):
             cls.target_spec = None
@@ -170,20 +176,18 @@ class Task(Module):
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
         """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
-        if not self.began:
-            self.began = True
-            self.warn_of_rounding(output)
+        if (
+            self.float32_head
+            and isinstance(output, Tensor)
+            and output.dtype in HALF
+            and "mixed" in self.trainer.precision
+        ):
+            log_once(  # because a different layer than the assumed last layer computes them
+                f"predictions have about 3 significant digits in {self.trainer.precision}: the last layer of {type(self.net).__name__}, "
+                f"{type(head_of(self.net)).__name__}, does not compute its outputs. Set trainer.precision=32-true, or add a `get_classifier` that "
+                "returns the layer that does."
+            )
         return self.mean_of(*weighted_loss(self, output, batch), "train/loss")
-
-    def warn_of_rounding(self, output: Any) -> None:
-        """Warns if outputs are rounded, because a different layer than the assumed last layer computes them."""
-        is_half = isinstance(output, Tensor) and output.is_floating_point() and output.element_size() < 4
-        if self.float32_head and is_half and self.trainer.precision in ("bf16-mixed", "16-mixed"):
-            log.warning(
-                "predictions have about 3 significant digits in %s: the last layer of %s, %s, does not compute its outputs. Set "
-                "trainer.precision=32-true, or add a `get_classifier` that returns the layer that does.",
-                self.trainer.precision, type(self.net).__name__, type(head_of(self.net)).__name__,
-            )  # fmt: skip
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         if is_logging_step(self.trainer, self.trainer.global_step + 1):
@@ -208,23 +212,22 @@ class Task(Module):
             raise UserError(f"{where} {taken}, which every task already logs. Use a different name.")
         return found | {name: make(self.metric_arguments()) for name, make in self.further_metrics.items()}
 
-    def setup(self, stage: str) -> None:
-        """Creates the metrics of each evaluation set: some metrics keep state from earlier evaluations."""
-        sets = [*self.evaluation_sets("val")[1:], *self.evaluation_sets("test")[1:]]
-        if not self.evaluated:
-            of_sets = [(MeanLoss(arithmetic_of(self).evaluation_sums), self.new_metrics()) for _ in (0, *sets)]
-            self.evaluated = dict.fromkeys(("val", "test"), of_sets[0]) | dict(zip(sets, of_sets[1:], strict=True))
-        raise_problems(
-            f"evaluation_sets: {part!r} is also the name of a metric. Use a different name."
-            for part, (_, metrics) in self.evaluated.items()
-            if part.partition("/")[2] in metrics
-        )
+    def measured(self, part: str) -> tuple[MeanLoss, dict[str, Metric]]:
+        """The mean loss and the metrics of an evaluation set: some metrics keep state from earlier evaluations."""
+        part = part if "/" in part else "val"
+        if part not in self.evaluated:
+            mean_loss, metrics = MeanLoss(arithmetic_of(self).evaluation_sums), self.new_metrics()
+            for metric in (mean_loss, *metrics.values()):
+                prepare(metric, self.device)  # sums exactly
+            if part.partition("/")[2] in metrics:
+                raise UserError(f"evaluation_sets: {part!r} is also the name of a metric. Use a different name.")
+            self.evaluated[part] = mean_loss, metrics
+        return self.evaluated[part]
 
     def on_validation_start(self) -> None:
-        """Makes metrics sum exactly, even if `trainer.precision=bf16-true` has converted the module."""
-        for mean_loss, metrics in self.evaluated.values():
-            for metric in (mean_loss, *metrics.values()):
-                prepare(metric, self.device)
+        """Creates the metrics: their states are copied to the device."""
+        for part in self.evaluation_sets(super().stage):
+            self.measured(part)
 
     on_test_start = on_validation_start
 
@@ -236,7 +239,11 @@ class Task(Module):
     def update_metrics(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Updates the mean loss and the metrics. Returns `output` and `loss`, which the report shows if a test step returns them."""
         output = float32(output)
-        mean_loss, metrics = self.evaluated.get(self.stage) or self.evaluated["val"]
+        if dataloader_idx >= len(sets := self.evaluation_sets(super().stage)):
+            raise UserError(
+                f"{type(self).__name__} got several dataloaders. Give one, or the `evaluation_sets` of a data set."
+            )
+        mean_loss, metrics = self.measured(sets[dataloader_idx])
         loss_B = one_per_sample(self.loss(output, batch), self, batch)
         mean_loss.update(loss_B, sample_weights(self, batch), arithmetic_of(self).evaluation_sum(self, batch_idx))
         inputs = self.inputs_by_metric(output, batch)
@@ -248,7 +255,7 @@ class Task(Module):
 
     def log_evaluation(self, stage: str) -> None:
         for part in self.evaluation_sets(stage):
-            mean_loss, metrics = self.evaluated[part]
+            mean_loss, metrics = self.measured(part)
             with of_all_processes([mean_loss, *metrics.values()]):
                 values = mean_loss.compute()
                 for name, metric in metrics.items():
@@ -258,10 +265,9 @@ class Task(Module):
                 metric.reset()
 
     def on_validation_epoch_end(self) -> None:
-        self.log_evaluation("val")
+        self.log_evaluation("test" if self.trainer.testing else "val")
 
-    def on_test_epoch_end(self) -> None:
-        self.log_evaluation("test")
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Any, Batch]:
         """The network's outputs, in float32, and the batch."""
