@@ -139,6 +139,7 @@ def test_a_networks_own_train_is_called_before_training_and_after_each_validatio
     made = untrained(Classification, nn.Sequential(Frozen(), nn.BatchNorm1d(10)))
     net, made.trainer = made.net[0], SimpleNamespace(model=made)
     change_in_place(made, None, configured=True)
+    made.__class__ = type("Sharded", (type(made),), {})  # as fsdp does
     call_own_train([(net, True)])  # as `build.module` does
     net.norm.eval()  # as callbacks=[freeze] does
     modes = [(True, False, False), (False, False, False), (True, False, False)]
