@@ -82,6 +82,14 @@ class Template(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Epochwise(Template):
+    """Its schedule steps by epochs, as Lightning's do unless they say otherwise."""
+
+    def configure_optimizers(self):
+        config = super().configure_optimizers()
+        return [config["optimizer"]], [config["lr_scheduler"]["scheduler"]]
+
+
 class Kept(Template):
     """Keeps its network under the argument's name."""
 

@@ -149,25 +149,18 @@ def test_a_module_of_the_template_keeps_its_config(template):
 
 
 def test_a_module_of_the_template_gets_what_it_requires_from_the_groups(train):
-    found = train(
-        "Template",
-        "run=grouped",
-        "task=grouped",
-        "model=basic_net",
-        "optim=sgd",
-        "optim.momentum=0.8",
-        "schedule=linear",
-    )
+    groups = ["model=basic_net", "optim=sgd", "optim.momentum=0.8", "schedule=linear"]
+    found = train("Epochwise", "run=grouped", "task=grouped", *groups)
     saved = state("grouped/checkpoints/last.ckpt")
     assert (found["model"], saved["network"]["num_classes"]) == ("basic_net", 10)
     assert saved["optimizer_states"][0]["param_groups"][0]["momentum"] == 0.8
-    assert saved["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0.0, abs=1e-9)  # cosine to the end of 4 steps
+    assert saved["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0.0, abs=1e-9)  # counted in steps
     assert same(dict(lockstep.load_model("grouped").state_dict()), dict(saved["state_dict"]))
     assert lockstep.evaluate(["run=grouped", CPU])["test_loss"] == found["test_loss"]
     with pytest.raises(
-        UserError, match=r"optim=none, but template requires `optimizer`\. Choose one with optim=<name>"
+        UserError, match=r"optim=none, but epochwise requires `optimizer`\. Choose one with optim=<name>"
     ):
-        train("Template", "run=none", "task=grouped", "model=basic_net", "optim=none")
+        train("Epochwise", "run=none", "task=grouped", "model=basic_net", "optim=none")
 
 
 LOAD = """

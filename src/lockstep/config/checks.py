@@ -127,9 +127,7 @@ def replacing_groups(settings: Settings) -> Iterator[str]:
 def replaced_group_errors(settings: Settings, replaced: Collection[str]) -> Iterator[str]:
     cfg = settings.cfg
     if groups := [group for group in OPTIONAL if group in replaced and getattr(cfg, group)]:
-        options = (
-            "task=lightning_module" if "replaces" not in cfg.task else " ".join(f"{group}=none" for group in groups)
-        )
+        options = " ".join(f"{group}=none" for group in groups) if "replaces" in cfg.task else "task=lightning_module"
         taken = ", ".join(argument for argument, group in GIVEN.items() if group in groups)
         yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]; or let its constructor take {taken}, or pass them on: super().__init__(**given)."
 

@@ -271,9 +271,8 @@ class Settings:
         cfg, values = self.cfg, dict[str, Any]()
         if cfg.trainer.precision == "auto":
             best = fastest_precision(self.world.accelerator, self.spec.precisions)
-            values["trainer.precision"] = (
-                best if cfg.model else "32-true"
-            )  # Lightning's default, for networks of a module
+            # Lightning's default, if the module makes its own network
+            values["trainer.precision"] = best if cfg.model else "32-true"
         if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
             values["trainer.log_every_n_steps"] = log_interval(self.steps.steps(samples))
         if (loader := self.loader) is None:

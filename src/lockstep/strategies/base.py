@@ -163,9 +163,8 @@ class DividedBatches(Strategy):
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
     contiguous_micro_batches = False
     means: Means
-    gradient_order: Sequence[
-        int
-    ] = ()  # indices of parameters as gradients arrived in the first backward, if DDP depends on it
+    # indices of parameters, as gradients arrived in the first backward, if DDP depends on it
+    gradient_order: Sequence[int] = ()
     gathers = False  # whether the module computes with the samples of other processes
     gathered: tuple[int, slice] | None = None  # in this step: their number, and which are this process's
     lacks_update = False  # whether manual optimization has gradients for its next update; no checkpoint has them
