@@ -110,7 +110,8 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
         made: pl.LightningDataModule = create_object(cfg.data, "data")
         return None if type(made) is pl.LightningDataModule else made
     settings.built_groups.update(("loader", "augment"))
-    named: bool = cfg.task.get("named_batches", True)
+    # a module that requires the metadata of the data knows the names in its batches
+    named: bool = cfg.task.get("named_batches", "metadata" in required_arguments(cfg.task))
     module = DataModule(data, operations=settings.operations if cfg.augment else {}, named=named, **vars(cfg.loader))
     module.targets.metadata = plain(module.metadata, "metadata")
     return module
@@ -158,7 +159,8 @@ def optimizer(settings: Settings, networks: Callable[[], Sequence[nn.Module]]) -
             options["named_parameters"] = [named[id(p)] for p in given]
         else:
             options["params"] = optim.groups(networks()[0], given, **rates, **asked) if asked else given
-        made: Optimizer = make(**options)
+        made = make(**options)
+        made.of_config = True  # type: ignore[attr-defined]
         return ways.prepared(made, made.param_groups[0]["params"][0].device)
 
     return create
@@ -192,9 +194,9 @@ def arguments_of(
     if "net" in given:
         settings.made_for.setdefault("network", {})
         call_own_train([(each, each.training) for each in given["net"].modules()])
-    # the other format rounds differently; strategy=fsdp does not support it
-    if "net" in given and cfg.channels_last and not cfg.exact.logical_ranks and not settings.spec.is_sharded:
-        given["net"].to(memory_format=torch.channels_last)
+        # the other format rounds differently; strategy=fsdp does not support it
+        if cfg.channels_last and not cfg.exact.logical_ranks and not settings.spec.is_sharded:
+            given["net"].to(memory_format=torch.channels_last)
     if "optimizer" in wanted and cfg.optim:
         settings.built_groups.add("optim")
         given["optimizer"] = Factory(optimizer(settings, lambda: [given.get("net", module()), module()]))
@@ -339,8 +341,8 @@ def evaluate(
             by_loader = getattr(trainer, verb)(loaders.module, datamodule=data, verbose=False)
         counts = {f"{part}/count" for part in ("val", *getattr(data, "sets", ())) if part.startswith("val")}
         found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
-        marked = trainer.strategy.means.marked(found)  # type: ignore[attr-defined]
-        return {n: int(v) if n.endswith("/count") else v for n, v in marked.items()}
+        found = trainer.strategy.means.marked(found)  # type: ignore[attr-defined]
+        return {n: int(v) if n.endswith("/count") else v for n, v in found.items()}
 
     metrics = metrics_of(loaders, *panels)
     raw = read(Path(saved)).raw_state_dict if saved else None

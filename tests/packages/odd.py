@@ -90,6 +90,12 @@ class Epochwise(Template):
         return [config["optimizer"]], [config["lr_scheduler"]["scheduler"]]
 
 
+class Fixed(Template):
+    """Has an optimizer of its own, and takes the config's."""
+
+    configure_optimizers = Small.configure_optimizers
+
+
 class Kept(Template):
     """Keeps its network under the argument's name."""
 

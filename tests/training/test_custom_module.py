@@ -37,7 +37,7 @@ FILES = {
     **thin_project.package("odd"),
     "configs/data/odd.yaml": "_target_: odd.Data\nnum_workers: 0\n",
     "configs/task/template.yaml": TEMPLATE,
-    "configs/task/grouped.yaml": "defaults: [own]\n_target_: odd.Template\nmonitor: valid_loss\nnamed_batches: false\n",
+    "configs/task/grouped.yaml": "defaults: [own]\n_target_: odd.Template\nmonitor: valid_loss\n",
 }
 CPU = "trainer.accelerator=cpu"
 
@@ -161,6 +161,9 @@ def test_a_module_of_the_template_gets_what_it_requires_from_the_groups(train):
         UserError, match=r"optim=none, but epochwise requires `optimizer`\. Choose one with optim=<name>"
     ):
         train("Epochwise", "run=none", "task=grouped", "model=basic_net", "optim=none")
+    with pytest.raises(UserError, match=r"optim=sgd has no effect: configure_optimizers of Fixed does not call"):
+        train("Fixed", "run=fixed", "task=grouped", *groups)
+    assert not Path("runs/fixed").exists()
 
 
 LOAD = """

@@ -22,6 +22,7 @@ from lockstep.config import checked
 from lockstep.config.formatting import metric, pluralize
 from lockstep.config.renames import with_moved
 from lockstep.config.run_config import Component, RunConfig
+from lockstep.errors import UserError
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import ProgressLine, clock, print_line
 from lockstep.run import versions
@@ -105,6 +106,11 @@ class RunSummary(Callback):
         self.changes = [f"{key} was {saved_values.get(key)} and is now {values.get(key)}" for key in different]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        typed = [each for each in self.overrides or () if each.startswith(("optim.", "optim="))]
+        if typed and self.config.optim and not any(hasattr(each, "of_config") for each in trainer.optimizers):
+            raise UserError(
+                f"{typed[0]} has no effect: configure_optimizers of {type(pl_module).__name__} does not call the `optimizer` of its constructor."
+            )
         loaders, strategy, world = self.loaders, trainer.strategy, trainer.world_size
         processes = f"{world} process{'es' if world > 1 else ''} on {strategy.root_device.type}"
         replicas = strategy.replicas() if isinstance(strategy, DataParallel) else processes
@@ -148,7 +154,7 @@ class RunSummary(Callback):
         parts = {"wait": waited_s(trainer), "validation": self.validated_s, "saving": saved}
         times = {"steps": max(0.0, self.trained_s - sum(parts.values())), **parts}
         found = {f"time/{name}_s": seconds for name, seconds in times.items()}
-        return {"across_processes": self.across_processes, **self.batch, **found}
+        return found | {"across_processes": self.across_processes} | self.batch
 
     def samples(self) -> str:
         """The source of the samples and the size of each part, as far as they are known."""

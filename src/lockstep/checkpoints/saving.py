@@ -377,7 +377,7 @@ class Position(Callback):
         save_logged_step(loop, steps_done(trainer))
         loop["state_dict"].pop("combined_loader", None)  # empty; with it a plain Trainer rejects the checkpoint
         checkpoint["epoch_means"] = save_epoch_means(trainer)
-        checkpoint["gradient_order"] = [*trainer.strategy.gradient_order]  # type: ignore[attr-defined]
+        checkpoint["gradient_order"] = trainer.strategy.gradient_order  # type: ignore[attr-defined]
         checkpoint["window"] = trainer.strategy.means.collect(keeps=trainer.is_global_zero)  # type: ignore[attr-defined]
         modules = pl_module.named_modules()
         checkpoint["frozen"] = {name: m.frozen_digest for name, m in modules if hasattr(m, "frozen_digest")}

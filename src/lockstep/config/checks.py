@@ -104,7 +104,7 @@ def task(settings: Settings) -> Iterator[str]:
         yield f"checkpoint.mode={cfg.checkpoint.mode} is invalid; expected one of max, min. Set checkpoint.mode=min."
     shipped, title = cfg.task.is_shipped and "replaces" not in cfg.task, cfg.task.title
     required = {*GIVEN} if shipped else required_arguments(cfg.task)
-    for argument, group in [(argument, group) for argument, group in GIVEN.items() if group in OPTIONAL]:
+    for argument, group in GIVEN.items():
         # With weights from a checkpoint, groups may be absent: the train.py of that run may have built the objects itself.
         if argument in required and not (settings.weights or getattr(cfg, group)):
             yield f"{group}=none, but {title} requires `{argument}`. Choose one with {group}=<name>."
@@ -128,8 +128,7 @@ def replaced_group_errors(settings: Settings, replaced: Collection[str]) -> Iter
     cfg = settings.cfg
     if groups := [group for group in OPTIONAL if group in replaced and getattr(cfg, group)]:
         options = " ".join(f"{group}=none" for group in groups) if "replaces" in cfg.task else "task=lightning_module"
-        taken = ", ".join(argument for argument, group in GIVEN.items() if group in groups)
-        yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]; or let its constructor take {taken}, or pass them on: super().__init__(**given)."
+        yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]; or let its constructor take net, optimizer and scheduler, or pass them on: super().__init__(**given)."
 
 
 def unused_overrides(settings: Settings) -> Iterator[str]:

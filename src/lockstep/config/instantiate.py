@@ -135,8 +135,7 @@ def network_arguments(task: Component, metadata: Mapping[str, Any]) -> dict[str,
     cls: Any = targets.target_of(task.target, "task")
     getattr(cls, "check_metadata", lambda _: None)(metadata)
     of_class = getattr(cls, "network_arguments", lambda *_, **__: default)
-    arguments: dict[str, Any] = of_class(metadata, **task.without(*ENGINE["task"]).kwargs)
-    return arguments
+    return of_class(metadata, **task.without(*ENGINE["task"]).kwargs)  # type: ignore[no-any-return]
 
 
 def create_module(task: Component, **given: Any) -> "pl.LightningModule":

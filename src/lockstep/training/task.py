@@ -176,12 +176,7 @@ class Task(Module):
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
         """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
-        if (
-            self.float32_head
-            and isinstance(output, Tensor)
-            and output.dtype in HALF
-            and "mixed" in self.trainer.precision
-        ):
+        if self.float32_head and getattr(output, "dtype", None) in HALF and "mixed" in self.trainer.precision:
             log_once(  # because a different layer than the assumed last layer computes them
                 f"predictions have about 3 significant digits in {self.trainer.precision}: the last layer of {type(self.net).__name__}, "
                 f"{type(head_of(self.net)).__name__}, does not compute its outputs. Set trainer.precision=32-true, or add a `get_classifier` that "
@@ -196,8 +191,7 @@ class Task(Module):
     def evaluation_sets(self, stage: str) -> list[str]:
         """The evaluation sets of a stage, in the order of their dataloaders."""
         data = getattr(trainer_of(self), "datamodule", None)
-        parts: list[str] = getattr(data, "evaluated_parts", lambda stage: [stage])(stage)
-        return parts
+        return getattr(data, "evaluated_parts", lambda stage: [stage])(stage)  # type: ignore[no-any-return]
 
     def new_metrics(self) -> dict[str, Metric]:
         """`metrics`, and those of the config. Raises UserError if `metrics` returns anything else."""
