@@ -34,7 +34,7 @@ def options(mnist: Path, cache: Path) -> list[str]:
 
 def config_of(*overrides: str) -> RunConfig:
     """Of a command line that is not checked, because it is for another machine."""
-    return values_of(Draft(compose_config("train", overrides)).with_run_identity())[0]
+    return values_of(Draft(compose_config("train", overrides)).with_run_identity())
 
 
 @pytest.fixture

@@ -14,11 +14,12 @@ import lockstep
 from lockstep import PACKAGE
 from lockstep.config import checks, project
 from lockstep.config.checks import resolve
+from lockstep.config.compose import needs_signature_check
 from lockstep.config.draft import as_yaml
 from lockstep.config.instantiate import create_object, network, problems
 from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
-from lockstep.config.targets import matching_kwargs, parameters
+from lockstep.config.targets import accepts_keyword, matching_kwargs, parameters
 from lockstep.errors import UserError
 
 OWN = """import os
@@ -298,8 +299,12 @@ def test_an_error_inside_a_component_is_its_own():
         made("mine.half", width="wide")
 
 
+def named(target: str) -> list[str]:
+    return [name for name, parameter in parameters(target).items() if accepts_keyword(parameter)]
+
+
 def test_a_class_that_hands_arguments_on_takes_those_of_its_base_classes_too():
-    assert list(parameters("mine.Own")) == ["width", "depth", "gamma"]
+    assert named("mine.Own") == ["width", "depth", "gamma"]
     assert matching_kwargs("mine.Own", {"width": 3, "classes": 10}) == {"width": 3}
     net = made("mine.Own", offered={"width": 3}, gamma=1.0, depth=2)
     assert (net.width, net.depth, net.gamma) == (3, 2, 1.0)
@@ -309,12 +314,14 @@ def test_a_class_that_hands_arguments_on_takes_those_of_its_base_classes_too():
     with pytest.raises(UserError, match=r"data\.root is not an argument of mine\.HandsOn"):
         made("mine.HandsOn", "data", root="photos")
     assert made("mine.Saves", "task", width=2, anything=3).hparams == {"width": 2, "anything": 3}
-    assert list(parameters("mine.Pops")) == ["width", "depth", "gamma"]
+    assert named("mine.Pops") == ["width", "depth", "gamma"]
     assert matching_kwargs("mine.Pops", {"width": 3, "classes": 10}) == {"width": 3}
     assert "num_classes" in parameters("timm.models.VisionTransformerDistilled")
-    misspelt, wrong = told("mine.Own", width=1, depht=2, depth="two")
-    assert misspelt.startswith("model.depht is not an argument of mine.Own (did you mean depth?)")
-    assert wrong.startswith("model.depth=two is invalid; expected int")
+    assert told("mine.Own", width=1, depth="two")[0].startswith("model.depth=two is invalid; expected int")
+    assert told("mine.Own", width=1, depht=2) == ("model.depht is not an argument of mine.Own (did you mean depth?).",)
+    assert "given" not in parameters(
+        "lockstep.kit.tasks.Classification"
+    )  # all of it is passed on, so a misspelt key is told at once
 
 
 # --- The keys of a command ---
@@ -328,7 +335,7 @@ def found(*overrides: str) -> list[str]:
     except UserError as e:
         return [*e.problems]
     as_yaml(settings.cfg)  # which holds nothing that was refused
-    return checks.check_classes(settings)
+    return checks.check_classes(settings, shipped=needs_signature_check(overrides))
 
 
 @pytest.mark.parametrize(

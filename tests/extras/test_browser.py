@@ -194,7 +194,7 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, js
 
     def write(step: int, ago_s: float = 0) -> None:
         now = {**progress, "step": step, "written_s": time.time() - ago_s}
-        pages.write_page(folder, values_of(Draft.of_run(folder))[0], report | {"status": "running"}, trainer, (), now)
+        pages.write_page(folder, values_of(Draft.of_run(folder)), report | {"status": "running"}, trainer, (), now)
 
     def until(script: str, wanted: object) -> None:
         deadline_s = time.monotonic() + 20

@@ -59,7 +59,7 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
 def test_matrix_and_samples_are_those_of_the_checkpoints_predictions(run_a):
-    settings = Settings.of(values_of(Draft.of_run(RunFolder("runs/a")))[0])
+    settings = Settings.of(values_of(Draft.of_run(RunFolder("runs/a"))))
     data = building.batches(settings)
     net = building.module(settings.replace({"init_from": str(Path("runs/a", run_a["checkpoint"]))}), data).net.eval()
     batch = data.evaluated.preprocess(data.raw("test", range(103)))
@@ -77,7 +77,7 @@ def test_names_classes_and_values_are_text(run_a):
     evil = "<script>alert(3)</script>"
     report = {**run_a, "run": evil, "model": evil, "status": "failed", "error": "<script>alert(1)</script>"}
     folder = RunFolder("runs/a")
-    config, _ = values_of(Draft.of_run(folder).replace({"data.root": "<script>alert(2)</script>"}))
+    config = values_of(Draft.of_run(folder).replace({"data.root": "<script>alert(2)</script>"}))
     panels = [
         Matrix(evil, [evil, "b"], [[1, 2], [3, 4]], evil),
         Bars(evil, evil, evil, [0, 1, 2], [1, 2]),

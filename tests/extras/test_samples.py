@@ -240,7 +240,7 @@ def test_large_pictures_and_curves_are_small_in_the_file_and_on_the_page(tmp_pat
     curve = Lines("long", "x", "y", {"a": enumerate(noise_CHW[0].flatten())})
     gallery = Gallery("large", [Sample(0, {"noise": Picture(noise_CHW), "curve": curve})])
     folder = RunFolder("runs/a")
-    pages.write_page(folder, values_of(Draft.of_run(folder))[0], run_a, None, [gallery])
+    pages.write_page(folder, values_of(Draft.of_run(folder)), run_a, None, [gallery])
     assert max(path.stat().st_size for path in (folder.panels_file, folder.page_file)) < 60_000
     facts = read_panels(folder.panels_file)[0].samples[0].facts
     assert facts["noise"].image_CHW.shape == (3, SIDE, 90)

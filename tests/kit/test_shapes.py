@@ -193,7 +193,7 @@ def test_runs_of_older_versions_go_on_with_squashed_images(name):
     saved = Draft(compose_config("train", [f"data={name}"]))
     for key in FRAMING:
         saved = saved.replace({}, without=[f"data.{key}"])
-    data = values_of(with_new_defaults(saved))[0].data
+    data = values_of(with_new_defaults(saved)).data
     assert not {*FRAMING} & data.kwargs.keys() and Images(image_size=SIDE).frame == Frame(
         SIDE, "squash", 1.0, "bilinear"
     )

@@ -12,7 +12,6 @@ from in_process import options, report
 
 import lockstep
 from lockstep import ROOT
-from lockstep.config.targets import imports_no_torch, source_bases
 from lockstep.errors import UserError
 from lockstep.launch import local
 
@@ -108,19 +107,6 @@ def test_eval_uses_the_network_of_train(tmp_path, mnist, cache):
         assert done.returncode == 0, done.stderr
     evaluated, trained = (json.loads((root / f"runs/hand/{name}.json").read_text()) for name in ("eval", "report"))
     assert evaluated["test/loss"] == pytest.approx(trained["test/loss"], rel=1e-6)
-
-
-def test_the_source_of_a_class_says_what_it_is_without_an_import():
-    lightning = "lightning.pytorch.core.module.LightningModule"
-    assert source_bases("project.module.Classifier") == [
-        "project.module.Classifier", "lockstep.kit.tasks.classification.Classification", "lockstep.training.task.Task",
-        "lockstep.training.module.Module", lightning,
-    ]  # fmt: skip
-    assert source_bases("lightning.pytorch.demos.boring_classes.BoringModel")[1:] == [lightning]
-    assert source_bases("lockstep.Module")[1:] == [lightning]
-    assert source_bases("torch.nn.Linear") is source_bases("project.model.nosuch") is None
-    assert (imports_no_torch("project.data.Mnist"), imports_no_torch("project.model.BasicNet")) == (True, False)
-    assert (imports_no_torch("lockstep.kit.Folder"), imports_no_torch("lockstep.kit.tasks.Regression")) == (True, False)
 
 
 def test_each_eval_py_uses_the_train_py_of_its_own_folder(tmp_path):

@@ -3,7 +3,8 @@
 All problems that can be detected at the same time are reported together.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -26,36 +27,36 @@ from lockstep.config.instantiate import (
     required_arguments,
     unknown_data_keys,
 )
-from lockstep.config.run_config import COMPONENTS, Component, Invalid, InvalidValueRead, RunConfig
+from lockstep.config.run_config import COMPONENTS, Component, RunConfig
 from lockstep.config.schema import KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.settings import Settings
-from lockstep.config.targets import disallowed_targets, imports_no_torch, parameters
+from lockstep.config.targets import parameters
 from lockstep.errors import UserError, raise_problems
 
 # --- Signatures ---
 
 
+def components_of(config: RunConfig, group: str) -> Mapping[str, Component]:
+    """The components of a group, by config key."""
+    value = getattr(config, group)
+    return {group: value} if group in COMPONENTS else {f"{group}.{name}": each for name, each in value.items()}
+
+
 def components(cfg: RunConfig) -> dict[str, Component]:
-    """All components except `data`, by config key."""
-    single = {key: getattr(cfg, key) for key in COMPONENTS if key != "data" and getattr(cfg, key)}
-    groups = {"task.metrics": cfg.task.parts("metrics"), "callbacks": cfg.callbacks, "logger": cfg.logger}
-    return single | {f"{key}.{name}": component for key, group in groups.items() for name, component in group.items()}
-
-
-def are_readable(settings: Settings) -> bool:
-    """Whether rules can read the user's classes without importing torch."""
-    return settings.cfg.data.is_shipped or imports_no_torch(settings.cfg.data.target)
+    """All components except `data` and `augment`, by config key."""
+    groups = [*COMPONENTS, "callbacks", "logger"]
+    every = {
+        key: each for group in groups if group != "data" for key, each in components_of(cfg, group).items() if each
+    }
+    return every | {f"task.metrics.{name}": each for name, each in cfg.task.parts("metrics").items()}
 
 
 def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
-    """Keys that a user class does not accept, or whose values have the wrong type. Excludes `data`.
+    """Keys that a class does not accept, or whose values have the wrong type. Excludes `data`."""
+    from lockstep.compat import others  # noqa: F401  # must precede the import of Lightning
 
-    With `shipped`, also checks the shipped classes, which take seconds to import.
-    """
     for key, component in components(settings.cfg).items():
         if shipped or not component.is_shipped:
-            from lockstep.compat import others  # noqa: F401  # must precede the import of Lightning
-
             yield from problems(rules.optimizer_node(settings) if key == "optim" else component.node, key)
 
 
@@ -197,52 +198,31 @@ def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> 
     """The settings of a draft. Imports neither torch nor the user's classes, and reads no data.
 
     Raises:
-        UserError: all problems that can be detected this way.
+        UserError: all problems that can be detected this way: first those of single keys, then those between keys.
     """
-    cfg, errors = values_of(draft)
-    augment = {f"augment.{name}": operation for name, operation in cfg.augment.items()}
-    for key, component in (components(cfg) | augment | {"data": cfg.data}).items():
-        errors += disallowed_targets(component.node, key)
-    try:
-        world: Any = Settings.of(cfg).world
-    except InvalidValueRead:  # an invalid value leaves the number of processes unknown
-        world = Invalid()
-    settings = Settings(cfg, world, random_keys=draft.random_keys)
-    left_out = () if with_data else (data,)
-    raise_problems(run_rules(settings, errors, evaluating=evaluating, early=True, left_out=left_out))
+    settings = replace(Settings.of(values_of(draft)), random_keys=draft.random_keys)
+    raise_problems(rule_errors(settings, evaluating=evaluating, early=True, left_out=() if with_data else (data,)))
     return settings
 
 
 def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool = False) -> list[str]:
-    """Problems that `check` cannot detect: imports the user's classes, checks their signatures, runs the rules on them.
-
-    Checks the signatures of `shipped` classes only on request, because importing them takes seconds.
-    """
-    # Skipped for an evaluation: its config has already trained. The job checks types, as it imports everything anyway.
-    needs_import = shipped or not are_readable(settings)
-    errors = list(signature_problems(settings, shipped=shipped)) if needs_import and not evaluating else []
-    return run_rules(settings, errors, evaluating=evaluating, early=False)
+    """Problems that `check` cannot detect: runs the rules on the user's classes, and, only on request because their import takes seconds,
+    checks the signatures of all classes, the `shipped` ones too."""
+    # Skipped for an evaluation: its config has already trained. The job checks the user's, as it imports everything anyway.
+    signatures = signature_problems(settings, shipped=True) if shipped and not evaluating else ()
+    return [*signatures, *rule_errors(settings, evaluating=evaluating, early=False)]
 
 
-def run_rules(
-    settings: Settings, errors: list[str], *, evaluating: bool, early: bool, left_out: Collection[Rule] = ()
-) -> list[str]:
-    """`errors`, and those of the rules that run before the user's classes are imported (`early`) or afterwards.
-
-    A rule stops where it reads a value that is already known to be invalid.
-    """
-    readable = are_readable(settings)
+def rule_errors(settings: Settings, *, evaluating: bool, early: bool, left_out: Collection[Rule] = ()) -> Iterator[str]:
+    """The errors of the rules that run before the user's classes are imported (`early`) or afterwards."""
     for rule, groups in (EVALUATION if evaluating else TRAINING).items():
-        known_groups = (settings.is_known(group, readable=readable, reads=rule in (data, task)) for group in groups)
-        if rule in left_out or early != all(known_groups):
+        parts = [part for group in groups for part in components_of(settings.cfg, group).values()]
+        if rule in left_out or early != all(part.is_shipped for part in parts if part):
             continue
         try:
-            errors += rule(settings)
+            yield from rule(settings)
         except UserError as e:
-            errors += e.problems
-        except InvalidValueRead:
-            pass
-    return list(dict.fromkeys(errors))
+            yield from e.problems
 
 
 def composed(

@@ -20,11 +20,11 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from lockstep.config.formatting import plain, to_text
 from lockstep.config.instantiate import ENGINE
 from lockstep.config.renames import with_moved
-from lockstep.config.run_config import CLOSED, SEVERAL, Component, Invalid, RunConfig
+from lockstep.config.run_config import CLOSED, SEVERAL, Component, RunConfig
 from lockstep.config.schema import GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES
-from lockstep.config.targets import target_error
+from lockstep.config.targets import disallowed_targets, target_error
 from lockstep.config.validators import RUN_NAME, Validator
-from lockstep.errors import UserError, did_you_mean
+from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.run import CONFIG_ADVICE, LOADER, RunFolder, explain_damage
 
 # --- Names of runs and sweeps ---
@@ -201,6 +201,7 @@ def structure_problems(draft: Draft) -> Iterator[str]:
             node = OmegaConf.to_container(node) if isinstance(node, DictConfig) else node
         except OmegaConfBaseException as e:  # a reference to a missing key
             node = str(e).partition("\n")[0]
+        yield from disallowed_targets(node, group)
         if not isinstance(node, Mapping):
             problem = f"{group}={to_text(node)} is invalid" if draft.has(group) else f"{group} is missing"
             yield f"{problem}: the engine needs the keys of this group. Choose an option with {group}=<name>, or set single keys with {group}.<key>=<value>."
@@ -240,7 +241,7 @@ def unknown_keys(draft: Draft) -> Iterator[str]:
 
 
 def value_errors(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, str]:
-    """The error of each of `keys` with an invalid value; an empty string if the key that it refers to has the error.
+    """The error of each of `keys` with an invalid value, except where the key that it refers to has the error.
 
     Without `keys`: of all keys, except those that only a class outside of Lockstep reads, and keys that refer to them. Its signature
     decides.
@@ -250,13 +251,12 @@ def value_errors(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, s
     for key in KEYS if keys is None else keys:
         node, (group, _, name) = draft.owner(key), key.rpartition(".")
         is_engines = group == "optim" and name in ENGINE[group]
-        if not draft.has(key) or (keys is None and not is_engines and not is_shipped_node(node)):
-            continue
-        if error := value_error(node, name, key, KEYS[key]):
+        is_read = draft.has(key) and (keys is not None or is_engines or is_shipped_node(node))
+        if is_read and (error := value_error(node, name, key, KEYS[key])):
             references[key] = str(raw_values(node).get(name))[2:-1]
             if references[key] not in KEYS or is_shipped_node(draft.owner(references[key])):
                 errors[key] = error
-    return {key: "" if references[key] in errors else error for key, error in errors.items()}
+    return {key: error for key, error in errors.items() if references[key] not in errors}
 
 
 def raw_values(node: DictConfig) -> dict[Any, Any]:
@@ -289,27 +289,13 @@ def value_error(node: DictConfig, name: str, key: str, kind: Validator) -> str |
     return f"{key}={source} is invalid; expected {kind.takes}, for example {key}={kind.example}."
 
 
-def values_of(draft: Draft) -> tuple[RunConfig, list[str]]:
-    """The values of a draft and their errors. Each invalid value becomes Invalid, so no rule evaluates it.
-
-    Raises:
-        UserError: a group or a key is missing, so there are no values. Includes all other problems.
-    """
-    structure, invalid = list(structure_problems(draft)), value_errors(draft)
-    errors = [*structure, *unknown_keys(draft), *filter(None, invalid.values())]
-    if structure:
-        raise UserError(*errors)
+def values_of(draft: Draft) -> RunConfig:
+    """The values of a draft. Raises UserError with all groups and keys that are missing, unknown, invalid, or name a class that no config may."""
+    raise_problems([*structure_problems(draft), *unknown_keys(draft), *value_errors(draft).values()])
     try:
-        tree = plain(draft.replace(dict.fromkeys(invalid)).tree)
+        return RunConfig.of(plain(draft.tree))
     except OmegaConfBaseException as e:  # in a key that only its class defines
-        raise UserError(*errors, " ".join(str(e).split())) from None
-    for key in invalid:
-        *path, name = key.split(".")
-        node = tree
-        for part in path:
-            node = node[part]
-        node[name] = Invalid()
-    return RunConfig.of(tree), errors
+        raise UserError(" ".join(str(e).split())) from None
 
 
 def as_yaml(config: RunConfig) -> str:

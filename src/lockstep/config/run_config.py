@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, NoReturn, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from lockstep.config import validators
 from lockstep.config.validators import FLAG, Validator, integer, limit_or_endless, number, one_of
@@ -17,22 +17,6 @@ SHIPPED = (
 Auto = Literal["auto"]
 Flag = Annotated[bool, FLAG]
 OptionalFlag = Annotated[bool | None, one_of(True, False, None, example="true")]
-
-
-class InvalidValueRead(Exception):
-    """A rule read a value that is already reported as invalid."""
-
-
-class Invalid:
-    """Takes the place of an invalid value: any operation on it, or formatting it, raises InvalidValueRead."""
-
-    def refuse(self, *_: object) -> NoReturn:
-        raise InvalidValueRead
-
-    __getattr__ = refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __len__ = __iter__ = refuse
-    __str__ = __repr__ = __format__ = __int__ = __float__ = __getitem__ = __contains__ = __mod__ = __rmod__ = refuse  # type: ignore[assignment]
-    __add__ = __radd__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = refuse
 
 
 @dataclass(frozen=True)

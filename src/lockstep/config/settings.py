@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import has_base, operations, pretraining
-from lockstep.config.run_config import Component, Loader, Request, RunConfig
+from lockstep.config.run_config import Loader, Request, RunConfig
 from lockstep.config.schema import OPTIONAL
-from lockstep.config.targets import imports_no_torch, source_bases
 from lockstep.machine.system import cores, memory_bytes
 from lockstep.machine.world import StrategySpec, World, fastest_precision, spec_of, world_of
 from lockstep.run import RunFolder
@@ -172,17 +171,6 @@ class Settings:
     @cached_property
     def spec(self) -> StrategySpec:
         return spec_of(self.cfg.strategy.target)
-
-    def is_known(self, group: str, *, readable: bool, reads: bool = False) -> bool:
-        """Whether a rule can inspect the components of a group without importing user classes: shipped, or `readable`.
-
-        `reads`: the rule needs the class of the data, which is imported early if it imports no torch.
-        """
-        value = getattr(self.cfg, group)
-        if not isinstance(value, Component):
-            return all(component.is_shipped for component in value.values())
-        is_known = not value or value.is_shipped or (readable and source_bases(value.target) is not None)
-        return is_known and (not reads or imports_no_torch(value.target))
 
     @cached_property
     def own_loaders(self) -> bool:

@@ -1,20 +1,14 @@
 """The classes and functions that a config may name at each key, and their parameters. Free of torch."""
 
-import ast
 import importlib
 import inspect
 import os
-import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
-from importlib.util import find_spec, resolve_name
-from itertools import pairwise
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from lockstep import LATER, PACKAGE
+from lockstep import PACKAGE
 from lockstep.config import project
 from lockstep.config.formatting import to_text
 from lockstep.config.renames import moved
@@ -61,10 +55,6 @@ BASES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import checks for a newer version online
 CLASS = "my_package.my_module.MyClass"  # in messages
-# Modules that import no torch, and those below them that do.
-LIGHT = ("numpy.", "PIL.", "lockstep.config.", "lockstep.data.", "lockstep.errors.", "lockstep.kit.", "lockstep.machine.")  # fmt: skip
-HEAVY = ("lockstep.data.keyed.", "lockstep.data.loaders.", "lockstep.data.parts.", "lockstep.data.streams.", "lockstep.kit.datamodule.", "lockstep.kit.augment.", "lockstep.kit.panels.", "lockstep.kit.schedules.", "lockstep.kit.tasks.", "lockstep.kit.timm.")  # fmt: skip
-PUBLIC = {f"lockstep.{name}": home for name, home in LATER.items()}
 FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, without a return annotation
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code
 # The kinds of a key, by the class names of their bases. A nested node may be of any kind, or anything of the project.
@@ -76,10 +66,11 @@ COMPONENT_TYPES = {
     "optim": ("Optimizer",),
     "schedule": ("LRScheduler",),
     "task.metrics.*": ("Metric",),
-    "augment.*": ("Operation", "object"),
+    "augment.*": ("Operation", "object"),  # transforms have no common base
     "callbacks.*": ("Callback",),
     "logger.*": ("Logger",),
 }
+NESTED = ("Module", "Optimizer", "Dataset", "Metric")  # in messages
 
 
 def trusted() -> tuple[str, ...]:
@@ -154,9 +145,7 @@ def disallowed_targets(value: Any, key: str) -> Iterator[str]:
     allowed = trusted()
     for node_key, node in nodes(value, key):
         path = node["_target_"]
-        if str(path).startswith("pytorch_lightning."):
-            yield f"{node_key}._target_={path} is from the package pytorch_lightning. Set lightning.pytorch{path.removeprefix('pytorch_lightning')} instead."
-        elif isinstance(path, str) and "." in path and not path.startswith(allowed):
+        if isinstance(path, str) and "." in path and not path.startswith(allowed):
             yield (
                 f"{node_key}._target_={path} is not allowed in a config; allowed packages: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
                 "They include all packages and modules in src/. To allow another package, add it to [tool.lockstep] packages in your pyproject.toml."
@@ -201,39 +190,38 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
     except LookupError as e:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
     if not is_allowed(target, key):
-        bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (component_types(key) or ())]
-        transforms = "a transform of torchvision, timm or albumentations"
-        kinds = " or ".join(transforms if name == "object" else f"{library}'s {name}" for library, *_, name in bases)
         if any(qualified_name(base).startswith("pytorch_lightning.") for base in getattr(target, "__mro__", ())):
             raise UserError(
                 f"{key}._target_={path} is a class of the package pytorch_lightning. Lockstep supports the package lightning, which has the "
                 "same modules: replace `import pytorch_lightning` with `import lightning.pytorch`."
             )
         raise UserError(
-            f"{key}._target_={path} is not allowed here: {key} accepts a subclass of "
-            f"{kinds or 'Module, Optimizer, Dataset, Metric or the like'}, or a function annotated to return one, "
-            "from your own packages or from the library of that class."
+            f"{key}._target_={path} is not allowed here: {key} accepts a subclass of {' or '.join(component_types(key) or NESTED)}, or a function "
+            "annotated to return one, from your own packages or from the library of that class."
         )
     return target
 
 
 INHERITED = object()  # the default of a parameter that a base class requires
+PASSING_ON = ("lockstep.", "project.")  # their classes pass all of `**kwargs` on to base classes
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
-    """The parameters of a target by name, with those that `**kwargs` passes on to base classes; None if unknown.
+    """The parameters of a target by name, with those that `**kwargs` may pass on to base classes; None if unknown.
 
     Inherited parameters have a default: the class may set them itself.
     """
     try:
         target = locate(path)
         result = signature(target)
-        for init, base in pairwise(constructors(target)):
+        for base in constructors(target)[1:]:
             rest = [name for name, p in result.items() if p.kind is p.VAR_KEYWORD]
-            if not rest or consumes_kwargs(init, rest[0]):
+            inherited = [p for p in list(signature(base).values())[1:] if p.kind is not p.VAR_POSITIONAL]  # no `self`
+            if not rest or not inherited:
                 break
-            inherited = list(signature(base).values())[1:]  # without `self`
-            named = {k: p for k, p in result.items() if k not in rest}
+            # any other class may keep what is in `**kwargs` itself
+            passes_all_on = path.startswith(PASSING_ON)
+            named = {name: p for name, p in result.items() if name not in rest or not passes_all_on}
             optional = {
                 p.name: p.replace(default=INHERITED) if p.default is p.empty and accepts_keyword(p) else p
                 for p in inherited
@@ -242,89 +230,6 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
     except (LookupError, TypeError, ValueError):
         return None
     return result
-
-
-@dataclass(frozen=True)
-class Source:
-    """The source of a class or function, and of the module that defines it."""
-
-    node: ast.ClassDef | ast.FunctionDef
-    module: str
-    tree: ast.Module
-
-
-def statements(tree: ast.Module | ast.If | ast.Try) -> Iterator[ast.stmt]:
-    """The statements of a module, including those inside `if TYPE_CHECKING` and the like."""
-    for node in tree.body:
-        yield from statements(node) if isinstance(node, ast.If | ast.Try) else [node]
-
-
-@cache
-def find_source(path: str) -> Source | None:
-    """The source of a class or function, without importing it; None if its path and imports do not lead to it."""
-    module, _, name = path.rpartition(".")
-    package, *rest = module.split(".")
-    spec = find_spec(package) if package else None
-    if spec is None or spec.origin is None:
-        return None
-    is_module = not rest and spec.submodule_search_locations is None  # at the top level
-    base = Path(spec.origin).with_suffix("") if is_module else Path(spec.origin).parent.joinpath(*rest)
-    file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    parent = module if base.is_dir() else module.rpartition(".")[0]
-    try:
-        tree = ast.parse(file.read_bytes()) if file.is_file() else ast.Module([], [])
-    except (SyntaxError, ValueError):  # the import shows it as the user's
-        return None
-    match: Source | str | None = None  # the last definition, or where it is imported from
-    for node in statements(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            match = Source(node, module, tree)
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            if name == (alias.asname or alias.name):
-                match = f"{resolve_name('.' * node.level + (node.module or ''), parent)}.{alias.name}"  # type: ignore[attr-defined]
-    return match if not isinstance(match, str) else find_source(match) if match != path else None
-
-
-def full_path(name: str, origin: Source) -> str:
-    """The full path of a dotted name used in a module: imported there, or else defined there."""
-    first, dot, rest = name.partition(".")
-    for node in statements(origin.tree):
-        if isinstance(node, ast.Import):
-            for alias in (alias for alias in node.names if (alias.asname or alias.name).split(".")[0] == first):
-                return f"{alias.name if alias.asname else first}{dot}{rest}"
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            for alias in (alias for alias in node.names if first == (alias.asname or alias.name)):
-                return f"{node.module}.{alias.name}{dot}{rest}"
-    return f"{origin.module}.{name}"
-
-
-@cache
-def source_bases(path: str) -> list[str] | None:
-    """The homes of a class and its bases, up to those in BASES, read from the source; None if the source lacks any."""
-    cls = find_source(path)
-    if cls is None or isinstance(cls.node, ast.FunctionDef):
-        return None
-    homes = [f"{cls.module}.{cls.node.name}"]
-    if homes[0] in BASES:
-        return homes
-    for base in (full_path(ast.unparse(base), cls) for base in cls.node.bases):
-        inherited = source_bases(base) if base != homes[0] else None
-        if inherited is None:
-            return None
-        homes += inherited
-    return homes
-
-
-def imports_no_torch(path: str) -> bool:
-    """Whether the file of a class imports only the standard library, NumPy, Pillow and LIGHT modules of Lockstep."""
-    cls, names = find_source(path), list[str]()
-    for node in statements(cls.tree) if cls else ():
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            parent = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            names += [f"{parent}{alias.name}" for alias in node.names]
-    homes = [f"{PUBLIC.get(name, name)}." for name in names]
-    own = [home for home in homes if home.split(".")[0] not in sys.stdlib_module_names]
-    return cls is not None and all(home.startswith(LIGHT) and not home.startswith(HEAVY) for home in own)
 
 
 def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -346,17 +251,6 @@ def constructors(target: Any) -> list[Callable[..., Any]]:
     """The `__init__` of a class and of its base classes, in the order of `super()` calls."""
     classes = getattr(target, "__mro__", (object,))[:-1]
     return [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
-
-
-def consumes_kwargs(constructor: Callable[..., Any], rest: str) -> bool:
-    """Whether a constructor passes its `**rest` to no other constructor, so it may use any of the names itself."""
-    try:
-        parts = ast.walk(ast.parse(f"if True:\n{inspect.getsource(constructor)}"))  # a method is indented
-    except (OSError, TypeError, SyntaxError):  # without source
-        return False
-    calls = [node for node in parts if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("__init__")]
-    uses = [node for call in calls for node in ast.walk(call) if isinstance(node, ast.Name) and node.id == rest]
-    return not (uses or constructor.__module__.startswith("lightning."))  # LightningDataModule drops them
 
 
 def matching_kwargs(path: str, context: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lockstep.config.formatting import plain, pluralize, to_text, warn
 from lockstep.config.instantiate import has_base
 from lockstep.config.project import command
 from lockstep.config.rules import keys_without_effect
-from lockstep.config.run_config import CLOSED, Component, InvalidValueRead, RunConfig
+from lockstep.config.run_config import CLOSED, Component, RunConfig
 from lockstep.config.schema import KEYS, PREDICT, RECIPES
 from lockstep.config.settings import OF_NETWORK, Settings
 from lockstep.errors import UserError, raise_problems
@@ -82,9 +82,7 @@ def with_new_defaults(saved: Draft) -> Draft:
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
     """The config of the run that saved a checkpoint. Raises UserError if it is damaged."""
-    config, problems = values_of(with_new_defaults(Draft.of_values(checkpoint.config)))
-    raise_problems(problems)
-    return config
+    return values_of(with_new_defaults(Draft.of_values(checkpoint.config)))
 
 
 def merge_saved(saved: Draft, composed: Draft, overrides: list[str]) -> Draft:
@@ -229,10 +227,10 @@ def restore_auto_values(new: Draft, saved: Draft) -> Draft:
 
 def drop_ineffective_keys(draft: Draft, overrides: list[str]) -> Draft:
     """Drops saved values without effect under the new strategy or device, with a warning. Passed ones stay an error."""
-    passed, config = [key_of(override) for override in overrides], values_of(draft)[0]
+    passed = [key_of(override) for override in overrides]
     try:
-        idle = keys_without_effect(Settings.of(config))
-    except InvalidValueRead:  # the check of the whole config reports it
+        idle = keys_without_effect(Settings.of(values_of(draft)))
+    except UserError:  # the check of the whole config reports it
         return draft
     for key in (key for key in idle if key not in passed):
         value = draft.get(key)
