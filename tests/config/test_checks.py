@@ -158,7 +158,7 @@ MISTAKES = """
 model=resnet51 modle=resnet50d model@foo=basic_net optim=null callbacks=[default,emma] data.image_size=[
     model has no option resnet51 ... did you mean resnet50d
     modle is not a key ... model
-    model@foo cannot be set ... model=<option>
+    model@foo=basic_net: Could not override
     optim=null: Config group
     callbacks has no option emma ... did you mean ema?
     data.image_size=[

@@ -25,7 +25,6 @@ from lockstep.config.instantiate import (
     data_set_problems,
     problems,
     required_arguments,
-    unknown_data_keys,
 )
 from lockstep.config.run_config import COMPONENTS, Component, RunConfig
 from lockstep.config.schema import KEYS, NEEDED, OPTIONAL, RECIPES
@@ -71,11 +70,7 @@ def data(settings: Settings) -> Iterator[str]:
         for setting in (f"{key}={to_text(component.kwargs[key])}" for key in of_loader):
             yield f"data.{setting} is a key of the loader. Set loader.{setting}, which is also passed to a class with this argument."
         component = component.without(*of_loader)
-    names = unknown_data_keys(component)
-    if len(names) > 2:  # left over from the data chosen earlier: one message instead of one per key
-        yield f"data._target_={component.target} does not accept {', '.join(names)}. Pass data=own data._target_={component.target}, and its arguments as +data.<name>=<value>."
-    else:
-        yield from problems(component.node, "data") if is_datamodule else data_set_problems(component)
+    yield from problems(component.node, "data") if is_datamodule else data_set_problems(component)
 
 
 def own_loaders(settings: Settings) -> Iterator[str]:
@@ -237,8 +232,8 @@ def composed(
 
 def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
     """All errors of a command line that Hydra rejected with `error`."""
-    problems, valid = compose_each(config_name, overrides, always)
     try:
+        problems, valid = compose_each(config_name, overrides, always)
         config = compose_config(config_name, [*always, *valid])
         if config_name == "train":  # a config of eval is merged with the run's config before it is checked
             # imports the class of the data only if the command concerns it
@@ -248,7 +243,7 @@ def explain(error: BaseException, config_name: str, overrides: Sequence[str], al
         problems += e.problems
     except CONFIG_ERRORS as e:
         error = e
-    return problems or [" ".join(str(error).split())]
+    return problems or [f"{' '.join(overrides)}: {' '.join(str(error).split())}"]
 
 
 def resolve(overrides: Sequence[str]) -> RunConfig:

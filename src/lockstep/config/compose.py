@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from difflib import SequenceMatcher
-from itertools import islice, pairwise
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import CONFIGS
-from lockstep.config.draft import Draft, advice, sweep_name
+from lockstep.config.draft import Draft, advice, sweep_name, unknown_key
 from lockstep.config.formatting import to_text, warn
-from lockstep.config.project import command, config_folders
+from lockstep.config.project import config_folders
 from lockstep.config.run_config import SEVERAL
-from lockstep.config.schema import GROUPS, KEYS, OPTIONAL
+from lockstep.config.schema import KEYS
 from lockstep.errors import did_you_mean, raise_problems
 from lockstep.machine.world import rank_of
 
@@ -166,40 +165,9 @@ def config_file(name: str) -> Path:
     return next((file for file in files if file.is_file()), files[-1])
 
 
-def nearest_key(key: str, candidates: Sequence[str] = ()) -> str:
-    """The most similar key: a similar name in the same group, the same name in a similar group, or a candidate."""
-    group, _, name = key.rpartition(".")
-    known_keys = [known_key.rpartition(".") for known_key in (*KEYS, *GROUPS)]
-    similar = [f"{g}.{n}".lstrip(".") for g, _, n in known_keys
-               if (g == group and did_you_mean(name, [n])) or (n == name and (not group or did_you_mean(group, [g])))] + [*candidates]  # fmt: skip
-    return max(similar, key=lambda k: SequenceMatcher(None, k, key).ratio(), default="")
-
-
 def message(error: BaseException, override: str) -> str:
-    """Hydra's or OmegaConf's error about one override, on one line."""
+    """An error of Hydra or OmegaConf about one override, on one line."""
     key, text, value = key_of(override), f"{error} {error.__cause__ or ''}", override.partition("=")[2]
-    if why := advice()["owned"].get(key):
-        return f"{key} cannot be set: {why}."
-    if not key:
-        return f"{override} has no key. Pass <key>=<value>; {command('train')} --help lists all keys."
-    if "@" in (name := override.partition("=")[0]):
-        return f"{name} cannot be set: a group cannot be placed under a different key. Set {key}=<option>."
-    if key in GROUPS and override.startswith("~"):
-        return f"{override}: {key} cannot be removed, because the engine needs it. Choose an option with {key}=<name>."
-    if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
-        foreign, leaf = advice()["keys"], key.rpartition(".")[2]
-        if template := foreign.get(key) or (key not in KEYS and foreign.get(leaf)):
-            return f"{key} is not a key of this project. Pass {template.format(value=value)}."
-        similar, unknown = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
-        parts = [similar[1] if similar and unknown and part == unknown[1] else part for part in key.split(".")]
-        if key in KEYS:
-            group = key.partition(".")[0]
-            return f"{key} is not a key of the chosen {group}. Remove it, or choose a different {group} with {group}=<name>."
-        hint = nearest_key(key, [".".join(parts)] if parts != key.split(".") else [])
-        hint = hint and f"did you mean {hint}? "
-        if not hint and key.partition(".")[0] in (*OPTIONAL, *SEVERAL, "task", "data"):
-            hint = f"to add it as an argument of a class, pass +{key}=<value>; "
-        return f"{key} is not a key of this project; {hint}{command('train')} --help lists all keys."
     missing = re.search(r"Could not (?:find|load) '(.*)/(.*?)'|Parent (traversal)", text)
     if missing and is_group(f"{missing.group(1) or key}="):
         option = missing[2] if missing[1] == key else value  # may be a path
@@ -210,12 +178,11 @@ def message(error: BaseException, override: str) -> str:
     return f"{override}: {' '.join(str(error).split())}"
 
 
-MAX_JOBS = 10_000
-MAX_COMPOSED = 100  # limits the values checked of one override, and the errors collected for a message
+MAX_COMPOSED = 100  # values checked of one override
 
 
 def expand_sweep(override: str) -> list[str]:
-    """One override for each value of a sweep, at most MAX_JOBS + 1; without a sweep, the override itself."""
+    """One override for each value of a sweep; without a sweep, the override itself."""
     parsed = OverridesParser.create().parse_override(override)
     with hydra_state_restored(), initialize_config_dir(str(CONFIGS)):
         parsed.config_loader = GlobalHydra.instance().config_loader()  # resolves globs
@@ -224,38 +191,27 @@ def expand_sweep(override: str) -> list[str]:
     if parsed.is_interval_sweep():  # a sweeper draws values between the bounds
         interval = parsed.value()
         return [f"{parsed.get_key_element()}={bound}" for bound in (interval.start, interval.end)]
-    values = islice(parsed.sweep_string_iterator(), MAX_JOBS + 1)
-    overrides = [f"{parsed.get_key_element()}={value}" for value in values]
+    overrides = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
     if not overrides:  # a glob that matches nothing
         raise HydraException(f"it matches no option; use one of {', '.join(options(key_of(override))) or 'none'}")
     return overrides
 
 
-def jobs(overrides: Sequence[str]) -> int:
-    """The number of runs that overrides expand to. An override that cannot be parsed counts as one."""
-    count = 1
-    for override in overrides:
-        with suppress(*CONFIG_ERRORS):
-            count *= len(expand_sweep(override))
-    return count
-
-
 def compose_each(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Composes each override alone, on top of `always` and the valid groups. Returns all errors and valid overrides."""
-    problems: list[str] = []
-    groups: list[str] = []
-    values: list[str] = []
-    for override in sorted(overrides, key=lambda o: not is_group(o)):  # groups first: they decide which keys exist
+    """The errors of all overrides, and the valid ones. Groups come first: they decide which keys exist."""
+    problems, groups, values = list[str](), list[str](), list[str]()
+    for override in overrides:
         try:
-            expanded = expand_sweep(override)
-        except HydraException as e:
-            problems.append(message(e, override))
-            continue
-        for variant in expanded[:MAX_COMPOSED] if len(problems) < MAX_COMPOSED else ():
-            try:
+            variants = expand_sweep(override)[:MAX_COMPOSED]
+            if not is_group(override):
+                values += variants
+                continue
+            for variant in variants:
                 compose_config(config_name, [*always, *groups, variant])
-            except CONFIG_ERRORS as e:
-                problems.append(message(e, variant))
-            else:
-                (groups if is_group(variant) else values).append(variant)
-    return problems, [*groups, *values]
+                groups.append(variant)
+        except CONFIG_ERRORS as e:
+            problems.append(message(e, override))
+    draft = Draft(compose_config(config_name, [*always, *groups]))
+    unknown = [v for v in values if not (v.startswith("+") or draft.has(key_of(v)) or key_of(v).startswith("hydra"))]
+    problems += dict.fromkeys(unknown_key(draft, key_of(o), o.partition("=")[2]) for o in unknown)
+    return problems, [*groups, *(value for value in values if value not in unknown)]

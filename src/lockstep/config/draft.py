@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from lockstep.config.formatting import plain, to_text
 from lockstep.config.instantiate import ENGINE
+from lockstep.config.project import command
 from lockstep.config.renames import with_moved
-from lockstep.config.run_config import CLOSED, SEVERAL, Component, RunConfig
+from lockstep.config.run_config import CLOSED, COMPONENTS, SEVERAL, Component, RunConfig
 from lockstep.config.schema import GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.targets import disallowed_targets, target_error
 from lockstep.config.validators import RUN_NAME, Validator
@@ -74,12 +76,9 @@ class Draft:
     @classmethod
     def of_run(cls, folder: RunFolder) -> "Draft":
         """The config.yaml of a run. Raises UserError: it is damaged or not the config of a run."""
-        values, text = folder.saved_config()
+        _, text = folder.saved_config()
         with explain_damage(folder.config_file, CONFIG_ADVICE):
-            tree: Any = OmegaConf.create(text)
-            if any(part not in values for part in WHOLE):
-                raise ValueError("it is not the complete config of a run")
-        return cls.of_values(plain(tree))
+            return cls.of_values(plain(OmegaConf.create(text)))
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> "Draft":
@@ -173,8 +172,6 @@ class Draft:
 # --- Structure: a tree has exactly the groups, classes and keys that the engine reads ---
 
 OF_0_1 = "this run was made by Lockstep 0.1. To continue, evaluate or export it, install lockstep==0.2. Its weights load with init_from=<its checkpoint> and lockstep.load_model."
-# In every config of a run.
-WHOLE = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")
 
 
 @cache
@@ -229,12 +226,42 @@ def unknown_keys(draft: Draft) -> Iterator[str]:
     """Keys added with `+key=value` that nothing reads."""
     for group in ("", *CLOSED):
         node: Any = draft.tree.get(group) if group else draft.tree
-        known_keys = [*(key for key in KEYS if key.rpartition(".")[0] == group), *(() if group else GROUPS)]
         for key in (f"{group}.{name}".lstrip(".") for name in map(str, node if isinstance(node, DictConfig) else ())):
-            if key not in known_keys and (reason := advice()["owned"].get(key)):
-                yield f"{key} cannot be set: {reason}."
-            elif key not in known_keys:
-                yield f"{key} is not a key of this project{did_you_mean(key, known_keys)}."
+            if key not in KEYS and (group or key not in GROUPS):
+                yield unknown_key(draft, key, "<value>")
+
+
+def unknown_key(draft: Draft, key: str, value: str) -> str:
+    """The error of a key that the config does not have, with the key to set instead."""
+    group, leaf, keys = key.partition(".")[0], key.rpartition(".")[2], advice()["keys"]
+    if reason := advice()["owned"].get(key):
+        return f"{key} cannot be set: {reason}."
+    if instead := keys.get(key) or (key not in KEYS and keys.get(leaf)):
+        return f"{key} is not a key of this project. Pass {instead.format(value=value)}."
+    if key in KEYS:
+        return (
+            f"{key} is not a key of the chosen {group}. Remove it, or choose a different {group} with {group}=<name>."
+        )
+    parent, owner = key.rpartition(".")[0], draft.owner(key)
+    names = [str(name) for name in owner if name != leaf] if isinstance(owner, DictConfig) else []
+    if similar := nearest_key(key, [f"{parent}.{name}".lstrip(".") for name in names]):
+        hint = f"did you mean {similar}? "
+    else:
+        hint = f"to add it as an argument of a class, pass +{key}=<value>; " if group in (*COMPONENTS, *SEVERAL) else ""
+    return f"{key} is not a key of this project; {hint}{command('train')} --help lists all keys."
+
+
+def nearest_key(key: str, neighbours: Iterable[str] = ()) -> str:
+    """The most similar key: a similar name in the same group, or the same name in a similar group; empty if there is none."""
+    group, _, name = key.rpartition(".")
+    every = [each.rpartition(".") for each in dict.fromkeys((*neighbours, *KEYS, *GROUPS))]
+    similar = [
+        f"{parent}.{leaf}".lstrip(".")
+        for parent, _, leaf in every
+        if (parent == group and did_you_mean(name, [leaf]))
+        or (leaf == name and (not group or did_you_mean(group, [parent])))
+    ]
+    return max(similar, key=lambda each: SequenceMatcher(None, each, key).ratio(), default="")
 
 
 # --- The values of a tree ---

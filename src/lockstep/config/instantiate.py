@@ -91,14 +91,6 @@ def has_base(component: Component, key: str, base: str) -> bool:
     return base in map(targets.qualified_name, getattr(target, "__mro__", ()))
 
 
-def unknown_data_keys(data: Component) -> list[str]:
-    """Arguments that the class of the data does not accept."""
-    named = targets.parameters(data.target)
-    if named is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
-        return []
-    return [name for name in data.kwargs if name not in (*named, *SPECIAL, *ENGINE["data"])]
-
-
 def data_set_problems(data: Component) -> Iterator[str]:
     """Problems with a data set: its class, the class's own checks, and its keys."""
     if errors := list(target_problems({"data": data.node})):
@@ -212,11 +204,6 @@ def operations(components: Mapping[str, Component], image_size: int | None) -> d
 def pretraining(model: Component, data: Component) -> dict[str, Any]:
     """The values that `model` stands for in `data`: the network's pretraining settings, or else the data's defaults."""
     net, data_set = targets.locate(model.target) if model else None, targets.locate(data.target)
-    raise_problems(
-        f"{component.target}: `normalisation` was renamed to `{method}`, which returns a dict with mean and std. Rename it."
-        for component, target, method in ((model, net, "preprocessing"), (data, data_set, "defaults"))
-        if hasattr(target, "normalisation")
-    )
     values, defaults = getattr(net, "preprocessing", lambda _: None)(model.name) or {}, data_set.defaults(data.kwargs)
     if len(values.get("mean", defaults["mean"])) != len(defaults["mean"]):  # pretrained on colour, used on grey
         values = {**values, "mean": defaults["mean"], "std": defaults["std"]}

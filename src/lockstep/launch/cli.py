@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from lockstep import CONFIGS, PACKAGE
 from lockstep.config import checks, compose, project
-from lockstep.config.draft import Draft, advice, value_errors
+from lockstep.config.draft import Draft, advice, nearest_key, value_errors
 from lockstep.config.settings import Settings
 from lockstep.errors import RunFailed, SaveFailed, UserError, chain, raise_problems
 from lockstep.launch import local
@@ -123,9 +123,6 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
     if multirun:  # check now: Hydra writes multirun.yaml before it detects an error
         if not job.trains:
             raise UserError(f"{job.name}.py handles one run at a time. Remove -m.")
-        # a study samples its trials, so its size is not checked
-        if "hydra/sweeper" not in map(compose.key_of, overrides) and compose.jobs(overrides) > compose.MAX_JOBS:
-            raise UserError(f"-m: this sweep has more than {compose.MAX_JOBS:,} jobs. Sweep over fewer values.")
         raise_problems(compose.compose_each(job.name, overrides, search_path)[0])
         names = [compose.expand_sweep(override)[0] for override in overrides if compose.key_of(override) in FIRST]
         first = Draft(compose.compose_config(job.name, [*search_path, *names]))
@@ -181,7 +178,7 @@ def misspelt_overrides(argv: list[str]) -> Iterator[str]:
         is_dashed = option.startswith("--") and not OPTIONS.fullmatch(key)
         if is_dashed or (WORD.fullmatch(arg) and not was_value):
             reason = "keys are written without dashes" if is_dashed else "keys and values are joined by an equals sign"
-            instead = advice()["keys"].get(key) or f"{compose.nearest_key(key) or key}={{value}}"
+            instead = advice()["keys"].get(key) or f"{nearest_key(key) or key}={{value}}"
             yield f"{option.rstrip(':')}: {reason}. Pass {instead.format(value=value or (after if is_value else '<value>'))}."
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config import checks
 from lockstep.config import compose as configs
-from lockstep.config.draft import advice
+from lockstep.config.draft import advice, nearest_key
 from lockstep.config.formatting import to_text
 from lockstep.config.run_config import SEVERAL
 from lockstep.config.schema import GROUPS, KEYS, PREDICT
@@ -42,7 +42,7 @@ def text(job: Job, argv: Sequence[str]) -> str:
     config = Shown(job.name, overrides, configs.search_path(argv))
     valid = [*GROUPS, *config.values]
     if unknown := [name for name in topics if name not in valid]:
-        key, is_key, _ = advice()["keys"].get(unknown[0], configs.nearest_key(unknown[0]) + "=").partition("=")
+        key, is_key, _ = advice()["keys"].get(unknown[0], nearest_key(unknown[0]) + "=").partition("=")
         hint = f" (did you mean {key}?)" if key and is_key else did_you_mean(unknown[0], valid)
         raise UserError(f"--help {unknown[0]}: there is no such group or key{hint}; --help lists all of them.")
     parts = [config.topic(name) for name in topics] or [overview(job, config)]

@@ -4,7 +4,7 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice, product, zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from lockstep.config.compose import MAX_JOBS, expand_sweep, key_of, recorded_overrides
+from lockstep.config.compose import expand_sweep, key_of, recorded_overrides
 from lockstep.config.draft import Draft
 from lockstep.config.formatting import inline, number, pluralize
 from lockstep.config.run_config import Component
@@ -54,7 +54,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
             return
         varied = {key_of(o) for o in chain(*grids) if len(expand_sweep(o)) > 1}
         jobs = [product(*(expand_sweep(o) for o in grid if key_of(o) in varied)) for grid in grids]
-    for index, (previous, new) in enumerate(islice(zip_longest(*jobs), MAX_JOBS)):
+    for index, (previous, new) in enumerate(zip_longest(*jobs)):
         job = RunFolder(folder / str(index))
         if recorded := overrides_of(job.report()):  # perhaps of a sweep before the one of multirun.yaml
             previous = [o for o in recorded if key_of(o) in varied]
