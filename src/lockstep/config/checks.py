@@ -142,19 +142,19 @@ def unused_overrides(settings: Settings) -> Iterator[str]:
 
 def step_problems(settings: Settings, samples: int, test_batches: int) -> Iterator[str]:
     """Limits that exceed the length of a run with `samples` training samples per epoch, or that leave nothing."""
-    trainer, plan = settings.cfg.trainer, settings.steps
+    trainer = settings.cfg.trainer
     limit = trainer.limit_test_batches  # of the others, Lightning reports it before training
     if isinstance(limit, float) and limit and int(limit * test_batches) == 0:
         yield f"trainer.limit_test_batches={limit} of {test_batches} leaves no batches to test. Set a larger number."
     interval = trainer.val_check_interval
-    batches, total = plan.epoch(samples), plan.steps(samples)
+    batches, total = settings.epoch_batches(samples), settings.total_steps(samples)
     if not batches:
         yield f"trainer.limit_train_batches={trainer.limit_train_batches} leaves no batches to train in an epoch. Set a larger number."
         return
     warmup = settings.cfg.schedule.get("warmup_steps")
     if isinstance(warmup, int) and warmup >= total:
         yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Set a smaller number."
-    if trainer.min_epochs and trainer.min_epochs * (batches // plan.accumulate) > total:
+    if trainer.min_epochs and trainer.min_epochs * (batches // trainer.accumulate_grad_batches) > total:
         yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Set a smaller number."
     if trainer.min_steps and trainer.min_steps > total:
         yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Set a smaller number, or trainer.max_epochs=<more>."

@@ -207,7 +207,7 @@ def division(settings: Settings) -> Iterator[str]:
     if folds is not None and fold >= folds:
         yield f"loader.fold={fold} is invalid with loader.folds={folds}; folds are numbered from 0 to {folds - 1}."
     multiple, reason = settings.micro_batch_divisor
-    count = settings.steps.micro_batches(settings.world.size)
+    count = settings.micro_batches
     if batch % (unit := count * multiple):
         low, high = batch // unit * unit, (batch // unit + 1) * unit
         detail = f", each a multiple of {multiple} samples ({reason} within a micro-batch)" if multiple > 1 else ""
@@ -220,7 +220,7 @@ def division(settings: Settings) -> Iterator[str]:
 
 def accumulation(settings: Settings) -> Iterator[str]:
     """Counts of micro-batches must be whole steps."""
-    accumulate = settings.steps.accumulate
+    accumulate = settings.cfg.trainer.accumulate_grad_batches
     for key in ("limit_train_batches", "val_check_interval"):
         count = settings.cfg.get(f"trainer.{key}")
         is_fraction = isinstance(count, float) and count != 1 and key == "limit_train_batches"
@@ -232,7 +232,7 @@ def accumulation(settings: Settings) -> Iterator[str]:
 
 
 def length(settings: Settings) -> Iterator[str]:
-    trainer, epochs = settings.cfg.trainer, settings.steps.epochs
+    trainer, epochs = settings.cfg.trainer, settings.epochs
     if trainer.min_epochs and trainer.min_epochs > epochs:
         yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {epochs} epochs. Set trainer.max_epochs={trainer.min_epochs}."
     if trainer.min_steps and -1 < trainer.max_steps < trainer.min_steps:
@@ -248,7 +248,7 @@ def length(settings: Settings) -> Iterator[str]:
 
 def why_not_fused(settings: Settings) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
-    cfg, exact, is_sharded = settings.cfg, settings.steps.logical_ranks, settings.spec.is_sharded
+    cfg, exact, is_sharded = settings.cfg, settings.cfg.exact.logical_ranks, settings.spec.is_sharded
     if exact and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
         return None  # training/arithmetic.py
     if exact and is_sharded:
@@ -268,7 +268,7 @@ def optimizer_node(settings: Settings) -> dict[str, Any]:
     if node.get("fused") != "auto":
         return node
     # With exact.logical_ranks, all strategies compute as they do on shards.
-    is_untested = settings.steps.logical_ranks and accelerator_of(str(settings.cfg.trainer.accelerator)) != "cpu"
+    is_untested = settings.cfg.exact.logical_ranks and accelerator_of(str(settings.cfg.trainer.accelerator)) != "cpu"
     return {**node, "fused": why_not_fused(settings) is None and not is_untested}
 
 

@@ -26,49 +26,6 @@ if TYPE_CHECKING:
 # Keys of `data` that accept `model`: the value of the network's pretraining.
 OF_NETWORK = ("mean", "std", "resize", "crop_pct", "interpolation")
 
-# --- How a global batch is divided into micro-batches, and the length of a run ---
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """How each step's global batch is divided, and how many steps a run has; infinite without a limit."""
-
-    batch_size: int  # global; 0 with custom dataloaders
-    repeats: int
-    accumulate: int  # `trainer.accumulate_grad_batches`
-    logical_ranks: int | None  # exact.logical_ranks, which divide the batch in place of `accumulate`
-    max_epochs: int | None
-    max_steps: int
-    limit_train_batches: int | float | None
-
-    def micro_batches(self, processes: int) -> int:
-        """The number of micro-batches of each step, over all processes."""
-        return self.logical_ranks or processes * self.accumulate
-
-    @property
-    def epochs(self) -> float:
-        if self.max_epochs is None:
-            return 1 if self.max_steps == -1 else math.inf
-        return math.inf if self.max_epochs == -1 else self.max_epochs
-
-    def epoch(self, samples: int) -> int:
-        """The number of micro-batches in an epoch with `samples` training samples."""
-        limit, batches = self.limit_train_batches, samples // (self.batch_size // self.repeats) * self.accumulate
-        if limit is None:
-            return batches
-        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-
-    def steps(self, samples: int) -> float:
-        """The number of optimizer steps of a run."""
-        total = self.epochs * (self.epoch(samples) // self.accumulate)
-        return min(total, self.max_steps) if self.max_steps != -1 else total
-
-
-def accumulations(batch: int, world: int, unit: int = 1) -> list[int]:
-    """The possible numbers of micro-batches per process and step, rising. Each has a multiple of `unit` samples."""
-    return [count for count in range(1, batch // world + 1) if batch % (world * count * unit) == 0]
-
-
 # --- The values of `auto` for this run and machine ---
 
 MOST_WORKERS = 8  # per process
@@ -199,18 +156,34 @@ class Settings:
 
     # --- Batches and steps ---
 
-    @cached_property
-    def steps(self) -> StepPlan:
-        loader, trainer = self.cfg.loader, self.cfg.trainer
-        return StepPlan(
-            batch_size=loader.batch_size if loader else 0,
-            repeats=loader.repeats if loader else 1,
-            accumulate=trainer.accumulate_grad_batches,
-            logical_ranks=self.cfg.exact.logical_ranks,
-            max_epochs=trainer.max_epochs,
-            max_steps=trainer.max_steps,
-            limit_train_batches=trainer.limit_train_batches,
-        )
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of each step, over all processes."""
+        return self.cfg.exact.logical_ranks or self.world.size * self.cfg.trainer.accumulate_grad_batches
+
+    @property
+    def epochs(self) -> float:
+        """The number of epochs of the run; infinite without a limit."""
+        most = self.cfg.trainer.max_epochs
+        if most is None:
+            return 1 if self.cfg.trainer.max_steps == -1 else math.inf
+        return math.inf if most == -1 else most
+
+    def epoch_batches(self, samples: int) -> int:
+        """The number of micro-batches of a process in an epoch with `samples` training samples."""
+        assert self.loader
+        trainer = self.cfg.trainer
+        limit, steps = trainer.limit_train_batches, samples // (self.loader.batch_size // self.loader.repeats)
+        batches = steps * trainer.accumulate_grad_batches
+        if limit is None:
+            return batches
+        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+    def total_steps(self, samples: int) -> float:
+        """The number of optimizer steps of the run; infinite without a limit."""
+        most = self.cfg.trainer.max_steps
+        total = self.epochs * (self.epoch_batches(samples) // self.cfg.trainer.accumulate_grad_batches)
+        return min(total, most) if most != -1 else total
 
     @property
     def micro_batch_divisor(self) -> tuple[int, str]:
@@ -224,12 +197,13 @@ class Settings:
     @property
     def accumulations(self) -> list[int]:
         """The possible values of trainer.accumulate_grad_batches, smallest first."""
-        return accumulations(self.steps.batch_size, self.world.size, self.micro_batch_divisor[0])
+        unit, batch = self.world.size * self.micro_batch_divisor[0], self.loader.batch_size if self.loader else 0
+        return [count for count in range(1, batch // self.world.size + 1) if batch % (count * unit) == 0]
 
     @property
     def batches(self) -> dict[str, Any]:
         """For the report: the global batch and how it is divided; None with custom dataloaders."""
-        accumulate = self.steps.micro_batches(self.world.size) // self.world.size
+        accumulate = self.micro_batches // self.world.size
         batch = self.loader.batch_size if self.loader else None
         return {
             "batch_size": batch,
@@ -262,7 +236,7 @@ class Settings:
             # Lightning's default, if the module makes its own network
             values["trainer.precision"] = best if cfg.model else "32-true"
         if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
-            values["trainer.log_every_n_steps"] = log_interval(self.steps.steps(samples))
+            values["trainer.log_every_n_steps"] = log_interval(self.total_steps(samples))
         if (loader := self.loader) is None:
             values["loader"] = {}
         elif data is not None:

@@ -319,7 +319,7 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
     `samples`: the number of samples per epoch; None if unknown. Early stopping and max_time may end a run before its
     last step, so an unchanged training config also has nothing left to train.
     """
-    cfg, plan = settings.cfg, settings.steps
+    cfg = settings.cfg
     if not cfg.resume:
         return None
     folder = RunFolder(Path(cfg.resume).resolve().parent.parent)
@@ -331,9 +331,9 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
         return None
     steps = int(report["train/steps"])
     extensions = []  # keys that limit the run to these steps, each with a larger value
-    per_epoch = plan.epoch(samples) // plan.accumulate if samples else None
-    if plan.epochs * (per_epoch or 0) <= steps:
-        extensions.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(plan.epochs) + 1}")
+    per_epoch = settings.epoch_batches(samples) // cfg.trainer.accumulate_grad_batches if samples else None
+    if settings.epochs * (per_epoch or 0) <= steps:
+        extensions.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(settings.epochs) + 1}")
     if 0 < cfg.trainer.max_steps <= steps:
         extensions.append(f"trainer.max_steps={2 * steps}")
     limit_reached = bool(extensions and per_epoch)

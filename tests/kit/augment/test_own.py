@@ -13,7 +13,7 @@ from your_own import forget
 
 from lockstep import CONFIGS, ROOT
 from lockstep.config.checks import check_classes, resolve
-from lockstep.config.settings import Settings, accumulations
+from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.kit.augment import Augmentation, Rotate
 
@@ -110,7 +110,6 @@ def test_torchvision_gets_an_interpolation_of_its_own_type(monkeypatch):
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 def test_copies_lengthen_an_epoch_and_stay_in_one_micro_batch(repeats):
     found = settings(f"loader.repeats={repeats}", "trainer.accumulate_grad_batches=2", "augment=mixup")
-    assert found.steps.epoch(640) == 640 // (64 // repeats) * 2
+    assert found.epoch_batches(640) == 640 // (64 // repeats) * 2
     assert found.micro_batch_divisor[0] == 2 * repeats
-    expected = [count for count in range(1, 25) if 24 % count == 0 and 24 // count % (2 * repeats) == 0]
-    assert accumulations(48, 2, 2 * repeats) == expected
+    assert found.accumulations == [count for count in (1, 2, 4, 8, 16, 32) if 64 // count % (2 * repeats) == 0]
