@@ -121,12 +121,15 @@ def test_validation_metrics_are_those_of_the_checkpoint():
 
 
 def test_folders_in_the_places_of_files_are_named(tmp_path):
-    places = [tmp_path / name for name in ("config.yaml", "report.json", "metrics.csv")]
-    for place in places:
-        place.mkdir()
-    with pytest.raises(UserError) as error:
-        RunFolder(tmp_path).validate()
-    assert [problem.partition(" is damaged")[0] for problem in error.value.problems] == list(map(str, places))
+    run = RunFolder(tmp_path)
+    for path, read in (
+        (run.config_file, run.saved_config),
+        (run.report_file, run.report),
+        (run.metrics_log.path, run.metrics),
+    ):
+        path.mkdir()
+        with pytest.raises(UserError, match=f"{path} is damaged"):
+            read()
 
 
 def test_the_end_that_a_run_wrote_itself_stays(tmp_path):

@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +23,7 @@ from lockstep.errors import OutOfMemory, Preempted, ProcessDied, RunFailed, User
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process, system
 from lockstep.machine.files import parts_in, write_text
-from lockstep.machine.world import World
+from lockstep.machine.world import World, rank_of
 
 if TYPE_CHECKING:
     from lockstep.reporting.recorder import Page
@@ -63,11 +61,10 @@ class Job:
         is_read = data is not None and numbered is settings
         return self.run(numbered, data if is_read else self.read_data(numbered))
 
-    def read_data(self, settings: Settings, announce: Callable[[Any], None] | None = None) -> Any:
+    def read_data(self, settings: Settings) -> Any:
         """The data set, ready to be read; None for data with its own dataloaders, or if the job needs no data set.
 
-        Each process draws the same random numbers from its constructor to its last part. `announce` is called before
-        `prepare`, which may take long.
+        Each process draws the same random numbers from its constructor to its last part.
         """
         if settings.loader is None or (settings.request and settings.request.part is None):  # files are predicted
             return None
@@ -77,8 +74,8 @@ class Job:
             if (data := self.data(settings)) is not None:
                 data.keeps_whole = Augmentation(settings.operations).crops_from is not None
                 data.evaluates = settings.evaluates
-                if announce:
-                    announce(data)
+                if rank_of() == 0 and (plan := data.storage_plan()):  # `prepare` may take long
+                    print(plan, file=sys.stderr)
                 data.prepare()
                 for part in data.every_part:
                     data.samples(part)
@@ -172,21 +169,14 @@ def spawn(
 
 
 def received_handover() -> Handover | None:
-    """The parent's hand-over; None in a process that a user started. Raises UserError if it is invalid."""
+    """The parent's hand-over; None in a process that a user started."""
     file = os.environ.pop(VARIABLE, None)
     if file is None:
         return None
-    try:
-        given = json.loads(Path(file).read_bytes())
-        if not isinstance(given["config"], dict):
-            raise TypeError
-        world = World(**given["world"]) if given["world"] else None
-        handover = Handover(**{**given, "world": world})
-        Path(file).unlink()
-    except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(
-            f"{VARIABLE}={file[:40]} in the environment was not set by Lockstep. Run unset {VARIABLE}."
-        ) from None
+    given = json.loads(Path(file).read_bytes())
+    Path(file).unlink()
+    world = World(**given["world"]) if given["world"] else None
+    handover = Handover(**{**given, "world": world})
     process.started_by_lockstep, process.debug_rank = world is not None, handover.debug_rank
     process.from_notebook = handover.from_notebook
     process.end_with_parent(has_pipe=world is None or world.rank != handover.debug_rank)
@@ -237,15 +227,14 @@ def run_in_this_process(job: Job, settings: Settings, data: Any = None, *, end_f
         end.push(lambda error, *_: process.monitor and process.monitor.finish(failed=error is not None))
         try:
             result = job(settings, data)
-        except SystemExit as e:  # raised by Lightning after SIGTERM, in a job with its own Trainer
-            if isinstance(e.__context__, KeyboardInterrupt) or (e.code and not process.received):
+        except SystemExit as e:
+            if isinstance(e.__context__, KeyboardInterrupt):
                 raise
-            if not process.received:  # with exit code 0 it would count as done
-                *_, caller = traceback.extract_tb(e.__traceback__)
-                raise ProcessDied(
-                    f"{caller.filename}:{caller.lineno} called sys.exit before the run was done. Remove the call."
-                ) from None
-            raise Preempted(f"ended by {process.received[0].name}; rerun the command.") from None
+            if process.received:  # raised by Lightning after SIGTERM, in a job with its own Trainer
+                raise Preempted(f"ended by {process.received[0].name}; rerun the command.") from None
+            if not e.code:  # it would count as done
+                raise RuntimeError("sys.exit was called before the run was done") from e
+            raise
         if end_file is not None:
             end_file.touch()
         return result
@@ -278,7 +267,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
         ProcessDied: a signal ended a process.
         KeyboardInterrupt: after the processes have saved, or immediately after a second Ctrl-C.
     """
-    world, debug_rank, kills = settings.world, process.debug_rank, kernel_kills()
+    world, debug_rank = settings.world, process.debug_rank
     if trains or debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
     request = asdict(settings.request) if settings.request else None
@@ -312,10 +301,12 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
         raise Preempted(f"ended by {signal.Signals(-code).name} before anything could be saved; rerun the command.")
     if errors:
         raise errors[0]
-    if code == -9:  # SIGKILL, which Windows does not have
-        raise killed_error(settings, rank, by_kernel=kernel_kills() > kills, trains=trains)
     if code < 0:
-        raise ProcessDied(f"rank {rank} was killed by {signal.Signals(-code).name}; the other processes ended too.")
+        killed = f"rank {rank} was killed by {signal.Signals(-code).name}"
+        if code == -9:  # SIGKILL, which Windows does not have
+            advice = "a smaller loader.eval_batch_size or, in training, a larger trainer.accumulate_grad_batches"
+            raise OutOfMemory(f"{killed}, so memory probably ran out. Try fewer loader.num_workers, {advice}.")
+        raise ProcessDied(f"{killed}; the other processes ended too.")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
@@ -350,31 +341,3 @@ def wait(
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)
-
-
-# --- Processes that SIGKILL ended ---
-
-VMSTAT = Path("/proc/vmstat")
-
-
-def kernel_kills() -> int:
-    """Number of processes that the kernel killed because the machine or a container ran out of memory; 0 if unknown."""
-    found = re.search(r"^oom_kill (\d+)", VMSTAT.read_text(encoding="utf-8") if VMSTAT.is_file() else "", re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def killed_error(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
-    """The error for a process that SIGKILL ended, which usually means that the machine ran out of memory."""
-    by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
-    who = f"rank {rank}" if settings.world.size > 1 else "the process"
-    advice = "fewer loader.num_workers, or a smaller loader.eval_batch_size"
-    batch, now = settings.batches["batch_size"], settings.cfg.trainer.accumulate_grad_batches
-    if batch is None:
-        advice = f"smaller batches or fewer workers in {settings.cfg.data.target}"
-    elif trains:
-        more = next((k for k in settings.accumulations if k > now), None)
-        parts = (
-            f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
-        )
-        advice = f"{parts}, {advice}"
-    return OutOfMemory(f"{who} was killed {by}. Try {advice}.")
