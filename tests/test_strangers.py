@@ -793,7 +793,7 @@ PROMISES = {  # how each sentence begins, and its tests; what a file's workflow 
     "For each key": "test_a_strangers_run_runs_no_code",
     "They must come from Lockstep": "test_a_strangers_run_runs_no_code",
     "Nothing else is imported": "test_a_strangers_run_runs_no_code test_a_config_of_a_stranger_that_is_none_is_named",
-    "A saved run contains": "test_what_is_read_back_from_a_run_refers_to_nothing test_a_report_is_judged_by_what_readers_take_its_values_for",
+    "A saved run contains": "test_what_is_read_back_from_a_run_refers_to_nothing",
     "A `${...}` in its config": "test_what_is_read_back_from_a_run_refers_to_nothing",
     "A checkpoint cannot name": "test_a_checkpoint_cannot_name_the_run_that_its_evaluation_writes_into",
     "Links, pipes and devices": "test_a_run_with_links_pipes_or_devices_is_refused_and_nothing_is_touched "

@@ -80,8 +80,7 @@ def test_one_process_stops_in_the_sanity_validation(terminal):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_of_several_has_the_terminal_and_goes_on(strategy, terminal):
     command = terminal(f"strategy={strategy}", "trainer.devices=2", "debug_rank=1", "strategy.timeout_s=2", stop=1)
-    printed = command.until(PROMPT)
-    assert "rank 1 controls the terminal" in printed
+    command.until(PROMPT)
     time.sleep(3)  # longer than the timeout
     command.enter('p sorted(batch["index"].tolist()) != [], os.environ["RANK"]\n')
     assert "(True, '1')" in command.until(PROMPT)

@@ -122,7 +122,7 @@ def test_each_job_has_gpus_of_its_own(monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         found = sweeps.environments(draft(*overrides), jobs)
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == expected
-    for jobs, told in ((3, "hydra.launcher.jobs=1"), (0, "auto, or a number"), ("two", "auto, or a number")):
+    for jobs, told in ((3, "room for 1 job of 2 devices"), (0, "auto, or a number"), ("two", "auto, or a number")):
         with pytest.raises(UserError, match=told):
             sweeps.environments(draft("strategy=ddp", "trainer.devices=2"), jobs)
 

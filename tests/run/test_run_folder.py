@@ -95,14 +95,13 @@ def test_file_systems_without_locks_work_without(tmp_path, monkeypatch):
         assert not folder.is_locked()
 
 
-def test_a_log_that_was_removed_begins_with_its_header_again(tmp_path, caplog):
+def test_a_log_that_was_removed_begins_with_its_header_again(tmp_path):
     log = CsvLog(tmp_path / "run" / "metrics.csv")
     log.path.parent.mkdir()
     log.append({"step": 1, "loss": 0.5})
     log.path.unlink()
     log.append({"step": 2, "loss": 0.25})
     assert log.path.read_text().split() == ["step,loss", "2,0.25"]
-    assert "was removed during the run" in caplog.text
     log.path.unlink()
     log.path.parent.rmdir()
     with pytest.raises(FolderRemoved, match="run was removed during the run"):

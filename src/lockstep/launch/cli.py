@@ -20,7 +20,6 @@ from lockstep import CONFIGS, PACKAGE
 from lockstep.config import checks, compose, project
 from lockstep.config.draft import Draft, value_errors
 from lockstep.config.schema import RECIPES
-from lockstep.config.settings import Settings
 from lockstep.errors import RunFailed, SaveFailed, UserError, chain, raise_problems
 from lockstep.launch import local
 from lockstep.launch.exits import INTERRUPTED, after_output, exit_code
@@ -203,7 +202,7 @@ def call(name: str, overrides: list[str]) -> Any:
     raise_problems(launcher_problems(os.environ))
     with process.restore_process_state():
         compose.warn_of_replaced_choices(overrides)
-        return start(restoring_job(name), Draft(checks.composed(name, overrides)), overrides)
+        return start(local.load(local.script(name)), Draft(checks.composed(name, overrides)), overrides)
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
@@ -213,7 +212,7 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
 
     raise_problems(f"{o}: sweep accepts only key=value, no options." for o in overrides if o.startswith("-"))
     with process.restore_process_state(), process.logging_restored(), compose.hydra_state_restored():
-        job = restoring_job("train")
+        job = local.load(local.script("train"))
         sys.argv[:] = [str(job.script), "-m", *overrides]
         sweeps.last.clear()
         process.received.clear()  # a signal of an earlier call would end this sweep
@@ -223,20 +222,3 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
             if not sweeps.last:
                 raise
         return list(sweeps.last)
-
-
-def restoring_job(name: str) -> Job:
-    """A job for a caller's process, which restores the state of the libraries."""
-    job = local.load(local.script(name))
-    return RestoringJob(**vars(job))
-
-
-class RestoringJob(Job):
-    """Restores the state of the libraries after the job."""
-
-    def __call__(self, settings: Settings, data: Any = None) -> Any:
-        import lockstep.build  # noqa: F401  # first, so that the state that its imports set up stays
-        from lockstep.compat.torch import masks_restored
-
-        with process.libraries_restored(), masks_restored():
-            return super().__call__(settings, data)

@@ -19,10 +19,10 @@ from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL
 from lockstep.config import project
 from lockstep.config.run_config import Request, RunConfig
 from lockstep.config.settings import Settings
-from lockstep.errors import OutOfMemory, Preempted, ProcessDied, RunFailed, UserError, did_you_mean, raise_problems
+from lockstep.errors import Preempted, ProcessDied, RunFailed, UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process, system
-from lockstep.machine.files import parts_in, write_text
+from lockstep.machine.files import parts_in
 from lockstep.machine.world import World, rank_of
 
 if TYPE_CHECKING:
@@ -52,14 +52,19 @@ class Job:
     def __call__(self, settings: Settings, data: Any = None) -> Any:
         """Does this process's part, with the data that it has already read, or reads it."""
         from lockstep import build  # imports torch and Lightning (7 s)
+        from lockstep.compat.torch import masks_restored
         from lockstep.config.checks import signature_problems
 
-        build.process(settings)
-        if self.trains:  # the config of an evaluation has already trained
-            raise_problems(signature_problems(settings, shipped=False))
-        numbered = settings.with_pretraining_values()
-        is_read = data is not None and numbered is settings
-        return self.run(numbered, data if is_read else self.read_data(numbered))
+        with ExitStack() as stack:
+            if not process.is_command:  # a caller's process gets the state of the libraries back
+                stack.enter_context(process.libraries_restored())
+                stack.enter_context(masks_restored())
+            build.process(settings)
+            if self.trains:  # the config of an evaluation has already trained
+                raise_problems(signature_problems(settings, shipped=False))
+            numbered = settings.with_pretraining_values()
+            is_read = data is not None and numbered is settings
+            return self.run(numbered, data if is_read else self.read_data(numbered))
 
     def read_data(self, settings: Settings) -> Any:
         """The data set, ready to be read; None for data with its own dataloaders, or if the job needs no data set.
@@ -152,7 +157,7 @@ class Handover:
     request: dict[str, Any] | None = None  # for predict.py
     debug_rank: int | None = None
     from_notebook: bool = False
-    end_file: str = ""  # where a rank reports that it is done (empty file), or that memory ran out
+    end_file: str = ""  # which a rank creates when it is done
 
 
 def spawn(
@@ -189,7 +194,7 @@ def received_handover() -> Handover | None:
 FAILING_S = 6.0
 SAVING_S = 60.0  # the same after a warning signal or while saving: rank 0 may be finishing W&B's run
 EXIT_S = 60.0  # time for the other processes and for exit handlers after the first process is done
-GRACE_S = 10.0  # from a second Ctrl-C, or the report that memory ran out, until the parent ends a process
+GRACE_S = 10.0  # from a second Ctrl-C until the parent ends a process
 
 
 @contextmanager
@@ -241,21 +246,15 @@ def run_in_this_process(job: Job, settings: Settings, data: Any = None, *, end_f
 
 
 def run_rank(job: Job, handover: Handover) -> None:
-    """Like `run_in_this_process`, but reports to the parent when the job is done or memory ran out, then waits for the other ranks.
+    """Like `run_in_this_process`, but reports to the parent when the job is done, then waits for the other ranks.
 
     If this process ended first, each other rank would fail with a traceback about a lost connection.
     """
     assert handover.world is not None
-    end_file = Path(handover.end_file)
     request = Request(**handover.request) if handover.request else None
     overrides = None if handover.overrides is None else tuple(handover.overrides)
-    try:
-        settings = Settings(RunConfig.of(handover.config), handover.world, request, overrides)
-        run_in_this_process(job, settings, end_file=end_file)
-    except OutOfMemory as e:
-        write_text(end_file, json.dumps(e.args))
-        time.sleep(GRACE_S)
-        raise
+    settings = Settings(RunConfig.of(handover.config), handover.world, request, overrides)
+    run_in_this_process(job, settings, end_file=Path(handover.end_file))
 
 
 def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> None:
@@ -263,7 +262,6 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
 
     Raises:
         RunFailed: a process failed; has the exit code of the first one.
-        OutOfMemory: memory ran out in a process.
         ProcessDied: a signal ended a process.
         KeyboardInterrupt: after the processes have saved, or immediately after a second Ctrl-C.
     """
@@ -294,19 +292,14 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
                     pass
             if debug_rank is not None:
                 system.restore_terminal()
-        errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_bytes())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
     if -code in process.received:  # before the process could save
         raise Preempted(f"ended by {signal.Signals(-code).name} before anything could be saved; rerun the command.")
-    if errors:
-        raise errors[0]
     if code < 0:
-        killed = f"rank {rank} was killed by {signal.Signals(-code).name}"
-        if code == -9:  # SIGKILL, which Windows does not have
-            advice = "a smaller loader.eval_batch_size or, in training, a larger trainer.accumulate_grad_batches"
-            raise OutOfMemory(f"{killed}, so memory probably ran out. Try fewer loader.num_workers, {advice}.")
-        raise ProcessDied(f"{killed}; the other processes ended too.")
+        name = signal.Signals(-code).name
+        advice = " If memory ran out, try fewer loader.num_workers or smaller batches." if name == "SIGKILL" else ""
+        raise ProcessDied(f"rank {rank} was killed by {name}; the other processes ended too.{advice}")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
@@ -316,9 +309,8 @@ def wait(
 ) -> int:
     """Waits; 0 if all processes succeed, else the first nonzero exit code, after FAILING_S for the others to fail.
 
-    A process that has reported out of memory waits to be ended and counts as failed with exit code 1. After the first
-    process, which writes the report, is done, the others have EXIT_S: they are no longer needed, and one may hang.
-    Warning signals are forwarded, so the processes save and end. After a second Ctrl-C they have GRACE_S.
+    After the first process, which writes the report, is done, the others have EXIT_S: they are no longer needed, and
+    one may hang. Warning signals are forwarded, so the processes save and end. After a second Ctrl-C they have GRACE_S.
     """
     first, deadline, passed_on = 0, float("inf"), 0
     while True:
@@ -329,15 +321,13 @@ def wait(
         if process.received.count(signal.SIGINT) > 1:
             deadline = min(deadline, time.monotonic() + GRACE_S)
         codes = [child.poll() for child in processes]
-        told = [path.read_bytes() if path.exists() else None for path in end_files]
-        waiting = len(list(filter(None, told)))
-        failed = [code for code in codes if code] or [1] * bool(waiting)
+        failed = [code for code in codes if code]
         if failed and not first:
             saving = passed_on or (checkpoints and parts_in(checkpoints))
             first = next((code for code in failed if code < 0), failed[0])  # a killed process makes the others fail
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
-        elif deadline == float("inf") and told[:1] == [b""] and process.debug_rank is None:
+        elif deadline == float("inf") and any(path.exists() for path in end_files[:1]) and process.debug_rank is None:
             deadline = time.monotonic() + EXIT_S
-        if codes.count(None) == waiting or time.monotonic() > deadline:
+        if None not in codes or time.monotonic() > deadline:
             return first
         time.sleep(0.05)

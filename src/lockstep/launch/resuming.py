@@ -11,9 +11,8 @@ from lockstep.config.compose import compose_config, dotted, is_group, key_of, re
 from lockstep.config.draft import Draft, name_of_job, structure_problems, values_of, was_restarted
 from lockstep.config.formatting import plain, to_text, warn
 from lockstep.config.instantiate import has_base
-from lockstep.config.project import command
 from lockstep.config.rules import keys_without_effect
-from lockstep.config.run_config import CLOSED, Component, InvalidValueRead, RunConfig
+from lockstep.config.run_config import CLOSED, Component, RunConfig
 from lockstep.config.schema import KEYS, PREDICT, RECIPES
 from lockstep.config.settings import OF_NETWORK, Settings
 from lockstep.errors import UserError, raise_problems
@@ -164,12 +163,10 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     previous = RunFolder(folder)
     if checkpoint is None:
         report = previous.report()
-        origin = report.get("resumed_from")
-        if origin or report.get("status") == "done":
-            reason = f"it continued {origin}" if origin else "it is done"
+        if report.get("resumed_from") or report.get("status") == "done":
             raise UserError(
-                f"{folder} has no checkpoint, so resume=auto would train it from the start, although {reason}. Restore its checkpoints, "
-                "or rerun the first command with run=<new name>."
+                f"{folder} has no checkpoint, but it is done or continued a different run, so resume=auto cannot train it from the "
+                "start. Restore its checkpoints, or rerun the first command with run=<new name>."
             )
         if previous.has_config() and is_first():
             warn(f"{folder} has no checkpoint yet: training starts from step 0.")
@@ -216,11 +213,9 @@ def restore_auto_values(new: Draft, saved: Draft) -> Draft:
 
 def drop_ineffective_keys(draft: Draft, overrides: list[str]) -> Draft:
     """Drops saved values without effect under the new strategy or device, with a warning. Passed ones stay an error."""
-    passed, config = [key_of(override) for override in overrides], values_of(draft)[0]
-    try:
-        idle = keys_without_effect(Settings.of(config))
-    except InvalidValueRead:  # the check of the whole config reports it
-        return draft
+    passed, (config, problems) = [key_of(override) for override in overrides], values_of(draft)
+    raise_problems(problems)
+    idle = keys_without_effect(Settings.of(config))
     for key in (key for key in idle if key not in passed):
         value = draft.get(key)
         if is_first():
@@ -250,10 +245,7 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
     """
     path = composed.get("checkpoint")
     if (composed.run is None) == (path is None):
-        script, extra = command(job), " input=<folder>" if job == "predict" else ""
-        raise UserError(
-            f"Pass either run or checkpoint: {script} run=<name>{extra}, or {script} checkpoint=<path>{extra}."
-        )
+        raise UserError("Pass either run=<name> or checkpoint=<path>.")
     if composed.run is not None:
         folder = find_run(str(composed.run), composed.runs_dir, key="run")
         checkpoint = read_outline(finding.checkpoint_of_report(folder.path))

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import check, check_classes, resolve, step_problems
+from lockstep.config.checks import check, check_classes, step_problems
 from lockstep.config.compose import fixed_keys, key_of, needs_signature_check, without_replaced_defaults
 from lockstep.config.draft import Draft, missing_keys, value_error, value_errors, was_restarted
 from lockstep.config.formatting import inline, pluralize, warn
@@ -68,14 +67,6 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     return settings, data, train.count
 
 
-def checked_settings(overrides: list[str]) -> Settings:
-    """The settings of a training run, for scripts that train differently. Raises UserError if they are invalid."""
-    project.make_importable()
-    settings = Settings.of(resolve(overrides))
-    raise_problems(check_classes(settings, shipped=needs_signature_check(overrides)))
-    return settings
-
-
 def runs_in_this_process(settings: Settings) -> bool:
     """Whether this process runs the job itself instead of starting other processes."""
     world = settings.world
@@ -127,14 +118,8 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     if finished := resuming.finished_run(settings, samples):
         report = Report(finished)
         if world.rank == 0:
-            steps = pluralize(report["train/steps"], "step")
-            print(
-                inline(
-                    f"{finished.path} is already finished after {steps}. To continue, raise the limit that ended it, such as trainer.max_epochs."
-                )
-            )
-            with suppress(UserError, OSError), finished.locked():  # removes what a kill after the end left behind
-                pass
+            done = f"{finished.path} is already finished after {pluralize(report['train/steps'], 'step')}"
+            print(inline(f"{done}. To continue, raise the limit that ended it, such as trainer.max_epochs."))
         return report
     lock = folder.locked(RESTART_S if was_restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
     with lock:  # before any file is changed
@@ -184,9 +169,6 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
         warn(f"running on the CPU: {why}.")
     if process.debug_rank is not None and (cfg.loader or "num_workers" in cfg.data):  # workers have no terminal
         settings = settings.replace({f"{'loader' if cfg.loader else 'data'}.num_workers": 0})
-    if process.debug_rank is not None and world.size > 1:
-        logs = folder.path / "logs"
-        print(f"rank {process.debug_rank} controls the terminal; ranks also print to {inline(logs)}", file=sys.stderr)
     with process.recording_signals():
         try:
             if runs_in_this_process(settings):

@@ -4,7 +4,7 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +13,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from lockstep.config.compose import MAX_JOBS, expand_sweep, key_of, recorded_overrides
+from lockstep.config.compose import expand_sweep, key_of, recorded_overrides
 from lockstep.config.draft import Draft
 from lockstep.config.formatting import inline, number, pluralize
 from lockstep.config.run_config import Component
@@ -43,7 +43,7 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     """An error if a job of the grid `overrides` has the number of a job in `folder` that ran with different values."""
     grid = [values for override in overrides if len(values := expand_sweep(override)) > 1]
     varied = {key_of(values[0]) for values in grid}
-    for index, new in enumerate(islice(product(*grid), MAX_JOBS)):
+    for index, new in enumerate(product(*grid)):
         job = RunFolder(folder / str(index))
         previous = [o for o in overrides_of(job.report()) or () if key_of(o) in varied]
         if job.has_config() and {*previous} != {*new}:
@@ -135,21 +135,19 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
     Raises:
         UserError: `jobs` is invalid, or needs more GPUs than there are.
     """
-    if jobs != "auto" and not (type(jobs) is int and jobs > 0):
-        raise UserError(f"hydra.launcher.jobs={jobs} is invalid; expected auto, or a number of at least 1.")
     limits = [draft.get(f"trainer.{key}") for key in ("accelerator", "devices", "num_nodes")]
     strategy = Component.of(draft.group("strategy"))
     world = world_of(strategy.target, strategy.name, *limits)
     gpus = visible_gpus()
     on_gpus, per_job = world.accelerator == "cuda", world.devices
     available = len(gpus) if on_gpus else cores()
-    count = max(1, available // per_job) if jobs == "auto" else int(jobs)
+    most = available // per_job
+    count = max(1, most) if jobs == "auto" else jobs
+    if not isinstance(count, int) or count < 1 or (on_gpus and count > most):
+        room = f"This machine has room for {pluralize(most, 'job')} of {pluralize(per_job, 'device')}"
+        raise UserError(f"hydra.launcher.jobs={jobs} is invalid; expected auto, or a number of at least 1. {room}.")
     if not on_gpus:
         return [{"OMP_NUM_THREADS": str(max(1, available // count // per_job))}] * count
-    if count * per_job > available:
-        needs = f"with {per_job} GPUs per job needs {count * per_job} GPUs; this machine has {available}"
-        advice = f"Set hydra.launcher.jobs={max(1, available // per_job)}, or a smaller trainer.devices"
-        raise UserError(f"hydra.launcher.jobs={jobs} {needs}. {advice}.")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * per_job : (i + 1) * per_job])} for i in range(count)]
 
 
