@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import after_output, exit_code
 from lockstep.machine.files import local_path
 from lockstep.machine.process import protect_streams
@@ -33,10 +33,14 @@ COLUMNS, SMALLEST, GAP, LINE, MARGIN, FONT = 8, 112, 6, 14, 52, 11  # pixels, ex
 def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) -> None:
     """Raises UserError if the arguments are wrong, or the data has no images."""
     from lockstep import launch
-    from lockstep.launch.start import checked_settings, prepare_data
+    from lockstep.config import checks, compose, project
+    from lockstep.launch.start import prepare_data
 
+    project.make_importable()
+    checked = launch.Settings.of(checks.resolve(overrides))
+    raise_problems(checks.check_classes(checked, shipped=compose.needs_signature_check(overrides)))
     job = launch.job("train")
-    settings, prepared, _ = prepare_data(job, checked_settings(overrides))
+    settings, prepared, _ = prepare_data(job, checked)
     if settings.loader is None:
         raise UserError(f"{settings.cfg.data.target} creates its own batches, which this script cannot draw.")
     from lockstep import build

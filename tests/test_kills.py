@@ -10,7 +10,7 @@ import pytest
 from in_process import SMALL
 
 import lockstep
-from lockstep.errors import OutOfMemory, RunFailed
+from lockstep.errors import ProcessDied, RunFailed
 from lockstep.extras import comparison
 
 SETUPS = {
@@ -134,7 +134,7 @@ def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, 
         with monkeypatch.context() as killed:
             killed.setenv(kills.AT, str(at))
             killed.setenv(kills.COUNT, str(counted.resolve()))
-            with suppress(RunFailed, OutOfMemory):  # which is what a SIGKILL looks like
+            with suppress(RunFailed, ProcessDied):  # which is what a SIGKILL looks like
                 train(f"run={run}", *SETUPS[setup])
                 # the page is written every few seconds, so a faster run has fewer moments
                 assert len(counted.read_text().splitlines()) < at

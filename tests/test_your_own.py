@@ -18,7 +18,7 @@ from PIL import Image
 from your_own import FOLDER, Page, forget, samples_seen
 
 import lockstep
-from lockstep.errors import OutOfMemory, RunFailed, UserError
+from lockstep.errors import ProcessDied, RunFailed, UserError
 from lockstep.extras import comparison
 
 TWO = ("strategy=ddp", "trainer.devices=2")
@@ -131,7 +131,7 @@ def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
         for name, more in {"ddp": case.two, **({} if case.module else {"fsdp": SHARDED})}.items():
             reports[name] = lockstep.train([f"run={name}", *more, *common])
         killed = ["run=killed", *case.two, *common]
-        with pytest.raises((RunFailed, OutOfMemory)):  # which is what a SIGKILL looks like
+        with pytest.raises((RunFailed, ProcessDied)):  # which is what a SIGKILL looks like
             lockstep.train([*killed, f"+callbacks.witness.kill_at={case.kill_at}"])
         reports["killed"] = lockstep.train([*killed, "resume=auto", "+callbacks.witness.kill_at=null"])
         evaluation = lockstep.evaluate(["run=ddp", "trainer.accelerator=cpu"])

@@ -16,7 +16,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep import CONFIGS
 from lockstep.config.project import config_folders
@@ -77,12 +77,9 @@ class SlotsLauncher(Launcher):
             finally:
                 free_slots.put(slot)
 
-        Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         jobs: list[tuple[Draft, list[str]]] = []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-            with open_dict(config):
-                config.hydra.job.num = number
             task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
             draft = sweeps.job_draft(Draft(task_config), config.hydra.sweep.dir, number)
             jobs.append((draft, list(filter_overrides(overrides))))
@@ -112,20 +109,18 @@ class SlurmSweepLauncher(SlurmLauncher):
                 returns[number] = JobReturn(overrides=overrides, status=JobStatus.FAILED)
                 returns[number].return_value = e
 
-        numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
-        threads = [
-            threading.Thread(target=submit, args=job, daemon=True) for job in zip(numbers, job_overrides, strict=True)
-        ]
+        jobs = enumerate(job_overrides, initial_job_idx)
+        threads = [threading.Thread(target=submit, args=job, daemon=True) for job in jobs]
         for thread in threads:
             thread.start()
         try:
             for thread in threads:
                 thread.join()
         except BaseException:
-            jobs = [path.name for path in Path(self.params["submitit_folder"]).parent.iterdir() if path.name.isdigit()]
-            subprocess.run(["scancel", *jobs], check=False)  # scancel ignores jobs that have ended
+            names = [path.name for path in Path(self.params["submitit_folder"]).parent.iterdir() if path.name.isdigit()]
+            subprocess.run(["scancel", *names], check=False)  # scancel ignores jobs that have ended
             raise
-        return [returns[number] for number in numbers]
+        return [returns[number] for number in sorted(returns)]
 
 
 class ContinuedOptunaSweeper(Sweeper):

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.errors import FolderRemoved, OutOfMemory, UserError, oom_with_path, outcome_of, raise_problems
+from lockstep.errors import FolderRemoved, OutOfMemory, UserError, outcome_of
 from lockstep.machine import files
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
@@ -35,9 +35,8 @@ log = logging.getLogger("lockstep")
 def explain_damage(path: Path, advice: str) -> Iterator[None]:
     """Turns any error of the block that reads `path` into a UserError: the file may contain anything."""
     try:
-        with oom_with_path(path):
-            yield
-    except (UserError, OutOfMemory):
+        yield
+    except (UserError, OutOfMemory, MemoryError):
         raise
     except Exception as e:
         reason, _, _ = str(getattr(e, "strerror", None) or e).partition("\n")
@@ -46,7 +45,6 @@ def explain_damage(path: Path, advice: str) -> Iterator[None]:
 
 MOST_VALUES, DEEPEST = 1_000_000, 50  # limits of a config
 BUSY_S = 0.2  # an evaluation may write to the folder of a run that trains
-CONFIG_BYTES, LOG_BYTES, MOST_STEPS = 2**23, 2**26, 2**53
 CONFIG_ADVICE = "Restore the file, or set run=<new name> to start over."
 ROWS_ADVICE = "Repair the file, or move it away to continue the run without its earlier rows."
 
@@ -72,8 +70,8 @@ def why_not_plain(tree: Any, *, references: bool = False, most: int = MOST_VALUE
 class CsvLog:
     """A CSV file that a run appends to. A new name adds a column. An incomplete last row after a kill is ignored."""
 
-    def __init__(self, path: Path, *needed: str) -> None:
-        self.path, self.needed = path, ("step", *needed)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.columns: list[str] = []  # of the file, once it has been read or written
 
     def rows(self) -> list[dict[str, str]]:
@@ -85,22 +83,15 @@ class CsvLog:
         with explain_damage(self.path, ROWS_ADVICE):
             text = files.read_text(self.path) if self.path.exists() else ""
             reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
-            self.columns, rows, step = list(reader.fieldnames or ()), list(reader), 0.0
+            self.columns, rows, step = list(reader.fieldnames or ()), list(reader), "0"
             for row in rows:
-                if missing := [name for name in self.needed if row.get(name) is None]:
-                    raise ValueError(f"a row has no {missing[0]}")
-                if not (step := float(row["step"] or step)).is_integer() or abs(step) > MOST_STEPS:
-                    raise ValueError(f"{row['step'][:80]} is not a step number")
-                row["step"] = str(int(step))
+                step = row["step"] = str(int(float(row["step"] or step)))
         return rows
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        stat = self.path.stat() if self.path.exists() else None
-        if self.columns and not stat:
-            log.warning("%s was removed during the run: its earlier rows are lost", self.path)
         names = dict.fromkeys(name for row in rows for name in row)
         try:
-            if not names.keys() <= set(self.columns) or not stat or not stat.st_size or stat.st_nlink > 1:
+            if not (self.path.exists() and names.keys() <= set(self.columns) and self.path.stat().st_nlink == 1):
                 previous_rows = self.rows()
                 self.columns += [name for name in names if name not in self.columns]
                 files.write_csv(self.path, self.columns, [*previous_rows, *rows])
@@ -124,8 +115,7 @@ class RunFolder:
         self.panels_file = self.path / "panels.json"
         self.checkpoints, self.logs = self.path / "checkpoints", self.path / "logs"
         self.metrics_log = CsvLog(self.path / "metrics.csv")
-        # Digests of each step's losses, gradients and weights.
-        self.digests_log = CsvLog(self.path / "digests.csv", "what", "name", "digest")
+        self.digests_log = CsvLog(self.path / "digests.csv")  # of each step's losses, gradients and weights
         self.lock_file = self.path / ".lock"
         self.is_locked = partial(files.is_held, self.lock_file)
 
@@ -138,7 +128,7 @@ class RunFolder:
     def saved_config(self) -> tuple[dict[str, Any], str]:
         """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
         with explain_damage(self.config_file, CONFIG_ADVICE):
-            values = yaml.load(text := files.read_text(self.config_file, CONFIG_BYTES), LOADER)
+            values = yaml.load(text := files.read_text(self.config_file), LOADER)
             if (reason := why_not_plain(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
                 raise ValueError(reason or "it is not a config")
         return values, text
@@ -146,7 +136,9 @@ class RunFolder:
     def report(self) -> dict[str, Any]:
         """The report; empty without a file. A run is `died` if it is `running` on this machine but its lock is free."""
         with explain_damage(self.report_file, "Remove the file: the run continues without it."):
-            report = validate_report(json.loads(files.read_text(self.report_file))) if self.report_file.exists() else {}
+            report = json.loads(files.read_text(self.report_file)) if self.report_file.exists() else {}
+            if not isinstance(report, dict) or (not report and self.report_file.exists()):
+                raise ValueError("it is not a report")
         is_local = report.get("status") == "running" and report.get("host") == socket.gethostname()
         return report | {"status": "died"} if is_local and not self.is_locked() else report
 
@@ -157,22 +149,8 @@ class RunFolder:
         return rows
 
     def log_lines(self) -> list[str]:
-        """The last lines of train.log, at most LOG_BYTES."""
-        if not self.log_file.exists():
-            return []
-        with files.open_plain(self.log_file) as file:
-            file.seek(max(0, self.log_file.stat().st_size - LOG_BYTES))
-            return str(file.read(LOG_BYTES), "utf-8", "replace").splitlines()
-
-    def validate(self) -> None:
-        """Raises one UserError with all errors in the files that resuming the run reads."""
-        problems: list[str] = []
-        for read in (self.saved_config, self.report, self.metrics):
-            try:
-                read()
-            except UserError as e:
-                problems.extend(e.problems)
-        raise_problems(problems)
+        content = files.read_bytes(self.log_file) if self.log_file.exists() else b""
+        return content.decode(errors="replace").splitlines()
 
     def refuse_links(self) -> None:
         """Raises UserError if the run contains a link, a pipe or a device: it could lead to files elsewhere."""
@@ -182,10 +160,6 @@ class RunFolder:
     # --- Files that the run writes ---
 
     def write_config(self, text: str) -> None:
-        if (size := len(text.encode("utf-8", "backslashreplace"))) > CONFIG_BYTES:
-            raise UserError(
-                f"the config has {size:,} bytes, more than {CONFIG_BYTES:,}. Move long lists to a file that your class reads."
-            )
         files.write_text(self.config_file, text)
 
     def write_report(self, report: Mapping[str, Any]) -> None:
@@ -275,16 +249,15 @@ def find_run(run: str | Path, runs_dir: str | Path, *, needs: str = "config.yaml
     Raises:
         UserError: there is no such run; the message lists similar runs, or else the last ones.
     """
-    by_name, by_path = Path(runs_dir, run) / needs, Path(run) / needs
-    for file in (by_name,) if key else (by_name, by_path):
+    places = [Path(folder, run) / needs for folder in ((runs_dir,) if key else (runs_dir, ""))]
+    for file in places:
         if file.is_file():
             return RunFolder(file.parent)
     names = sorted(item.path.relative_to(runs_dir).as_posix() for item in run_folders(runs_dir) if item.has_config())
     similar = difflib.get_close_matches(str(run), names, n=3, cutoff=0.4) or names[-3:]
     hint = f"Runs there: {', '.join(similar)}." if names else f"There are no runs in {runs_dir}/."
-    if key:
-        raise UserError(f"{key}={run}: neither a checkpoint nor a run ({by_name} is missing). {hint}")
-    raise UserError(f"{run} is not a run: neither {by_path} nor {by_name} exists. {hint}")
+    reason = f"neither a checkpoint nor a run ({' or '.join(map(str, places))} is missing)"
+    raise UserError(f"{key and f'{key}='}{run}: {reason}. {hint}")
 
 
 # --- Content of a run's report: the origin of the run, and the metrics that were tested ---
@@ -318,28 +291,6 @@ def provenance(root: Path | None) -> dict[str, Any]:
         sha = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10).strip() if root else ""
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {"started": started, "host": socket.gethostname(), "git_sha": sha or None, "versions": versions()}
-
-
-# The types that readers expect of these report values. Each value may also be null; other keys may have any value.
-TEXTS = ("status", "run", "host", "started", "monitor", "monitor_mode", "unit", "data/name", "data/sha256", "evaluated", "overrides", "resumed_from", "checkpoint")  # fmt: skip
-NUMBERS = ("batch_size", "micro_batch", "world_size", "restarts", "wall_s", "train/steps", "train/epochs")
-
-
-def validate_report(report: Any) -> dict[str, Any]:
-    """The report with checked value types, because anyone may have written it. Raises ValueError: a type is wrong."""
-    if not isinstance(report, dict) or not report:
-        raise ValueError("it is not a report")
-    report = {key: files.without_nan(value) for key, value in report.items()}
-    numbers = {*NUMBERS, *metrics_of_test(report)}
-    for key, value in report.items():
-        is_number = key in numbers or key.startswith("time/") or key.endswith("_per_s")
-        kind = str if key in TEXTS else int | float if is_number else object
-        if value is not None and (not isinstance(value, kind) or (isinstance(value, int) and abs(value) > MOST_STEPS)):
-            raise ValueError(f"{key} is {str(value)[:80]}")
-        if isinstance(value, str) and "\0" in value:
-            raise ValueError(f"{key} contains a null character")
-    shlex.split(report.get("overrides") or "")  # raises ValueError for an unclosed quote
-    return report
 
 
 OF_RANK_0 = " (rank 0 only)"  # ends the names of values that are from rank 0 only

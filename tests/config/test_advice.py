@@ -7,7 +7,6 @@ from lockstep import ROOT
 from lockstep.config import checks, compose
 from lockstep.config.draft import Draft, advice, unknown_key
 from lockstep.errors import UserError
-from lockstep.launch.cli import option_errors
 
 VALUES = {
     "optim={value}": "adam", "schedule={value}": "cosine", "data={value}": "cifar10", "model={value}": "resnet50d", "logger=[csv,{value}]": "wandb",
@@ -98,10 +97,6 @@ def test_a_group_that_is_chosen_twice_is_not_combined_in_silence(capsys):
     assert "of augment=mixup augment=[flip,crop], only the last applies" in capsys.readouterr().err
 
 
-def test_help_takes_keys_and_overrides():
-    assert not [*option_errors(["--help", "model=timm", "model"])]
-
-
 @pytest.mark.parametrize(("typed", "instead"), [
     ("model=resnet18", "model=timm model.name=resnet18"), ("data=./photos", "data=folder data.root=./photos"),
     ("data=imagenet", "data=torchvision data.dataset=imagenet"),
@@ -115,26 +110,5 @@ def test_what_a_list_lacks_is_named_alone():
     assert "callbacks has no option emma; use one of" in told("callbacks=[default,emma]")
 
 
-@pytest.mark.parametrize(("argv", "typed"), [
-    (["--lr", "0.1"], "optim.lr=0.1"), (["--batch-size=32"], "loader.batch_size=32"), (["--epochs"], "trainer.max_epochs=<value>"),
-    (["--nosuch"], "nosuch=<value>"),
-])  # fmt: skip
-def test_an_option_with_dashes_leads_to_the_key(argv, typed):
-    assert [*option_errors(argv)] == [f"{argv[0].partition('=')[0]}: keys are written without dashes. Pass {typed}."]
-
-
-@pytest.mark.parametrize(("argv", "typed"), [
-    (["trainer.max_epochs", "5"], ["trainer.max_epochs=5"]), (["seed=1", "lr", "0.1", "epochs:", "3"], ["optim.lr=0.1", "trainer.max_epochs=3"]),
-    (["optim.lr", "=", "0.1"], ["optim.lr=<value>"]), (["--config-dir", "mine", "epochs"], ["trainer.max_epochs=<value>"]),
-])  # fmt: skip
-def test_a_key_without_an_equals_sign_leads_to_the_override(argv, typed):
-    errors = [*option_errors(argv)]
-    assert [error.partition("equals sign. Pass ")[2] for error in errors] == [f"{each}." for each in typed]
-
-
 def test_a_short_name_with_one_wrong_letter_leads_to_one_of_its_length():
     assert "(did you mean ddp?)" in told("strategy=dpp")
-
-
-def test_hydras_options_stay():
-    assert not [*option_errors(["--cfg", "job", "--info", "--hydra-help", "--multirun", "--config-dir=x", "--resolve"])]

@@ -27,8 +27,8 @@ from lockstep.config.run_config import CLOSED, SHIPPED
 from lockstep.config.schema import GROUPS, KEYS, RECIPES
 from lockstep.config.targets import parameters
 from lockstep.errors import UserError
-from lockstep.launch import resuming
-from lockstep.launch.cli import option_errors, restoring_job
+from lockstep.launch import local, resuming
+from lockstep.launch.cli import option_errors
 from lockstep.launch.start import start
 from lockstep.machine import world
 
@@ -387,7 +387,7 @@ def test_a_url_is_no_path(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = URLS[job].split()
     with pytest.raises(UserError) as error:
-        start(restoring_job(job), draft(*overrides, job=job), overrides)
+        start(local.load(local.script(job)), draft(*overrides, job=job), overrides)
     errors = [*error.value.problems]
     if job == "train":
         errors += value_errors(draft(*overrides)).values()
@@ -411,7 +411,7 @@ def test_a_url_is_no_path(job, tmp_path, monkeypatch):
 def test_what_is_not_there_cannot_be_continued_or_evaluated(job, overrides, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=told):
-        start(restoring_job(job), draft(*overrides, job=job), overrides)
+        start(local.load(local.script(job)), draft(*overrides, job=job), overrides)
     assert list(Path.cwd().iterdir()) == []
 
 

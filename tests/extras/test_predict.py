@@ -275,7 +275,7 @@ def test_the_gallery_begins_with_the_largest_losses_and_marks_what_is_wrong(pred
         (["input=empty"], r"input=empty contains no images"),
         (["input=photos/*.tif"], r"input=photos/\*.tif matches no file"),
         (["input=bad.csv"], r"bad.csv has no column path; it has file"),
-        (["input=photos", "output=photos.csv"], r"output=photos.csv is a folder"),
+        (["input=photos", "output=photos.csv"], r"output=photos.csv already exists"),
         (["input=photos", "trainer.limit_test_batches=2"], r"trainer.limit_test_batches=2 has no effect in a prediction"),
         (["input=photos", "optim.lr=1"], r"optim.lr=1 has no effect in a prediction"),
     ],

@@ -15,7 +15,6 @@ from in_process import SMALL
 from terminal import Terminal
 
 from lockstep.errors import UserError
-from lockstep.launch import local
 from lockstep.machine import process
 
 TASK = """import os, sys
@@ -81,8 +80,7 @@ def test_one_process_stops_in_the_sanity_validation(terminal):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_of_several_has_the_terminal_and_goes_on(strategy, terminal):
     command = terminal(f"strategy={strategy}", "trainer.devices=2", "debug_rank=1", "strategy.timeout_s=2", stop=1)
-    printed = command.until(PROMPT)
-    assert "rank 1 controls the terminal" in printed
+    command.until(PROMPT)
     time.sleep(3)  # longer than the timeout
     command.enter('p sorted(batch["index"].tolist()) != [], os.environ["RANK"]\n')
     assert "(True, '1')" in command.until(PROMPT)
@@ -131,14 +129,6 @@ def test_a_rank_that_does_not_exist_and_a_name_that_hydra_cannot_read_are_reject
     with pytest.raises(UserError, match=said):
         train(*options)
     assert not Path("runs").exists()
-
-
-def test_a_stale_variable_is_rejected(monkeypatch):
-    for value in ("garbage", "", "3", "{}", '{"config": "a: [", "world": null}'):
-        monkeypatch.setenv("LOCKSTEP_JOB", value)
-        with pytest.raises(UserError, match="Run unset LOCKSTEP_JOB") as error:
-            local.received_handover()
-        assert len(error.value.problems) == 1
 
 
 @pytest.mark.slow  # Python starts anew

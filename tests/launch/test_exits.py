@@ -1,6 +1,5 @@
 """What a command says to errors that are neither the user's bugs nor its own refusals: a lost process, a full disk, the environment."""
 
-import inspect
 import logging
 import signal
 import sys
@@ -52,9 +51,7 @@ def test_a_run_that_calls_sys_exit_is_not_done(capsys):
         except SystemExit as e:
             ended = e.code
         assert ended == code
-    line = f"error: {__file__}:{{}} called sys.exit before the run was done. Remove the call.\n"
-    number = inspect.currentframe().f_lineno - 5
-    assert capsys.readouterr().err == 2 * line.format(number)
+    assert capsys.readouterr().err.count("RuntimeError: sys.exit was called before the run was done") == 2
 
 
 def test_a_run_that_left_its_working_directory_is_told_so(tmp_path, monkeypatch):

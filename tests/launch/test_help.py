@@ -51,17 +51,9 @@ def test_help_of_groups_and_keys_describes_them_alone_in_lines_that_fit(monkeypa
     assert "mixup Blends each sample with its neighbour" in text and "loader.fold=0 which fold" in text
     assert "optim=sgd: torch.optim.SGD" in text and "optim.momentum=0.9" in text
     assert "trainer.max_steps" not in text
-    with pytest.raises(UserError, match=r"--help optin: .*did you mean optim"):
-        shown("optin")
-
-
-@pytest.mark.parametrize(
-    ("topic", "key"),
-    [("lr", "optim.lr"), ("epochs", "trainer.max_epochs"), ("trainer.max_epoch", "trainer.max_epochs")],
-)
-def test_help_on_a_key_of_another_tool_leads_to_the_key_here(topic: str, key: str) -> None:
-    with pytest.raises(UserError, match=rf"--help {topic}: there is no such group or key \(did you mean {key}\?\)"):
-        shown(topic)
+    for topic, key in (("optin", "optim"), ("trainer.max_epoch", "trainer.max_epochs")):
+        with pytest.raises(UserError, match=rf"--help {topic}: there is no such group or key \(did you mean {key}\?\)"):
+            shown(topic)
 
 
 def test_each_key_of_the_shipped_configs_has_a_comment() -> None:

@@ -12,7 +12,6 @@ from lockstep.config.draft import Draft
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 from lockstep.machine import world
-from lockstep.machine.files import write_text
 from lockstep.run import RunFolder
 
 
@@ -21,7 +20,7 @@ def draft(*overrides: str) -> Draft:
 
 
 def record(folder: Path, *overrides: str) -> dict[str, str]:
-    sweeps.record(RunFolder(folder), ["run=sweep/0", "resume=auto", *overrides], failed=True)
+    sweeps.record_failure(RunFolder(folder), ["run=sweep/0", "resume=auto", *overrides])
     return {"run": folder.name, **json.loads((folder / "report.json").read_text())}
 
 
@@ -36,14 +35,6 @@ def test_overrides_are_recorded_as_they_are_typed_and_the_table_shows_those_that
     assert (own, other) == ("seed=0 'data.mean=[0.1, 0.2]' '+model.x={a: '\"'\"':smile:'\"'\"'}'", "seed=1")
     sweeps.print_table(rows, [], tmp_path / "results.csv")
     assert any(own in line for line in capsys.readouterr().out.splitlines())
-
-
-def test_a_job_that_was_done_before_keeps_its_overrides(tmp_path):
-    folder = RunFolder(tmp_path)
-    for value in (1, 2):
-        folder.write_report(folder.report() | {"status": "done"})
-        sweeps.record(folder, [f"model.dropout_fc=0.{value}"], failed=False)
-    assert folder.report()["overrides"] == "model.dropout_fc=0.1"
 
 
 GRIDS = [
@@ -63,39 +54,30 @@ GRIDS = [
         ["seed=0,1", "loader.fold=0,1", "optim.lr=1,2"],
         "0 of this sweep ran with seed=0 loader.fold=0, but would now run with",
     ),
-    (["hydra/sweeper=optuna", "seed=3,4"], None),
 ]
+
+
+def begin(folder: Path, *jobs: str) -> None:
+    """Jobs that began with these overrides."""
+    for place, overrides in enumerate(jobs):
+        RunFolder(folder / str(place)).path.mkdir()
+        RunFolder(folder / str(place)).write_report({"status": "failed", "overrides": overrides})
+        (folder / str(place) / "config.yaml").touch()
 
 
 @pytest.mark.parametrize(("overrides", "problem"), GRIDS)
 def test_a_grid_with_other_values_does_not_continue_the_jobs_of_these_numbers(overrides, problem, tmp_path):
-    earlier = {"hydra": {"overrides": {"task": ["seed=0,1", "loader.fold=0,1"]}}}
-    write_text(tmp_path / "multirun.yaml", json.dumps(earlier))
     assert not list(sweeps.numbering_problems(tmp_path, ["seed=7,8"]))  # no job has begun
-    for place in range(4):
-        (tmp_path / str(place)).mkdir()
-        (tmp_path / str(place) / "config.yaml").touch()
+    begin(tmp_path, *(f"seed={seed} loader.fold={fold}" for seed in (0, 1) for fold in (0, 1)))
     problems = list(sweeps.numbering_problems(tmp_path, overrides))
     assert [problem in each for each in problems] == [True] * bool(problem)
 
 
 def test_a_job_of_an_earlier_sweep_than_the_last_is_not_continued_with_other_values(tmp_path):
-    write_text(tmp_path / "multirun.yaml", json.dumps({"hydra": {"overrides": {"task": ["model.dropout_fc=0.1"]}}}))
-    for place, value in enumerate((0.1, 0.5)):
-        (tmp_path / str(place)).mkdir()
-        (tmp_path / str(place) / "config.yaml").touch()
-        sweeps.record(RunFolder(tmp_path / str(place)), [f"model.dropout_fc={value}"], failed=True)
+    begin(tmp_path, "model.dropout_fc=0.1", "model.dropout_fc=0.5")
     assert not list(sweeps.numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.5,0.9"]))
     (problem,) = sweeps.numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.9"])
     assert "job 1 of this sweep ran with model.dropout_fc=0.5, but would now run with model.dropout_fc=0.9" in problem
-
-
-def test_a_study_that_a_project_chooses_is_no_grid(tmp_path):
-    choices = {"overrides": {"task": ["optim.lr=interval(1,2)"]}, "runtime": {"choices": {"hydra/sweeper": "optuna"}}}
-    write_text(tmp_path / "multirun.yaml", json.dumps({"hydra": choices}))
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "config.yaml").touch()
-    assert not list(sweeps.numbering_problems(tmp_path, ["optim.lr=interval(1,9)"]))
 
 
 def test_the_table_has_the_figures_that_were_tested_whatever_they_are_called():
@@ -140,7 +122,7 @@ def test_each_job_has_gpus_of_its_own(monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         found = sweeps.environments(draft(*overrides), jobs)
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == expected
-    for jobs, told in ((3, "hydra.launcher.jobs=1"), (0, "auto, or a number"), ("two", "auto, or a number")):
+    for jobs, told in ((3, "room for 1 job of 2 devices"), (0, "auto, or a number"), ("two", "auto, or a number")):
         with pytest.raises(UserError, match=told):
             sweeps.environments(draft("strategy=ddp", "trainer.devices=2"), jobs)
 

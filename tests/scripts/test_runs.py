@@ -333,7 +333,7 @@ def test_a_job_of_a_sweep_gets_its_overrides_and_a_run_that_says_too_little_is_a
     for name in ("broken", "lost"):
         shutil.rmtree(runs / name)
     typed = ["model=timm", "model.name='a b'", "data.mean=[0.1, 0.2]", "+model.x={a: 1}", "~callbacks.throughput"]
-    sweeps.record(RunFolder(runs / "sweep" / "2"), ["run=sweep", "resume=auto", "runs_dir=x", *typed], failed=True)
+    sweeps.record_failure(RunFolder(runs / "sweep" / "2"), ["run=sweep", "resume=auto", "runs_dir=x", *typed])
     write(runs / "sweep" / "3", report("failed", 0, overrides="optim.lr=0.1 seed=3"), "optim.lr=0.1", "seed=3")
     found = commands(call)
     assert found["sweep/2"] == ["run=sweep/2", *typed]  # it never began

@@ -83,7 +83,7 @@ def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
         (export_script, ("nothing",), "run=nothing: neither a checkpoint nor a run"),
         (export_script, ("a", tmp_path / "there"), "exists. Pass a different folder"),
         (consolidate, ("runs/a/checkpoints/last.ckpt",), "is not a complete sharded checkpoint"),
-        (compare_runs, ("a", "nothing"), "nothing is not a run"),
+        (compare_runs, ("a", "nothing"), "nothing: neither a checkpoint nor a run"),
     ):
         code, _, err = run_main(monkeypatch, capsys, module, *args)
         assert (code, err.startswith("error: "), told in err) == (2, True, True), err

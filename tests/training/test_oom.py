@@ -1,6 +1,5 @@
 """When memory runs out: one message that helps."""
 
-import os
 import re
 from pathlib import Path
 
@@ -10,11 +9,7 @@ import torch
 from in_process import report
 from omegaconf import OmegaConf
 
-from lockstep.config.checks import resolve
-from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory
-from lockstep.launch import local
-from lockstep.machine.world import World
 from lockstep.training.oom import is_oom
 from project.model import BasicNet
 
@@ -113,19 +108,3 @@ def test_the_message_names_what_may_fit(phase, most, options, parts, train, fits
 ])  # fmt: skip
 def test_what_counts_as_out_of_memory(error, expected):
     assert is_oom(error) == expected
-
-
-def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
-    monkeypatch.setattr(local, "VMSTAT", tmp_path / "vmstat")
-    assert local.kernel_kills() == 0
-    (tmp_path / "vmstat").write_text(f"nr_free_pages 7{os.linesep}oom_kill 3{os.linesep}")
-    assert local.kernel_kills() == 3
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_the_words_for_a_killed_process_name_keys_of_its_own_command(trains):
-    two = Settings(resolve([]), World("cpu", 2, 1, "ddp"))
-    said = local.killed_error(two, 1, by_kernel=True, trains=trains)
-    assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains
-    assert str(said).startswith("rank 1 ")
-    assert "loader.eval_batch_size" in str(said)

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from omegaconf import DictConfig
 
 from lockstep import CONFIGS, PACKAGE
 from lockstep.config import checks, compose, project
-from lockstep.config.draft import Draft, advice, nearest_key, value_errors
-from lockstep.config.settings import Settings
+from lockstep.config.draft import Draft, value_errors
+from lockstep.config.schema import RECIPES
 from lockstep.errors import RunFailed, SaveFailed, UserError, chain, raise_problems
 from lockstep.launch import local
-from lockstep.launch.exits import AGAIN, INTERRUPTED, after_output, exit_code
+from lockstep.launch.exits import INTERRUPTED, after_output, exit_code
 from lockstep.launch.local import Job
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
@@ -49,12 +48,8 @@ def main(job: Job) -> None:
     exit_codes: list[int] = []
     atexit.register(process.LastOfAll(exit_codes))
     process.is_command = True
-    handover: local.Handover | None = None
-    try:
-        handover = local.received_handover()
-        problems = launcher_problems(os.environ) if handover is None else []
-    except UserError as e:
-        problems = list(e.problems)
+    handover = local.received_handover()
+    problems = launcher_problems(os.environ) if handover is None else []
     launcher = None if problems else external_launcher(os.environ)
     rank = 0 if problems else rank_of()  # 0 if the rank is unknown, because rank 0 reports the problems
     if launcher == TORCHRUN:
@@ -74,16 +69,12 @@ def main(job: Job) -> None:
             start(job, Draft.of_values(handover.config), list(handover.overrides or ()))
 
     with process.recording_signals(interrupt=process.end_once) if process.started_by_lockstep else nullcontext():
-        exit_codes.append(exit_code(run_process, rank, rerun_advice(job)))
+        exit_codes.append(exit_code(run_process, rank))
     if exit_codes[0] and (process.started_by_lockstep or launcher):
         process.report_failure(rank)
         process.exit_process(exit_codes[0])  # at once, because exit handlers might wait for something of the failed job
     exit_codes[0] = after_output(exit_codes[0])
     sys.exit(exit_codes[0])
-
-
-def rerun_advice(job: Job) -> str:
-    return f"{AGAIN} with resume=auto" if job.trains else AGAIN
 
 
 def command_with_json(job: Job, argv: list[str]) -> None:
@@ -124,12 +115,14 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
         if not job.trains:
             raise UserError(f"{job.name}.py handles one run at a time. Remove -m.")
         raise_problems(compose.compose_each(job.name, overrides, search_path)[0])
-        names = [compose.expand_sweep(override)[0] for override in overrides if compose.key_of(override) in FIRST]
-        first = Draft(compose.compose_config(job.name, [*search_path, *names]))
+        keys = (*FIRST, *RECIPES, "hydra/sweeper")
+        chosen = [compose.expand_sweep(override)[0] for override in overrides if compose.key_of(override) in keys]
+        first = Draft(compose.compose_config(job.name, [*search_path, *chosen], with_hydra=True))
         raise_problems(filter(None, value_errors(first, FIRST).values()))
-        from lockstep.launch import sweeps
+        if first.tree.hydra.runtime.choices["hydra/sweeper"] == "basic":  # a study numbers its own trials
+            from lockstep.launch import sweeps
 
-        raise_problems(sweeps.numbering_problems(first.folder.path, overrides))
+            raise_problems(sweeps.numbering_problems(first.folder.path, overrides))
     # A launcher may pickle the task for a different process, so it must not refer to objects of this one.
     outcome: list[tuple[int, dict[str, Any] | None]] = []
     task: Any = partial(one_job, job, outcome)
@@ -146,13 +139,11 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
         if not multirun:  # the command of a multirun has been checked above
             checks.composed(job.name, overrides, search_path)  # raises a UserError if the command is wrong
         files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__)]
-        hydra_overrides = [o for o in overrides if compose.key_of(o).startswith("hydra")]
         # The error is neither from a job nor from Lockstep's plugins.
-        if hydra_overrides and not any(file.is_relative_to(PACKAGE.parent) for file in files[1:]):
-            reason = " ".join(str([*chain(e)][-1]).split()) or type(e).__name__
-            raise UserError(
-                f"{' '.join(hydra_overrides)}: Hydra rejected this: {reason}. Remove it, or see --hydra-help."
-            ) from None
+        if any(compose.key_of(o).startswith("hydra") for o in overrides) and not any(
+            file.is_relative_to(PACKAGE.parent) for file in files[1:]
+        ):
+            raise UserError(f"Hydra: {[*chain(e)][-1]}") from None
         raise
     code, result = outcome[0] if outcome else (0, None)
     if code:
@@ -160,44 +151,22 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
     return result
 
 
-WORD = re.compile("[^-~=+][^=]*")  # neither an option nor an override
-# `--json` and Hydra's options. Those that are not supported have their own message.
 WITH_JSON = ("--json", "--config-dir", "-cd")
-OPTIONS = re.compile(
-    "json|(hydra_)?help|version|cfg|resolve|package|(multi)?run|shell_.*|config_.*|info|experimental_.*"
-)
-
-
-def misspelt_overrides(argv: list[str]) -> Iterator[str]:
-    """Errors for keys as other tools accept them: `--lr 0.1`, `lr 0.1`."""
-    is_value = False  # whether a word belongs to the one before it
-    for arg, after in pairwise([*argv, ""]):
-        (option, _, value), was_value = arg.partition("="), is_value
-        is_value = not was_value and not value and WORD.fullmatch(after) is not None
-        key = option.lstrip("-").rstrip(":").replace("-", "_")
-        is_dashed = option.startswith("--") and not OPTIONS.fullmatch(key)
-        if is_dashed or (WORD.fullmatch(arg) and not was_value):
-            reason = "keys are written without dashes" if is_dashed else "keys and values are joined by an equals sign"
-            instead = advice()["keys"].get(key) or f"{nearest_key(key) or key}={{value}}"
-            yield f"{option.rstrip(':')}: {reason}. Pass {instead.format(value=value or (after if is_value else '<value>'))}."
+# Options and keys of Hydra that would run a different config or have no effect, and what to pass instead.
+HYDRA = {
+    "-cn|-cp|--config-(name|path)|--experimental-rerun": "Pass experiment=<name>, with --config-dir=<folder> for your own configs",
+    "hydra.mode": "Pass -m for a multirun",
+    "hydra.run.*|hydra.sweep.(dir|subdir)": "Name the folder with run=<name> and runs_dir=<folder>",
+}
 
 
 def option_errors(argv: list[str]) -> Iterator[str]:
     """Errors for options and keys of Hydra that would run a different config or have no effect."""
     multirun = {"-m", "--multirun"} & set(argv)
-    yield from misspelt_overrides(argv) if not {"--help", "-h"} & set(argv) else ()  # --help takes keys
     for arg in argv:
         name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
-        if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
-            yield f"{name} cannot be set: each command has its own config. Pass experiment=<name>, with --config-dir=<folder> for your own configs."
-        if name == "debug_rank" and multirun:
-            yield f"{arg}: jobs of a multirun have no terminal. Run one job, without -m."
-        if name == "hydra.mode":
-            yield f"{arg}: hydra.mode cannot be set. Pass -m for a multirun."
-        if name.startswith("hydra.run"):
-            yield f"{arg}: {name} cannot be set. Name the run directory with run=<name> and runs_dir=<folder>."
-        if name in ("hydra.sweep.dir", "hydra.sweep.subdir"):
-            yield f"{arg}: {name} cannot be set. Name the folder of a multirun with run=<name> and runs_dir=<folder>."
+        if instead := [advice for names, advice in HYDRA.items() if re.fullmatch(names, name)]:
+            yield f"{arg}: {name} cannot be set. {instead[0]}."
         elif name.startswith(("hydra.sweep", "hydra.launcher")) and not multirun:
             yield f"{arg}: {name} has no effect without a multirun. Add -m."
 
@@ -212,12 +181,12 @@ def one_job(job: Job, outcome: list[tuple[int, Any]], cfg: DictConfig) -> dict[s
         from lockstep.launch import sweeps  # imports rich; an invalid command need not wait for that
 
         draft = sweeps.job_draft(draft, hydra_cfg.sweep.dir, hydra_cfg.job.num)
-    code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of(), rerun_advice(job))
+    code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of())
     if not multirun:
         outcome.append((code, result[0] if result else None))
         return None
-    if rank_of() == 0:
-        sweeps.record(draft.folder, overrides, failed=bool(code))
+    if code and rank_of() == 0:
+        sweeps.record_failure(draft.folder, overrides)
     if code == INTERRUPTED or process.received:
         raise KeyboardInterrupt  # ends the whole multirun
     if code:
@@ -233,7 +202,7 @@ def call(name: str, overrides: list[str]) -> Any:
     raise_problems(launcher_problems(os.environ))
     with process.restore_process_state():
         compose.warn_of_replaced_choices(overrides)
-        return start(restoring_job(name), Draft(checks.composed(name, overrides)), overrides)
+        return start(local.load(local.script(name)), Draft(checks.composed(name, overrides)), overrides)
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
@@ -243,7 +212,7 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
 
     raise_problems(f"{o}: sweep accepts only key=value, no options." for o in overrides if o.startswith("-"))
     with process.restore_process_state(), process.logging_restored(), compose.hydra_state_restored():
-        job = restoring_job("train")
+        job = local.load(local.script("train"))
         sys.argv[:] = [str(job.script), "-m", *overrides]
         sweeps.last.clear()
         process.received.clear()  # a signal of an earlier call would end this sweep
@@ -253,20 +222,3 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
             if not sweeps.last:
                 raise
         return list(sweeps.last)
-
-
-def restoring_job(name: str) -> Job:
-    """A job for a caller's process, which restores the state of the libraries."""
-    job = local.load(local.script(name))
-    return RestoringJob(**vars(job))
-
-
-class RestoringJob(Job):
-    """Restores the state of the libraries after the job."""
-
-    def __call__(self, settings: Settings, data: Any = None) -> Any:
-        import lockstep.build  # noqa: F401  # first, so that the state that its imports set up stays
-        from lockstep.compat.torch import masks_restored
-
-        with process.libraries_restored(), masks_restored():
-            return super().__call__(settings, data)

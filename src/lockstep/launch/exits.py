@@ -14,49 +14,37 @@ from lockstep.errors import RunFailed, TrainingFailed, UserError, outcome_of
 from lockstep.machine import process
 
 INTERRUPTED = outcome_of(KeyboardInterrupt()).exit_code
-AGAIN = "rerun the command"
-MOST = 50  # maximum number of problems in a message
 SPOKEN_S = 5.0  # time for rank 0 to print the error: torchrun ends all processes as soon as one has ended
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # full or read-only
 # Messages of gloo and NCCL if another process has ended, or has not answered within strategy.timeout_s.
 LOST = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|Connection was likely closed|NCCL communicator was aborted|Timed out waiting|Application timeout caused pair closure"
 )
 
 
-def disk_error(error: BaseException, again: str) -> str:
-    """A message about a full or read-only disk, with what to do `again`; empty for other errors."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return ""
-    return f"{error.filename or 'a file'} could not be written: {error.strerror}. Files saved earlier are intact. Free some space or repair the disk, then {again}."
-
-
-def lost_connection(error: BaseException) -> str:
-    """A message about a lost connection of gloo or NCCL; empty for other errors. The traceback is in train.log."""
-    if process.store is None or not isinstance(error, RuntimeError) or not LOST.search(str(error)):
-        return ""
-    reason, _, _ = str(error).partition("\n")
-    return f"the connection to another process is lost: {reason}. That process printed the first error. If it printed none, it hangs or the network to it is down."
-
-
-def report(error: BaseException, rank: int, again: str = AGAIN) -> list[str]:
+def report(error: BaseException, rank: int) -> list[str]:
     """The lines that a process prints for the error that ends it; none if a different process prints them."""
     prefix = f"[rank {rank}] " if rank else ""
     if isinstance(error, UserError):  # the same on all ranks
         if rank and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(SPOKEN_S)
-        rest = len(error.problems) - MOST
-        lines = [f"error: {problem}" for problem in error.problems[:MOST]] + [f"error: and {rest:,} more"] * (rest > 0)
-        return [] if rank else lines
+        return [] if rank else [f"error: {problem}" for problem in error.problems]
     if isinstance(error, TrainingFailed):
         return [] if rank and error.alike else [f"error: {prefix}{error}"]
     if isinstance(error, RunFailed) or outcome_of(error).status == "interrupted":
         return []
-    if message := disk_error(error, again) or lost_connection(error):
-        return [f"error: {prefix}{message}"]
+    if isinstance(error, OSError) and error.errno in DISK:
+        advice = "Free some space or repair the disk, then rerun the command; resume=auto continues a run."
+        return [f"error: {prefix}{error.filename or 'a file'} could not be written: {error.strerror}. {advice}"]
+    # the traceback is in train.log
+    if process.store is not None and isinstance(error, RuntimeError) and LOST.search(str(error)):
+        reason, _, _ = str(error).partition("\n")
+        advice = "That process printed the first error. If it printed none, it hangs or the network to it is down."
+        return [f"error: {prefix}the connection to another process is lost: {reason}. {advice}"]
     return [prefix + line for line in readable("".join(traceback.format_exception(error))).splitlines()]
 
 
-def exit_code(call: Callable[[], Any], rank: int = 0, again: str = AGAIN) -> int:
+def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call`. Returns 0, or the exit code of its exception, which is printed on standard error."""
     try:
         call()
@@ -65,7 +53,7 @@ def exit_code(call: Callable[[], Any], rank: int = 0, again: str = AGAIN) -> int
             return INTERRUPTED
         raise
     except BaseException as e:
-        if lines := report(e, rank, again):
+        if lines := report(e, rank):
             print_error("\n".join(lines))
         return outcome_of(e).exit_code
     return 0

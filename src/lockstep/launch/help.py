@@ -13,19 +13,14 @@ from omegaconf import OmegaConf
 
 from lockstep.config import checks
 from lockstep.config import compose as configs
-from lockstep.config.draft import advice, nearest_key
 from lockstep.config.formatting import to_text
 from lockstep.config.run_config import SEVERAL
 from lockstep.config.schema import GROUPS, KEYS, PREDICT
-from lockstep.errors import UserError, did_you_mean
+from lockstep.errors import did_you_mean, raise_problems
 from lockstep.launch.local import Job
 from lockstep.run import LOADER
 
 SET_BY_CHOICE = ("_target_", "strategy.name", "replaces")  # keys that only an option should set
-EVALUATION = (  # keys of a run that an evaluation may change
-    "strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.precision", "data.root",
-    "loader.eval_batch_size", "loader.num_workers",
-)  # fmt: skip
 INDENT = 34  # width of the column for a key and its default
 COMMENTED = re.compile(r"( *)([\w/ ]+):(?: .*?)??(?: +# *(.*))?")  # a line of a config: indentation, key, comment
 
@@ -40,13 +35,10 @@ def text(job: Job, argv: Sequence[str]) -> str:
     topics = [b for a, b in pairs if not b.startswith("-") and "=" not in b and a not in ("--config-dir", "-cd")]
     overrides = [arg for arg in argv if not arg.startswith("-") and "=" in arg]
     config = Shown(job.name, overrides, configs.search_path(argv))
-    valid = [*GROUPS, *config.values]
-    if unknown := [name for name in topics if name not in valid]:
-        key, is_key, _ = advice()["keys"].get(unknown[0], nearest_key(unknown[0]) + "=").partition("=")
-        hint = f" (did you mean {key}?)" if key and is_key else did_you_mean(unknown[0], valid)
-        raise UserError(f"--help {unknown[0]}: there is no such group or key{hint}; --help lists all of them.")
-    parts = [config.topic(name) for name in topics] or [overview(job, config)]
-    return "\n\n".join("\n".join(part) for part in parts)
+    valid = (*GROUPS, *config.values)
+    unknown = (name for name in topics if name not in valid)
+    raise_problems(f"--help {name}: there is no such group or key{did_you_mean(name, valid)}." for name in unknown)
+    return "\n".join(line for name in topics for line in config.topic(name)) or "\n".join(overview(job, config))
 
 
 class Shown:
@@ -54,51 +46,51 @@ class Shown:
 
     def __init__(self, config_name: str, overrides: Sequence[str], search_path: Sequence[str] = ()) -> None:
         """Raises UserError if `overrides` are invalid."""
-        composed = checks.composed(config_name, overrides, search_path, with_hydra=True)
-        self.choices = dict(composed.hydra.runtime.choices)
-        tree = OmegaConf.to_container(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+        tree: Any = OmegaConf.to_container(checks.composed(config_name, overrides, search_path, with_hydra=True))
+        self.choices = tree.pop("hydra")["runtime"]["choices"]
         self.values = {key: value for key, value in configs.dotted(tree).items() if value != {}}
-        self.comments = comments_of("lockstep")
-        if config_name != "train":
-            self.comments |= comments_of("eval") | comments_of(config_name)
-        for group in GROUPS:  # an option may inherit keys from another one
-            for option in sorted(configs.options(group), key=lambda name: name == self.choices.get(group)):
-                self.comments |= comments_of(f"{group}/{option}")
+        files = ["lockstep"] if config_name == "train" else ["lockstep", "eval", config_name]
+        for group in GROUPS:  # the chosen option last: an option may inherit keys from another one
+            chosen = self.choices.get(group)
+            files += [f"{group}/{name}" for name in sorted(configs.options(group), key=lambda name: name == chosen)]
+        self.comments = {key: comment for file in files for key, comment in comments_of(file).items()}
 
-    def key(self, key: str, value: Any = None) -> Iterator[str]:
-        """A key with its default or `value`, its comment, its valid values and an example."""
-        value = value or self.values.get(key)
+    def key(self, key: str) -> str:
+        """A key with its default, its comment, its valid values and an example."""
+        value = self.values.get(key)
         default = "<value>" if value == "???" else to_text(value) if isinstance(value, str) else configs.to_hydra(value)
-        kind = {**KEYS, **PREDICT}.get(key)
-        values = ""
-        if kind and not kind.takes.startswith("UTF-8 text"):
-            example = "" if kind.takes.startswith("one of ") else f"; for example {kind.example}"
-            values = f"[{kind.takes.removeprefix('one of ')}{example}]"
-        return hanging_indent(f"  {key}={default}", f"{self.comments.get(key, '')} {values}".strip(), INDENT)
+        about = self.comments.get(key, "")
+        if (kind := {**KEYS, **PREDICT}.get(key)) and not kind.takes.startswith("UTF-8 text"):
+            one_of = kind.takes.removeprefix("one of ")
+            about += f" [{one_of}]" if one_of != kind.takes else f" [{kind.takes}; for example {kind.example}]"
+        return entry(f"  {key}={default}", about, INDENT)
 
     def group(self, name: str) -> Iterator[str]:
         """The keys of a group under its title, or a top-level key."""
         keys = [key for key in self.values if f"{key}.".startswith(f"{name}.")]
         if name in GROUPS and keys:
             choice = self.choices.get(name)
-            target = self.values.get(f"{name}._target_")
-            yield f"\n{name}{f'={choice}' if isinstance(choice, str) else ''}{f': {target}' if target else ':'}"
+            title = f"{name}={choice}" if isinstance(choice, str) else name
+            yield f"\n{title}: {self.values.get(f'{name}._target_', '')}".rstrip()
         for key in keys:
             if not any(f".{part}." in f".{key}." for part in SET_BY_CHOICE):
-                yield from self.key(key)
+                yield self.key(key)
 
     def topic(self, name: str) -> Iterator[str]:
         """A group with its options and keys, or a single key."""
         if name not in GROUPS:
-            yield from self.key(name)
+            yield self.key(name)
             return
-        is_list, options = name in SEVERAL, configs.options(name)
-        if options:
-            yield f"{name}: choose with {name}={'[<option>,...]' if is_list else '<option>'}"
-        for option in options:
-            yield from hanging_indent(f"  {option}", option_description(f"{name}/{option}"), 22)
-        single = [option for option in options if not option_node(f"{name}/{option}").get("defaults")]
-        yield from (Shown("train", [f"{name}=[{','.join(single)}]"]) if is_list else self).group(name)
+        yield f"{name}: choose with {name}={'[<option>,...]' if name in SEVERAL else '<option>'}"
+        for option in configs.options(name):
+            lines = configs.config_file(f"{name}/{option}").read_text(encoding="utf-8").splitlines()
+            header = [line for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]
+            node = configs.dotted(option_node(f"{name}/{option}"), name)
+            classes = [value for key, value in node.items() if key.endswith("_target_")]
+            yield entry(f"  {option}", " ".join(line.lstrip("# ") for line in header or classes), 22)
+            if name in SEVERAL and f"{name}.defaults" not in node:  # those of all options: a run may have several
+                self.values |= node
+        yield from self.group(name)
 
 
 def overview(job: Job, config: Shown) -> Iterator[str]:
@@ -106,14 +98,12 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
     if not job.trains:
         yield "Keys. Set with <key>=<value>:"
         for key in ("run", "checkpoint", *(PREDICT if job.name == "predict" else ()), "runs_dir", "debug_rank"):
-            yield from config.key(key)
-        yield "\nKeys of the run that may be changed; `--help data strategy trainer` shows more:"
-        for key in EVALUATION:
-            yield from config.key(key, "???")  # the default is the run's value
+            yield config.key(key)
+        yield "\nThe others are those of the run; strategy, trainer.devices, trainer.precision and data.root may be changed."
     else:
         yield "Groups. Choose with <group>=<option>, or [<option>,...]; `--help <group>` describes the options:"
         for group in filter(configs.options, GROUPS):
-            yield from hanging_indent(f"  {group}", ", ".join(configs.options(group)), 14)
+            yield entry(f"  {group}", ", ".join(configs.options(group)), 14)
         yield "\nKeys. Set with <key>=<value>:"
         names = dict.fromkeys(key.partition(".")[0] for key in config.values)
         for name in sorted(names, key=GROUPS.__contains__):  # single keys first
@@ -122,14 +112,11 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
     yield '--hydra-help shows Hydra\'s own options. Complete keys with TAB: eval "$(lockstep --completion)"'
 
 
-def hanging_indent(name: str, text: str, indent: int) -> Iterator[str]:
+def entry(name: str, text: str, indent: int) -> str:
     """`text` to the right of `name`, or below a long name, in lines that fit the terminal."""
-    lines = textwrap.wrap(text, max(60, shutil.get_terminal_size().columns) - indent)
-    if lines and len(name) < indent:
-        yield f"{name:{indent}}{lines.pop(0)}"
-    else:
-        yield name
-    yield from (" " * indent + line for line in lines)
+    width = max(60, shutil.get_terminal_size().columns)
+    block = textwrap.fill(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)
+    return name + (block[len(name) :] if len(name) < indent else f"\n{block}".rstrip())
 
 
 # --- Comments in configs/ ---
@@ -137,15 +124,6 @@ def hanging_indent(name: str, text: str, indent: int) -> Iterator[str]:
 
 def option_node(config: str) -> dict[str, Any]:
     return yaml.load(configs.config_file(config).read_bytes(), LOADER) or {}
-
-
-def option_description(config: str) -> str:
-    """The description of an option: the comment at the top of its file, or else its class."""
-    lines = configs.config_file(config).read_text(encoding="utf-8").splitlines()
-    doc = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]
-    return " ".join(doc) or " ".join(
-        v for k, v in configs.dotted(option_node(config)).items() if k.endswith("_target_")
-    )
 
 
 def comments_of(config: str) -> dict[str, str]:

@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -21,11 +19,11 @@ from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL
 from lockstep.config import project
 from lockstep.config.run_config import Request, RunConfig
 from lockstep.config.settings import Settings
-from lockstep.errors import OutOfMemory, Preempted, ProcessDied, RunFailed, UserError, did_you_mean, raise_problems
+from lockstep.errors import Preempted, ProcessDied, RunFailed, UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process, system
-from lockstep.machine.files import parts_in, write_text
-from lockstep.machine.world import World
+from lockstep.machine.files import parts_in
+from lockstep.machine.world import World, rank_of
 
 if TYPE_CHECKING:
     from lockstep.reporting.recorder import Page
@@ -54,20 +52,24 @@ class Job:
     def __call__(self, settings: Settings, data: Any = None) -> Any:
         """Does this process's part, with the data that it has already read, or reads it."""
         from lockstep import build  # imports torch and Lightning (7 s)
+        from lockstep.compat.torch import masks_restored
         from lockstep.config.checks import signature_problems
 
-        build.process(settings)
-        if self.trains:  # the config of an evaluation has already trained
-            raise_problems(signature_problems(settings, shipped=False))
-        numbered = settings.with_pretraining_values()
-        is_read = data is not None and numbered is settings
-        return self.run(numbered, data if is_read else self.read_data(numbered))
+        with ExitStack() as stack:
+            if not process.is_command:  # a caller's process gets the state of the libraries back
+                stack.enter_context(process.libraries_restored())
+                stack.enter_context(masks_restored())
+            build.process(settings)
+            if self.trains:  # the config of an evaluation has already trained
+                raise_problems(signature_problems(settings, shipped=False))
+            numbered = settings.with_pretraining_values()
+            is_read = data is not None and numbered is settings
+            return self.run(numbered, data if is_read else self.read_data(numbered))
 
-    def read_data(self, settings: Settings, announce: Callable[[Any], None] | None = None) -> Any:
+    def read_data(self, settings: Settings) -> Any:
         """The data set, ready to be read; None for data with its own dataloaders, or if the job needs no data set.
 
-        Each process draws the same random numbers from its constructor to its last part. `announce` is called before
-        `prepare`, which may take long.
+        Each process draws the same random numbers from its constructor to its last part.
         """
         if settings.loader is None or (settings.request and settings.request.part is None):  # files are predicted
             return None
@@ -77,8 +79,8 @@ class Job:
             if (data := self.data(settings)) is not None:
                 data.keeps_whole = Augmentation(settings.operations).crops_from is not None
                 data.evaluates = settings.evaluates
-                if announce:
-                    announce(data)
+                if rank_of() == 0 and (plan := data.storage_plan()):  # `prepare` may take long
+                    print(plan, file=sys.stderr)
                 data.prepare()
                 for part in data.every_part:
                     data.samples(part)
@@ -155,7 +157,7 @@ class Handover:
     request: dict[str, Any] | None = None  # for predict.py
     debug_rank: int | None = None
     from_notebook: bool = False
-    end_file: str = ""  # where a rank reports that it is done (empty file), or that memory ran out
+    end_file: str = ""  # which a rank creates when it is done
 
 
 def spawn(
@@ -172,21 +174,14 @@ def spawn(
 
 
 def received_handover() -> Handover | None:
-    """The parent's hand-over; None in a process that a user started. Raises UserError if it is invalid."""
+    """The parent's hand-over; None in a process that a user started."""
     file = os.environ.pop(VARIABLE, None)
     if file is None:
         return None
-    try:
-        given = json.loads(Path(file).read_bytes())
-        if not isinstance(given["config"], dict):
-            raise TypeError
-        world = World(**given["world"]) if given["world"] else None
-        handover = Handover(**{**given, "world": world})
-        Path(file).unlink()
-    except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(
-            f"{VARIABLE}={file[:40]} in the environment was not set by Lockstep. Run unset {VARIABLE}."
-        ) from None
+    given = json.loads(Path(file).read_bytes())
+    Path(file).unlink()
+    world = World(**given["world"]) if given["world"] else None
+    handover = Handover(**{**given, "world": world})
     process.started_by_lockstep, process.debug_rank = world is not None, handover.debug_rank
     process.from_notebook = handover.from_notebook
     process.end_with_parent(has_pipe=world is None or world.rank != handover.debug_rank)
@@ -199,7 +194,7 @@ def received_handover() -> Handover | None:
 FAILING_S = 6.0
 SAVING_S = 60.0  # the same after a warning signal or while saving: rank 0 may be finishing W&B's run
 EXIT_S = 60.0  # time for the other processes and for exit handlers after the first process is done
-GRACE_S = 10.0  # from a second Ctrl-C, or the report that memory ran out, until the parent ends a process
+GRACE_S = 10.0  # from a second Ctrl-C until the parent ends a process
 
 
 @contextmanager
@@ -237,36 +232,29 @@ def run_in_this_process(job: Job, settings: Settings, data: Any = None, *, end_f
         end.push(lambda error, *_: process.monitor and process.monitor.finish(failed=error is not None))
         try:
             result = job(settings, data)
-        except SystemExit as e:  # raised by Lightning after SIGTERM, in a job with its own Trainer
-            if isinstance(e.__context__, KeyboardInterrupt) or (e.code and not process.received):
+        except SystemExit as e:
+            if isinstance(e.__context__, KeyboardInterrupt):
                 raise
-            if not process.received:  # with exit code 0 it would count as done
-                *_, caller = traceback.extract_tb(e.__traceback__)
-                raise ProcessDied(
-                    f"{caller.filename}:{caller.lineno} called sys.exit before the run was done. Remove the call."
-                ) from None
-            raise Preempted(f"ended by {process.received[0].name}; rerun the command.") from None
+            if process.received:  # raised by Lightning after SIGTERM, in a job with its own Trainer
+                raise Preempted(f"ended by {process.received[0].name}; rerun the command.") from None
+            if not e.code:  # it would count as done
+                raise RuntimeError("sys.exit was called before the run was done") from e
+            raise
         if end_file is not None:
             end_file.touch()
         return result
 
 
 def run_rank(job: Job, handover: Handover) -> None:
-    """Like `run_in_this_process`, but reports to the parent when the job is done or memory ran out, then waits for the other ranks.
+    """Like `run_in_this_process`, but reports to the parent when the job is done, then waits for the other ranks.
 
     If this process ended first, each other rank would fail with a traceback about a lost connection.
     """
     assert handover.world is not None
-    end_file = Path(handover.end_file)
     request = Request(**handover.request) if handover.request else None
     overrides = None if handover.overrides is None else tuple(handover.overrides)
-    try:
-        settings = Settings(RunConfig.of(handover.config), handover.world, request, overrides)
-        run_in_this_process(job, settings, end_file=end_file)
-    except OutOfMemory as e:
-        write_text(end_file, json.dumps(e.args))
-        time.sleep(GRACE_S)
-        raise
+    settings = Settings(RunConfig.of(handover.config), handover.world, request, overrides)
+    run_in_this_process(job, settings, end_file=Path(handover.end_file))
 
 
 def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> None:
@@ -274,11 +262,10 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
 
     Raises:
         RunFailed: a process failed; has the exit code of the first one.
-        OutOfMemory: memory ran out in a process.
         ProcessDied: a signal ended a process.
         KeyboardInterrupt: after the processes have saved, or immediately after a second Ctrl-C.
     """
-    world, debug_rank, kills = settings.world, process.debug_rank, kernel_kills()
+    world, debug_rank = settings.world, process.debug_rank
     if trains or debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
     request = asdict(settings.request) if settings.request else None
@@ -305,17 +292,14 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
                     pass
             if debug_rank is not None:
                 system.restore_terminal()
-        errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_bytes())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
     if -code in process.received:  # before the process could save
         raise Preempted(f"ended by {signal.Signals(-code).name} before anything could be saved; rerun the command.")
-    if errors:
-        raise errors[0]
-    if code == -9:  # SIGKILL, which Windows does not have
-        raise killed_error(settings, rank, by_kernel=kernel_kills() > kills, trains=trains)
     if code < 0:
-        raise ProcessDied(f"rank {rank} was killed by {signal.Signals(-code).name}; the other processes ended too.")
+        name = signal.Signals(-code).name
+        advice = " If memory ran out, try fewer loader.num_workers or smaller batches." if name == "SIGKILL" else ""
+        raise ProcessDied(f"rank {rank} was killed by {name}; the other processes ended too.{advice}")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
@@ -325,9 +309,8 @@ def wait(
 ) -> int:
     """Waits; 0 if all processes succeed, else the first nonzero exit code, after FAILING_S for the others to fail.
 
-    A process that has reported out of memory waits to be ended and counts as failed with exit code 1. After the first
-    process, which writes the report, is done, the others have EXIT_S: they are no longer needed, and one may hang.
-    Warning signals are forwarded, so the processes save and end. After a second Ctrl-C they have GRACE_S.
+    After the first process, which writes the report, is done, the others have EXIT_S: they are no longer needed, and
+    one may hang. Warning signals are forwarded, so the processes save and end. After a second Ctrl-C they have GRACE_S.
     """
     first, deadline, passed_on = 0, float("inf"), 0
     while True:
@@ -338,43 +321,13 @@ def wait(
         if process.received.count(signal.SIGINT) > 1:
             deadline = min(deadline, time.monotonic() + GRACE_S)
         codes = [child.poll() for child in processes]
-        told = [path.read_bytes() if path.exists() else None for path in end_files]
-        waiting = len(list(filter(None, told)))
-        failed = [code for code in codes if code] or [1] * bool(waiting)
+        failed = [code for code in codes if code]
         if failed and not first:
             saving = passed_on or (checkpoints and parts_in(checkpoints))
             first = next((code for code in failed if code < 0), failed[0])  # a killed process makes the others fail
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
-        elif deadline == float("inf") and told[:1] == [b""] and process.debug_rank is None:
+        elif deadline == float("inf") and any(path.exists() for path in end_files[:1]) and process.debug_rank is None:
             deadline = time.monotonic() + EXIT_S
-        if codes.count(None) == waiting or time.monotonic() > deadline:
+        if None not in codes or time.monotonic() > deadline:
             return first
         time.sleep(0.05)
-
-
-# --- Processes that SIGKILL ended ---
-
-VMSTAT = Path("/proc/vmstat")
-
-
-def kernel_kills() -> int:
-    """Number of processes that the kernel killed because the machine or a container ran out of memory; 0 if unknown."""
-    found = re.search(r"^oom_kill (\d+)", VMSTAT.read_text(encoding="utf-8") if VMSTAT.is_file() else "", re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def killed_error(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
-    """The error for a process that SIGKILL ended, which usually means that the machine ran out of memory."""
-    by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
-    who = f"rank {rank}" if settings.world.size > 1 else "the process"
-    advice = "fewer loader.num_workers, or a smaller loader.eval_batch_size"
-    batch, now = settings.batches["batch_size"], settings.cfg.trainer.accumulate_grad_batches
-    if batch is None:
-        advice = f"smaller batches or fewer workers in {settings.cfg.data.target}"
-    elif trains:
-        more = next((k for k in settings.accumulations if k > now), None)
-        parts = (
-            f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
-        )
-        advice = f"{parts}, {advice}"
-    return OutOfMemory(f"{who} was killed {by}. Try {advice}.")

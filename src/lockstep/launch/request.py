@@ -10,7 +10,7 @@ from lockstep.config.draft import Draft
 from lockstep.config.run_config import Request
 from lockstep.config.schema import PREDICT
 from lockstep.config.settings import Settings, workers
-from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.errors import did_you_mean, raise_problems
 from lockstep.machine import files
 
 TABLES = (".csv", ".json", ".jsonl", ".parquet")  # extensions of the files that prediction writes
@@ -32,23 +32,14 @@ def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Sett
     request = Request(**{key: asked.get(key) for key in PREDICT})
     output = Path(request.output or folder / "predictions.csv").expanduser()
     part = request.input if request.input in (*PARTS, "predict") else None
-    problems, count = list(output_problems(output, request.overwrite, request.gallery)), 0
-    try:
-        shipped = cfg.data.target.startswith("lockstep.")
-        endings = ENDINGS if shipped else ("",)  # a user's class defines later which files it reads
-        count = 0 if part else len(find_inputs(request.input, endings).paths)
-        if (
-            count == 1 and not shipped and Path(request.input).suffix.lower() in LISTS
-        ):  # a list of files, or the data itself
-            with files.open_plain(Path(request.input).expanduser(), follows=True) as file:
-                count = sum(1 for _ in file)
-    except UserError as e:
-        problems += e.problems
-    raise_problems(problems)
+    raise_problems(output_problems(output, request.overwrite, request.gallery))
+    endings = ENDINGS if cfg.data.target.startswith("lockstep.") else ("",)  # a user's class defines what it reads
+    paths = [] if part else find_inputs(request.input, endings).paths
     files.refuse_unwritable(output.parent, "output")
     typed = "loader.num_workers" in map(key_of, overrides) and cfg.loader and cfg.loader.num_workers != "auto"
     if part is None and not typed:
-        settings = settings.replace({"loader.num_workers": workers(None, settings.world) if count > FEW else 0})
+        many = len(paths) > FEW or Path(request.input).suffix.lower() in LISTS  # a list may be long
+        settings = settings.replace({"loader.num_workers": workers(None, settings.world) if many else 0})
     return replace(settings, request=replace(request, output=str(output), part=part))
 
 
@@ -60,9 +51,7 @@ def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Ite
     page = gallery_of(output)
     if output.suffix not in TABLES:
         yield f"output={output}: the file extension must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, list(TABLES))}."
-    elif output.is_dir():
-        yield f"output={output} is a folder. Set output={output / 'predictions.csv'}."
-    elif output.exists() and not overwrite:
+    elif output.exists() and (output.is_dir() or not overwrite):
         yield f"output={output} already exists. Set a different file, or overwrite=true."
     elif gallery and page.exists() and not overwrite:
         yield f"gallery=true: {page} already exists. Set a different output=, or overwrite=true."

@@ -9,9 +9,8 @@ from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import Checkpoint, read_outline, step_of
 from lockstep.config.compose import compose_config, dotted, is_group, key_of, recorded_overrides
 from lockstep.config.draft import Draft, name_of_job, structure_problems, values_of, was_restarted
-from lockstep.config.formatting import plain, pluralize, to_text, warn
+from lockstep.config.formatting import plain, to_text, warn
 from lockstep.config.instantiate import has_base
-from lockstep.config.project import command
 from lockstep.config.rules import keys_without_effect
 from lockstep.config.run_config import CLOSED, Component, RunConfig
 from lockstep.config.schema import KEYS, PREDICT, RECIPES
@@ -31,7 +30,7 @@ FIXED = (
     "loader.repeats",
 )  # fmt: skip
 
-
+MICRO_BATCHES = ("trainer.limit_train_batches", "trainer.val_check_interval")  # if they are integers, they count these
 # Callbacks that determine a checkpoint's weights, under any name.
 AVERAGE = ("lockstep.callbacks.EMA", "lockstep.callbacks.weights.EMA")
 
@@ -41,19 +40,16 @@ def resume_errors(now: Draft, then: Draft) -> Iterator[str]:
 
     def fixed_values(draft: Draft) -> dict[str, Any]:
         callbacks = {f"callbacks.{name}": Component.of(node) for name, node in draft.get("callbacks").items()}
-        averages = [k for k, v in callbacks.items() if v.target in AVERAGE or has_base(v, k, AVERAGE[1])]
-        return {key: value for group in (*FIXED, *averages) for key, value in dotted(draft.get(group), group).items()}
+        groups = [*FIXED, *(k for k, v in callbacks.items() if v.target in AVERAGE or has_base(v, k, AVERAGE[1]))]
+        if any(isinstance(now.get(key), int) for key in MICRO_BATCHES):
+            groups.append("trainer.accumulate_grad_batches")
+        return {key: value for group in groups for key, value in dotted(draft.get(group), group).items()}
 
     new, saved = fixed_values(now), fixed_values(then)
     for key in {**new, **saved}:
         if new.get(key) != saved.get(key):
             reason = f"cannot be changed when resuming; the run has {saved.get(key)}"
             yield f"{key}={new.get(key)} {reason}. Pass init_from=<run> to start a new run."
-    accumulate, saved_accumulate = (draft.get("trainer.accumulate_grad_batches") for draft in (now, then))
-    for key in ("trainer.limit_train_batches", "trainer.val_check_interval"):  # integers count micro-batches
-        if accumulate != saved_accumulate and isinstance(now.get(key), int):
-            context = f"in a run with {key}={now.get(key)}, which counts micro-batches; the run has {saved_accumulate}"
-            yield f"trainer.accumulate_grad_batches={accumulate} cannot be changed {context}. Set trainer.accumulate_grad_batches={saved_accumulate}."
 
 
 # --- Configs that start from an earlier run: `resume`, `init_from`; `run` or `checkpoint` of eval.py and predict.py ---
@@ -103,7 +99,8 @@ def with_job_name(draft: Draft) -> Draft:
         name = name_of_job(draft.model_and_data)
         # a second command in the same SLURM job starts a new run
         with_name = draft.replace({"run": name})
-        if not (name and has_begun(with_name) and not draft.resume and not was_restarted() and is_alone()):
+        is_alone = external_launcher(os.environ) is None
+        if not (name and has_begun(with_name) and not draft.resume and not was_restarted() and is_alone):
             draft = with_name
     has_saved = continues_another(draft) and finding.checkpoint_paths(draft.folder.path)
     may_save = draft.get("trainer.enable_checkpointing")
@@ -118,28 +115,20 @@ def for_training(draft: Draft, overrides: list[str]) -> Draft:
     Raises:
         UserError: there is nothing to continue, or the run folder is in use.
     """
-    raise_problems(contradictions(draft))
-    return resume_draft(draft, overrides) if draft.resume else draft
-
-
-def contradictions(draft: Draft) -> Iterator[str]:
     if draft.init_from and draft.resume not in (None, "auto"):
-        yield (
+        raise UserError(
             f"resume={draft.resume} and init_from are mutually exclusive: continue a run, or start a new one from weights. "
             "Pass resume=auto to start run=<name> from weights, or to continue it if it has already started."
         )
     if draft.resume == "auto" and not draft.get("trainer.enable_checkpointing"):
-        yield "resume=auto has no effect with trainer.enable_checkpointing=false. Remove one of them."
-
-
-def is_alone() -> bool:
-    """Whether this process is not one of several that a launcher started."""
-    return external_launcher(os.environ) is None
+        raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Remove one of them.")
+    return resume_draft(draft, overrides) if draft.resume else draft
 
 
 def is_first() -> bool:
     """Whether this is the first process. Only it checks the folder: the others may already see files of the first."""
-    return rank_of() == 0 and (not is_alone() or number_from_env(os.environ, "NODE_RANK", default=0) == 0)
+    by_launcher = external_launcher(os.environ) is not None
+    return rank_of() == 0 and (by_launcher or number_from_env(os.environ, "NODE_RANK", default=0) == 0)
 
 
 def has_begun(draft: Draft) -> bool:
@@ -172,17 +161,14 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     previous = RunFolder(folder)
     if checkpoint is None:
         report = previous.report()
-        origin = report.get("resumed_from")
-        if origin or report.get("status") == "done":
-            reason = f"it continued {origin}" if origin else "it is done"
+        if report.get("resumed_from") or report.get("status") == "done":
             raise UserError(
-                f"{folder} has no checkpoint, so resume=auto would train it from the start, although {reason}. Restore its checkpoints, "
-                "or rerun the first command with run=<new name>."
+                f"{folder} has no checkpoint, but it is done or continued a different run, so resume=auto cannot train it from the "
+                "start. Restore its checkpoints, or rerun the first command with run=<new name>."
             )
         if previous.has_config() and is_first():
             warn(f"{folder} has no checkpoint yet: training starts from step 0.")
         return with_saved_identity(draft.replace({"resume": None}), previous)
-    previous.validate()
     saved = with_new_defaults(Draft.of_run(previous))
     folder, runs_dir = folder.resolve(), Path(draft.runs_dir).resolve()
     new_overrides = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
@@ -219,10 +205,8 @@ def all_overrides(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...] | N
 
 def restore_auto_values(new: Draft, saved: Draft) -> Draft:
     """Restores the values that were decided at the first start of the run (AUTO)."""
-    open_keys = [key for key, undecided in AUTO.items() if new.get(key) == undecided]
-    # the saved config is of an older version that lacks the key, so the class's default applies
-    absent = [key for key in open_keys if new.has(key) and not saved.has(key)]
-    return new.replace({key: saved.get(key) for key in open_keys if saved.has(key)}, without=absent)
+    open_keys = [key for key, undecided in AUTO.items() if new.get(key) == undecided and saved.has(key)]
+    return new.replace({key: saved.get(key) for key in open_keys})
 
 
 def drop_ineffective_keys(draft: Draft, overrides: list[str]) -> Draft:
@@ -261,10 +245,7 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
     """
     path = composed.get("checkpoint")
     if (composed.run is None) == (path is None):
-        script, extra = command(job), " input=<folder>" if job == "predict" else ""
-        raise UserError(
-            f"Pass either run or checkpoint: {script} run=<name>{extra}, or {script} checkpoint=<path>{extra}."
-        )
+        raise UserError("Pass either run=<name> or checkpoint=<path>.")
     if composed.run is not None:
         folder = find_run(str(composed.run), composed.runs_dir, key="run")
         checkpoint = read_outline(finding.checkpoint_of_report(folder.path))
@@ -313,8 +294,8 @@ def runs_dir_of(checkpoint: Path, run: str) -> str:
 PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that do not change the training
 
 
-def already_finished(settings: Settings, samples: int | None) -> str | None:
-    """A message if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; otherwise None.
+def finished_run(settings: Settings, samples: int | None) -> RunFolder | None:
+    """The run of the checkpoint `cfg.resume` if it is done and `cfg` trains no further.
 
     `samples`: the number of samples per epoch; None if unknown. Early stopping and max_time may end a run before its
     last step, so an unchanged training config also has nothing left to train.
@@ -324,28 +305,16 @@ def already_finished(settings: Settings, samples: int | None) -> str | None:
         return None
     folder = RunFolder(Path(cfg.resume).resolve().parent.parent)
     report = folder.report()
-    if report.get("status") != "done" or report.get("train/steps") is None:  # these are written last
+    steps = report.get("train/steps")
+    if report.get("status") != "done" or steps is None:  # these are written last
         return None
     newest = next(finding.checkpoints(folder.path), None)
     if newest is None or step_of(Path(cfg.resume)) < step_of(newest):
         return None
-    steps = int(report["train/steps"])
-    extensions = []  # keys that limit the run to these steps, each with a larger value
-    per_epoch = settings.epoch_batches(samples) // cfg.trainer.accumulate_grad_batches if samples else None
-    if settings.epochs * (per_epoch or 0) <= steps:
-        extensions.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(settings.epochs) + 1}")
-    if 0 < cfg.trainer.max_steps <= steps:
-        extensions.append(f"trainer.max_steps={2 * steps}")
-    limit_reached = bool(extensions and per_epoch)
+    if samples and settings.total_steps(samples) <= steps:
+        return folder
     saved = plain(with_new_defaults(Draft.of_run(folder)).tree)
     # A config without a loader does not use the saved loader keys.
     new, old = dotted(cfg.plain()), dotted(saved if cfg.loader else saved | {"loader": {}})
-    if not limit_reached and any(new.get(key) != old.get(key) for key in {**new, **old} if not key.startswith(PLACE)):
-        return None
-    stops = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
-    stops += [f"callbacks.{name}.patience=<more>" for name, callback in cfg.callbacks.items() if "patience" in callback]
-    keys = " ".join(extensions if limit_reached else stops or extensions)
-    return (
-        f"{report.get('run', folder.path.name)} is already finished: {f'{steps:,} of ' if limit_reached else ''}{pluralize(steps, 'step')}"
-        f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
-    )
+    changed = (key for key in {**new, **old} if new.get(key) != old.get(key))
+    return folder if all(key.startswith(PLACE) for key in changed) else None

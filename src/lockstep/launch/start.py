@@ -2,20 +2,17 @@
 
 import gc
 import json
-import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import check, check_classes, resolve, step_problems
+from lockstep.config.checks import check, check_classes, step_problems
 from lockstep.config.compose import fixed_keys, key_of, needs_signature_check, without_replaced_defaults
 from lockstep.config.draft import Draft, missing_keys, value_error, value_errors, was_restarted
-from lockstep.config.formatting import inline, warn
+from lockstep.config.formatting import inline, pluralize, warn
 from lockstep.config.schema import EVALUATE, PREDICT
 from lockstep.config.settings import OF_NETWORK, Settings
 from lockstep.errors import UserError, raise_problems
@@ -23,7 +20,7 @@ from lockstep.launch import local
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
 from lockstep.machine.world import World, keep_freed_memory, rank_of, why_no_gpu
-from lockstep.run import PATIENCE_S, RunFolder
+from lockstep.run import PATIENCE_S
 
 FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # keys that locate the config of a resumed run
 SPLITTING = ("batch_size", "val_fraction", "val_gap", "folds", "fold", "limit_train")
@@ -51,11 +48,7 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
     if runs_in_this_process(settings):
         keep_freed_memory(settings.world.accelerator, is_sharded=settings.spec.is_sharded)
 
-    def announce(data: "DataSet") -> None:
-        if rank_of() == 0 and (plan := data.storage_plan()):
-            print(plan, file=sys.stderr)
-
-    data: DataSet | None = job.read_data(settings, announce)
+    data: DataSet | None = job.read_data(settings)
     if data is None or settings.loader is None:
         return settings.with_auto_resolved(None), None, None
     parts = splits(data, **{key: getattr(settings.loader, key) for key in SPLITTING})
@@ -67,20 +60,11 @@ def prepare_data(job: Job, settings: Settings) -> "tuple[Settings, DataSet | Non
         warn(data.notice)
     if rank_of() == 0 and (left_out := data.data_info.get("left_out")):
         warn(f"left out of the data: {left_out}")
-    settings, left = settings.with_auto_resolved(data, train.count if job.trains else None), weakref.ref(data)
+    settings = settings.with_auto_resolved(data, train.count if job.trains else None)
     if not runs_in_this_process(settings):  # each process reads its own copy
         data = None
-        if left() is not None:  # part of a reference cycle
-            gc.collect()  # takes 0.26 s
+        gc.collect()  # it may be part of a reference cycle; takes 0.26 s
     return settings, data, train.count
-
-
-def checked_settings(overrides: list[str]) -> Settings:
-    """The settings of a training run, for scripts that train differently. Raises UserError if they are invalid."""
-    project.make_importable()
-    settings = Settings.of(resolve(overrides))
-    raise_problems(check_classes(settings, shipped=needs_signature_check(overrides)))
-    return settings
 
 
 def runs_in_this_process(settings: Settings) -> bool:
@@ -131,13 +115,12 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     settings, data, samples = prepare_data(job, settings)
     from lockstep.reporting.report import Report
 
-    if told := resuming.already_finished(settings, samples):
-        finished = RunFolder(Path(str(cfg.resume)).resolve().parent.parent)
+    if finished := resuming.finished_run(settings, samples):
+        report = Report(finished)
         if world.rank == 0:
-            print(inline(told))
-            with suppress(UserError, OSError), finished.locked():  # removes what a kill after the end left behind
-                pass
-        return Report(finished)
+            done = f"{finished.path} is already finished after {pluralize(report['train/steps'], 'step')}"
+            print(inline(f"{done}. To continue, raise the limit that ended it, such as trainer.max_epochs."))
+        return report
     lock = folder.locked(RESTART_S if was_restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
     with lock:  # before any file is changed
         if again and not cfg.resume and world.rank == 0:
@@ -186,9 +169,6 @@ def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:
         warn(f"running on the CPU: {why}.")
     if process.debug_rank is not None and (cfg.loader or "num_workers" in cfg.data):  # workers have no terminal
         settings = settings.replace({f"{'loader' if cfg.loader else 'data'}.num_workers": 0})
-    if process.debug_rank is not None and world.size > 1:
-        logs = folder.path / "logs"
-        print(f"rank {process.debug_rank} controls the terminal; ranks also print to {inline(logs)}", file=sys.stderr)
     with process.recording_signals():
         try:
             if runs_in_this_process(settings):

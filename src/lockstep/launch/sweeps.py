@@ -4,12 +4,11 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import chain, product, zip_longest
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from rich.table import Table
@@ -21,12 +20,12 @@ from lockstep.config.run_config import Component
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
-from lockstep.machine.files import open_log, read_text, write_csv
+from lockstep.machine.files import open_log, write_csv
 from lockstep.machine.system import cores
 from lockstep.machine.world import visible_gpus, world_of
 from lockstep.reporting import console
 from lockstep.reporting.report import Report
-from lockstep.run import CONFIG_BYTES, LOADER, RunFolder, explain_damage, metrics_of_test, overrides_of
+from lockstep.run import RunFolder, metrics_of_test, overrides_of
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
@@ -41,24 +40,13 @@ def job_draft(draft: Draft, sweep_dir: str, number: int) -> Draft:
 
 
 def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """An error if a job of the grid `overrides` has the number of a job in `folder` with different values."""
-    file = folder / "multirun.yaml"
-    if not file.is_file():
-        return
-    with explain_damage(file, "Set run=<new name>."):
-        # Plain YAML: OmegaConf would resolve it.
-        multirun = yaml.load(read_text(file, CONFIG_BYTES), LOADER)["hydra"]
-        grids = [multirun["overrides"]["task"], overrides]
-        sweeper = multirun.get("runtime", {}).get("choices", {}).get("hydra/sweeper", "basic")
-        if sweeper != "basic" or any(key_of(o) == "hydra/sweeper" for o in overrides):  # a study numbers its own trials
-            return
-        varied = {key_of(o) for o in chain(*grids) if len(expand_sweep(o)) > 1}
-        jobs = [product(*(expand_sweep(o) for o in grid if key_of(o) in varied)) for grid in grids]
-    for index, (previous, new) in enumerate(zip_longest(*jobs)):
+    """An error if a job of the grid `overrides` has the number of a job in `folder` that ran with different values."""
+    grid = [values for override in overrides if len(values := expand_sweep(override)) > 1]
+    varied = {key_of(values[0]) for values in grid}
+    for index, new in enumerate(product(*grid)):
         job = RunFolder(folder / str(index))
-        if recorded := overrides_of(job.report()):  # perhaps of a sweep before the one of multirun.yaml
-            previous = [o for o in recorded if key_of(o) in varied]
-        if None not in (previous, new) and {*previous} != {*new} and job.has_config():
+        previous = [o for o in overrides_of(job.report()) or () if key_of(o) in varied]
+        if job.has_config() and {*previous} != {*new}:
             yield (
                 f"run={folder.name}: job {index} of this sweep ran with {shlex.join(previous)}, but would now run with "
                 f"{shlex.join(new)}. Set run=<new name>. To extend a sweep, add values only at the end of "
@@ -75,16 +63,11 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(["status", *monitored, *sorted(test_metrics), "train/steps", *rates, "wall_s"]))
 
 
-def record(folder: RunFolder, overrides: list[str], *, failed: bool) -> None:
-    """Adds a job's overrides to its report. Creates a report for a job that failed before it wrote one."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    report = {"status": "failed"} | folder.report()
-    if failed and report["status"] in ("done", "running"):
-        return  # the report belongs to a different run, which kept its folder
-    entry = {"overrides": shlex.join(recorded_overrides(overrides))}
-    has_overrides = not failed and report.get("overrides") is not None
-    # A report that already has overrides belongs to a run that was done before.
-    folder.write_report(entry | report if has_overrides else report | entry)
+def record_failure(folder: RunFolder, overrides: list[str]) -> None:
+    """Creates a report for a job that failed before it wrote one."""
+    if not folder.has_config():
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.write_report({"status": "failed", "overrides": shlex.join(recorded_overrides(overrides))})
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -152,25 +135,19 @@ def environments(draft: Draft, jobs: int | str) -> list[dict[str, str]]:
     Raises:
         UserError: `jobs` is invalid, or needs more GPUs than there are.
     """
-    if jobs != "auto" and not (type(jobs) is int and jobs > 0):
-        raise UserError(f"hydra.launcher.jobs={jobs} is invalid; expected auto, or a number of at least 1.")
-    devices = draft.get("trainer.devices")
-    if isinstance(devices, list) or "," in str(devices):
-        advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<number per job>"
-        raise UserError(f"trainer.devices={devices}: {advice}.")
     limits = [draft.get(f"trainer.{key}") for key in ("accelerator", "devices", "num_nodes")]
     strategy = Component.of(draft.group("strategy"))
     world = world_of(strategy.target, strategy.name, *limits)
     gpus = visible_gpus()
     on_gpus, per_job = world.accelerator == "cuda", world.devices
     available = len(gpus) if on_gpus else cores()
-    count = max(1, available // per_job) if jobs == "auto" else int(jobs)
+    most = available // per_job
+    count = max(1, most) if jobs == "auto" else jobs
+    if not isinstance(count, int) or count < 1 or (on_gpus and count > most):
+        room = f"This machine has room for {pluralize(most, 'job')} of {pluralize(per_job, 'device')}"
+        raise UserError(f"hydra.launcher.jobs={jobs} is invalid; expected auto, or a number of at least 1. {room}.")
     if not on_gpus:
         return [{"OMP_NUM_THREADS": str(max(1, available // count // per_job))}] * count
-    if count * per_job > available:
-        needs = f"with {per_job} GPUs per job needs {count * per_job} GPUs; this machine has {available}"
-        advice = f"Set hydra.launcher.jobs={max(1, available // per_job)}, or a smaller trainer.devices"
-        raise UserError(f"hydra.launcher.jobs={jobs} {needs}. {advice}.")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * per_job : (i + 1) * per_job])} for i in range(count)]
 
 
@@ -202,7 +179,7 @@ def run_in_subprocess(script: Path, draft: Draft, overrides: list[str], slot: di
         code = child.wait()
     if code:
         folder.record_end(RunFailed(f"its process ended with exit code {code}", code))
-    record(folder, overrides, failed=bool(code))
+        record_failure(folder, overrides)
     report = folder.report()
     print(f"{draft.run} {report.get('status')}\n", end="", flush=True)
     result.status = JobStatus.FAILED if code else JobStatus.COMPLETED
