@@ -73,8 +73,8 @@ def test_a_complete_set_is_followed(env, launcher, rank):
     ({**TORCHRUN, "RANK": "6"}, ["RANK=6, WORLD_SIZE=6", "contradict"]),
     ({**TORCHRUN, "WORLD_SIZE": "5"}, ["WORLD_SIZE=5, LOCAL_WORLD_SIZE=2", "contradict"]),
     ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0", "contradict"]),
-    ({**SLURM, "SLURM_NTASKS": "3"}, ["SLURM_NTASKS=3, SLURM_NNODES=2", "contradict"]),
-    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, ["SLURM_STEP_TASKS_PER_NODE=3,1", "Pass --ntasks-per-node"]),
+    ({**SLURM, "SLURM_NTASKS": "3"}, ["SLURM_NTASKS=3, SLURM_NNODES=2", "contradict", "same number of processes"]),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, ["SLURM_STEP_TASKS_PER_NODE=3,1", "contradict"]),
     ({**SLURM, "SLURM_PROCID": "7"}, ["SLURM_PROCID=7, SLURM_NTASKS=4", "contradict"]),
 ])  # fmt: skip
 def test_a_part_of_a_set_is_refused_by_name_with_what_to_type(env, parts):

@@ -303,8 +303,6 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
             for child in processes:
                 with child:  # waits and closes its pipe
                     pass
-            if debug_rank is not None:
-                system.restore_terminal()
         errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_bytes())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
