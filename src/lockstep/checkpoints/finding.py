@@ -146,9 +146,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def read_outline(path: Path) -> Checkpoint:
-    """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint, or only a part."""
-    if path.name == REST or SHARD.fullmatch(path.name):
-        raise UserError(f"{path} is part of a sharded checkpoint. Pass its folder, {path.parent}.")
+    """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint."""
     return Checkpoint.parse(path, read_pickle(path))
 
 
@@ -258,11 +256,9 @@ def complete_checkpoint(path: Path, key: str) -> Path:
             f"{key}={path} is a link; a run folder must not contain links. Pass the path that it points to."
         )
     path = Path(os.path.realpath(path)) if path.is_symlink() else path  # may be a link to itself
-    if not path.exists():
-        raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or the name of a run.")
     if not is_checkpoint(path):
         raise UserError(
-            f"{key}={path} is not a complete checkpoint: it is truncated, damaged, or not a checkpoint of Lockstep."
+            f"{key}={path} does not exist, is incomplete, or is not a checkpoint of Lockstep. Pass the path of a .ckpt file, or the name of a run."
         )
     return path
 
@@ -290,18 +286,14 @@ def tested_checkpoint(source: str, key: str, runs_dir: str = "runs") -> Path:
 
 def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Checkpoint | None]:
     """The folder of the run to resume, and the checkpoint to continue from: None if resume=auto has none yet."""
-    if resume == "auto" and not run:
-        raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
     if resume == "auto":
-        run_dir, path = Path(runs_dir) / str(run), checkpoint_if_any(Path(runs_dir) / str(run))
+        if not run:
+            raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
+        run_dir, path = Path(runs_dir, run), checkpoint_if_any(Path(runs_dir, run))
     else:
         run_dir, path = locate_checkpoint(resume, "resume", runs_dir, newest_checkpoint)
     if path is None:
         return run_dir, None
-    if not RunFolder(run_dir).has_config():
-        raise UserError(
-            f"{path} is not in a run folder: {run_dir} has no config.yaml. Pass init_from={path} to start a new run from its weights."
-        )
     checkpoint = read_outline(path)
     checkpoint.require_position()
     return run_dir, checkpoint

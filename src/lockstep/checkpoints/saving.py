@@ -4,7 +4,6 @@ Also decides when they are saved, which are kept, and where a resumed run contin
 """
 
 import copy
-import inspect
 import logging
 import math
 import shutil
@@ -23,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import BEST, is_checkpoint, leaves
@@ -85,8 +84,7 @@ class AtomicCheckpointIO(CheckpointIO):
             weights.write(checkpoint, part)
 
     def make_parent(self, path: Path) -> None:
-        if not self.folder.is_dir():
-            raise FolderRemoved(self.folder)
+        self.folder.stat()  # raises an error if it was removed, so it is not created again
         path.parent.mkdir(parents=True, exist_ok=True)
         self.own.add(path.parent.resolve())
 
@@ -226,13 +224,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             )
         values = {name: float(logged.get(name, 0)) for name in (self.monitor, "val/loss")}
         bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-        if trainer.strategy.reduce_boolean_decision(bool(bad), all=False):
-            if bad:
-                log.warning("%s at step %d. This checkpoint is not a candidate for the best.", ", ".join(bad), step)
-            return
+        if bad:
+            log.warning("%s at step %d. This checkpoint is not a candidate for the best.", ", ".join(bad), step)
         new, all_scores, ranked = self.ranking(trainer)
         best = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
-        if not trainer.strategy.reduce_boolean_decision(new in best):  # processes may have different scores
+        # Processes may have different scores.
+        if not trainer.strategy.reduce_boolean_decision(new in best and not bad):
             return
         self.keep({name: all_scores[name] for name in best})
         self.current_score = torch.tensor(all_scores[new][0])
@@ -266,15 +263,8 @@ def differing(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_steps(state: dict[str, Any]) -> Any:
-    """The steps that a schedule has done; None if it does not count them. A ChainedScheduler has those of its parts."""
-    return next((value for path, value in leaves(state) if path[-1] == "last_epoch"), None)
-
-
-def can_repeat(scheduler: Any) -> bool:
-    """Whether the number of steps alone decides the learning rates, and not, for example, a metric."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return not required and schedule_steps(scheduler.state_dict()) is not None
+    """The steps that a schedule has done. A ChainedScheduler has those of its parts."""
+    return next(value for path, value in leaves(state) if path[-1] == "last_epoch")
 
 
 def repeat_steps(scheduler: Any, state: dict[str, Any]) -> None:
@@ -299,7 +289,10 @@ def adopt_changes(trainer: Trainer, checkpoint: dict[str, Any], *, config_change
     for optimizer, optimizer_state, then_groups in optimizers:
         own = [(config.scheduler, *rest) for config, *rest in schedules if config.scheduler.optimizer is optimizer]
         changed = any(config_changed or new for _, _, new in own)
-        repeats = changed and all(can_repeat(scheduler) for scheduler, _, _ in own)
+        # the number of steps alone decides the learning rate, and not a metric or a method of its own
+        repeats = changed and all(
+            isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau) for scheduler, *_ in own
+        )
         for scheduler, state, new in own:
             if repeats:
                 repeat_steps(scheduler, state)

@@ -249,9 +249,8 @@ def materialize(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 def sharded_like(value: Any, like: Tensor) -> Any:
     """A value of a checkpoint in the form of `like`: this process's shard, or the whole value."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != like.shape:  # an optimizer's step count
+    is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if not isinstance(like, DTensor) or not is_whole or value.shape != like.shape:  # such as an optimizer's step count
         return value
     # Every process has read the checkpoint and takes its own shard: no communication.
     return distribute_tensor(value.to(like.device).contiguous(), like.device_mesh, like.placements, src_data_rank=None)

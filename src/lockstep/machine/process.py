@@ -236,8 +236,8 @@ def protect_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:  # closed: a file opened later would get its number, and so its output
             discard(descriptor)
-            stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, Stream):
+            setattr(sys, name, Stream(open(descriptor, "wb", closefd=False), "utf-8", "replace"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and not isinstance(stream, Stream):
             line_buffering, write_through = stream.line_buffering, stream.write_through
             setattr(sys, name, Stream(stream.buffer, stream.encoding, "replace", None, line_buffering, write_through))
 

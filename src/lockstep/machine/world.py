@@ -151,9 +151,7 @@ LAUNCHERS = {
 }  # fmt: skip
 # The rank, the world size, and a number that must divide it: each node has the same number of processes.
 PARTS = {TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), SLURM: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES")}
-OTHERS = ("NODE_RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS",
-          "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")  # fmt: skip
-NUMBERS = [name for name in (*LAUNCHERS[TORCHRUN][1:], *LAUNCHERS[SLURM][1:], *OTHERS) if name != "MASTER_ADDR"]
+NUMBERS = [name for names in LAUNCHERS.values() for name in names[1:] if name != "MASTER_ADDR"]
 # Values that are valid without a launcher: one process with rank 0. SLURM's counts are those of the whole job.
 ALONE = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1,
          "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}  # fmt: skip
