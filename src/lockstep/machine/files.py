@@ -132,6 +132,9 @@ def locked(path: Path, in_use: str = "", wait_s: float = -1) -> Iterator[None]:
         if path.exists() and path.stat().st_nlink > 1 and not is_held(path):
             path.unlink()  # filelock truncates the file, and so all its hard links
         lock.acquire()
+        while not path.exists():  # the previous holder removed the file after this process opened it
+            lock.release()
+            lock.acquire()
     except OSError as e:  # the file system has no locks; or a process holds the lock, perhaps of a different user
         if in_use and (isinstance(e, Timeout) or is_held(path)):
             raise UserError(in_use) from None
