@@ -148,7 +148,7 @@ def test_the_run_that_is_compared_has_what_it_is_about(moments):
     report = json.loads(Path("runs/whole-single-0/report.json").read_text())
     checkpoint = lockstep.checkpoints.weights.read(Path("runs/whole-single-0/checkpoints/last.ckpt"))
     assert 12 < report["train/steps"] < 24
-    assert checkpoint.raw_state_dict
+    assert checkpoint.values["current_model_state"]
     assert any("EarlyStopping" in name for name in checkpoint.values["callbacks"])
     log = json.dumps(comparison.series(comparison.find("whole-single-0", Path("runs"))))
     assert log.count("val/acc") == 1

@@ -13,7 +13,7 @@ from in_process import report
 import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints import weights
-from lockstep.checkpoints.finding import DATA, LOOP, read_outline, step_of
+from lockstep.checkpoints.finding import DATA, read_outline, step_of
 from lockstep.config.settings import Settings
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch import local
@@ -48,14 +48,10 @@ def test_a_checkpoint_that_does_not_say_where_training_stopped_is_not_resumed(tr
     whole = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
     path = Path("runs/a/checkpoints/cut.ckpt")
     cases = {part: {key: value for key, value in whole.items() if key != part} for part in PARTS}
-    cases["callbacks "] = whole | {"callbacks": {}}
-    for part in whole["loops"]["fit_loop"].keys() & set(LOOP):
-        left = {key: value for key, value in whole["loops"]["fit_loop"].items() if key != part}
-        cases[f"loops.fit_loop.{part}"] = whole | {"loops": {"fit_loop": left}}
     read_outline(Path("runs/a/checkpoints/last.ckpt")).require_position("window", "network", DATA)
     for part, content in cases.items():
         torch.save(content, path)
-        with pytest.raises(UserError, match=rf"has no .*{part.strip()}.*Pass init_from={path} run="):
+        with pytest.raises(UserError, match=rf"has no .*{part}.*Pass init_from={path} run="):
             read_outline(path).require_position("window", "network", DATA)
     torch.save(cases["DataModule"], path)
     with pytest.raises(UserError, match="has no DataModule"):
@@ -78,10 +74,7 @@ def test_a_file_that_is_no_checkpoint_of_lockstep_is_rejected_in_one_message(tra
         "bare weights": whole["state_dict"],
         "of another project": {"state_dict": whole["state_dict"], "config": {"lr": 0.1}},
         "without weights": {key: value for key, value in whole.items() if key != "state_dict"},
-        "of another type": whole | {"callbacks": [1]},
         "without groups": whole | {"config": few},
-        "of other keys": whole | {"config": whole["config"] | {("a", 1): 2}},
-        "without metadata": whole | {"DataModule": {"about": 3}},
         "hostile": whole | {"callbacks": {"x": Evil()}},
         "hostile torch": whole | {"callbacks": {"x": torch.nn.Linear(1, 1)}},
     }
@@ -92,12 +85,11 @@ def test_a_file_that_is_no_checkpoint_of_lockstep_is_rejected_in_one_message(tra
         archive.writestr("photo.png", b"1")
     for rank in range(2):
         weights.save(whole, {}, folder, rank, 2)
-    paths |= {"shard": folder / "shard-00000-of-00002.pt", "rest": folder / "rest.pt"}
+    paths["shard"] = folder / "shard-00000-of-00002.pt"
     before = contents("a")
     for what, path in paths.items():
-        told = "is part of a sharded checkpoint" if what in ("shard", "rest") else "is not a checkpoint of Lockstep: it"
         for call, *more in ((train, "resume="), (train, "run=b", "init_from="), (evaluate, "checkpoint=")):
-            with pytest.raises(UserError, match=told) as error:
+            with pytest.raises(UserError, match="is not a checkpoint of Lockstep: it") as error:
                 call(*more[:-1], f"{more[-1]}{path}")
             assert "weights_only" not in str(error.value), what
             assert exit_code(lambda: call(*more[:-1], f"{more[-1]}{path}")) == 2  # noqa: B023

@@ -345,7 +345,7 @@ def evaluate(
         return {n: int(v) if n.endswith("/count") else v for n, v in found.items()}
 
     metrics = metrics_of(loaders, *panels)
-    raw = read(Path(saved)).raw_state_dict if saved else None
+    raw = read(Path(saved)).values.get("current_model_state") if saved else None
     if saved and raw is not None:  # the run averaged its weights: training continues from these
         loaders = Loaders(data, make(start, data))
         load_into(loaders.module, raw, saved, strict=loaders.module.strict_loading)

@@ -1,7 +1,6 @@
 """Lockstep's exceptions, and how each ends a run. UserErrors are for users to correct: exit code 2, no traceback."""
 
 import difflib
-import os
 from bdb import BdbQuit
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,12 +21,9 @@ class UserError(ValueError):
 class UnsafeCheckpoint(UserError):
     """A checkpoint contains objects that could run code. No crash can cause this, so it is never skipped silently."""
 
-    def __init__(self, name: str, path: Path | None = None) -> None:
-        what = f"contains objects that could run code ({name}); a checkpoint has only tensors and plain values"
+    def __init__(self, path: Path, name: str) -> None:
         super().__init__(
-            f"{path} is not a checkpoint of Lockstep: it {what}. Nothing was loaded. Move the file away to use a different checkpoint."
-            if path
-            else name
+            f"{path} is not a checkpoint of Lockstep: it contains objects that could run code ({name}). Nothing was loaded."
         )
 
 
@@ -66,11 +62,7 @@ class FolderRemoved(TrainingFailed):
     """The folder of a run was removed during the run."""
 
     def __init__(self, folder: Path) -> None:
-        message = f"{folder} was removed during the run. Start the run again."
-        began_at = Path(os.environ.get("PWD", ""), folder)
-        if began_at.is_dir():
-            message = f"{folder} is not in the working directory that os.chdir set. Pass runs_dir={began_at.parent} resume=auto."
-        super().__init__(message)
+        super().__init__(f"{folder} was removed during the run, or os.chdir left its parent. Start the run again.")
 
 
 class DataChanged(TrainingFailed):
@@ -153,17 +145,6 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     if len(name) < 5:  # dpp is ddp with one wrong letter, rather than dp with one more
         close.sort(key=lambda each: len(each) != len(name))
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-@contextmanager
-def oom_with_path(path: Path) -> Iterator[None]:
-    """Raises OutOfMemory with the name of the file that the block reads. The file itself may be intact."""
-    try:
-        yield
-    except MemoryError:
-        raise OutOfMemory(
-            f"memory ran out while reading {path}. Free some memory, or raise the memory limit of this shell."
-        ) from None
 
 
 @contextmanager

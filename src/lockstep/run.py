@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.errors import FolderRemoved, OutOfMemory, UserError, outcome_of
+from lockstep.errors import FolderRemoved, UserError, outcome_of
 from lockstep.machine import files
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
@@ -36,7 +36,7 @@ def explain_damage(path: Path, advice: str) -> Iterator[None]:
     """Turns any error of the block that reads `path` into a UserError: the file may contain anything."""
     try:
         yield
-    except (UserError, OutOfMemory, MemoryError):
+    except (UserError, MemoryError):
         raise
     except Exception as e:
         reason, _, _ = str(getattr(e, "strerror", None) or e).partition("\n")
@@ -49,7 +49,7 @@ CONFIG_ADVICE = "Restore the file, or set run=<new name> to start over."
 ROWS_ADVICE = "Repair the file, or move it away to continue the run without its earlier rows."
 
 
-def why_not_plain(tree: Any, *, references: bool = False, most: int = MOST_VALUES) -> str | None:
+def why_not_plain(tree: Any, *, most: int = MOST_VALUES) -> str | None:
     """Why a saved config cannot have been written by a run; None if it can. A run writes only values.
 
     OmegaConf would resolve a `${` of an untrusted file, and YAML aliases can make a small file expand without end.
@@ -61,7 +61,7 @@ def why_not_plain(tree: Any, *, references: bool = False, most: int = MOST_VALUE
         count += len(children)
         if count > most or depth > DEEPEST:
             return f"it has more than {most:,} values, or they are nested more than {DEEPEST} levels deep"
-        if not references and isinstance(node, str) and ("${" in node or node == "???"):
+        if isinstance(node, str) and ("${" in node or node == "???"):
             return f"it contains {node[:80]}, but the config of a run contains only values"
         stack += [(child, depth + 1) for child in children]
     return None
@@ -96,7 +96,7 @@ class CsvLog:
                 self.columns += [name for name in names if name not in self.columns]
                 files.write_csv(self.path, self.columns, [*previous_rows, *rows])
                 return
-            with files.naming(self.path), files.open_plain(self.path, "a", newline="", encoding="utf-8") as file:
+            with files.open_plain(self.path, "a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self.columns).writerows(rows)
         except FileNotFoundError:
             raise FolderRemoved(self.path.parent) from None

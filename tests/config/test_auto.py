@@ -97,8 +97,8 @@ def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expecte
 
 UNUSABLE = [
     ({"built": ""}, "was built without CUDA"),
-    ({"driver": 12040}, r"needs a driver for CUDA 13.0, but this one is for 12.4"),
-    ({"of": world.HIP, "built": ""}, "was built without ROCm"),
+    ({"driver": 12040}, "needs a driver for CUDA 13.0"),
+    ({"of": world.HIP, "built": ""}, "was built without HIP"),
 ]
 USABLE = [
     {"of": world.HIP, "built": "6.4.43483-a187df25c"},

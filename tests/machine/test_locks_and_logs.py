@@ -124,9 +124,8 @@ def test_a_log_with_hard_links_begins_anew_without_a_copy(tmp_path):
             logging.getLogger("lockstep").info("x" * 2**17)  # which the disk does not take
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    first, second, *_ = path.read_text().splitlines()
-    assert first == "The earlier lines of train.log remain in its copies, which were hard links to it."
-    assert second.endswith("INFO continued")
+    first, *_ = path.read_text().splitlines()
+    assert first.endswith("INFO continued")
     assert backup.stat().st_size == 10 * 2**30
     with backup.open("rb") as file:
         assert file.readline() == b"begun\n"

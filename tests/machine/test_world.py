@@ -64,8 +64,7 @@ def test_a_complete_set_is_followed(env, launcher, rank):
     ({"RANK": "1"}, ["RANK=1", "neither torchrun", "run unset RANK, then rerun the command"]),
     ({"RANK": "abc"}, ["RANK=abc", "not a whole number"]),
     ({"RANK": ""}, ["RANK=", "not a whole number"]),
-    ({"SLURM_RESTART_COUNT": "x"}, ["SLURM_RESTART_COUNT=x", "unset SLURM_RESTART_COUNT"]),
-    ({**SLURM, "SLURM_NNODES": "x"}, ["SLURM_NNODES=x", "not a whole number"]),
+    ({**SLURM, "SLURM_NTASKS": "x"}, ["SLURM_NTASKS=x", "not a whole number"]),
     ({"SLURM_PROCID": "1", "SLURM_JOB_ID": "9"}, ["SLURM_PROCID=1", "unset SLURM_JOB_ID SLURM_PROCID"]),
     (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), ["RANK=3", "neither torchrun", "MASTER_ADDR"]),
     (without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK, MASTER_PORT", "missing", "TORCHELASTIC_RUN_ID"]),
@@ -73,8 +72,8 @@ def test_a_complete_set_is_followed(env, launcher, rank):
     ({**TORCHRUN, "RANK": "6"}, ["RANK=6, WORLD_SIZE=6", "contradict"]),
     ({**TORCHRUN, "WORLD_SIZE": "5"}, ["WORLD_SIZE=5, LOCAL_WORLD_SIZE=2", "contradict"]),
     ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0", "contradict"]),
-    ({**SLURM, "SLURM_NTASKS": "3"}, ["SLURM_NTASKS=3, SLURM_NNODES=2", "contradict"]),
-    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, ["SLURM_STEP_TASKS_PER_NODE=3,1", "Pass --ntasks-per-node"]),
+    ({**SLURM, "SLURM_NTASKS": "3"}, ["SLURM_NTASKS=3, SLURM_NNODES=2", "contradict", "same number of processes"]),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, ["SLURM_STEP_TASKS_PER_NODE=3,1", "contradict"]),
     ({**SLURM, "SLURM_PROCID": "7"}, ["SLURM_PROCID=7, SLURM_NTASKS=4", "contradict"]),
 ])  # fmt: skip
 def test_a_part_of_a_set_is_refused_by_name_with_what_to_type(env, parts):

@@ -65,7 +65,7 @@ def test_a_model_is_found_by_name_directory_or_checkpoint(runs, monkeypatch, tmp
     with pytest.raises(UserError, match=r"load_model=nothing: neither a checkpoint nor a run .* Runs there: .*"):
         lockstep.load_model("nothing")
     moved.write_bytes(moved.read_bytes()[:1000])
-    with pytest.raises(UserError, match="not a complete checkpoint"):
+    with pytest.raises(UserError, match="is incomplete, or is not a checkpoint"):
         lockstep.load_model(moved)
 
 

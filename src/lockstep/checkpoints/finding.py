@@ -5,7 +5,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ from lockstep.config.formatting import warn
 from lockstep.config.renames import with_moved
 from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, RECIPES
-from lockstep.errors import OutOfMemory, UnsafeCheckpoint, UserError, oom_with_path
+from lockstep.errors import UnsafeCheckpoint, UserError
 from lockstep.machine.files import open_plain
 from lockstep.machine.world import rank_of
-from lockstep.run import MOST_VALUES, RunFolder, find_run, why_not_plain
+from lockstep.run import RunFolder, find_run, why_not_plain
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 SHARD = re.compile(r"shard-\d+-of-\d+\.pt")
@@ -50,32 +50,10 @@ def map_leaves(tree: Any, change: Callable[[Place, Any], Any], path: Place = ())
 
 # --- The content of a checkpoint ---
 
-# The parts that a resumed run needs, and their types. A custom module has `plateau` where a task has `window` and
-# `network`.
-POSITION = {
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
-    **dict.fromkeys(("callbacks", "loops"), dict),
-    **dict.fromkeys(("epoch", "global_step", "accumulate_grad_batches"), int),
-    "pytorch-lightning_version": str,  # Lightning converts checkpoints of older versions
-}
-OTHERS = ("state_dict", "config", DATA, "window", "network", "metadata", "plateau", "current_model_state")
-PARTS = POSITION | dict.fromkeys(OTHERS, dict)
-LOOP = (
-    "state_dict", "epoch_progress", "epoch_loop.state_dict", "epoch_loop.batch_progress", "epoch_loop.automatic_optimization.optim_progress",
+# The parts that a resumed run needs.
+POSITION = (
+    "optimizer_states", "lr_schedulers", "callbacks", "loops", "epoch", "global_step", "accumulate_grad_batches", "pytorch-lightning_version",
 )  # fmt: skip
-
-
-def max_values(path: Path) -> int:
-    """The limit on values in a checkpoint: a tree without shared values has at most one per byte of its file."""
-    file = path / REST if path.is_dir() else path
-    return max(MOST_VALUES, file.stat().st_size if file.exists() else 0)
-
-
-def is_config(tree: dict[str, Any]) -> bool:
-    groups = all(isinstance(tree.get(group), dict) for group in GROUPS if group not in RECIPES)
-    entries = list(leaves(tree))
-    keys = {type(key) for path, _ in entries for key in path}
-    return groups and keys <= {str, int} and all(isinstance(v, bool | int | float | str | None) for _, v in entries)
 
 
 @dataclass(frozen=True)
@@ -86,35 +64,23 @@ class Checkpoint:
     values: dict[str, Any]  # everything, as Lightning's hooks receive it
     config: dict[str, Any]  # of the run that saved it, under the current keys
     state_dict: dict[str, Any]  # the weights under the module's keys; if the run averaged its weights, the average
-    raw_state_dict: dict[str, Any] | None  # if averaged, the weights that training continues with
     network: dict[str, Any] | None  # the network's arguments; None if a custom module creates its own network
     metadata: dict[str, Any]  # describes the data: classes, normalisation, ...
 
     @classmethod
     def parse(cls, path: Path, values: Any) -> "Checkpoint":
         """Raises UserError if `values`, the content of `path`, are not a checkpoint of Lockstep."""
-        reason, most = "", max_values(path)
-        if not isinstance(values, dict):
-            reason = f"it holds a {type(values).__name__}"
-        elif missing := [name for name in ("config", "state_dict") if name not in values]:
-            reason = f"it has no {' and no '.join(missing)}"
-        elif invalid := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
-            reason = f"its {invalid[0]} is a {type(values[invalid[0]]).__name__}"
-        elif (why := why_not_plain(config := values["config"], most=most)) or not is_config({"loader": {}, **config}):
-            reason = f"its config is not the config of a run{f': {why}' if why else ''}"
-        elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
-            reason = "it does not describe its data"
-        elif why := why_not_plain([*map(values.get, (DATA, "network", "metadata"))], references=True, most=most):
-            reason = f"its data or network is invalid: {why}"
-        if reason:
+        config = values.get("config") if isinstance(values, dict) else None
+        groups = {"loader": {}, **config} if isinstance(config, dict) else {}  # 0.1 had no loader
+        is_config = all(isinstance(groups.get(group), dict) for group in GROUPS if group not in RECIPES)
+        problem = why_not_plain(config)
+        if problem or not is_config or not isinstance(values.get("state_dict"), dict):
             raise UserError(
-                f"{path} is not a checkpoint of Lockstep: {reason}. Pass a run, or a .ckpt file from its checkpoints folder. To load "
-                "other weights into a timm model, set model.checkpoint_path=<file>."
+                f"{path} is not a checkpoint of Lockstep: it has no weights with the config of a run{f' ({problem})' if problem else ''}. Pass a run, or "
+                "a .ckpt file from its checkpoints folder. To load other weights into a timm model, set model.checkpoint_path=<file>."
             )
-        raw, network = values.get("current_model_state"), values.get("network")
         metadata = values.get("metadata") or values.get(DATA, {}).get("about", {})
-        config = with_moved(values["config"])
-        return cls(path, values, config, values["state_dict"], raw, network, metadata)
+        return cls(path, values, with_moved(config), values["state_dict"], values.get("network"), metadata)
 
     def component(self, group: str) -> Component:
         return Component.of(self.config[group] or {})
@@ -126,12 +92,7 @@ class Checkpoint:
                 f"{self.path} was saved by an earlier version of Lockstep, which drew other random numbers. Resume it with lockstep==0.2, or start "
                 f"a new run from its weights: init_from={self.path} run=<new name>."
             )
-        loop = self.values.get("loops", {}).get("fit_loop")
-        missing = [name for name in (*POSITION, *names) if name not in self.values]
-        missing += [] if self.values.get("callbacks", True) else ["callbacks"]
-        if "loops" in self.values:
-            missing += [f"loops.fit_loop.{name}" for name in LOOP if not isinstance(loop, dict) or name not in loop]
-        if missing:
+        if missing := [name for name in (*POSITION, *names) if name not in self.values]:
             raise UserError(
                 f"{self.path} does not record where training stopped: it has no {', '.join(missing)}. Pass init_from={self.path} run=<new name> to start a new run from its weights."
             )
@@ -140,9 +101,6 @@ class Checkpoint:
 # the modules of what tensors and plain values need; `__builtin__` is Python 2's name of `builtins`
 KNOWN = {"__builtin__", "builtins", "collections", "torch", "torch.nn.parameter", codecs.encode.__module__}
 KNOWN |= {"torch._tensor", "torch._utils", "torch.cuda", "torch.serialization", "torch.sparse", "torch.storage"}
-# bytes of a number by the type of its storage; types that are not here are saved as bytes
-SIZES = {"ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "Float": 4, "Int": 4, "QInt32": 4}
-SIZES |= dict.fromkeys(("Half", "BFloat16", "Short"), 2)
 
 
 class StandIn:
@@ -158,18 +116,14 @@ class StandIn:
 class Outline(pickle.Unpickler):
     """Reads a pickle without creating its objects: nothing that it names is imported or called."""
 
-    stored: Callable[[str], int]  # the size of a tensor's record
+    path: Path
 
     def find_class(self, module: str, name: str) -> Any:
         if module not in KNOWN:
-            raise UnsafeCheckpoint(f"{module}.{name}")
-        return {"OrderedDict": OrderedDict, "Counter": Counter}.get(name) or type(name, (StandIn,), {})
+            raise UnsafeCheckpoint(self.path, f"{module}.{name}")
+        return OrderedDict if name == "OrderedDict" else StandIn
 
     def persistent_load(self, reference: Any) -> Any:
-        """Raises ValueError if the record of a tensor is smaller than the tensor."""
-        _, storage, key, _, count = reference
-        if self.stored(key) < count * SIZES.get(storage.__name__.removesuffix("Storage"), 1):
-            raise ValueError(f"its record data/{key} is smaller than the tensor")
         return StandIn()
 
 
@@ -177,34 +131,29 @@ def read_pickle(path: Path) -> Any:
     """The values in a torch.save file, with stand-ins for tensors. Raises UserError if it is not such a file."""
     file = path / REST if path.is_dir() else path
     try:
-        with oom_with_path(file), open_plain(file) as opened, zipfile.ZipFile(opened) as archive:
-            name = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
-            if name is None:
-                raise pickle.UnpicklingError("it is an archive that torch.save did not write")
+        with open_plain(file) as opened, zipfile.ZipFile(opened) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
             with archive.open(name) as pickled:
-                outline, folder = Outline(pickled), name.removesuffix("data.pkl")
-                outline.stored = lambda key: archive.getinfo(f"{folder}data/{key}").file_size
+                outline = Outline(pickled)
+                outline.path = path
                 return outline.load()
-    except UnsafeCheckpoint as e:
-        raise UnsafeCheckpoint(str(e), path) from None
-    except OutOfMemory:
+    except (UnsafeCheckpoint, MemoryError):
         raise
     except Exception as e:  # bytes that are not a pickle may raise anything
-        raise UserError(f"{path} is not a checkpoint of Lockstep: {' '.join(str(e).split())}.") from None
+        raise UserError(
+            f"{path} is not a checkpoint of Lockstep: it cannot be read: {' '.join(str(e).split())}."
+        ) from None
 
 
 def read_outline(path: Path) -> Checkpoint:
-    """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint, or only a part."""
-    if path.name == REST or SHARD.fullmatch(path.name):
-        raise UserError(f"{path} is part of a sharded checkpoint. Pass its folder, {path.parent}.")
+    """A complete checkpoint without its tensors. Raises UserError if it is not a checkpoint."""
     return Checkpoint.parse(path, read_pickle(path))
 
 
 def step_of(path: Path) -> int:
     """The number of optimizer steps done in a checkpoint; -1 if it cannot be read."""
     try:
-        stored = not path.is_symlink() and is_stored(path / REST if path.is_dir() else path)
-        step = read_pickle(path)["global_step"] if stored else -1
+        step = -1 if path.is_symlink() else read_pickle(path)["global_step"]
     except UnsafeCheckpoint:  # crafted: neither a kill nor a disk error produces this
         raise
     except (UserError, LookupError, TypeError):
@@ -215,17 +164,12 @@ def step_of(path: Path) -> int:
 # --- Which checkpoints are complete ---
 
 
-def is_stored(path: Path, *, reads: bool = False) -> bool:
-    """Whether `path` is an uncompressed zip file, as torch.save writes; with `reads`, whether its checksums match too.
-
-    Opens no device or pipe, and reads no more bytes than the file has.
-    """
+def is_intact(path: Path) -> bool:
+    """Whether `path` is an uncompressed zip file, as torch.save writes, whose checksums match."""
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            fits = stored and sum(entry.file_size for entry in entries) <= path.stat().st_size
-            return fits and not (reads and archive.testzip())
+            is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+            return is_stored and archive.testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError):  # RuntimeError: it looks encrypted
         return False
 
@@ -237,10 +181,10 @@ def shard_files(folder: Path) -> list[Path]:
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is complete: a file, or a folder with all its shards (weights.py)."""
     if not path.is_dir() or path.is_symlink():
-        return is_stored(path, reads=True)
+        return is_intact(path)
     shards = shard_files(path)
     counts = {int(shard.stem.rpartition("-")[2]) for shard in shards}
-    return counts == {len(shards)} and all(is_stored(file, reads=True) for file in (path / REST, *shards))
+    return counts == {len(shards)} and all(is_intact(file) for file in (path / REST, *shards))
 
 
 def checkpoint_paths(run_dir: Path) -> list[Path]:
@@ -265,7 +209,7 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
         if steps[path] >= 0 and is_checkpoint(path):
             yield path
         elif rank_of() == 0:
-            warn(f"{path} is {'a link' if path.is_symlink() else 'incomplete'} and is skipped.")
+            warn(f"{path} is incomplete or a link, and is skipped.")
 
 
 # --- The checkpoint that a key names ---
@@ -312,15 +256,9 @@ def complete_checkpoint(path: Path, key: str) -> Path:
             f"{key}={path} is a link; a run folder must not contain links. Pass the path that it points to."
         )
     path = Path(os.path.realpath(path)) if path.is_symlink() else path  # may be a link to itself
-    if not path.exists():
-        run = "run=<name> with" if key == "checkpoint" else f"{key}=<name> with"
-        raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or {run} the name of a run.")
     if not is_checkpoint(path):
-        advice = "Try a different file in that folder."
-        if path.suffix in (".safetensors", ".pth", ".bin"):
-            advice = f"For weights of a timm network, pass model.pretrained=true model.checkpoint_path={path}."
         raise UserError(
-            f"{key}={path} is not a complete checkpoint: it is truncated, damaged, or not a checkpoint. {advice}"
+            f"{key}={path} does not exist, is incomplete, or is not a checkpoint of Lockstep. Pass the path of a .ckpt file, or the name of a run."
         )
     return path
 
@@ -348,18 +286,14 @@ def tested_checkpoint(source: str, key: str, runs_dir: str = "runs") -> Path:
 
 def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Checkpoint | None]:
     """The folder of the run to resume, and the checkpoint to continue from: None if resume=auto has none yet."""
-    if resume == "auto" and not run:
-        raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
     if resume == "auto":
-        run_dir, path = Path(runs_dir) / str(run), checkpoint_if_any(Path(runs_dir) / str(run))
+        if not run:
+            raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
+        run_dir, path = Path(runs_dir, run), checkpoint_if_any(Path(runs_dir, run))
     else:
         run_dir, path = locate_checkpoint(resume, "resume", runs_dir, newest_checkpoint)
     if path is None:
         return run_dir, None
-    if not RunFolder(run_dir).has_config():
-        raise UserError(
-            f"{path} is not in a run folder: {run_dir} has no config.yaml. Pass init_from={path} to start a new run from its weights."
-        )
     checkpoint = read_outline(path)
     checkpoint.require_position()
     return run_dir, checkpoint

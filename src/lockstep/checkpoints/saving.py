@@ -4,7 +4,6 @@ Also decides when they are saved, which are kept, and where a resumed run contin
 """
 
 import copy
-import inspect
 import logging
 import math
 import shutil
@@ -23,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import BEST, is_checkpoint, leaves
@@ -37,7 +36,6 @@ from lockstep.errors import (
     TrainingFailed,
     UserError,
     chain,
-    did_you_mean,
     raise_problems,
 )
 from lockstep.machine import files
@@ -86,8 +84,7 @@ class AtomicCheckpointIO(CheckpointIO):
             weights.write(checkpoint, part)
 
     def make_parent(self, path: Path) -> None:
-        if not self.folder.is_dir():
-            raise FolderRemoved(self.folder)
+        self.folder.stat()  # raises an error if it was removed, so it is not created again
         path.parent.mkdir(parents=True, exist_ok=True)
         self.own.add(path.parent.resolve())
 
@@ -99,14 +96,7 @@ class AtomicCheckpointIO(CheckpointIO):
             # torch 2.11 and 2.12 close the stager after a copy, so its next copy fails. Remove this with them.
             if torch.__version__ < "2.13":
                 self.stager = new_stager()
-            try:
-                checkpoint = self.stager.stage(checkpoint)
-            # out of memory, torch's CPU allocator raises RuntimeError
-            except (RuntimeError, AssertionError, MemoryError) as e:
-                raise SaveFailed(
-                    f"the checkpoint {path} could not be copied for writing in the background: {e}. "
-                    "Pass checkpoint.background=false resume=auto; training then waits for the disk."
-                ) from None
+            checkpoint = self.stager.stage(checkpoint)
         self.submit(partial(self.write_or_explain, path, write, checkpoint))
         self.stalled_s += time.perf_counter() - began_s
 
@@ -187,7 +177,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         # saves after each validation: max_steps may end an epoch early
         super().__init__(**options, save_on_train_epoch_end=False)
         self.kept: dict[str, tuple[float, float]] = {}  # score and loss by file name, the best first
-        self.saved_at, self.unranked = 0, 0  # a step; the number of validations without a finite result
+        self.saved_at = 0  # a step
 
     @property
     def state_key(self) -> str:
@@ -224,50 +214,31 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         step = steps_done(trainer)
         if trainer.state.fn != "fit" or trainer.sanity_checking or not self.save_top_k or step in (0, self.saved_at):
             return
-        assert self.monitor
-        logged = sorted(trainer.callback_metrics)
+        folder, logged = Path(str(self.dirpath)), trainer.callback_metrics
         if self.monitor not in logged:  # config/checks.py rejects what is known before the run starts
-            self.fail(
-                trainer,
-                f"is not logged by {type(pl_module).__name__}, which logs {', '.join(logged) or 'nothing'}"
-                f"{did_you_mean(self.monitor, logged)}. Set checkpoint.monitor=<one of them>, or",
+            trainer.save_checkpoint(folder / LAST, weights_only=False)
+            LastCheckpoint.wait(trainer)
+            raise TrainingFailed(
+                f"checkpoint.monitor={self.monitor} is not logged by {type(pl_module).__name__}, which logs {', '.join(sorted(logged)) or 'nothing'}. Set "
+                "checkpoint.monitor=<one of them>, or checkpoint.monitor=null to keep only the last checkpoint; add resume=auto to continue."
             )
-        values = {name: float(trainer.callback_metrics.get(name, 0)) for name in (self.monitor, "val/loss")}
+        values = {name: float(logged.get(name, 0)) for name in (self.monitor, "val/loss")}
         bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-        if trainer.strategy.reduce_boolean_decision(bool(bad), all=False):
-            self.unranked += 1
-            if bad:
-                log.warning("%s at step %d. This checkpoint is not a candidate for the best.", ", ".join(bad), step)
-            if self.unranked > 1:
-                self.on_train_end(trainer, pl_module)
-            return
+        if bad:
+            log.warning("%s at step %d. This checkpoint is not a candidate for the best.", ", ".join(bad), step)
         new, all_scores, ranked = self.ranking(trainer)
         best = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
-        if not trainer.strategy.reduce_boolean_decision(new in best):  # processes may have different scores
+        # Processes may have different scores.
+        if not trainer.strategy.reduce_boolean_decision(new in best and not bad):
             return
         self.keep({name: all_scores[name] for name in best})
         self.current_score = torch.tensor(all_scores[new][0])
-        folder = Path(str(self.dirpath))
         trainer.save_checkpoint(folder / new, weights_only=False)
         self.saved_at = step
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.after_save_checkpoint(self)
         for name in ranked[len(best) :]:
             trainer.strategy.remove_checkpoint(folder / name)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raises TrainingFailed if no validation had a finite result. Also called after the second without one."""
-        if self.unranked and not self.kept:
-            self.fail(
-                trainer, "is of no use: each validation so far was NaN or infinite. Correct the validation, or set"
-            )
-
-    def fail(self, trainer: Trainer, reason: str) -> None:
-        trainer.save_checkpoint(Path(str(self.dirpath)) / LAST, weights_only=False)
-        LastCheckpoint.wait(trainer)
-        raise TrainingFailed(
-            f"checkpoint.monitor={self.monitor} {reason} checkpoint.monitor=null to keep only the last checkpoint; add resume=auto to continue."
-        )
 
 
 # --- The schedules of a resumed run: the config says what they are constructed with, the checkpoint how far they are ---
@@ -292,15 +263,8 @@ def differing(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_steps(state: dict[str, Any]) -> Any:
-    """The steps that a schedule has done; None if it does not count them. A ChainedScheduler has those of its parts."""
-    return next((value for path, value in leaves(state) if path[-1] == "last_epoch"), None)
-
-
-def can_repeat(scheduler: Any) -> bool:
-    """Whether the number of steps alone decides the learning rates, and not, for example, a metric."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return not required and schedule_steps(scheduler.state_dict()) is not None
+    """The steps that a schedule has done. A ChainedScheduler has those of its parts."""
+    return next(value for path, value in leaves(state) if path[-1] == "last_epoch")
 
 
 def repeat_steps(scheduler: Any, state: dict[str, Any]) -> None:
@@ -325,7 +289,10 @@ def adopt_changes(trainer: Trainer, checkpoint: dict[str, Any], *, config_change
     for optimizer, optimizer_state, then_groups in optimizers:
         own = [(config.scheduler, *rest) for config, *rest in schedules if config.scheduler.optimizer is optimizer]
         changed = any(config_changed or new for _, _, new in own)
-        repeats = changed and all(can_repeat(scheduler) for scheduler, _, _ in own)
+        # the number of steps alone decides the learning rate, and not a metric or a method of its own
+        repeats = changed and all(
+            isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau) for scheduler, *_ in own
+        )
         for scheduler, state, new in own:
             if repeats:
                 repeat_steps(scheduler, state)
@@ -478,14 +445,11 @@ class LastCheckpoint(Checkpoint):
         folder, source = self.path.parent, self.resumed
         if not trainer.is_global_zero or source is None or source.resolve().parent != folder.resolve():
             return
-        if source.name not in (self.path.name, f"{self.path.name}.old"):  # the next save removes `.old`
+        if source.name != self.path.name:
             with files.atomic_replace(self.path, over_folder=True) as part:
                 copy = partial(shutil.copytree, symlinks=True) if source.is_dir() else shutil.copyfile
                 copy(source, part)
             self.resumed = self.path
-        old = self.path.with_name(self.path.name + ".old")
-        if old.exists() and not old.is_symlink() and not self.path.exists():
-            old.rename(self.path)
         savers = (saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint))
         best_paths = {Path(path) for saver in savers for path in saver.best_k_models}
         for path in folder.iterdir():

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parameter import is_lazy
 
-from lockstep.checkpoints.finding import REST, Checkpoint, Place, map_leaves, max_values, read_pickle, shard_files
+from lockstep.checkpoints.finding import REST, Checkpoint, Place, map_leaves, shard_files
 from lockstep.config import formatting
-from lockstep.errors import UnsafeCheckpoint, UserError, oom_with_path
+from lockstep.errors import UnsafeCheckpoint, UserError
 from lockstep.machine.files import open_plain
-from lockstep.run import explain_damage, why_not_plain
+from lockstep.run import explain_damage
 
 # --- What a checkpoint may hold ---
 #
@@ -128,27 +128,14 @@ def write(content: Any, path: Path) -> None:
 
 
 def open_file(path: Path) -> Any:
-    """Tensors and plain values, memory-mapped.
-
-    Raises UserError if the file is damaged: its checksums do not cover the table of contents.
-    """
-    with oom_with_path(path):
-        try:
-            open_plain(path).close()  # torch memory-maps by path only
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if problem := why_not_plain(content, references=True, most=max_values(path)):
-                raise ValueError(problem)
-        except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError, OSError) as e:
-            if "weights_only" in str(e):  # torch's own message suggests running the file's code
-                raise UnsafeCheckpoint("rejected by torch.load", path) from None
-            if "allocate memory" in str(e).lower():  # for a memory mapping
-                raise MemoryError from None
-            raise UserError(
-                f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or move it away; resume=auto then uses the newest "
-                "complete checkpoint."
-            ) from None
-    read_pickle(path)  # compares sizes: torch.load maps a tensor beyond the end of a record that is too small
-    return content
+    """Tensors and plain values, memory-mapped. Raises any error if the file is damaged."""
+    open_plain(path).close()  # torch memory-maps by path only
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (UnpicklingError, RuntimeError) as e:
+        if "weights_only" in str(e):  # torch's own message suggests running the file's code
+            raise UnsafeCheckpoint(path, "rejected by torch.load") from None
+        raise
 
 
 # --- A checkpoint as a folder ---
@@ -199,7 +186,7 @@ def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
     With a `mesh`, tensors from a folder of shards are sharded over it, regardless of how many processes wrote them.
     Each process reads only its rows.
     """
-    with explain_damage(path, "Restore it from a copy."):
+    with explain_damage(path, "Restore it from a copy, or move it away."):
         if not path.is_dir():
             return restore_types(open_file(path))
         rest = open_file(path / REST)
@@ -262,9 +249,8 @@ def materialize(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 def sharded_like(value: Any, like: Tensor) -> Any:
     """A value of a checkpoint in the form of `like`: this process's shard, or the whole value."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != like.shape:  # an optimizer's step count
+    is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if not isinstance(like, DTensor) or not is_whole or value.shape != like.shape:  # such as an optimizer's step count
         return value
     # Every process has read the checkpoint and takes its own shard: no communication.
     return distribute_tensor(value.to(like.device).contiguous(), like.device_mesh, like.placements, src_data_rank=None)
@@ -274,16 +260,14 @@ def differences(target: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> It
     for kind, names in (("missing", target.keys() - saved.keys()), ("unexpected", saved.keys() - target.keys())):
         if names:
             yield f"{kind}: {', '.join(sorted(names)[:SHOWN])}"
-    pairs = [(name, *map(describe_tensor, (saved[name], tensor))) for name, tensor in target.items() if name in saved]
+    pairs = [(name, *map(describe_value, (saved[name], value))) for name, value in target.items() if name in saved]
     yield from [f"{name} is {got} instead of {expected}" for name, got, expected in pairs if got != expected][:SHOWN]
 
 
-def describe_tensor(value: Any) -> str:
-    """What must agree between a weight and its saved value: copying one form into another fails or loses a part."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    properties = {"sparse": value.layout is not torch.strided, "meta": value.is_meta, "complex": value.is_complex()}
-    return " ".join([*(name for name, applies in properties.items() if applies), str(tuple(value.shape))])
+def describe_value(value: Any) -> str:
+    """What must agree between a weight and its saved value."""
+    kind = "complex " * value.is_complex() if isinstance(value, Tensor) else f"a {type(value).__name__} "
+    return f"{kind}{tuple(getattr(value, 'shape', ()))}"
 
 
 @torch.no_grad()

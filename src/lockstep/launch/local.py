@@ -290,8 +290,6 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
             for child in processes:
                 with child:  # waits and closes its pipe
                     pass
-            if debug_rank is not None:
-                system.restore_terminal()
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
     if -code in process.received:  # before the process could save

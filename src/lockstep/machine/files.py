@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import UserError, explain_os_error, raise_problems
 from lockstep.machine import system
 
 PROBE_BYTES = 2**16
@@ -28,16 +28,6 @@ def local_path(text: str) -> Path:
     if "://" in text:
         raise ArgumentTypeError(f"{text} is a URL, which is not supported. Pass a path, local or in a mounted folder.")
     return Path(text)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds `path` to an OSError raised in the block: an error of a write names no file."""
-    try:
-        yield
-    except OSError as e:
-        e.filename = str(path) if not e.filename or PART in str(e.filename) else e.filename
-        raise
 
 
 # --- Opening files of runs and users ---
@@ -71,13 +61,11 @@ def open_plain(path: Path, mode: str = "rb", *, follows: bool = False, **options
 def open_log(path: Path, mode: str = "ab", **options: Any) -> IO[Any]:
     """Opens a log to append to.
 
-    A log with hard links, such as those of `cp -al`, is replaced by a new file. A copy could fill the disk, which must
-    not end a run.
+    A log with hard links, such as those of `cp -al`, is replaced by a new file: its copies keep the earlier lines. A
+    copy here could fill the disk, which must not end a run.
     """
     if path.is_file() and path.stat().st_nlink > 1:
         path.unlink()
-        with suppress(OSError), open_plain(path, "x") as new_log:
-            new_log.write(f"The earlier lines of {path.name} remain in its copies, which were hard links to it.\n")
     return open_plain(path, mode, **options)
 
 
@@ -122,8 +110,8 @@ def is_held(path: Path) -> bool:
         with open_plain(path) as file:
             if system.WINDOWS:
                 FileLock(path, timeout=0).acquire().lock.release()
-            else:  # shared: several processes can test the lock, also on a read-only disk
-                system.lock(file, shared=True)
+            else:  # several processes can test the lock, also on a read-only disk
+                system.lock_shared(file)
     except OSError as e:  # no file; or a file system without locks
         return isinstance(e, BlockingIOError | Timeout)
     return False
@@ -141,18 +129,14 @@ def locked(path: Path, in_use: str = "", wait_s: float = -1) -> Iterator[None]:
     refuse_odd(path)
     lock = FileLock(path, timeout=wait_s, fallback_to_soft=False)  # a soft lock would outlive a kill
     try:
-        with suppress(FileNotFoundError), open_plain(path, "rb+") as file:
-            # filelock truncates the file and so all its hard links. Hold it, so no other process replaces it meanwhile.
-            if (file_stat := os.fstat(file.fileno())).st_nlink > 1 and not system.WINDOWS:
-                system.lock(file)
-                if os.path.samestat(file_stat, path.lstat()):
-                    path.unlink()
+        if path.exists() and path.stat().st_nlink > 1 and not is_held(path):
+            path.unlink()  # filelock truncates the file, and so all its hard links
         lock.acquire()
         while not path.exists():  # the previous holder removed the file after this process opened it
             lock.release()
             lock.acquire()
     except OSError as e:  # the file system has no locks; or a process holds the lock, perhaps of a different user
-        if in_use and (isinstance(e, Timeout | BlockingIOError) or is_held(path)):
+        if in_use and (isinstance(e, Timeout) or is_held(path)):
             raise UserError(in_use) from None
     try:
         yield
@@ -177,12 +161,13 @@ def atomic_replace(path: Path, *, over_folder: bool = False) -> Iterator[Path]:
     Raises:
         IsADirectoryError: a file would replace a folder. `over_folder` allows that, for checkpoints.
     """
-    with naming(path), part_folder(path.parent) as folder:
-        yield folder / path.name
+    with part_folder(path.parent) as folder:
         part = folder / path.name
-        if not over_folder and not part.is_dir() and path.is_dir() and not path.is_symlink():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-        take_place(part, path)
+        yield part
+        if over_folder or part.is_dir():
+            take_place(part, path)
+        else:
+            part.replace(path)
 
 
 @contextmanager
@@ -228,32 +213,21 @@ def take_place(part: Path, path: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file or a folder, if it exists. Removes a link but not its target."""
     if path.is_dir() and not path.is_symlink():
-        try:
-            shutil.rmtree(path)
-        except OSError as e:
-            if e.errno != errno.ENOTEMPTY:
-                raise
-            shutil.rmtree(path)  # another process wrote into it meanwhile
+        shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
 def refuse_unwritable(folder: Path, key: str) -> None:
     """Raises UserError if files cannot be written into `folder`, which need not exist yet. Leaves no files behind."""
-    path = existing = folder.expanduser().absolute()
-    while not os.path.lexists(existing):
-        existing = existing.parent
-    try:
-        for part in path.relative_to(existing).parts:
+    folder = folder.expanduser().absolute()
+    with explain_os_error(f"{key}: {folder} cannot be written", f"Set {key} to a writable location with free space."):
+        for existing in (folder, *folder.parents):
             with suppress(FileNotFoundError):
-                os.lstat(existing / part)  # raises if the name is too long
-        path = existing
-        with tempfile.TemporaryFile(dir=path) as probe:
+                existing.lstat()  # raises a different error if the name is too long
+                break
+        with tempfile.TemporaryFile(dir=existing) as probe:
             probe.write(bytes(PROBE_BYTES))
-    except OSError as e:
-        raise UserError(
-            f"{key}: {path} cannot be written: {e.strerror}. Set {key} to a writable location with free space."
-        ) from None
 
 
 def write_text(path: Path, text: str) -> None:

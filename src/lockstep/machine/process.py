@@ -1,11 +1,9 @@
 """A process of a run: tuning, signals, standard output and error. Free of torch."""
 
-import codecs
 import contextlib
 import errno
 import inspect
 import io
-import locale
 import logging
 import multiprocessing
 import os
@@ -234,9 +232,6 @@ def discard(descriptor: int) -> None:
 
 def protect_streams() -> None:
     """Makes standard output and error safe. For processes that run a command, not for callers of `lockstep.train`."""
-    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":  # LC_ALL=C; the files of a run are UTF-8
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:  # closed: a file opened later would get its number, and so its output
@@ -345,31 +340,36 @@ def restore_process_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded_and_restored(seed: int) -> Iterator[None]:
-    """Seeds Python, and NumPy and torch if they are imported, and restores their states afterwards. A data set that draws random numbers
-    is then the same in every process and at every start, and does not change the network's initial weights."""
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+def seeded_and_restored(seed: int | None) -> Iterator[None]:
+    """Seeds Python, NumPy, and torch if it is imported, and restores their states afterwards. None: only restores.
+
+    A data set that draws random numbers is then the same in every process and at every start, and does not change the
+    network's initial weights.
+    """
+    import numpy as np
+
+    torch = sys.modules.get("torch")
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
-        random.seed(seed)
-        if numpy:
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
-            numpy.random.seed(seed % 2**32)
+        stack.callback(np.random.set_state, np.random.get_state())
         if torch:
-            stack.callback(torch.set_rng_state, torch.get_rng_state())
-            torch.default_generator.manual_seed(seed)
+            gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+            stack.enter_context(torch.random.fork_rng(gpus))
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            if torch:
+                torch.default_generator.manual_seed(seed)
         yield
 
 
 @contextlib.contextmanager
 def libraries_restored() -> Iterator[None]:
     """Restores loggers, warning filters, torch's settings and random states afterwards. Imports torch."""
-    import numpy as np
     import torch
 
     cuda: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
-    threads = torch.get_num_threads()
     # Both of torch's interfaces. The older one is last, so it is restored first: it also sets the newer one's values.
     flags = [(cudnn, "deterministic"), (cudnn, "benchmark"), (cudnn.rnn, "fp32_precision"), (cudnn.conv, "fp32_precision"),
              (cuda, "fp32_precision"), (cudnn, "allow_tf32"), (cuda, "allow_tf32")]  # fmt: skip
@@ -378,14 +378,9 @@ def libraries_restored() -> Iterator[None]:
         for module, name in flags:
             with contextlib.suppress(RuntimeError):  # the older interface raises if the caller used the newer one
                 stack.callback(setattr, module, name, getattr(module, name))
-        only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        stack.callback(torch.use_deterministic_algorithms, deterministic, warn_only=only_warn)
-        stack.callback(lambda: torch.set_num_threads(threads) if torch.get_num_threads() != threads else None)
-        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-        stack.enter_context(torch.random.fork_rng(gpus))
-        stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(random.setstate, random.getstate())
+        stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.enter_context(seeded_and_restored(None))
         yield
 
 

@@ -26,9 +26,9 @@ if not WINDOWS:
     import resource
 
 
-def lock(file: IO[bytes], *, shared: bool = False) -> None:
+def lock_shared(file: IO[bytes]) -> None:
     """Locks an open file until it is closed; not on Windows. Raises BlockingIOError: it is locked; OSError: no locks here."""
-    fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def is_private_folder(path: Path) -> bool:
@@ -59,14 +59,3 @@ def resident_peak_bytes() -> int | None:
 def glibc() -> ctypes.CDLL | None:
     """The C library, if it is glibc."""
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-
-
-def kill_this_process() -> None:
-    """Ends this process at once, as a power failure would."""
-    os.kill(os.getpid(), 9)  # SIGKILL, which Windows does not name
-
-
-def restore_terminal() -> None:
-    """Shows again what is typed, after a debugger was killed."""
-    if os.isatty(0) and not WINDOWS:
-        os.system("stty sane")

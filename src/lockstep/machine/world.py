@@ -83,15 +83,12 @@ def why_no_gpu() -> str | None:
     """Why torch cannot use the visible GPUs; None if it can, or if there are none."""
     if not capabilities():
         return None
-    kind, name = ("cuda", "CUDA") if query_driver(CUDA[0]) else ("hip", "ROCm")
-    built_for, driver_version = version_of_torch(kind), query_driver("cuDriverGetVersion")
+    kind = "cuda" if query_driver(CUDA[0]) else "hip"
+    built_for = version_of_torch(kind)
     if built_for == "":
-        return f"the installed torch was built without {name}; see https://pytorch.org/get-started for a build with it"
-    if built_for and kind == "cuda" and driver_version // 1000 < int(built_for.partition(".")[0]):
-        return (
-            f"the installed torch needs a driver for CUDA {built_for}, but this one is for {driver_version // 1000}.{driver_version % 1000 // 10}; "
-            "update the driver, or install a torch build for an older CUDA"
-        )
+        return f"the installed torch was built without {kind.upper()}; see https://pytorch.org/get-started"
+    if built_for and kind == "cuda" and query_driver("cuDriverGetVersion") // 1000 < int(built_for.partition(".")[0]):
+        return f"the installed torch needs a driver for CUDA {built_for}; update the driver, or install a different torch build"
     return None
 
 
@@ -154,9 +151,7 @@ LAUNCHERS = {
 }  # fmt: skip
 # The rank, the world size, and a number that must divide it: each node has the same number of processes.
 PARTS = {TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), SLURM: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES")}
-OTHERS = ("NODE_RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS",
-          "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")  # fmt: skip
-NUMBERS = [name for name in (*LAUNCHERS[TORCHRUN][1:], *LAUNCHERS[SLURM][1:], *OTHERS) if name != "MASTER_ADDR"]
+NUMBERS = [name for names in LAUNCHERS.values() for name in names[1:] if name != "MASTER_ADDR"]
 # Values that are valid without a launcher: one process with rank 0. SLURM's counts are those of the whole job.
 ALONE = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1,
          "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}  # fmt: skip
@@ -180,33 +175,27 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
 def launcher_problems(env: Mapping[str, str]) -> list[str]:
     """Why the rank of this process is unknown: variables that are invalid, incomplete or contradictory."""
     launcher = external_launcher(env)
-    required = LAUNCHERS[launcher] if launcher else ()
-    missing = [name for name in required if not env.get(name)]
     invalid = [name for name in NUMBERS if name in env and not env[name].isdecimal()]
     if invalid:
-        reason = ": not a whole number"
+        reason = "not a whole number"
     elif launcher is None:
         invalid = [name for name, value in ALONE.items() if int(env.get(name, value)) != value]
-        reason = ": this process would be one of several, but neither torchrun (TORCHELASTIC_RUN_ID) nor a SLURM step "
-        reason += "(SLURM_STEP_ID and SLURM_NTASKS) started it"
-    elif missing:
-        invalid = [name for name in required if env.get(name)]
-        reason = f": {launcher} also sets {', '.join(missing)}, which is missing"
+        reason = "neither torchrun (TORCHELASTIC_RUN_ID) nor a SLURM step (SLURM_STEP_ID and SLURM_NTASKS) started this process"
+    elif missing := [name for name in LAUNCHERS[launcher] if not env.get(name)]:
+        invalid, reason = [LAUNCHERS[launcher][0]], f"{launcher} also sets {', '.join(missing)}, which is missing"
     else:
         rank, size, parts = (int(env.get(name, "1")) for name in PARTS[launcher])
-        invalid = [name for name in PARTS[launcher] if name in env] if rank >= size or not parts or size % parts else []
-        reason = " contradict each other"
-        if launcher == SLURM and "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):  # such as 3,1; else 2(x2)
-            invalid = ["SLURM_STEP_TASKS_PER_NODE"]
-            reason = ": each node needs the same number of tasks. Pass --ntasks-per-node to sbatch or srun"
+        is_uneven = launcher == SLURM and "," in env.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 3,1; else 2(x2)
+        contradict = rank >= size or not parts or size % parts or is_uneven
+        invalid = [name for name in (*PARTS[launcher], "SLURM_STEP_TASKS_PER_NODE") if name in env and contradict]
+        reason = "they contradict each other; each node needs the same number of processes"
     if not invalid:
         return []
     # The variables of a launcher belong together: if one is unset, the remaining ones are an error.
-    unset = {*invalid}.union(*(names for names in LAUNCHERS.values() if {*names} & {*invalid, *missing})) & env.keys()
+    unset = {*invalid}.union(*(names for names in LAUNCHERS.values() if {*names} & {*invalid})) & env.keys()
     assignments = ", ".join(f"{name}={env[name]}" for name in invalid)
     return [
-        f"{assignments} in the environment{reason}. If they are left over from a different job, run unset {' '.join(sorted(unset))}, then "
-        "rerun the command."
+        f"{assignments} in the environment: {reason}. If they are left over from a different job, run unset {' '.join(sorted(unset))}, then rerun the command."
     ]
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import signal
 import sys
 import time
 from functools import partial
@@ -21,7 +22,6 @@ from lockstep.checkpoints.finding import leaves
 from lockstep.config import checked
 from lockstep.data.loaders import digest_of
 from lockstep.extras.comparison import Record, sketch
-from lockstep.machine.system import kill_this_process
 from lockstep.training.arithmetic import completes_step, micro_batch_index, steps_done
 
 PLAN = "LOCKSTEP_CHECK"  # the environment variable with the plan of this process, as JSON
@@ -145,7 +145,7 @@ class Recorder(pl.Callback):
         if steps_done(trainer) == self.plan["kill"]:
             while not (Path(trainer.default_root_dir) / "checkpoints/last.ckpt").exists():  # it is being written
                 time.sleep(0.01)
-            kill_this_process()
+            signal.raise_signal(9)  # SIGKILL, which Windows does not name
         trainer.should_stop |= steps_done(trainer) >= self.plan["last"]
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
