@@ -5,7 +5,6 @@ from unittest.mock import MagicMock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,7 +53,7 @@ def make(monkeypatch):
 
     def made(*, precision: str = "32-true", **options: object) -> tuple[FSDP2, Fits]:
         strategy = FSDP2(
-            environment=LightningEnvironment(), blocks=["Block"], reshard_after_forward=True,
+            blocks=["Block"], reshard_after_forward=True,
             sharded_checkpoints=False, timeout_s=60, **options,
         )  # fmt: skip
         monkeypatch.setattr(strategy, "_device_mesh", mesh)

@@ -269,7 +269,6 @@ class RestoringJob(Job):
 
     def __call__(self, settings: Settings, data: Any = None) -> Any:
         import lockstep.build  # noqa: F401  # first, so that the state that its imports set up stays
-        from lockstep.compat.torch import masks_restored
 
-        with process.libraries_restored(), masks_restored():
+        with process.libraries_restored():
             return super().__call__(settings, data)
