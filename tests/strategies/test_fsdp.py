@@ -117,7 +117,7 @@ def test_no_weight_stays_in_bf16_after_its_block(make):
 def test_shards_and_optimizer_leave_the_gpu_when_training_ends(make):
     strategy, _ = make()
     strategy._lightning_module = MagicMock()
-    strategy.accelerator, strategy.checkpoint_io = MagicMock(), MagicMock()
+    strategy.accelerator, strategy.checkpoint_io, strategy.cluster_environment = MagicMock(), MagicMock(), MagicMock()
     strategy.teardown()
     strategy._lightning_module.cpu.assert_called_once()
     strategy.checkpoint_io.teardown.assert_called_once()

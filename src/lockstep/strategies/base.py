@@ -203,8 +203,7 @@ class DividedBatches(Strategy):
 
     def agree(self, text: str) -> bool:
         """Whether all processes pass the same text. Every process must call it."""
-        texts = all_gather_objects(text)
-        return texts.count(text) == len(texts)
+        return len({*all_gather_objects(text)}) == 1
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Periodically compares what the processes' loaders returned.

@@ -199,9 +199,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        if not path.is_dir():
-            return self.checkpoint_io.load_checkpoint(path)
-        return weights.load(path, self.device_mesh)
+        return weights.load(path, self.device_mesh) if path.is_dir() else self.checkpoint_io.load_checkpoint(path)
 
     def write(self, checkpoint: dict[str, Any], path: Path) -> None:
         """Writes one file from rank 0, or a folder of shards that gets its final name when it is complete."""

@@ -23,9 +23,7 @@ from lockstep.training.optim import add_base
 class SingleDevice(PortableCheckpoint, SingleDeviceStrategy):
     """Lightning's SingleDeviceStrategy, on the device that the Trainer chose."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
+    parallel_devices: list[torch.device] | None = None  # set by the Trainer
 
     @property
     def root_device(self) -> torch.device:

@@ -140,9 +140,8 @@ class Root:
         """Reshards and discards writes. Includes blocks, which may stay gathered after their forward."""
         for block in self.blocks:
             block.reshard()
-        self.module.set_reshard_after_forward(
-            True, recurse=False
-        )  # within a forward, torch ignores reshard() otherwise
+        # within a forward, torch ignores reshard() otherwise
+        self.module.set_reshard_after_forward(True, recurse=False)
         self.module.reshard()
         self.module.set_reshard_after_forward(False, recurse=False)
         self.gathered = []
