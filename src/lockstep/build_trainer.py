@@ -210,7 +210,7 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
         os.environ["SLURM_NTASKS_PER_NODE"] = str(world.devices)
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else StartedProcesses()
-    offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded, "arithmetic": ways}
+    offered = {"sharded_checkpoints": cfg.checkpoint.sharded}
     strategy = create_object(chosen, "strategy", **matching_kwargs(chosen.target, offered))
     if not isinstance(strategy, DividedBatches):
         raise UserError(
@@ -218,8 +218,8 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
         )
     strategy.seed, strategy.arithmetic, strategy.means = settings.seed, ways, Means()
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
-    if environment is not None and getattr(strategy, "cluster_environment", None) is None:
-        plugins.append(environment)  # for single and dp; otherwise Lightning would requeue a SLURM job of one task
+    if environment is not None:
+        plugins.append(environment)  # otherwise Lightning would requeue a SLURM job of one task
     raise_problems(callback_errors(given["callbacks"]))
     bars = [callback for callback in given["callbacks"] if isinstance(callback, ProgressBar)]
     given["callbacks"] = [callback for callback in given["callbacks"] if callback not in bars]

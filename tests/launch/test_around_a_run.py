@@ -14,13 +14,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import _functions
 
 from lockstep import ROOT
 from lockstep.callbacks.weights import Freeze
 from lockstep.checkpoints import saving
 from lockstep.compat.metric_states import exact_on, prepare
-from lockstep.compat.torch import masks_restored, without_masks
 from lockstep.config import checks, compose, rules
 from lockstep.config.checks import check, resolve
 from lockstep.config.compose import compose_config
@@ -247,14 +245,6 @@ def test_sums_have_the_dtype_of_the_device_that_is_used(monkeypatch):
     prepare(panel, torch.device("cpu"), of_panel=True)
     panel.reset()
     assert panel.bins_3B.dtype == torch.float32
-
-
-def test_synchronised_batch_norm_is_torchs_again_after_a_run_in_a_callers_process():
-    original = _functions.SyncBatchNorm.forward
-    with masks_restored():
-        without_masks()
-        assert _functions.SyncBatchNorm.forward is not original
-    assert _functions.SyncBatchNorm.forward is original
 
 
 @pytest.mark.parametrize(("target", "is_sgd"), [

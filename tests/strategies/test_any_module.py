@@ -95,7 +95,7 @@ def test_with_options(name, more, forked, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "told"), [
-    ("OutOfBlock", "without calling the block"),
+    ("OutOfBlock", "got mixed torch.Tensor and DTensor"),
     ("Penalty", "gradients of gradients through the block Block"),
     ("MadeBefore", "an optimizer of MadeBefore has parameters from before sharding"),
     ("OfEarlier", "or from within a step"),

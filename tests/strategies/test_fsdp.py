@@ -5,7 +5,6 @@ from unittest.mock import MagicMock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,7 +53,7 @@ def make(monkeypatch):
 
     def made(*, precision: str = "32-true", **options: object) -> tuple[FSDP2, Fits]:
         strategy = FSDP2(
-            environment=LightningEnvironment(), blocks=["Block"], reshard_after_forward=True,
+            blocks=["Block"], reshard_after_forward=True,
             sharded_checkpoints=False, timeout_s=60, **options,
         )  # fmt: skip
         monkeypatch.setattr(strategy, "_device_mesh", mesh)
@@ -118,7 +117,7 @@ def test_no_weight_stays_in_bf16_after_its_block(make):
 def test_shards_and_optimizer_leave_the_gpu_when_training_ends(make):
     strategy, _ = make()
     strategy._lightning_module = MagicMock()
-    strategy.accelerator, strategy.checkpoint_io = MagicMock(), MagicMock()
+    strategy.accelerator, strategy.checkpoint_io, strategy.cluster_environment = MagicMock(), MagicMock(), MagicMock()
     strategy.teardown()
     strategy._lightning_module.cpu.assert_called_once()
     strategy.checkpoint_io.teardown.assert_called_once()

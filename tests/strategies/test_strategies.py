@@ -118,19 +118,12 @@ def test_rebuilt_buckets_get_gradients_in_the_recorded_order_and_leave_none():
         parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.append(index))
     strategy = SimpleNamespace(
         model=net, lightning_module=net, parameters=parameters, root_device=torch.device("cpu"),
-        averaged=[True] * 5 + [False], gradient_order=[3, 0, 4, 2], is_static=False, end_recording=lambda: None,
+        averaged=[True] * 5 + [False], gradient_order=[3, 0, 4, 2], is_static=False,
     )  # fmt: skip
     DDP.rebuild_buckets(strategy)
     assert arrived == [3, 0, 4, 2, 1]  # the last had no gradient in the first backward
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert all(parameter.grad is None for parameter in parameters) and "forward" not in vars(net)
-
-
-def test_lightnings_advice_on_unused_parameters_names_our_key():
-    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. ...", 7)
-    DDP.on_exception(DDP.__new__(DDP), error)
-    assert "set strategy.find_unused_parameters=true" in error.args[0]
-    assert error.args[1] == 7
 
 
 # --- fsdp: which parts of a network are sharded by themselves ---

@@ -5,6 +5,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import timm
@@ -132,9 +133,9 @@ def test_masks_do_not_depend_on_the_order_in_memory():
 
 def test_a_device_draws_what_numpy_draws():
     for sizes, neighbours, key, call in (((1,), 1, 5, 9), ((3, 2, 13), 1, 2**64 - 1, 2**63 + 5), ((2, 7), 3, 1, 2**63)):
-        place = dropout.MaskKey(key, call, range(40, 60), neighbours)
-        numbers = dropout.random_words(place, sizes, CPU, on_host=True)
-        assert torch.equal(numbers, dropout.random_words(place, sizes, CPU, on_host=False))
+        draw = partial(dropout.random_words, key, call, range(40, 60), neighbours, sizes, CPU)
+        numbers = draw(on_host=True)
+        assert torch.equal(numbers, draw(on_host=False))
     for bits in (8, 16):
         expected = numbers.view(torch.int8 if bits == 8 else torch.int16)[..., :20] >= 7
         assert torch.equal(dropout.kept_rows(numbers, 20, bits, 7).bool(), expected)

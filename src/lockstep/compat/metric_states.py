@@ -1,8 +1,7 @@
 """The states of metrics over all processes, for any kind of state and any number of samples per process.
 
 torchmetrics gathers state by state and tensor by tensor. That fails if processes have lists of different lengths, such
-as a tensor for each image. It also fails on a process without samples, whose states may not have their final shapes
-yet. Remove this file when torchmetrics gathers a list state of any length in one call:
+as a tensor for each image. Remove this file when torchmetrics gathers a list state of any length in one call:
 tests/compat/test_metric_states.py fails then.
 """
 
@@ -20,8 +19,6 @@ from torchmetrics.utilities import dim_zero_cat
 from lockstep.machine.world import all_gather_objects
 
 ENDS = "lengths_by_batch"  # attribute added to a metric: the lengths of its list states after each batch
-MISSING = object()
-PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
 
 
 @dataclass(frozen=True)
@@ -88,64 +85,46 @@ def update(metric: Metric, batch_idx: int, *inputs: Any) -> None:
 def of_all_processes(metrics: Sequence[Metric]) -> Iterator[None]:
     """Within it, the metrics have the states that a single process would have. Every process must call it.
 
-    Sums and similar states are reduced as in torchmetrics, over the processes that have samples. Lists are joined in
-    the order of the samples. A state with dist_reduce_fx="mean" is the mean over processes, regardless of their numbers
+    Every process has samples of each evaluation. Sums and similar states are reduced as in torchmetrics. Lists are
+    joined in the order of the samples. A state with dist_reduce_fx="mean" is the mean over processes, regardless of their numbers
     of samples.
     """
     all_parts, replaced = parts(metrics), []
     by_rank = all_gather_objects([state_to_send(metric) for metric in all_parts])
-    if len(by_rank) > 1:
-        for metric, *sent_states in zip(all_parts, *by_rank, strict=True):
+    for metric, *sent_states in zip(all_parts, *by_rank, strict=True):
+        if len(by_rank) > 1 and metric.update_called:  # a wrapper may leave out an update
             # with that function, compute would gather again
             new = join_states(metric, sent_states) | {"distributed_available_fn": None}
             # only these: compute may set other attributes, such as MinMaxMetric's smallest value so far
-            replaced.append((vars(metric), {name: vars(metric).get(name, MISSING) for name in new}))
+            replaced.append((vars(metric), new, {name: vars(metric)[name] for name in new if name in vars(metric)}))
             vars(metric).update(new)
     try:
         yield
     finally:
-        for attributes, values in replaced:
-            attributes.update(values)
-            for name in [name for name, value in values.items() if value is MISSING]:
+        for attributes, new, before in replaced:
+            for name in new:
                 del attributes[name]
+            attributes.update(before)
         for metric in all_parts:
             vars(metric).pop(ENDS, None)
 
 
 def state_to_send(metric: Metric) -> dict[str, Any]:
-    """What the other processes need from this process's metric; empty without samples."""
-    if not metric.update_called:
-        return {}
-    # MeanIoU and others derive plain attributes, such as the number of classes, from their first samples
-    plain = {name: value for name, value in vars(metric).items() if isinstance(value, PLAIN)}
-    states = apply_to_collection(metric.metric_state, Tensor, Stored.of)
-    reductions = {
-        name: f for name, f in metric._reductions.items() if getattr(f, "__module__", "").startswith("torchmetrics.")
-    }
-    return {"plain": plain, "states": states, "reductions": reductions, ENDS: vars(metric).get(ENDS, {})}
+    """What the other processes need from this process's metric."""
+    return {"states": apply_to_collection(metric.metric_state, Tensor, Stored.of), ENDS: vars(metric).get(ENDS, {})}
 
 
 def join_states(metric: Metric, sent_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of all processes as one.
-
-    A process without samples also gets the plain attributes of the first process that has some.
-    """
-    filled = [s for s in sent_states if s]
-    if not filled:
-        return {}
+    """The states of all processes as one."""
     device = metric.device
-    states = [apply_to_collection(s["states"], Stored, lambda stored: stored.tensor(device)) for s in filled]
-    plain = {} if metric.update_called else filled[0]["plain"]
-    return plain | {name: join_state(metric, name, [state[name] for state in states], filled) for name in states[0]}
+    states = [apply_to_collection(s["states"], Stored, lambda stored: stored.tensor(device)) for s in sent_states]
+    return {n: join_state(metric, n, [state[n] for state in states], sent_states) for n in states[0]}
 
 
-def join_state(metric: Metric, name: str, values: list[Any], filled: Sequence[Mapping[str, Any]]) -> Any:
+def join_state(metric: Metric, name: str, values: list[Any], sent_states: Sequence[Mapping[str, Any]]) -> Any:
     if isinstance(values[0], list):
-        return in_order(values, [{batch: ends[name] for batch, ends in s[ENDS].items()} for s in filled])
-    if len(values) == 1:
-        return values[0]
-    # MeanIoU adds its states in its first update
-    reduction = metric._reductions.get(name, filled[0]["reductions"].get(name))
+        return in_order(values, [{batch: ends[name] for batch, ends in s[ENDS].items()} for s in sent_states])
+    reduction: Any = metric._reductions[name]
     if reduction is dim_zero_cat:
         return dim_zero_cat(values)
     return reduction(torch.stack(values)) if reduction else torch.stack(values)

@@ -5,12 +5,11 @@ to parse a search space and to convert a trial into overrides are private. Remov
 study's interrupted trials, or makes these steps public: tests/compat/test_optuna_sweeper.py fails then.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl, create_params_from_overrides
-from optuna import Study
-from optuna.distributions import BaseDistribution, check_distribution_compatibility
+from optuna.distributions import BaseDistribution
 from optuna.trial import Trial
 
 
@@ -21,15 +20,6 @@ class SweeperSteps(OptunaSweeperImpl):
         """The search space, the values that all trials share, and the keys that are removed."""
         space, fixed, removed = create_params_from_overrides([*self._parse_sweeper_params_config(), *arguments])
         return space, fixed, removed
-
-    def space_errors(self, study: Study, space: dict[str, BaseDistribution]) -> Iterator[str]:
-        """Parameters that the study cannot continue with: Optuna raises a ValueError once a trial draws them."""
-        known = {name: old for trial in study.trials for name, old in trial.distributions.items() if name in space}
-        for name, old in known.items():
-            try:
-                check_distribution_compatibility(old, space[name])
-            except ValueError:
-                yield f"{name}: the study {study.study_name} searches {old}, not {space[name]}. Set run=<new name>, or restore the search space."
 
     def overrides_of(
         self, trials: list[Trial], space: dict[str, BaseDistribution], fixed: dict[str, Any], removed: list[str]

@@ -100,16 +100,6 @@ class Operations(TorchDispatchMode):
 # this when torch has a switch: tests/compat/test_torch.py::test_torch_asks_the_gpu_for_the_size_of_a_mask fails then.
 
 
-@contextmanager
-def masks_restored() -> Iterator[None]:
-    """Undoes `without_masks` afterwards, in a process that does not belong to a run."""
-    original = _functions.SyncBatchNorm.forward
-    try:
-        yield
-    finally:
-        _functions.SyncBatchNorm.forward = staticmethod(original)  # type: ignore[method-assign]
-
-
 def without_masks() -> None:
     """Applies to all layers of this process."""
     function = _functions.SyncBatchNorm

@@ -163,7 +163,6 @@ class StudySweeper(SweeperSteps):
             raise UserError(
                 f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Set run=<new name>."
             )
-        raise_problems(self.space_errors(study, space))
         study.set_user_attr("objectives", self.objectives)
         numbers = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
         runs = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in numbers]

@@ -52,13 +52,10 @@ class Job:
     def __call__(self, settings: Settings, data: Any = None) -> Any:
         """Does this process's part, with the data that it has already read, or reads it."""
         from lockstep import build  # imports torch and Lightning (7 s)
-        from lockstep.compat.torch import masks_restored
         from lockstep.config.checks import signature_problems
 
-        with ExitStack() as stack:
-            if not process.is_command:  # a caller's process gets the state of the libraries back
-                stack.enter_context(process.libraries_restored())
-                stack.enter_context(masks_restored())
+        # a caller's process gets the state of the libraries back
+        with nullcontext() if process.is_command else process.libraries_restored():
             build.process(settings)
             if self.trains:  # the config of an evaluation has already trained
                 raise_problems(signature_problems(settings, shipped=False))

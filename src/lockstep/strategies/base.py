@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from lockstep.strategies.agreement import require_same_names, require_same_value
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import StepArithmetic, completes_step, scale_gradients, steps_done
 from lockstep.training.module import Means, call_own_train, digest
+from lockstep.training.optim import add_base
 from lockstep.training.seeds import StepSeeds
 
 log = logging.getLogger("lockstep")
@@ -47,9 +48,9 @@ def prepare(module: pl.LightningModule, trainer: pl.Trainer, *, sync_batchnorm: 
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
         parts = strategy.blocks_of(module) or [*networks_of(module)]
         compile_in_place(parts)
-        strategy.compiled, strategy.without_call = frozenset(parts), set(parts)
+        strategy.lacks_call = bool(parts)
         for part in parts:
-            tell_first_call(part, partial(strategy.without_call.discard, part))
+            tell_first_call(part, strategy.note_call)
     strategy.divide(module)
 
 
@@ -82,8 +83,7 @@ class ChangedInPlace(pl.LightningModule):
 
 
 def change_in_place(module: pl.LightningModule, change: Callable[..., object], *, configured: bool) -> None:
-    cls: Any = type(module)
-    module.__class__ = type(cls.__name__, (ChangedInPlace, cls), {"__module__": cls.__module__})
+    add_base(module, ChangedInPlace)
     target = cast(ChangedInPlace, module)
     target.change, target.configured = change, configured
 
@@ -157,8 +157,7 @@ class DividedBatches(Strategy):
     seed = 0  # of the run
     arithmetic = StepArithmetic()
     seeds: StepSeeds
-    compiled: frozenset[nn.Module] = frozenset()  # compiled networks of the module, until its first step
-    without_call: set[nn.Module]  # those not called yet
+    lacks_call = False  # whether networks are compiled, but none was called yet
     has_updated = True  # whether an optimizer, if there is one, has had a gradient to step with
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every `world size`-th
     contiguous_micro_batches = False
@@ -175,54 +174,56 @@ class DividedBatches(Strategy):
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
         if isinstance(dataloader, WrappedLoader):
             return dataloader
-        common: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
-        if not trainer.training:
+        options: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
+        if trainer.training:
+            self.training_loaders = None
+            epochs: Any = loop.epoch_progress.current
+            options |= {
+                "waited": self.wait,
+                "accumulate": trainer.accumulate_grad_batches,
+                "contiguous": self.contiguous_micro_batches,
+                "reload_every": trainer.reload_dataloaders_every_n_epochs,  # type: ignore[attr-defined]
+                "position": lambda: (epochs.processed, loop.epoch_loop.batch_progress.current.ready),
+                "number": lambda loader: wrapped_loaders(trainer.train_dataloader).index(loader),
+            }
+        else:
             assert trainer.state.fn
             accumulate = max(1, self.arithmetic.evaluation_sums // trainer.world_size)
             part = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(trainer.state.fn, "val")
             limit = getattr(trainer, f"limit_{part}_batches")  # of the Trainer, in micro-batches
-            common |= {"limit": limit // accumulate if type(limit) is int else None, "accumulate": accumulate}
-            return wrap_loader(dataloader, Division(seed=self.seed, **common, trains=False))
-        self.training_loaders = None
-        epochs: Any = loop.epoch_progress.current
-        division = Division(
-            seed=self.seed,
-            **common,
-            waited=self.wait,
-            accumulate=trainer.accumulate_grad_batches,
-            contiguous=self.contiguous_micro_batches,
-            reload_every=trainer.reload_dataloaders_every_n_epochs,  # type: ignore[attr-defined]
-            position=lambda: (epochs.processed, loop.epoch_loop.batch_progress.current.ready),
-            number=lambda loader: [other is loader for other in wrapped_loaders(trainer.train_dataloader)].index(True),
-        )
-        return wrap_loader(dataloader, division)
+            limit = limit // accumulate if type(limit) is int else None
+            options |= {"limit": limit, "accumulate": accumulate, "trains": False}
+        return wrap_loader(dataloader, Division(seed=self.seed, **options))
 
     def wait(self, seconds: float) -> None:
         self.waited_s += seconds
 
+    def note_call(self) -> None:
+        self.lacks_call = False
+
     def agree(self, text: str) -> bool:
         """Whether all processes pass the same text. Every process must call it."""
-        texts = all_gather_objects(text)
-        return texts.count(text) == len(texts)
+        return len({*all_gather_objects(text)}) == 1
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Periodically compares what the processes' loaders returned.
 
         The loader cannot do it, because one process may iterate it alone.
         """
-        for loader in self.loaders_of(self.micro_batch) if self.compares_batches else ():
+        index = self.micro_batch
+        compares = index & (index - 1) == 0 or index % COMPARED == 0  # 0, 1, 2, 4, 8, ... and every COMPARED
+        for loader in self.loaders_of(index) if compares else ():
             if loader.batch_scope == "a share":
-                loader.require_agreement(loader.batch_info[self.micro_batch].digest)
+                loader.require_agreement(loader.batch_info[index].digest)
         self.gathered, self.means.nodes = None, {}
-        self.arithmetic.before_forward(self.lightning_module, self.micro_batch)
+        self.arithmetic.before_forward(self.lightning_module, index)
         self.seeds.samples()
         result = call_step(super().training_step, *args, **kwargs)
-        if self.compiled and self.compiled == self.without_call:
+        if self.lacks_call:
             raise UserError(
                 f"compile=true has no effect: a step of {type(self.lightning_module).__name__} calls methods of its networks, not the networks "
                 "themselves. Call the networks, or remove compile=true."
             )
-        self.compiled = frozenset()
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,12 +241,6 @@ class DividedBatches(Strategy):
         result = call_step(step, *args, **kwargs)
         self.seeds.step("batch end")
         return result
-
-    @property
-    def compares_batches(self) -> bool:
-        """Whether the processes compare this micro-batch: 0, 1, 2, 4, 8, ... and every COMPARED."""
-        number = self.micro_batch
-        return number & (number - 1) == 0 or number % COMPARED == 0
 
     @property
     def micro_batch(self) -> int:
@@ -375,8 +370,12 @@ class PortableCheckpoint(DividedBatches):
             self.tried = checkpoint
             return
         self.make_loadable(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
+        self.write(checkpoint, Path(filepath))
         self.require_agreement()
+
+    def write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path)
 
     def connect(self, model: pl.LightningModule) -> None:
         """Hides the loggers until the barrier before `setup`: Lightning would create a run of each on its server."""

@@ -20,7 +20,6 @@ from lockstep.compat.torch import without_masks
 from lockstep.errors import UserError
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
 
 
 class SumOverProcesses(torch.autograd.Function):
@@ -64,7 +63,7 @@ class GlobalBatchNorm(nn.BatchNorm2d):
         return self.activated(y.to(input.dtype))
 
     def activated(self, y: Tensor) -> Tensor:
-        for name in AFTER:
+        for name in ("drop", "act"):  # of timm's BatchNormAct2d
             module = getattr(self, name, None)
             y = module(y) if isinstance(module, nn.Module) else y
         return y

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -24,14 +23,9 @@ from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.strategies.base import PortableCheckpoint
 from lockstep.strategies.rendezvous import rendezvous
-from lockstep.strategies.sharded_module import WHOLE, Root, shard_module
-from lockstep.training.arithmetic import StepArithmetic
+from lockstep.strategies.sharded_module import Root, shard_module
 from lockstep.training.optim import Float32
 
-OUT_OF_BLOCK = (
-    "A step uses parameters of a block without calling the block, whose forward gathers them. Or code outside of a step, or after a backward, "
-    f"uses parameters that belong to no block. {WHOLE}"
-)
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
 
@@ -81,21 +75,16 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     def __init__(
         self,
         *,
-        environment: ClusterEnvironment | None,
         blocks: str | list[str],
         reshard_after_forward: bool,
         reduce_each_micro_batch: bool = False,
         sharded_checkpoints: bool,
         timeout_s: float,
-        arithmetic: StepArithmetic | None = None,
     ) -> None:
         self.timeout, self.sharded_checkpoints = timedelta(seconds=timeout_s), sharded_checkpoints
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=sharded_checkpoints, timeout=self.timeout)
-        self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
-        self.arithmetic = arithmetic or StepArithmetic()
-        # unsharded gradients of a logical rank would not fit
-        self.reduce_each_micro_batch = reduce_each_micro_batch or self.arithmetic.same_bits
+        self.reduce_each_micro_batch = reduce_each_micro_batch
         self.root: Root | None = None
         self.writers: Any = None  # the process group of the threads that write shards
 
@@ -137,15 +126,16 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning calls it for all micro-batches but the last: they add up whole gradients without communicating."""
-        if self.reduce_each_micro_batch or self.root is None:
+        # unsharded gradients of a logical rank would not fit
+        if self.reduce_each_micro_batch or self.arithmetic.same_bits or self.root is None:
             yield
             return
-        self.root.fsdp.set_requires_gradient_sync(False)
+        self.root.module.set_requires_gradient_sync(False)
         self.root.accumulates = True
         try:
             yield
         finally:
-            self.root.fsdp.set_requires_gradient_sync(True)
+            self.root.module.set_requires_gradient_sync(True)
             self.root.accumulates = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,11 +149,9 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         super().watch(optimizer)
 
     def on_exception(self, exception: BaseException) -> None:
-        mixed = "mixed torch.Tensor and DTensor"
-        exception.args = tuple(f"{arg}\n{OUT_OF_BLOCK}" if mixed in str(arg) else arg for arg in exception.args)
         if self.root:  # Lightning moves parameters, which torch cannot do in the middle of a forward
             with suppress(RuntimeError, AttributeError):  # if nothing was computed yet
-                self.root.fsdp.reset_iter_state()
+                self.root.module.reset_iter_state()
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state to save, sharded or as whole tensors. Every process must call it.
@@ -211,30 +199,19 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        if not path.is_dir():
-            return self.checkpoint_io.load_checkpoint(path)
-        return weights.load(path, self.device_mesh)
+        return weights.load(path, self.device_mesh) if path.is_dir() else self.checkpoint_io.load_checkpoint(path)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def write(self, checkpoint: dict[str, Any], path: Path) -> None:
         """Writes one file from rank 0, or a folder of shards that gets its final name when it is complete."""
-        if self.is_trial:
-            self.tried = checkpoint
-            return
-        path = Path(self.broadcast(filepath))
-        self.make_loadable(checkpoint)
         if not self.sharded_checkpoints:
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint, path)
-            self.require_agreement()
+            super().write(checkpoint, path)
             return
+        path = self.broadcast(path)
         if self.writers is None:
             self.writers = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
         rest, shards = weights.divide(checkpoint)
         assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
         self.checkpoint_io.save({"rest": rest, "own": shards}, path, self.write_shards)
-        self.require_agreement()
 
     def write_shards(self, content: dict[str, Any], path: Path) -> None:
         """Runs in the writing thread while training continues, with its own process group."""

@@ -10,14 +10,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.strategies.base import PortableCheckpoint, networks_of
 from lockstep.strategies.rendezvous import rendezvous
-from lockstep.training.arithmetic import StepArithmetic
+from lockstep.training.optim import add_base
 
 # --- One process: on one device, or on several GPUs with torch.nn.DataParallel, which Lightning 2 removed ---
 
@@ -25,9 +23,7 @@ from lockstep.training.arithmetic import StepArithmetic
 class SingleDevice(PortableCheckpoint, SingleDeviceStrategy):
     """Lightning's SingleDeviceStrategy, on the device that the Trainer chose."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
+    parallel_devices: list[torch.device] | None = None  # set by the Trainer
 
     @property
     def root_device(self) -> torch.device:
@@ -85,13 +81,10 @@ class DataParallel(SingleDevice):
 
     def divide(self, module: pl.LightningModule) -> None:
         for net in networks_of(module) if len(self.gpus) > 1 else ():
-            cls: Any = type(net)
-            net.__class__ = type(cls.__name__, (Replicated, cls), {"__module__": cls.__module__, "gpus": self.gpus})
+            add_base(net, Replicated, gpus=self.gpus)
 
 
 # --- One process per device; torch's DistributedDataParallel averages gradients ---
-
-UNUSED = "Some parameters did not contribute to the loss of the last step, but DDP waits for all gradients. If that is intended, set strategy.find_unused_parameters=true."
 
 
 class DDP(PortableCheckpoint, DDPStrategy):
@@ -100,25 +93,20 @@ class DDP(PortableCheckpoint, DDPStrategy):
     resumed = False
     parameters: Sequence[nn.Parameter] = ()
     averaged: Sequence[bool] = []  # which of them had a gradient when DDP wrapped the module
-    recorded: list[int]  # indices of parameters, as gradients arrived in the first backward of this wrapper
+    lacks_order = False  # whether this wrapper has had no backward yet
 
     def __init__(
         self,
         *,
-        environment: ClusterEnvironment | None,
         bucket_cap_mb: float,
         gradient_as_bucket_view: bool,
         static_graph: bool,
         find_unused_parameters: bool,
         comm_hook: str | None,
         timeout_s: float,
-        arithmetic: StepArithmetic | None = None,
     ) -> None:
         self.timeout, self.is_static = timedelta(seconds=timeout_s), static_graph
-        self.recording: list[RemovableHandle] = []
-        self.contiguous_micro_batches = arithmetic is not None and arithmetic.same_bits
         super().__init__(
-            cluster_environment=environment,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
@@ -128,25 +116,20 @@ class DDP(PortableCheckpoint, DDPStrategy):
         )
 
     def setup_environment(self) -> None:
+        self.contiguous_micro_batches = self.arithmetic.same_bits
         rendezvous(self, self.timeout)
         super().setup_environment()
 
     def configure_ddp(self) -> None:
         """With logical ranks the network is not wrapped: training/arithmetic.py adds gradients by a tree reduction."""
-        if not self.contiguous_micro_batches:
-            super().configure_ddp()
-            self.parameters = [*self.lightning_module.parameters()]
-            self.averaged = [p.requires_grad for p in self.parameters]
-            self.end_recording()
-            self.recorded = []
-            self.recording = [
-                p.register_post_accumulate_grad_hook(lambda _, index=index: self.recorded.append(index))  # type: ignore[misc]
-                for index, p in enumerate(self.parameters)
-                if p.requires_grad
-            ]
+        if self.contiguous_micro_batches:
+            for tensor in self.lightning_module.state_dict(keep_vars=True).values():
+                torch.distributed.broadcast(tensor.detach(), 0)
             return
-        for tensor in self.lightning_module.state_dict(keep_vars=True).values():
-            torch.distributed.broadcast(tensor.detach(), 0)
+        super().configure_ddp()
+        self.parameters = [*self.lightning_module.parameters()]
+        self.averaged = [p.requires_grad for p in self.parameters]
+        self.lacks_order = True
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Not in the step: with several micro-batches, gradients are not averaged there."""
@@ -165,22 +148,22 @@ class DDP(PortableCheckpoint, DDPStrategy):
     def on_train_start(self) -> None:
         self.resumed = not self.contiguous_micro_batches and self.lightning_module.trainer.global_step > 0
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Replaces Lightning's advice, a value of `strategy` that does not exist here."""
-        unused = "Expected to have finished reduction in the prior iteration"
-        exception.args = tuple(UNUSED if unused in str(arg) else arg for arg in exception.args)
-
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Records the order of gradients in the first backward of a wrapper."""
+        order: list[int] = []
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))  # type: ignore[misc]
+            for index, p in enumerate(self.parameters if self.lacks_order else ())
+            if p.requires_grad
+        ]
         detached = super().backward(*args, **kwargs)
-        if self.recording and self.recorded:  # the first backward of this wrapper
-            self.end_recording()
+        for hook in hooks:
+            hook.remove()
+        if order:
+            self.lacks_order = False
             is_dense = all(p.grad is None or p.grad.layout == torch.strided for p in self.parameters)
-            self.gradient_order = [*self.recorded] if is_dense else []
+            self.gradient_order = order if is_dense else []
         return detached
-
-    def end_recording(self) -> None:
-        while self.recording:
-            self.recording.pop().remove()
 
     def rebuild_buckets(self) -> None:
         """Gives DDP the gradient buckets of the interrupted run, by a backward of zeros in the order of its gradients.
@@ -189,7 +172,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
         processes the last bit of the summed gradients depends on the buckets.
         """
         assert self.model is not None
-        self.end_recording()
+        self.lacks_order = False
         rest = [] if self.is_static else [index for index, averaged in enumerate(self.averaged) if averaged]
         order = [*dict.fromkeys([*self.gradient_order, *rest])]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -26,8 +26,8 @@ from torchmetrics import Metric
 
 from lockstep.compat.torch import gather_after_writes, whole_values
 from lockstep.errors import UserError
+from lockstep.training.optim import add_base
 
-WHOLE = "Set strategy.blocks=[] to gather all parameters for the whole step, or set strategy=ddp."
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 dist: Any = torch.distributed
 
@@ -83,7 +83,7 @@ class Gathered:
 class Root:
     """The parameters outside of all blocks."""
 
-    module: ShardedModule
+    module: Any  # a ShardedModule and FSDPModule
     owners: list[tuple[nn.Module, str]]  # module and name of each sharded parameter
     whole: list[nn.Parameter]  # trained parameters that FSDP2 cannot shard: replicated, with averaged gradients
     blocks: list[FSDPModule] = field(default_factory=list)
@@ -101,11 +101,6 @@ class Root:
         return self
 
     @property
-    def fsdp(self) -> FSDPModule:
-        assert isinstance(self.module, FSDPModule)
-        return self.module
-
-    @property
     def title(self) -> str:
         return type(self.module).__name__.removeprefix("FSDP")
 
@@ -121,8 +116,8 @@ class Root:
         if self.is_gathered:
             return
         shards = self.parameters
-        gather_after_writes(self.fsdp)
-        self.fsdp.unshard()
+        gather_after_writes(self.module)
+        self.module.unshard()
         entries = zip(self.owners, self.parameters, shards, strict=True)
         self.gathered = [Gathered(module, name, p, p.data, shard) for (module, name), p, shard in entries]
         for parameter in self.parameters:
@@ -134,7 +129,7 @@ class Root:
         """Until its first block runs, a step writes to the shards of blocks: gathering must wait for these writes."""
         if self.is_first:
             self.is_first = False
-            gather_after_writes(self.fsdp)
+            gather_after_writes(self.module)
 
     def keep_writes(self, *_: Any) -> None:
         if self.is_gathered:
@@ -145,9 +140,10 @@ class Root:
         """Reshards and discards writes. Includes blocks, which may stay gathered after their forward."""
         for block in self.blocks:
             block.reshard()
-        self.fsdp.set_reshard_after_forward(True, recurse=False)  # within a forward, torch ignores reshard() otherwise
-        self.fsdp.reshard()
-        self.fsdp.set_reshard_after_forward(False, recurse=False)
+        # within a forward, torch ignores reshard() otherwise
+        self.module.set_reshard_after_forward(True, recurse=False)
+        self.module.reshard()
+        self.module.set_reshard_after_forward(False, recurse=False)
         self.gathered = []
 
     def reshard(self) -> None:
@@ -247,7 +243,7 @@ def shard_module(
     ignored = metrics | {*unsharded}
     root_ids = {id(p) for p in parameters} - {id(p) for p in ignored}
     entries = [(child, name, p) for child in module.modules() for name, p in child.named_parameters(recurse=False)]
-    root = Root(cast(ShardedModule, module), [], [p for p in unsharded if p.requires_grad])
+    root = Root(module, [], [p for p in unsharded if p.requires_grad])
     for child in dict.fromkeys(child for child, _, _ in entries):  # before FSDP2's hooks, which reshard them
         child.register_state_dict_pre_hook(root.keep_writes)
         child.register_load_state_dict_pre_hook(root.keep_writes)
@@ -267,11 +263,10 @@ def shard_module(
     root.owners = [(child, name) for child, name, p in entries if id(p) in root_ids]
     for child in module.modules():  # a partial, so a copied network gets its own
         child.zero_grad = partial(zero_grad, weakref.ref(root), child)  # type: ignore[method-assign]
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
+    add_base(module, ShardedModule)
     root.module.root = root
     fully_shard(module, reshard_after_forward=False, **options)
-    root.fsdp.set_reshard_after_backward(False, recurse=False)  # a step may compute gradients of gradients
+    root.module.set_reshard_after_backward(False, recurse=False)  # a step may compute gradients of gradients
     for child in dict.fromkeys([module, *(child for child, _ in root.owners)]):
         child.register_forward_pre_hook(root.gather, prepend=True)
     register_fsdp_forward_method(module, "through_hooks")
@@ -295,7 +290,7 @@ def register_step(root: Root, name: str) -> None:
     @wraps(step)
     def keeping_step(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
-        root.keep_writes()
+        root.keep_writes()  # FSDP2 reshards after a step without gradients
         return result
 
     setattr(module, name, keeping_step)
@@ -323,7 +318,8 @@ def refuse_gradients_of_gradients(block: nn.Module, _: Any, output: Any) -> None
         if torch.is_grad_enabled():  # in a backward: create_graph=True
             name = type(block).__name__.removeprefix("FSDP")
             raise UserError(
-                f"a step computes gradients of gradients through the block {name}, which sharding does not support. {WHOLE}"
+                f"a step computes gradients of gradients through the block {name}, which sharding does not support. "
+                "Set strategy.blocks=[] to gather all parameters for the whole step, or set strategy=ddp."
             )
 
     apply_to_collection(output, Tensor, lambda tensor: tensor.requires_grad and tensor.register_hook(reject))

@@ -24,7 +24,7 @@ from lockstep.config.rules import COUNTED
 from lockstep.data.sampler import index_in_step
 from lockstep.errors import UserError
 from lockstep.machine.world import World
-from lockstep.training.optim import local_parts, padded_fused
+from lockstep.training.optim import add_base, local_parts, padded_fused
 
 Make = Callable[..., Optimizer]
 dist: Any = torch.distributed
@@ -313,10 +313,7 @@ class ExactClipping(Precision):
 
 
 def clip_exactly(trainer: pl.Trainer, arithmetic: StepArithmetic) -> None:
-    plugin, cls = trainer.precision_plugin, type(trainer.precision_plugin)
-    plugin.__class__ = type(
-        cls.__name__, (ExactClipping, cls), {"__module__": cls.__module__, "arithmetic": arithmetic}
-    )
+    add_base(trainer.precision_plugin, ExactClipping, arithmetic=arithmetic)
 
 
 # --- Sums in tree order ---

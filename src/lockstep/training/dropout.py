@@ -10,7 +10,6 @@ generator, stored or sent. Outside a step, the layers behave like torch's.
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -60,20 +59,15 @@ class MicroBatch:
         The dimension is the second for a tensor whose sequence comes first. Rows count from 0 if the tensor has neither
         the samples nor k of each, such as a table of positions.
         """
-        rows = self.rows[device] if device in self.rows else next(iter(self.rows.values()))
+        rows = self.rows.get(device, next(iter(self.rows.values())))
         if shape[0] % len(rows) == 0:
             return rows, shape[0] // len(rows), 0
         return (rows, 1, 1) if len(shape) > 2 and shape[1] == len(rows) else (range(shape[0]), 1, 0)
 
-
-@dataclass(frozen=True)
-class MaskKey:
-    """What a mask belongs to: the call of a layer, rows of the global batch, and the number of neighbours per row."""
-
-    key: int  # hash of seed and step
-    call: int
-    rows: range
-    neighbours: int = 1
+    def words(self, layer: str, rows: range, neighbours: int, sizes: Sequence[int], device: torch.device) -> Tensor:
+        """The random words of the next call of a layer."""
+        call = key_of(layer, self.call(layer, device))
+        return random_words(self.key, call, rows, neighbours, sizes, device, on_host=device.type == "cpu")
 
 
 current: MicroBatch | None = None  # of this process, not of a thread: dp's replicas are threads
@@ -85,10 +79,13 @@ def begin(micro_batch: MicroBatch | None) -> None:
     current = micro_batch
 
 
-def random_words(place: MaskKey, sizes: Sequence[int], device: torch.device, *, on_host: bool) -> Tensor:
-    """(N, K, *sizes) random int64; without K if there is one neighbour.
+def random_words(
+    key: int, call: int, rows: range, neighbours: int, sizes: Sequence[int], device: torch.device, *, on_host: bool
+) -> Tensor:
+    """(N, K, *sizes) random int64 for K neighbours of each row; without K if there is one.
 
-    `on_host`: computes with NumPy, which takes a quarter of torch's time for a small layer.
+    `key` is a hash of seed and step. `on_host`: computes with NumPy, which takes a quarter of torch's time for a small
+    layer.
     """
     word: Any = np.uint64 if on_host else signed
     mix_fn: Any = sampler.mix if on_host else mix
@@ -97,13 +94,12 @@ def random_words(place: MaskKey, sizes: Sequence[int], device: torch.device, *, 
         host = np.arange(span.start, span.stop, dtype=np.uint64) if on_host else None
         return (torch.arange(span.start, span.stop, device=device) if host is None else host) * word(GOLDEN)
 
-    call, row_N = word(place.call), mix_fn(multiples(place.rows) + word(place.key))
-    hashes = row_N
-    if place.neighbours > 1:
-        hashes = mix_fn(row_N[:, None] + (multiples(range(place.neighbours)) + call))
+    hashes = row_N = mix_fn(multiples(rows) + word(key))
+    if neighbours > 1:
+        hashes = mix_fn(row_N[:, None] + (multiples(range(neighbours)) + word(call)))
         hashes[:, 0] = row_N  # as if it were the only neighbour: their number may depend on padding
     for size in sizes:
-        hashes = mix_fn(hashes[..., None] + (multiples(range(size)) + call))
+        hashes = mix_fn(hashes[..., None] + (multiples(range(size)) + word(call)))
     return torch.from_numpy(hashes.view(np.int64)) if on_host else hashes
 
 
@@ -155,9 +151,8 @@ class RowDropout:
         bits = 8 if (p * 256).is_integer() else 16  # enough to represent `p`, or to round it
         dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
         rows, neighbours, dim = (range(1), 1, 0) if self.whole_batch else current.rows_of(x.device, shape)
-        place = MaskKey(current.key, key_of(self.layer, current.call(self.layer, x.device)), rows, neighbours)
         *outer, elements = (*shape[:dim], *shape[dim + 1 :]) or (1,)
-        words_NW = random_words(place, (*outer, -(-elements * bits // 64)), x.device, on_host=x.is_cpu)
+        words_NW = current.words(self.layer, rows, neighbours, (*outer, -(-elements * bits // 64)), x.device)
         keep_mask = kept_rows(words_NW, elements, bits, dropped - 2 ** (bits - 1))  # numbers are signed
         keep_mask = keep_mask.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :], *[1] * (x.dim() - len(shape)))
         return self.masked(x, keep_mask.transpose(0, dim), dropped / 2**bits)
@@ -171,8 +166,7 @@ class ChannelDropout(RowDropout):
     """Drops whole channels."""
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
-        batched_dims = next((dim for layer_type, dim in WITH_SAMPLES.items() if isinstance(self, layer_type)), x.dim())
-        return tuple(x.shape[:2]) if x.dim() == batched_dims else ()
+        return tuple(x.shape[:2]) if x.dim() == WITH_SAMPLES.get(self.original, x.dim()) else ()
 
 
 class AlphaRowDropout(RowDropout):
@@ -204,7 +198,11 @@ class StochasticDepth(RowDropout):
         return super().masked(x, keep_mask, p if getattr(self, "scale_by_keep", True) else 0.0)
 
 
-WITH_SAMPLES = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}  # number of dimensions of a batched input
+WITH_SAMPLES: dict[type[nn.Module], int] = {
+    nn.Dropout1d: 3,
+    nn.Dropout2d: 4,
+    nn.Dropout3d: 5,
+}  # number of dimensions of a batched input
 LAYERS: dict[type[nn.Module], type[RowDropout]] = {
     nn.Dropout: RowDropout,
     **dict.fromkeys(WITH_SAMPLES, ChannelDropout),
@@ -224,9 +222,8 @@ def use_row_masks(net: nn.Module) -> None:
 
     Subclasses of these layers do not change: they may draw differently.
     """
-    libraries = [(sys.modules[lib], name) for lib, name in OF_LIBRARIES.items() if lib in sys.modules]
-    imported = {getattr(library, name): StochasticDepth for library, name in libraries}
-    layers: dict[Any, Any] = LAYERS | imported
+    imported = {getattr(sys.modules[lib], name) for lib, name in OF_LIBRARIES.items() if lib in sys.modules}
+    layers: dict[Any, Any] = LAYERS | dict.fromkeys(imported, StochasticDepth)
     for name, module in net.named_modules():
         cls: Any = type(module)
         if cls in layers:
@@ -242,6 +239,5 @@ def rand(x: Tensor, *shape: int) -> Tensor:
     if current is None or 0 in (len(x), *shape):
         return torch.rand(len(x), *shape, device=x.device)
     rows, neighbours, _ = current.rows_of(x.device, (len(x),))
-    place = MaskKey(current.key, key_of("rand", current.call("rand", x.device)), rows, neighbours)
-    words_BW = random_words(place, shape or (1,), x.device, on_host=x.is_cpu)
+    words_BW = current.words("rand", rows, neighbours, shape or (1,), x.device)
     return ((words_BW >> 40) & (2**24 - 1)).float().mul_(2**-24).reshape(len(x), *shape)

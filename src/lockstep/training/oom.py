@@ -45,43 +45,34 @@ def oom_advice(trainer: pl.Trainer, batches: Loaders, settings: Settings) -> Ite
     try:
         yield
     except Exception as e:
-        if lost_worker := loaders.dead_worker_advice(e):
-            log.info("%s: %s", type(e).__name__, e)
-            raise ProcessDied(lost_worker) from None
-        if not is_oom(e):
+        lost_worker = loaders.dead_worker_advice(e)
+        if not lost_worker and not is_oom(e):
             raise
         log.info("%s: %s", type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)  # they hold the activations
-        raise advice(trainer, batches, settings) from None
+        raise (ProcessDied(lost_worker) if lost_worker else advice(trainer, batches, settings)) from None
 
 
 def advice(trainer: pl.Trainer, batches: Loaders, settings: Settings) -> OutOfMemory:
     data = batches.data
-    batch = data.batch_size if isinstance(getattr(data, "targets", None), Targets) else None
-    if batch is None:
+    if not isinstance(getattr(data, "targets", None), Targets):
         return OutOfMemory(
             f"a batch does not fit in memory; {type(batches.holder).__name__} sets its size. {OTHERWISE}"
         )
-    loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, arithmetic_of(batches.module)
-    validation = loop.val_loop.batch_progress.current
-    if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
-        parts = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: data.predicted}
-        part = parts.get(trainer.state.fn or TrainerFn.FITTING, "val")
-        batch = min(data.eval_batch_size, data.splits[part].count)
-        smaller = f"Try loader.eval_batch_size={batch // 2}; the metrics stay the same." if batch > 1 else OTHERWISE
-        per_process = -(-batch // max(arithmetic.evaluation_sums, world))
-        return OutOfMemory(f"an evaluation batch of {per_process} does not fit in memory. {smaller}")
-    if not loop.batch_progress.total.ready:
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current
+    if trainer.state.fn != TrainerFn.FITTING or progress.ready > progress.completed:
+        return OutOfMemory(
+            "an evaluation batch does not fit in memory. Set a smaller loader.eval_batch_size; the metrics stay the same."
+        )
+    if not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
         return OutOfMemory(f"the network and its optimizer do not fit in memory, even without a batch. {OTHERWISE}")
-    accumulate = trainer.accumulate_grad_batches
+    batch, accumulate, world = data.batch_size, trainer.accumulate_grad_batches, trainer.world_size
     text = f"a micro-batch of {batch // (world * accumulate)} does not fit in memory."
-    if why := batches.needs_whole:
-        return OutOfMemory(f"{text} {why} {OTHERWISE}")
-    keys = {
-        n: key for n in settings.accumulations if n > accumulate and (key := arithmetic.accumulation_setting(n, world))
-    }
-    if not keys:
-        return OutOfMemory(f"{text} There is no smaller one. {OTHERWISE}")
-    count = next(iter(keys))
-    smaller = f"A size of {batch // (world * count)} may fit: set {keys[count]}; the global batch stays {batch}."
-    return OutOfMemory(f"{text} {smaller}")
+    setting_of = arithmetic_of(batches.module).accumulation_setting
+    counts = (count for count in settings.accumulations if count > accumulate and setting_of(count, world))
+    count = None if batches.needs_whole else next(counts, None)
+    if count is None:
+        return OutOfMemory(f"{text} {batches.needs_whole or 'There is no smaller one.'} {OTHERWISE}")
+    return OutOfMemory(
+        f"{text} A size of {batch // (world * count)} may fit: set {setting_of(count, world)}; the global batch stays {batch}."
+    )

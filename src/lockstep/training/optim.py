@@ -71,6 +71,12 @@ def blocks(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from ((path, module) for path, module in members if any(True for _ in module.parameters()))
 
 
+def add_base(target: Any, base: type, **attributes: Any) -> None:
+    """Makes `base` the first base of an object's class. Keys, compiled graphs and replicas stay correct, unlike with a wrapper or hooks."""
+    cls = type(target)
+    target.__class__ = type(cls.__name__, (base, cls), {"__module__": cls.__module__, **attributes})
+
+
 class Float32(nn.Module):
     """First base class of a module that computes in float32 where autocast would not."""
 
@@ -83,10 +89,8 @@ class Float32(nn.Module):
 
 
 def compute_in_float32(head: nn.Module) -> None:
-    """Changes the class instead of adding a wrapper or hooks: keys, compiled graphs and replicas stay correct."""
     for module in head if isinstance(head, nn.ModuleList) else [head]:
-        cls: Any = type(module)
-        module.__class__ = type(cls.__name__, (Float32, cls), {"__module__": cls.__module__})
+        add_base(module, Float32)
 
 
 def head_of(net: nn.Module) -> nn.Module:
@@ -195,8 +199,7 @@ def padded_fused(optimizer: Optimizer) -> Optimizer:
         for p in group["params"]:
             if not p.is_contiguous():  # shards are contiguous
                 p.data = p.data.contiguous()
-    cls: Any = type(optimizer)
-    optimizer.__class__ = type(cls.__name__, (PaddedFusedStep, cls), {"__module__": cls.__module__})
+    add_base(optimizer, PaddedFusedStep)
     return optimizer
 
 
