@@ -6,7 +6,8 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,9 +96,11 @@ def seed(number: int) -> None:
     pl.seed_everything(number, workers=True, verbose=False)
 
 
-def recorder(settings: Settings, page: Page | None = None) -> Recorder:
+@contextmanager
+def recorder(settings: Settings, page: Page | None = None) -> Iterator[Recorder]:
     """Keeps report.json up to date from `begin` to the end of its block. Then `page` renders it."""
-    return Recorder(settings, page, partial(with_advice, settings))
+    with Recorder(settings, page) as run, fit_errors_explained(settings, run):
+        yield run
 
 
 def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
@@ -266,38 +269,35 @@ def load_module(checkpoint: Checkpoint) -> pl.LightningModule:
     return made.eval()
 
 
-def with_advice(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
+@contextmanager
+def fit_errors_explained(settings: Settings, run: Recorder) -> Iterator[None]:
     """Explains an error of `trainer.fit`: out of memory; or torch, Lightning or another library rejected what it got until the first step."""
-    if trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
-        return error
-    trace, loop = error.__traceback__, trainer.fit_loop.epoch_loop
-    trained, validated = loop.batch_progress.total, loop.val_loop.batch_progress.current
-    may_explain = (
-        isinstance(error, REFUSALS) and not isinstance(error, UserError | TrainingFailed) and not is_bug(error)
-    )
     try:
-        with oom_advice(trainer, Loaders(trainer.datamodule, trainer.lightning_module), settings):  # type: ignore[attr-defined]
-            raise error
-    except BaseException as e:
-        if e is not error:
-            return e
-        if trained.completed or not may_explain:
-            return error.with_traceback(trace)
-    cfg, reason = settings.as_built().cfg, " ".join(str(error).split()) or type(error).__name__
-    parts = [f"{key}={part.title}" for key in ("model", "data", "task", "optim") if (part := getattr(cfg, key))]
-    if trained.ready or validated.ready:
-        reason = f"{', '.join(parts)} do not fit together: {reason}"
-    return UserError(reason)
+        yield
+    except Exception:
+        trainer = run.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
+            raise
+        try:
+            with oom_advice(trainer, Loaders(trainer.datamodule, trainer.lightning_module), settings):  # type: ignore[attr-defined]
+                raise
+        except REFUSALS as error:
+            has_trained = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+            if has_trained or isinstance(error, UserError | TrainingFailed) or is_bug(error):
+                raise
+            raise UserError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether an error before the end of the first step was raised by code of the user's or of Lockstep, or because another process failed."""
+    """Whether an error of `trainer.fit` was raised by code of the user's or of Lockstep, or because another process failed."""
     trace, file, is_ours = error.__traceback__, Path(), False
-    below = trace.tb_next if trace else None  # train.py itself, which calls fit, is the user's code
+    while trace and not trace.tb_frame.f_globals.get("__name__", "").startswith("lightning."):
+        trace = trace.tb_next  # train.py itself, which calls fit, is the user's code
+    below = trace
     while trace:
-        file = Path(trace.tb_frame.f_code.co_filename)
+        file, trace = Path(trace.tb_frame.f_code.co_filename), trace.tb_next
         is_ours = file.is_relative_to(PACKAGE) and file.parent.name not in ("compat", "tasks")
-        below, trace = trace.tb_next if is_ours else below, trace.tb_next
+        below = trace if is_ours else below
     is_lost = "torch/distributed/" in file.as_posix()  # another process failed
     return is_ours or is_lost or is_user_code_error(Exception(*error.args).with_traceback(below))
 

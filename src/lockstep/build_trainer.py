@@ -20,7 +20,7 @@ from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.callbacks.module_hooks import ModuleHooks, callback_errors
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.finding import read_outline
+from lockstep.checkpoints.finding import read_outline, step_of
 from lockstep.compat.lightning import LogsNothing, StepsFromOne, log_by, without_sigterm_handler
 from lockstep.config.instantiate import create_object
 from lockstep.config.run_config import Component
@@ -29,7 +29,7 @@ from lockstep.config.targets import matching_kwargs
 from lockstep.data.parts import Targets
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process
-from lockstep.reporting.loggers import MetricsCsv, TruncateLogsOnResume
+from lockstep.reporting.loggers import MetricsCsv
 from lockstep.strategies.base import DividedBatches
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic, clip_exactly
 from lockstep.training.batches import HOOKS, Loaders
@@ -43,10 +43,11 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def loggers(settings: Settings) -> list[Logger]:
-    """All loggers, metrics.csv last, so `self.logger` is the first chosen one. A logger gets `run_dir`, `run`, `runs_dir` and `resumed` if its
+    """All loggers, metrics.csv last, so `self.logger` is the first chosen one. A logger gets `run_dir`, `run`, `runs_dir` and `purge_step` if its
     signature names them."""
     cfg, folder = settings.cfg, settings.folder.path
-    offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
+    purge_step = step_of(Path(cfg.resume)) + 1 if cfg.resume else None
+    offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "purge_step": purge_step}
     made: list[Logger] = []
     for name, each in cfg.logger.items():
         if name != "csv":
@@ -135,7 +136,6 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     own: list[pl.Callback] = [
         stopping.RankAgreement(shared),
         summary.RunSummary(loaders, data_info, model, cfg, settings.made_for, settings.overrides),
-        TruncateLogsOnResume(folder),
         *more,
     ]
     if cfg.trainer.enable_progress_bar:

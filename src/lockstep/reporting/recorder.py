@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,9 @@ from lockstep.checkpoints.finding import checkpoint_paths, step_of
 from lockstep.config import project
 from lockstep.config.checks import unused_overrides
 from lockstep.config.draft import as_yaml
-from lockstep.config.formatting import warn
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.errors import UserError, outcome_of, raise_problems
+from lockstep.errors import Outcome, UserError, outcome_of, raise_problems
 from lockstep.machine import process
 from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from lockstep.kit.panels import Content
     from lockstep.reporting.loggers import Background
 
+log = logging.getLogger("lockstep")
 # Writes the page of a run that is done or has failed, like write_page of extras/page.py.
 Page = Callable[[RunFolder, RunConfig, dict[str, Any], "pl.Trainer | None", Sequence["Content"]], None]
-
-
-Explain = Callable[["pl.Trainer", BaseException], BaseException]  # replaces a training error by one that helps the user
 
 
 def from_callbacks(trainer: "pl.Trainer | None", method: str) -> list[Any]:
@@ -82,9 +80,9 @@ class Recorder:
         UserError: the folder belongs to a different run.
     """
 
-    def __init__(self, settings: Settings, page: Page | None = None, explain: "Explain | None" = None) -> None:
-        self.settings, self.explain = settings, explain
-        self.folder, self.config, self.rank = settings.folder, settings.cfg, settings.world.rank
+    def __init__(self, settings: Settings, page: Page | None = None) -> None:
+        self.settings, self.folder, self.config = settings, settings.folder, settings.cfg
+        self.rank = settings.world.rank
         self.report, self.page = first_report(settings), page
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter at the end of training
@@ -121,7 +119,7 @@ class Recorder:
             names = [name for name in self.config.logger if name != "csv"]
             named = zip(names, trainer.loggers[:-1], strict=True)  # the last is metrics.csv
             self.others = [Background(logger, name, self.config, self.report) for name, logger in named]
-            trainer.callbacks.append(StartLoggers(self.others))  # type: ignore[attr-defined]
+            trainer.callbacks.append(StartLoggers(self.others, self.folder))  # type: ignore[attr-defined]
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
@@ -137,14 +135,11 @@ class Recorder:
             advice = "Set resume=auto to continue it, or use a different name."
             raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
         self.restore = folder.snapshot_restorer()
-        self.open_log()
+        folder.path.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.checkpoints)
+        self.log.enter_context(log_to_file(folder.log_file))
         folder.write_config(as_yaml(replace(self.config, resume=None)))
         folder.write_report(self.report)
-
-    def open_log(self) -> None:
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        make_folder(self.folder.checkpoints)
-        self.log.enter_context(log_to_file(self.folder.log_file))
 
     def add(self, **metrics: Any) -> None:
         """Adds metrics to the report and the loggers: of a validation if training had none, then of the test."""
@@ -202,17 +197,7 @@ class Recorder:
         return checkpoint
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        process.trains, ended_s, original_error = False, time.perf_counter(), error
-        if error is not None and self.trainer is not None and self.explain is not None:
-            error = self.explain(self.trainer, error)
-        outcome = outcome_of(error)
-        keeps = outcome.status == "done" or bool(self.steps() or self.report["resumed_from"])
-        if outcome.status == "refused":
-            keeps = self.steps() > self.resumed_at and bool(checkpoint_paths(self.folder.path))
-        if self.was_done and outcome.status == "failed":
-            with suppress(UserError):  # a damaged checkpoint
-                # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
-                keeps = any(step_of(path) > self.resumed_at for path in checkpoint_paths(self.folder.path))
+        process.trains, ended_s, outcome = False, time.perf_counter(), outcome_of(error)
         status = "failed" if outcome.status == "refused" else outcome.status
         self.report |= {"status": status, "wall_s": ended_s - self.began_s}
         if self.trained_s is not None:
@@ -221,31 +206,30 @@ class Recorder:
             self.report["error"] = outcome.error
         if isinstance(error, Exception) and not outcome.is_explained:
             process.report_failure(self.rank)  # now, because the other processes are waiting for this one
-        if self.restore is not None:
-            self.close(error, keeps=keeps)
-        if error is not None and error is not original_error:
-            raise error from None
-
-    def close(self, error: BaseException | None, *, keeps: bool) -> None:
-        """Ends the log and the report. Without `keeps`, restores the folder: this start added nothing to the run."""
-        outcome = outcome_of(error)
+        if self.restore is None:  # not begun, or not rank 0
+            return
+        keeps = self.keeps(outcome)
         with self.log:  # closes the log at the end
             if not self.folder.path.is_dir():  # removed meanwhile
                 return
             if outcome.error:  # train.log gets the traceback of an unexpected error
-                trace = None if outcome.is_explained else error
-                logging.getLogger("lockstep").info("%s", outcome.error, exc_info=trace)
+                log.info("%s", outcome.error, exc_info=None if outcome.is_explained else error)
             self.finish(error, keeps=keeps)
-        if not keeps and self.restore:
+        if not keeps:
             self.restore()
+
+    def keeps(self, outcome: Outcome) -> bool:
+        """Whether this start added something to the run; otherwise the folder is restored."""
+        if outcome.status == "refused" or (outcome.status == "failed" and self.was_done):
+            # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
+            return any(step_of(path) > self.resumed_at for path in checkpoint_paths(self.folder.path))
+        return outcome.status == "done" or bool(self.steps() or self.report["resumed_from"])
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
         """Writes the report and its page, ends the loggers, and prints the result."""
-        panels = [*self.panels, *(panel for group in from_callbacks(self.trainer, "report_panels") for panel in group)]
+        panels = [*self.panels, *chain.from_iterable(from_callbacks(self.trainer, "report_panels"))]
         if keeps:
             with suppress(*([Exception] if error else [])):  # the error that ended the run matters more
-                for background in self.others if self.steps() else ():
-                    background.start()  # if the first step was the last
                 if self.page:
                     self.page(self.folder, self.config, self.report, self.trainer, panels)
             self.folder.write_report(self.report)  # now, because a logger's server may be slow
@@ -254,8 +238,6 @@ class Recorder:
 
             end_run(self.others, self.report, panels, self.folder)
         if error is None and self.trainer is not None:
-            if not self.folder.has_config():
-                warn(f"{self.folder.config_file} was removed during the run, but eval.py needs it.")
             show_run(self.folder, self.config, self.report, self.trainer.lightning_module)
 
     def steps(self) -> int:
