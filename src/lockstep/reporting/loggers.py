@@ -116,24 +116,6 @@ class Background:
 # --- Start and end of all loggers ---
 
 
-class StartLoggers(pl.Callback):
-    """Creates the loggers' runs after the first step: a run that fails before it leaves nothing on a server.
-
-    Truncates the logs at the checkpoint's step, so a resumed run writes no row twice.
-    """
-
-    def __init__(self, backgrounds: Sequence[Background], folder: RunFolder) -> None:
-        self.waiting, self.folder = list(backgrounds), folder
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if steps := steps_done(trainer):
-            self.folder.truncate_logs(steps)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        while self.waiting and steps_done(trainer):
-            self.waiting.pop(0).start()
-
-
 FACTS = ("task", "model", "world_size", "accelerator", "nodes", "host", "data/name", "data/sha256", "git_sha", "versions")  # fmt: skip
 UPLOAD_S = 600.0  # how long a run waits for the upload of its checkpoint
 
@@ -148,29 +130,48 @@ class RunEnd:
     checkpoint: Path | None = None  # the tested checkpoint: a file, or the folder of a sharded one
 
 
-def end_run(
-    backgrounds: Sequence[Background], report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder
-) -> None:
-    """Reports the end of the run to all loggers and waits for them. Then raises the first bug of a custom logger."""
-    status, checkpoint = report["status"], report.get("checkpoint")
-    end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
-    if is_done := status == "done":
-        page = folder.page_file if folder.page_file.is_file() else None
-        end = replace(end, page=page, panels=panels, checkpoint=folder.path / checkpoint if checkpoint else None)
-    begun = [background for background in backgrounds if background.thread.ident]
-    for background in begun:
-        logger = background.logger
-        if hasattr(logger, "on_run_end"):
-            logger.on_run_end(end)
-        logger.finalize("success" if is_done else "failed")  # a second time, for the test metrics
-        uploads = end.checkpoint and getattr(logger, "log_model", False)
-        background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
-        if isinstance(logger, WandbLogger):
-            # in this thread: otherwise the next job of a multirun would continue this W&B run
-            logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
-    for bug in (background.bug for background in begun):
-        if bug is not None and is_done:  # otherwise the error that ended the run matters more
-            raise bug
+class ChosenLoggers(pl.Callback):
+    """Creates the loggers' runs after the first step: a run that fails before it leaves nothing on a server.
+
+    Truncates the logs at the checkpoint's step, so a resumed run writes no row twice.
+    """
+
+    def __init__(self, backgrounds: Sequence[Background], folder: RunFolder) -> None:
+        self.backgrounds, self.folder = backgrounds, folder
+
+    def start(self) -> None:
+        for background in self.backgrounds:
+            background.start()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if steps := steps_done(trainer):
+            self.folder.truncate_logs(steps)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if steps_done(trainer):
+            self.start()
+
+    def end(self, report: Mapping[str, Any], panels: Sequence[Content]) -> None:
+        """Reports the end of the run to all loggers and waits for them. Then raises the first bug of a custom logger."""
+        status, page, checkpoint = report["status"], self.folder.page_file, report.get("checkpoint")
+        end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
+        if is_done := status == "done":
+            path = self.folder.path / checkpoint if checkpoint else None
+            end = replace(end, page=page if page.is_file() else None, panels=panels, checkpoint=path)
+        begun = [background for background in self.backgrounds if background.thread.ident]
+        for background in begun:
+            logger = background.logger
+            if hasattr(logger, "on_run_end"):
+                logger.on_run_end(end)
+            logger.finalize("success" if is_done else "failed")  # a second time, for the test metrics
+            uploads = end.checkpoint and getattr(logger, "log_model", False)
+            background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
+            if isinstance(logger, WandbLogger):
+                # in this thread: otherwise the next job of a multirun would continue this W&B run
+                logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
+        for bug in (background.bug for background in begun):
+            if bug is not None and is_done:  # otherwise the error that ended the run matters more
+                raise bug
 
 
 def flat(params: dict[Any, Any]) -> dict[str, Any]:
@@ -182,18 +183,14 @@ def flat(params: dict[Any, Any]) -> dict[str, Any]:
 # --- metrics.csv, which is always written ---
 
 
-class MetricsCsv(DummyLogger):
-    """runs/<name>/metrics.csv: a row per logged step, a column per metric.
-
-    Its `experiment` ignores images and the like, which modules may send to it.
-    """
+class MetricsCsv(Logger):
+    """runs/<name>/metrics.csv: a row per logged step, a column per metric."""
 
     name, version = "csv", ""  # type: ignore[assignment]
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
         self.log = RunFolder(run_dir).metrics_log
-        self.experiment.log_metrics = self.log_metrics  # type: ignore[attr-defined]  # as of Lightning's CSVLogger
 
     @property
     def save_dir(self) -> str:
@@ -201,6 +198,17 @@ class MetricsCsv(DummyLogger):
         return str(self.log.path.parent)
 
     log_dir = save_dir
+
+    @property
+    def experiment(self) -> Any:
+        """Logs metrics, like Lightning's CSVLogger; ignores images and the like, which modules may send to it."""
+        dummy: Any = DummyLogger().experiment
+        dummy.log_metrics = self.log_metrics
+        return dummy
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the config is in config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -221,20 +229,15 @@ def markdown(panel: Table | Matrix) -> str:
 
 
 class TensorBoard(TensorBoardLogger):
-    """Shows the config as text, and the run as a row in the HParams tab, next to all metrics."""
+    """Shows the run as a row in the HParams tab, next to all metrics."""
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        super().log_hyperparams(params)  # adds them to `hparams`, which is written to hparams.yaml
-        values = flat(dict(self.hparams))  # hyperparameters of a module come later, when the row has begun
-        self.experiment.add_text("config", markdown(Table("Config", ["key", "value"], list(values.items()))), 0)
-        self.add_row(1, values)
-
-    def add_row(self, part: int, params: dict[str, Any]) -> None:
-        """Part 1 begins the row in HParams, part 2 ends it. Part 0 would restrict the metrics that are shown."""
         from torch.utils.tensorboard.summary import hparams
 
-        self.experiment.file_writer.add_summary(hparams(params, {})[part])
+        super().log_hyperparams(params)  # adds them to `hparams`, which is written to hparams.yaml
+        # Part 1 is the row of the run. Part 0 would restrict the metrics that are shown.
+        self.experiment.file_writer.add_summary(hparams(flat(dict(self.hparams)), {})[1])
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
@@ -242,8 +245,6 @@ class TensorBoard(TensorBoardLogger):
         if end.page:
             self.experiment.add_text("report", "\n\n".join([f"Full report: {end.page}", *tables]), end.step)
         self.experiment.add_text("status", f"{end.status}: {end.error}" if end.error else end.status, end.step)
-        if end.status == "done":  # TensorBoard shows the first end only, and a failed run may be resumed
-            self.add_row(2, {})
 
 
 def tensorboard(*, run_dir: Path, purge_step: int | None = None) -> TensorBoardLogger:

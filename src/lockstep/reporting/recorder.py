@@ -11,35 +11,35 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
 
 from lockstep import ROOT, WHEEL
 from lockstep.checkpoints.finding import checkpoint_paths, step_of
+from lockstep.checkpoints.saving import best_checkpoint
 from lockstep.config import project
 from lockstep.config.checks import unused_overrides
 from lockstep.config.draft import as_yaml
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.errors import Outcome, UserError, outcome_of, raise_problems
+from lockstep.kit.panels import Content
 from lockstep.machine import process
 from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import log_to_file, show_run
+from lockstep.reporting.loggers import Background, ChosenLoggers
 from lockstep.run import SEPARATOR, RunFolder, metrics_of_test, provenance, validation_metrics_at
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-    from lightning.pytorch.loggers import Logger
-
-    from lockstep.kit.panels import Content
-    from lockstep.reporting.loggers import Background
+from lockstep.training.arithmetic import steps_done
 
 log = logging.getLogger("lockstep")
 # Writes the page of a run that is done or has failed, like write_page of extras/page.py.
-Page = Callable[[RunFolder, RunConfig, dict[str, Any], "pl.Trainer | None", Sequence["Content"]], None]
+Page = Callable[[RunFolder, RunConfig, dict[str, Any], pl.Trainer | None, Sequence[Content]], None]
 
 
-def from_callbacks(trainer: "pl.Trainer | None", method: str) -> list[Any]:
+def from_callbacks(trainer: pl.Trainer | None, method: str) -> list[Any]:
     """Results of the callbacks' `report_metrics() -> dict` (on every rank) or `report_panels() -> list` (on rank 0)."""
     callbacks = trainer.callbacks if trainer else ()  # type: ignore[attr-defined]
     return [getattr(callback, method)() for callback in callbacks if hasattr(callback, method)]
@@ -52,7 +52,6 @@ def first_report(settings: Settings) -> dict[str, Any]:
         "status": "running",
         "run": cfg.run,
         "task": settings.cfg.task.title,
-        "model": settings.model_title,
         "strategy": cfg.strategy.name,
         "world_size": world.size,
         "accelerator": world.accelerator,
@@ -87,13 +86,12 @@ class Recorder:
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter at the end of training
         self.log = ExitStack()
-        self.others: list[Background] = []  # loggers besides metrics.csv
+        self.chosen: ChosenLoggers | None = None  # on rank 0: loggers besides metrics.csv
         self.restore: Callable[[], None] | None = None  # restores the folder to its state at the start of the run
         self.resumed_at = 0  # steps done before this start
         self.was_done = False  # before this start
         self.tested_before: list[str] = []  # metrics of a test before the run was resumed
         self.trainer: pl.Trainer | None = None
-        self.loggers: list[Logger] = []
         # Evaluations after training. Includes a validation if the checkpoint to test has not been validated.
         self.stages: list[str] = []
         self.panels: list[Content] = []  # about the test set
@@ -104,9 +102,9 @@ class Recorder:
         process.trains = True
         return self
 
-    def begin(self, trainer: "pl.Trainer") -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Writes the first files of the run that `trainer` trains."""
-        self.trainer, self.loggers = trainer, trainer.loggers
+        self.trainer = trainer
         raise_problems(unused_overrides(self.settings))
         settings = self.settings.as_built()
         self.config = settings.cfg
@@ -114,12 +112,11 @@ class Recorder:
         self.report |= {"model": summary.model, **summary.data_info}
         if self.rank == 0:
             self.open()
-            from lockstep.reporting.loggers import Background, StartLoggers
-
             names = [name for name in self.config.logger if name != "csv"]
             named = zip(names, trainer.loggers[:-1], strict=True)  # the last is metrics.csv
-            self.others = [Background(logger, name, self.config, self.report) for name, logger in named]
-            trainer.callbacks.append(StartLoggers(self.others, self.folder))  # type: ignore[attr-defined]
+            backgrounds = [Background(logger, name, self.config, self.report) for name, logger in named]
+            self.chosen = ChosenLoggers(backgrounds, self.folder)
+            trainer.callbacks.append(self.chosen)  # type: ignore[attr-defined]
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
@@ -132,8 +129,7 @@ class Recorder:
                 self.tested_before = metrics_of_test(previous)
                 self.was_done = previous.get("status") == "done"
         elif folder.has_config():
-            advice = "Set resume=auto to continue it, or use a different name."
-            raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
+            raise UserError(f"{folder.path} exists. Set resume=auto to continue it, or run=<new name>.")
         self.restore = folder.snapshot_restorer()
         folder.path.mkdir(parents=True, exist_ok=True)
         make_folder(folder.checkpoints)
@@ -155,17 +151,10 @@ class Recorder:
 
     def trained(self) -> str | None:
         """Adds the measurements of training. Returns the checkpoint to test, if any. Call it on every rank."""
-        import torch
-
-        from lockstep.checkpoints.saving import best_checkpoint
-        from lockstep.training.arithmetic import steps_done
-        from lockstep.training.module import Means
-
         trainer, report = self.trainer, self.report
         assert trainer is not None
-        means: Means = trainer.strategy.means  # type: ignore[attr-defined]
-        for background in self.others:
-            background.start()  # if there was no step left to train
+        if self.chosen:
+            self.chosen.start()  # if there was no step left to train
         checkpoint = best_checkpoint(trainer)
         monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
         self.checkpoint_step = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
@@ -183,14 +172,13 @@ class Recorder:
         peak = peak_bytes(device)
         if peak is not None:  # the maximum of all processes
             peak = int(trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max"))
+        rows = self.folder.metrics() if self.rank == 0 else ()
         report |= {
             "time/start_s": max(0.0, self.trained_s - self.began_s - known_s),
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
-            **means.marked(
-                validation_metrics_at(self.folder.metrics() if self.rank == 0 else (), self.checkpoint_step, monitor)
-            ),
+            **trainer.strategy.means.marked(validation_metrics_at(rows, self.checkpoint_step, monitor)),  # type: ignore[attr-defined]
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
         self.stages = ["test"] if self.was_validated else ["val", "test"]
@@ -233,15 +221,11 @@ class Recorder:
                 if self.page:
                     self.page(self.folder, self.config, self.report, self.trainer, panels)
             self.folder.write_report(self.report)  # now, because a logger's server may be slow
-        if self.others:
-            from lockstep.reporting.loggers import end_run
-
-            end_run(self.others, self.report, panels, self.folder)
+        if self.chosen:
+            self.chosen.end(self.report, panels)
         if error is None and self.trainer is not None:
             show_run(self.folder, self.config, self.report, self.trainer.lightning_module)
 
     def steps(self) -> int:
         """Steps done now and before this start."""
-        from lockstep.training.arithmetic import steps_done
-
         return steps_done(self.trainer) if self.trainer and self.trainer.lightning_module else 0
