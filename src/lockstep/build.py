@@ -56,8 +56,6 @@ from lockstep.training.module import call_own_train, changed_frozen
 from lockstep.training.oom import oom_advice
 
 __all__ = ["datamodule", "evaluate", "module", "process", "recorder", "trainer"]
-# Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
-threads_before_exact: list[tuple[int, str | None]] = []
 REFUSALS = (
     ValueError, TypeError, RuntimeError, LookupError, AssertionError, InstantiationException, MisconfigurationException,
 )  # fmt: skip
@@ -68,27 +66,16 @@ def process(settings: Settings) -> None:
     cfg, world = settings.cfg, settings.world
     console.quiet(world.rank)
     keep_freed_memory(world.accelerator, is_sharded=settings.spec.is_sharded)
-    if world.accelerator == "cpu":
-        if threads_before_exact:
-            set_threads(*threads_before_exact.pop())
-        if number := threads(world):
-            set_threads(number, str(number))
-        if cfg.exact.logical_ranks:
-            threads_before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
-            set_threads(cfg.exact.threads, str(cfg.exact.threads))
+    number = cfg.exact.threads if cfg.exact.logical_ranks else threads(world)
+    if world.accelerator == "cpu" and number:
+        torch.set_num_threads(number)
+        os.environ["OMP_NUM_THREADS"] = str(number)  # otherwise Lightning's launcher later sets a different number
     if not gpu_count():
         # Optimizers check for GPUs at each step. Lightning makes torch query the driver, which is slow to fail if there is none:
         # the default recipe ran at 4,352 images/s without this line and at 4,601 with it (medians of 4 runs, two threads).
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
     seed(settings.seed)
-
-
-def set_threads(number: int, variable: str | None) -> None:
-    """`variable`: OMP_NUM_THREADS. If it is unset, Lightning's launcher later sets a different number of threads."""
-    torch.set_num_threads(number)
-    os.environ.pop("OMP_NUM_THREADS", None)
-    os.environ.update({"OMP_NUM_THREADS": variable} if variable else {})
 
 
 def seed(number: int) -> None:
@@ -183,8 +170,7 @@ def arguments_of(
     if "metadata" in wanted:
         if not isinstance(metadata, Mapping):
             raise UserError(
-                f"task={cfg.task.title} needs the `metadata` of the data, but data={cfg.data.title} has none. Write a lockstep.DataSet, or give your "
-                "LightningDataModule a dict `metadata`, or use a LightningModule without this argument as the task."
+                f"task={cfg.task.title} needs the `metadata` of the data, but data={cfg.data.title} has none."
             )
         given["metadata"] = metadata
         settings.made_for["metadata"] = plain({**metadata}, "metadata")
@@ -336,22 +322,22 @@ def evaluate(
     panels = [TestPanels(run.panels, compiled=settings.cfg.compile)] if run and stage == "test" else []
 
     def metrics_of(loaders: Loaders, *more: pl.Callback) -> dict[str, float]:
-        trainer = evaluator(settings, loaders, *more, loggers=run.loggers if run else ())
+        trainer = evaluator(settings, loaders, *more, loggers=run.trainer.loggers if run and run.trainer else ())
         with oom_advice(trainer, loaders, settings):
             by_loader = getattr(trainer, verb)(loaders.module, datamodule=data, verbose=False)
         counts = {f"{part}/count" for part in ("val", *getattr(data, "sets", ())) if part.startswith("val")}
         found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
-        found = trainer.strategy.means.marked(found)  # type: ignore[attr-defined]
-        return {n: int(v) if n.endswith("/count") else v for n, v in found.items()}
+        found = {name: int(value) if name.endswith("/count") else value for name, value in found.items()}
+        return dict(trainer.strategy.means.marked(found))  # type: ignore[attr-defined]
 
     metrics = metrics_of(loaders, *panels)
     raw = read(Path(saved)).raw_state_dict if saved else None
     if saved and raw is not None:  # the run averaged its weights: training continues from these
         loaders = Loaders(data, make(start, data))
         load_into(loaders.module, raw, saved, strict=loaders.module.strict_loading)
-        of_raw = metrics_of(loaders)
-        names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}
-        metrics |= {names[name]: value for name, value in of_raw.items() if not name.endswith("/count")}
+        for name, value in metrics_of(loaders).items():
+            if not name.endswith("/count"):
+                metrics[name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}"] = value
     return metrics
 
 
