@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.config.settings import Settings
 from lockstep.launch import start
-from lockstep.reporting.recorder import Recorder
+from lockstep.run import RunFolder
 
 MEMORY_BYTES = 3 * 2**30  # of data, so unpacking a larger archive raises MemoryError
 
@@ -25,6 +25,6 @@ def noting(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 for owner, name, stage in (
-    (start, "check_classes", "classes"), (Settings, "with_auto_resolved", "torch"), (Recorder, "open", "run"),
+    (start, "check_classes", "classes"), (Settings, "with_auto_resolved", "torch"), (RunFolder, "snapshot_restorer", "run"),
 ):  # fmt: skip
     setattr(owner, name, noting(stage, getattr(owner, name)))

@@ -6,7 +6,8 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,8 +56,6 @@ from lockstep.training.module import call_own_train, changed_frozen
 from lockstep.training.oom import oom_advice
 
 __all__ = ["datamodule", "evaluate", "module", "process", "recorder", "trainer"]
-# Threads and OMP_NUM_THREADS before a job with exact.logical_ranks, to restore them for the next job in this process.
-threads_before_exact: list[tuple[int, str | None]] = []
 REFUSALS = (
     ValueError, TypeError, RuntimeError, LookupError, AssertionError, InstantiationException, MisconfigurationException,
 )  # fmt: skip
@@ -67,14 +66,10 @@ def process(settings: Settings) -> None:
     cfg, world = settings.cfg, settings.world
     console.quiet(world.rank)
     keep_freed_memory(world.accelerator, is_sharded=settings.spec.is_sharded)
-    if world.accelerator == "cpu":
-        if threads_before_exact:
-            set_threads(*threads_before_exact.pop())
-        if number := threads(world):
-            set_threads(number, str(number))
-        if cfg.exact.logical_ranks:
-            threads_before_exact.append((torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
-            set_threads(cfg.exact.threads, str(cfg.exact.threads))
+    number = cfg.exact.threads if cfg.exact.logical_ranks else threads(world)
+    if world.accelerator == "cpu" and number:
+        torch.set_num_threads(number)
+        os.environ["OMP_NUM_THREADS"] = str(number)  # otherwise Lightning's launcher later sets a different number
     if not gpu_count():
         # Optimizers check for GPUs at each step. Lightning makes torch query the driver, which is slow to fail if there is none:
         # the default recipe ran at 4,352 images/s without this line and at 4,601 with it (medians of 4 runs, two threads).
@@ -83,21 +78,16 @@ def process(settings: Settings) -> None:
     seed(settings.seed)
 
 
-def set_threads(number: int, variable: str | None) -> None:
-    """`variable`: OMP_NUM_THREADS. If it is unset, Lightning's launcher later sets a different number of threads."""
-    torch.set_num_threads(number)
-    os.environ.pop("OMP_NUM_THREADS", None)
-    os.environ.update({"OMP_NUM_THREADS": variable} if variable else {})
-
-
 def seed(number: int) -> None:
     """The same seed on every rank, so networks start equal. training/seeds.py seeds what differs by rank."""
     pl.seed_everything(number, workers=True, verbose=False)
 
 
-def recorder(settings: Settings, page: Page | None = None) -> Recorder:
+@contextmanager
+def recorder(settings: Settings, page: Page | None = None) -> Iterator[Recorder]:
     """Keeps report.json up to date from `begin` to the end of its block. Then `page` renders it."""
-    return Recorder(settings, page, partial(with_advice, settings))
+    with Recorder(settings, page) as run, fit_errors_explained(settings, run):
+        yield run
 
 
 def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModule | None:
@@ -180,8 +170,7 @@ def arguments_of(
     if "metadata" in wanted:
         if not isinstance(metadata, Mapping):
             raise UserError(
-                f"task={cfg.task.title} needs the `metadata` of the data, but data={cfg.data.title} has none. Write a lockstep.DataSet, or give your "
-                "LightningDataModule a dict `metadata`, or use a LightningModule without this argument as the task."
+                f"task={cfg.task.title} needs the `metadata` of the data, but data={cfg.data.title} has none."
             )
         given["metadata"] = metadata
         settings.made_for["metadata"] = plain({**metadata}, "metadata")
@@ -266,38 +255,35 @@ def load_module(checkpoint: Checkpoint) -> pl.LightningModule:
     return made.eval()
 
 
-def with_advice(settings: Settings, trainer: pl.Trainer, error: BaseException) -> BaseException:
+@contextmanager
+def fit_errors_explained(settings: Settings, run: Recorder) -> Iterator[None]:
     """Explains an error of `trainer.fit`: out of memory; or torch, Lightning or another library rejected what it got until the first step."""
-    if trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
-        return error
-    trace, loop = error.__traceback__, trainer.fit_loop.epoch_loop
-    trained, validated = loop.batch_progress.total, loop.val_loop.batch_progress.current
-    may_explain = (
-        isinstance(error, REFUSALS) and not isinstance(error, UserError | TrainingFailed) and not is_bug(error)
-    )
     try:
-        with oom_advice(trainer, Loaders(trainer.datamodule, trainer.lightning_module), settings):  # type: ignore[attr-defined]
-            raise error
-    except BaseException as e:
-        if e is not error:
-            return e
-        if trained.completed or not may_explain:
-            return error.with_traceback(trace)
-    cfg, reason = settings.as_built().cfg, " ".join(str(error).split()) or type(error).__name__
-    parts = [f"{key}={part.title}" for key in ("model", "data", "task", "optim") if (part := getattr(cfg, key))]
-    if trained.ready or validated.ready:
-        reason = f"{', '.join(parts)} do not fit together: {reason}"
-    return UserError(reason)
+        yield
+    except Exception:
+        trainer = run.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.state.finished:
+            raise
+        try:
+            with oom_advice(trainer, Loaders(trainer.datamodule, trainer.lightning_module), settings):  # type: ignore[attr-defined]
+                raise
+        except REFUSALS as error:
+            has_trained = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+            if has_trained or isinstance(error, UserError | TrainingFailed) or is_bug(error):
+                raise
+            raise UserError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether an error before the end of the first step was raised by code of the user's or of Lockstep, or because another process failed."""
+    """Whether an error of `trainer.fit` was raised by code of the user's or of Lockstep, or because another process failed."""
     trace, file, is_ours = error.__traceback__, Path(), False
-    below = trace.tb_next if trace else None  # train.py itself, which calls fit, is the user's code
+    while trace and not trace.tb_frame.f_globals.get("__name__", "").startswith("lightning."):
+        trace = trace.tb_next  # train.py itself, which calls fit, is the user's code
+    below = trace
     while trace:
-        file = Path(trace.tb_frame.f_code.co_filename)
+        file, trace = Path(trace.tb_frame.f_code.co_filename), trace.tb_next
         is_ours = file.is_relative_to(PACKAGE) and file.parent.name not in ("compat", "tasks")
-        below, trace = trace.tb_next if is_ours else below, trace.tb_next
+        below = trace if is_ours else below
     is_lost = "torch/distributed/" in file.as_posix()  # another process failed
     return is_ours or is_lost or is_user_code_error(Exception(*error.args).with_traceback(below))
 
@@ -336,22 +322,22 @@ def evaluate(
     panels = [TestPanels(run.panels, compiled=settings.cfg.compile)] if run and stage == "test" else []
 
     def metrics_of(loaders: Loaders, *more: pl.Callback) -> dict[str, float]:
-        trainer = evaluator(settings, loaders, *more, loggers=run.loggers if run else ())
+        trainer = evaluator(settings, loaders, *more, loggers=run.trainer.loggers if run and run.trainer else ())
         with oom_advice(trainer, loaders, settings):
             by_loader = getattr(trainer, verb)(loaders.module, datamodule=data, verbose=False)
         counts = {f"{part}/count" for part in ("val", *getattr(data, "sets", ())) if part.startswith("val")}
         found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
-        found = trainer.strategy.means.marked(found)  # type: ignore[attr-defined]
-        return {n: int(v) if n.endswith("/count") else v for n, v in found.items()}
+        found = {name: int(value) if name.endswith("/count") else value for name, value in found.items()}
+        return dict(trainer.strategy.means.marked(found))  # type: ignore[attr-defined]
 
     metrics = metrics_of(loaders, *panels)
     raw = read(Path(saved)).values.get("current_model_state") if saved else None
     if saved and raw is not None:  # the run averaged its weights: training continues from these
         loaders = Loaders(data, make(start, data))
         load_into(loaders.module, raw, saved, strict=loaders.module.strict_loading)
-        of_raw = metrics_of(loaders)
-        names = {name: name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}" for name in of_raw}
-        metrics |= {names[name]: value for name, value in of_raw.items() if not name.endswith("/count")}
+        for name, value in metrics_of(loaders).items():
+            if not name.endswith("/count"):
+                metrics[name.replace("/", "/raw/", 1) if "/" in name else f"raw/{name}"] = value
     return metrics
 
 

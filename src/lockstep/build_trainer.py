@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,10 +18,10 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 
 from lockstep.callbacks import step_seed, stopping, summary
 from lockstep.callbacks.hang_detector import HangDetector
-from lockstep.callbacks.module_hooks import ModuleHooks, callback_errors
+from lockstep.callbacks.module_hooks import ModuleHooks
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.finding import read_outline
+from lockstep.checkpoints.finding import read_outline, step_of
 from lockstep.compat.lightning import LogsNothing, StepsFromOne, log_by, without_sigterm_handler
 from lockstep.config.instantiate import create_object
 from lockstep.config.run_config import Component
@@ -29,10 +30,10 @@ from lockstep.config.targets import matching_kwargs
 from lockstep.data.parts import Targets
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process
-from lockstep.reporting.loggers import MetricsCsv, TruncateLogsOnResume
+from lockstep.reporting.loggers import MetricsCsv
 from lockstep.strategies.base import DividedBatches
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic, clip_exactly
-from lockstep.training.batches import HOOKS, Loaders
+from lockstep.training.batches import Loaders
 from lockstep.training.module import Means
 
 PROFILERS: dict[str, type[Profiler]] = {
@@ -43,10 +44,11 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def loggers(settings: Settings) -> list[Logger]:
-    """All loggers, metrics.csv last, so `self.logger` is the first chosen one. A logger gets `run_dir`, `run`, `runs_dir` and `resumed` if its
+    """All loggers, metrics.csv last, so `self.logger` is the first chosen one. A logger gets `run_dir`, `run`, `runs_dir` and `purge_step` if its
     signature names them."""
     cfg, folder = settings.cfg, settings.folder.path
-    offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
+    purge_step = step_of(Path(cfg.resume)) + 1 if cfg.resume else None
+    offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "purge_step": purge_step}
     made: list[Logger] = []
     for name, each in cfg.logger.items():
         if name != "csv":
@@ -90,14 +92,9 @@ def arithmetic(settings: Settings) -> StepArithmetic:
 def module_problems(settings: Settings, loaders: Loaders) -> Iterator[str]:
     """What the module and the data define that would be ignored or is not supported."""
     cfg, module = settings.cfg, loaders.module
-    name, is_manual = type(module).__name__, not module.automatic_optimization
-    if not any(map(loaders.provides, HOOKS)):
-        yield f"data=none has no batches, and {name} has no train_dataloader. Add it to the module, or set the data: data=mnist, or data=own data._target_=<your LightningDataModule>."
-    if arithmetic(settings).same_bits and is_manual:
+    name = type(module).__name__
+    if arithmetic(settings).same_bits and not module.automatic_optimization:
         yield f"exact.logical_ranks computes each step several times, but {name} uses manual optimization, whose steps change the weights. Remove it."
-    for key in ("accumulate_grad_batches", "gradient_clip_val") if is_manual else ():
-        if (value := cfg.get(f"trainer.{key}")) not in (None, 1 if key == "accumulate_grad_batches" else None):
-            yield f"trainer.{key}={value} has no effect: {name} uses manual optimization, and does this itself. Remove it."
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         yield f"{name}.training_step takes dataloader_iter, so Lockstep cannot track its batches. Change it to take batch and batch_idx."
     if (monitor := cfg.checkpoint.monitor) and not loaders.evaluates("validation", "val"):
@@ -135,7 +132,6 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     own: list[pl.Callback] = [
         stopping.RankAgreement(shared),
         summary.RunSummary(loaders, data_info, model, cfg, settings.made_for, settings.overrides),
-        TruncateLogsOnResume(folder),
         *more,
     ]
     if cfg.trainer.enable_progress_bar:
@@ -187,9 +183,9 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
     cfg, world, folder = settings.cfg, settings.world, settings.folder.path
     ways = arithmetic(settings)
     given = matching_kwargs("lightning.pytorch.Trainer", vars(cfg.trainer))  # a custom key is for a custom callback
-    ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
-    devices = given["devices"] if ids else world.devices
-    given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
+    if not isinstance(given["devices"], list) and "," not in str(given["devices"]):  # a number, not which devices
+        given["devices"] = world.devices
+    given |= {"accelerator": world.accelerator, "num_nodes": world.nodes}
     given |= ways.trainer_arguments(given, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/module_hooks.py decides once the loaders are there
@@ -203,26 +199,25 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=folder, filename="profile") if profiler else None
     # strategies/base.py, callbacks/summary.py, callbacks/stopping.py
-    given |= {"sync_batchnorm": False, "enable_progress_bar": False, "max_time": None}
+    given |= {"sync_batchnorm": False, "max_time": None}
+    # Lightning rejects a bar otherwise; callbacks/module_hooks.py removes and reports it
+    given["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in given["callbacks"])
     # For processes that Lockstep started, only LOCAL_RANK and the like matter, not the rest of the environment.
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which is in a different folder.
+    environment: ClusterEnvironment | None = None if world.external else StartedProcesses()
     if world.external == "slurm":  # Lightning needs this variable, which `srun --ntasks` does not set
         os.environ["SLURM_NTASKS_PER_NODE"] = str(world.devices)
-    slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
-    environment = slurm if world.external else StartedProcesses()
+        environment = SLURMEnvironment(auto_requeue=False)
     offered = {"sharded_checkpoints": cfg.checkpoint.sharded}
     strategy = create_object(chosen, "strategy", **matching_kwargs(chosen.target, offered))
     if not isinstance(strategy, DividedBatches):
         raise UserError(
-            f"strategy._target_={chosen.target} does not divide batches. Subclass one of lockstep.strategies: SingleDevice, DDP, FSDP2."
+            f"strategy._target_={chosen.target} does not divide batches: subclass one of lockstep.strategies."
         )
     strategy.seed, strategy.arithmetic, strategy.means = settings.seed, ways, Means()
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None:
         plugins.append(environment)  # otherwise Lightning would requeue a SLURM job of one task
-    raise_problems(callback_errors(given["callbacks"]))
-    bars = [callback for callback in given["callbacks"] if isinstance(callback, ProgressBar)]
-    given["callbacks"] = [callback for callback in given["callbacks"] if callback not in bars]
     try:
         made = pl.Trainer(
             **given,
@@ -231,9 +226,8 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
             use_distributed_sampler=False,  # the strategy divides batches
             default_root_dir=folder,
         )
-    except (ValueError, TypeError, MisconfigurationException) as e:
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
-    made.callbacks += bars  # type: ignore[attr-defined]  # Lightning rejects them; callbacks/module_hooks.py reports them
     clip_exactly(made, ways)
     without_sigterm_handler(made)
     log_by(made, StepsFromOne)

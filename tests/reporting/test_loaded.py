@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,10 +76,8 @@ def test_every_panel_comes_back_from_its_file(tmp_path):
             read_panels(path)
 
 
-def test_a_notebook_shows_the_figures_and_the_whole_page(run_a):
-    shown = lockstep.load_report("a")._repr_html_()
-    table, frame = shown.split("</table>")
-    assert f"<tr><th>test/acc</th><td>{run_a['test/acc']:.2%}</td></tr>" in table
+def test_a_notebook_shows_the_whole_page(run_a):
+    frame = lockstep.load_report("a")._repr_html_()
     source = re.search('srcdoc="([^"]*)"', frame)[1]
     assert html.unescape(source) == Path("runs/a/report.html").read_text()
     assert 'sandbox="allow-scripts' in frame  # not allow-same-origin: the page's script must not reach the notebook
@@ -92,16 +89,12 @@ def test_a_run_that_failed_early_has_a_report(tmp_path, monkeypatch):
     Path("runs/bad/report.json").write_text('{"status": "failed", "run": "bad", "error": "a < b"}')
     report = lockstep.load_report("bad")
     assert (report.curves, report.panels, len(report.frame())) == ({}, {}, 0)
-    assert "<td>a &lt; b</td>" in report._repr_html_()
-    assert "iframe" not in report._repr_html_()
+    assert report._repr_html_() is None  # a notebook shows the dict
 
 
-def test_what_is_no_run_is_told(run_a, monkeypatch):
+def test_what_is_no_run_is_told(run_a):
     with pytest.raises(
         UserError,
         match=r"b: neither a checkpoint nor a run \(runs/b/report.json or b/report.json is missing\)\. Runs there: a\.",
     ):
         lockstep.load_report("b")
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match="pip install pandas"):
-        lockstep.load_report("a").frame()

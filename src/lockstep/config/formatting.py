@@ -2,14 +2,10 @@
 
 import re
 import shlex
-import shutil
 import sys
-import textwrap
 import unicodedata
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 
@@ -31,10 +27,6 @@ def pluralize(count: float, noun: str) -> str:
     """`1 step`, `2,000 steps`."""
     return f"{count:,.0f} {noun}" + ("" if count == 1 else "s")
 
-
-# Of textwrap: words, such as paths, stay whole, and so does the indentation of code.
-WRAP: Any = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
-warned: set[tuple[str, str]] = set()  # the folder of a multirun, and a warning of its jobs
 
 FRACTION = re.compile(r"^P\(|(?:^|[/_])(?:acc|accuracy|top_?\d+|precision|recall)(?:$|[/_])")
 
@@ -79,20 +71,12 @@ def shell_line(*words: str) -> str | None:
 
 
 def print_error(text: str) -> None:
-    """Prints to standard error. A terminal breaks long lines between words."""
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        text = "\n".join(textwrap.fill(line, width, **WRAP) for line in text.split("\n"))
     print(readable(text), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    """Prints a warning, for messages before a run has its log. The jobs of a multirun print it once."""
-    hydra = HydraConfig.get() if HydraConfig.initialized() else None
-    sweep = hydra.sweep.dir if hydra and hydra.mode == RunMode.MULTIRUN else None
-    if (sweep, text) not in warned:
-        print_error(f"WARNING: {text}")
-    warned.update({(sweep, text)} if sweep else ())
+    """Prints a warning, for messages before a run has its log."""
+    print_error(f"WARNING: {text}")
 
 
 def size(n_bytes: float | None) -> str:

@@ -32,8 +32,6 @@ class MLflow(MLFlowLogger):
         UserError: the package is not installed.
     """
 
-    local = "tracking_uri=null"  # an override that works without a server
-
     def __init__(
         self,
         *,

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +21,6 @@ from lockstep.config.compose import to_hydra
 from lockstep.config.formatting import inline, number, pluralize, seconds, size
 from lockstep.config.project import command
 from lockstep.config.run_config import RunConfig
-from lockstep.errors import SaveFailed
 from lockstep.machine import process
 from lockstep.machine.files import open_log, write_json
 from lockstep.machine.process import in_notebook
@@ -92,18 +91,21 @@ class ProgressLine:
 
     def print_above(self, text: str) -> None:
         """Prints a line that stays."""
-        if self.width:  # in a notebook: the line that is rewritten
-            print(flush=True)
-            self.width = 0
+        self.end_line()
         print_line(text)
+
+    def end_line(self) -> None:
+        """In a notebook, ends the line that is rewritten."""
+        if self.width:
+            print(flush=True)
+        self.width = 0
 
     def end(self) -> None:
         process.before_prompt.pop(self, None)
         if self.bar is not None:
             self.bar.stop()
-        elif self.width:
-            print(flush=True)
-        self.bar, self.width = None, 0
+        self.bar = None
+        self.end_line()
 
 
 # --- Lines and tables; silencing of known messages of the frameworks ---
@@ -165,12 +167,12 @@ def print_line(text: str, *, copied: bool = False, link: Path | None = None) -> 
         log.info(text)
 
 
-def metrics_table(rows: Sequence[tuple[str, str]]) -> None:
+def metrics_table(rows: Mapping[str, str]) -> None:
     """A table of names and values, also written to train.log."""
     table = Table(show_header=False)
-    for row in rows:
-        table.add_row(*map(inline, row))
-        log.info("%s: %s", *map(inline, row))
+    for name, value in rows.items():
+        table.add_row(inline(name), inline(value))
+        log.info("%s: %s", inline(name), inline(value))
     out.print(table)
 
 
@@ -198,24 +200,17 @@ def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], modul
     speed = "not measured" if rate is None else f"{rate:,.0f} {unit}/s"
     speed += "" if wait is None else f", {wait:.1%} waiting for data"
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
-    compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
-    primary = headline(module, report)[:2]
-    test_metrics = [f"test/{name}" for name in ("loss", *config.task.parts("metrics"))]
-    rows = [
-        primary,
-        *(
-            (key.replace("/", " "), number(report[key]))
-            for key in test_metrics
-            if key in report and key.replace("/", " ") != primary[0].replace("/", " ")
-        ),
-        ("speed", speed),
-        ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
-    ]
+    primary, value, _ = headline(module, report)
+    rows = {primary.replace("/", " "): value}
+    for name in ("loss", *config.task.parts("metrics")):
+        if f"test/{name}" in report:
+            rows.setdefault(f"test {name.replace('/', ' ')}", number(report[f"test/{name}"]))
+    rows |= {"speed": speed, "peak memory": f"{size(report['peak_memory_bytes'])} per process"}
     metrics_table(rows)
     checkpoint = report["checkpoint"]
     outputs = "checkpoint and report" if checkpoint else "report, without a checkpoint"
     steps = pluralize(report["train/steps"], "step")
-    print_line(f"done: {steps} in {seconds(report['wall_s'])}{compiling}; {outputs}:")
+    print_line(f"done: {steps} in {seconds(report['wall_s'])}; {outputs}:")
     if checkpoint:
         print_line(str(folder.path / checkpoint), copied=True)
     page = folder.page_file if folder.page_file.is_file() else folder.report_file
@@ -228,13 +223,9 @@ def show_run(folder: RunFolder, config: RunConfig, report: dict[str, Any], modul
 
 def show_evaluation(path: Path, metadata: Mapping[str, Any], metrics: dict[str, Any]) -> None:
     """Prints the metrics and writes them to `path`, with `metadata`: their run, checkpoint, strategy and world size."""
-    rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in metrics.items()]
     print_line(str(metadata["checkpoint"]), copied=True)
-    metrics_table(rows)
-    try:
-        write_json(path, {**metadata, **metrics})
-    except OSError as e:
-        raise SaveFailed(f"{path} could not be written: {e.strerror}. The metrics are above.") from None
+    metrics_table({name: f"{v:.8f}" if isinstance(v, float) else number(v) for name, v in metrics.items()})
+    write_json(path, {**metadata, **metrics})
 
 
 # --- train.log: the log messages of Lockstep and Lightning, and all warnings, which are also printed ---

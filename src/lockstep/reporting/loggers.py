@@ -4,7 +4,6 @@ Any Lightning logger works. If it has a method `on_run_end(end: RunEnd)`, that i
 0 and in the logger's own thread.
 """
 
-import http.client
 import logging
 import math
 import os
@@ -13,7 +12,6 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,10 +36,7 @@ log = logging.getLogger("lockstep")
 
 # --- A thread per logger: a logger's server must neither stop nor slow a run ---
 
-# OSErrors that a connection or a disk does not cause.
-BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 METHODS = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "on_run_end", "finalize")
-PENDING = 10_000  # maximum number of queued calls; later ones are dropped
 LATE_S = 60.0  # how long a call may take before a warning, and how long a run waits for it at its end
 SHORT_S = 5.0  # how long a failed run waits: other processes may be waiting for it
 
@@ -52,7 +47,7 @@ class Background:
     def __init__(self, logger: Logger, name: str, config: RunConfig, report: Mapping[str, Any]) -> None:
         """Collects calls, the first with the config, until `start`."""
         self.logger, self.name, self.warned = logger, name, False
-        self.calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(PENDING)
+        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self.began_s = math.inf  # start of the running call; infinite without one
         self.bug: Exception | None = None
         self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
@@ -62,11 +57,13 @@ class Background:
         write, batch_size, samples_key = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
 
         def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
-            """Adds the number of samples that the optimizer has seen, as a second x-axis."""
-            write(metrics if step is None else {samples_key: step * batch_size, **metrics}, step)
+            """Adds the number of samples that the optimizer has seen, as a second x-axis. Raises a bug of earlier calls."""
+            if self.bug is not None:
+                raise self.bug
+            seen = {samples_key: step * batch_size} if step is not None and batch_size else {}
+            write({**seen, **metrics}, step)
 
-        if batch_size:
-            logger.log_metrics = log_metrics  # type: ignore[method-assign]
+        logger.log_metrics = log_metrics  # type: ignore[method-assign]
 
     def start(self) -> None:
         """Creates the logger's run. Call it on rank 0. Raises UserError if its client cannot start."""
@@ -75,29 +72,17 @@ class Background:
         try:
             _ = getattr(self.logger, "experiment", None)
         except Exception as e:
-            if isinstance(e, UserError) or is_user_code_error(e):
+            if is_user_code_error(e):
                 raise
-            variables = [variable for variable in os.environ if variable.startswith(f"{self.name.upper()}_")]
-            local_option = f", or pass logger.{self.name}.{self.logger.local}" if hasattr(self.logger, "local") else ""
-            # pydantic's errors, from W&B's settings
+            # pydantic's errors, from W&B's settings, would show the value, perhaps a key
             reason = e.errors()[0]["msg"] if hasattr(e, "errors") else " ".join(str(e).split())
-            raise UserError(
-                f"logger.{self.name} cannot start: {reason}. Correct its keys or the environment variables "
-                f"(set: {', '.join(variables) or 'none'}){local_option}."
-            ) from e
+            raise UserError(f"logger.{self.name} cannot start: {reason}") from e
         self.thread.start()
 
     def add(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Raises the exception of an earlier call if it is a bug in the user's code."""
-        if self.bug is not None:
-            error, self.bug = self.bug, None
-            raise error
         if time.monotonic() - self.began_s > LATE_S:
             self.warn("does not respond")
-        try:
-            self.calls.put_nowait(partial(call, *args, **kwargs))
-        except queue.Full:
-            self.warn("cannot keep up")
+        self.calls.put(partial(call, *args, **kwargs))
 
     def work(self) -> None:
         while (call := self.calls.get()) is not None:
@@ -105,11 +90,8 @@ class Background:
             try:
                 call()
             except Exception as e:
-                # a failed connection, or a file that cannot be written
-                is_external = any(
-                    isinstance(x, OSError | http.client.HTTPException) and not isinstance(x, BUGS) for x in chain(e)
-                )
-                if is_user_code_error(e) and not is_external:
+                # an OSError is a failed connection, or a file that cannot be written
+                if is_user_code_error(e) and not any(isinstance(x, OSError) for x in chain(e)):
                     self.bug = e
                 else:
                     self.warn(f"failed with {type(e).__name__}: {e}")
@@ -122,9 +104,8 @@ class Background:
 
     def finish(self, wait_s: float) -> None:
         """Waits for the queued calls, until the running call has taken `wait_s` seconds, and ends the thread."""
+        self.calls.put(None)
         end_s = min(time.monotonic(), self.began_s) + wait_s
-        with suppress(queue.Full):
-            self.calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
         self.thread.join(max(0.0, end_s - time.monotonic()))
         if self.thread.is_alive():
             self.warn("does not respond")
@@ -133,17 +114,6 @@ class Background:
 
 
 # --- Start and end of all loggers ---
-
-
-class StartLoggers(pl.Callback):
-    """Creates the loggers' runs after the first step: a run that fails before it leaves nothing on a server."""
-
-    def __init__(self, backgrounds: Sequence[Background]) -> None:
-        self.waiting = list(backgrounds)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        while self.waiting and steps_done(trainer):
-            self.waiting.pop(0).start()
 
 
 FACTS = ("task", "model", "world_size", "accelerator", "nodes", "host", "data/name", "data/sha256", "git_sha", "versions")  # fmt: skip
@@ -160,31 +130,48 @@ class RunEnd:
     checkpoint: Path | None = None  # the tested checkpoint: a file, or the folder of a sharded one
 
 
-def end_run(
-    backgrounds: Sequence[Background], report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder
-) -> None:
-    """Reports the end of the run to all loggers and waits for them. Then raises the first bug of a custom logger."""
-    status, checkpoint, bugs = report["status"], report.get("checkpoint"), list[Exception]()
-    end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
-    if is_done := status == "done":
-        page = folder.page_file if folder.page_file.is_file() else None
-        end = replace(end, page=page, panels=panels, checkpoint=folder.path / checkpoint if checkpoint else None)
-    for background in (each for each in backgrounds if each.thread.ident):
-        logger = background.logger
-        uploads = end.checkpoint and getattr(logger, "log_model", False)
-        try:
+class ChosenLoggers(pl.Callback):
+    """Creates the loggers' runs after the first step: a run that fails before it leaves nothing on a server.
+
+    Truncates the logs at the checkpoint's step, so a resumed run writes no row twice.
+    """
+
+    def __init__(self, backgrounds: Sequence[Background], folder: RunFolder) -> None:
+        self.backgrounds, self.folder = backgrounds, folder
+
+    def start(self) -> None:
+        for background in self.backgrounds:
+            background.start()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if steps := steps_done(trainer):
+            self.folder.truncate_logs(steps)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if steps_done(trainer):
+            self.start()
+
+    def end(self, report: Mapping[str, Any], panels: Sequence[Content]) -> None:
+        """Reports the end of the run to all loggers and waits for them. Then raises the first bug of a custom logger."""
+        status, page, checkpoint = report["status"], self.folder.page_file, report.get("checkpoint")
+        end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
+        if is_done := status == "done":
+            path = self.folder.path / checkpoint if checkpoint else None
+            end = replace(end, page=page if page.is_file() else None, panels=panels, checkpoint=path)
+        begun = [background for background in self.backgrounds if background.thread.ident]
+        for background in begun:
+            logger = background.logger
             if hasattr(logger, "on_run_end"):
                 logger.on_run_end(end)
             logger.finalize("success" if is_done else "failed")  # a second time, for the test metrics
-        except Exception as e:
-            log.warning("logger.%s failed", background.name, exc_info=e)
-            bugs.append(e)
-        background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
-        if isinstance(logger, WandbLogger):
-            # in this thread: otherwise the next job of a multirun would continue this W&B run
-            logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
-    if bugs and is_done:  # otherwise the error that ended the run matters more
-        raise bugs[0]
+            uploads = end.checkpoint and getattr(logger, "log_model", False)
+            background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
+            if isinstance(logger, WandbLogger):
+                # in this thread: otherwise the next job of a multirun would continue this W&B run
+                logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
+        for bug in (background.bug for background in begun):
+            if bug is not None and is_done:  # otherwise the error that ended the run matters more
+                raise bug
 
 
 def flat(params: dict[Any, Any]) -> dict[str, Any]:
@@ -203,12 +190,12 @@ class MetricsCsv(Logger):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
-        self.folder, self.log = run_dir, RunFolder(run_dir).metrics_log
+        self.log = RunFolder(run_dir).metrics_log
 
     @property
     def save_dir(self) -> str:
         """Where a module may write its own files."""
-        return str(self.folder)
+        return str(self.log.path.parent)
 
     log_dir = save_dir
 
@@ -228,23 +215,6 @@ class MetricsCsv(Logger):
         self.log.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
 
-class TruncateLogsOnResume(pl.Callback):
-    """Truncates the logs at the checkpoint's step, so no row is written twice. W&B keeps what it has received."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-
-    @rank_zero_only
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if steps := steps_done(trainer):
-            self.folder.truncate_logs(steps)
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    writer = logger.experiment
-                    writer.close()  # it then opens a new file, which first purges older records from this step on
-                    writer.purge_step = steps + 1
-
-
 # --- TensorBoard: it cannot show report.html, so it gets the path and the tables as text ---
 
 
@@ -259,20 +229,15 @@ def markdown(panel: Table | Matrix) -> str:
 
 
 class TensorBoard(TensorBoardLogger):
-    """Shows the config as text, and the run as a row in the HParams tab, next to all metrics."""
+    """Shows the run as a row in the HParams tab, next to all metrics."""
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        super().log_hyperparams(params)  # adds them to `hparams`, which is written to hparams.yaml
-        values = flat(dict(self.hparams))  # hyperparameters of a module come later, when the row has begun
-        self.experiment.add_text("config", markdown(Table("Config", ["key", "value"], list(values.items()))), 0)
-        self.add_row(1, values)
-
-    def add_row(self, part: int, params: dict[str, Any]) -> None:
-        """Part 1 begins the row in HParams, part 2 ends it. Part 0 would restrict the metrics that are shown."""
         from torch.utils.tensorboard.summary import hparams
 
-        self.experiment.file_writer.add_summary(hparams(params, {})[part])
+        super().log_hyperparams(params)  # adds them to `hparams`, which is written to hparams.yaml
+        # Part 1 is the row of the run. Part 0 would restrict the metrics that are shown.
+        self.experiment.file_writer.add_summary(hparams(flat(dict(self.hparams)), {})[1])
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
@@ -280,12 +245,12 @@ class TensorBoard(TensorBoardLogger):
         if end.page:
             self.experiment.add_text("report", "\n\n".join([f"Full report: {end.page}", *tables]), end.step)
         self.experiment.add_text("status", f"{end.status}: {end.error}" if end.error else end.status, end.step)
-        if end.status == "done":  # TensorBoard shows the first end only, and a failed run may be resumed
-            self.add_row(2, {})
 
 
-def tensorboard(*, run_dir: Path) -> TensorBoardLogger:
-    return TensorBoard(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)
+def tensorboard(*, run_dir: Path, purge_step: int | None = None) -> TensorBoardLogger:
+    """`purge_step`: hides the records of earlier starts of the run from this step on."""
+    given: dict[str, Any] = {"default_hp_metric": False, "purge_step": purge_step}
+    return TensorBoard(save_dir=str(run_dir), name="tensorboard", version="", **given)
 
 
 # --- W&B: online with an API key, otherwise offline ---
@@ -308,7 +273,6 @@ def wandb_mode() -> str:
 
 
 class Wandb(WandbLogger):
-    local = "mode=offline"  # the option that works without the server
     log_model = False
 
     @rank_zero_only

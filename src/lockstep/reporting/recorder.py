@@ -8,40 +8,38 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
 
 from lockstep import ROOT, WHEEL
 from lockstep.checkpoints.finding import checkpoint_paths, step_of
+from lockstep.checkpoints.saving import best_checkpoint
 from lockstep.config import project
 from lockstep.config.checks import unused_overrides
 from lockstep.config.draft import as_yaml
-from lockstep.config.formatting import warn
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.errors import UserError, outcome_of, raise_problems
+from lockstep.errors import Outcome, UserError, outcome_of, raise_problems
+from lockstep.kit.panels import Content
 from lockstep.machine import process
 from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import log_to_file, show_run
+from lockstep.reporting.loggers import Background, ChosenLoggers
 from lockstep.run import SEPARATOR, RunFolder, metrics_of_test, provenance, validation_metrics_at
+from lockstep.training.arithmetic import steps_done
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-    from lightning.pytorch.loggers import Logger
-
-    from lockstep.kit.panels import Content
-    from lockstep.reporting.loggers import Background
-
+log = logging.getLogger("lockstep")
 # Writes the page of a run that is done or has failed, like write_page of extras/page.py.
-Page = Callable[[RunFolder, RunConfig, dict[str, Any], "pl.Trainer | None", Sequence["Content"]], None]
+Page = Callable[[RunFolder, RunConfig, dict[str, Any], pl.Trainer | None, Sequence[Content]], None]
 
 
-Explain = Callable[["pl.Trainer", BaseException], BaseException]  # replaces a training error by one that helps the user
-
-
-def from_callbacks(trainer: "pl.Trainer | None", method: str) -> list[Any]:
+def from_callbacks(trainer: pl.Trainer | None, method: str) -> list[Any]:
     """Results of the callbacks' `report_metrics() -> dict` (on every rank) or `report_panels() -> list` (on rank 0)."""
     callbacks = trainer.callbacks if trainer else ()  # type: ignore[attr-defined]
     return [getattr(callback, method)() for callback in callbacks if hasattr(callback, method)]
@@ -54,7 +52,6 @@ def first_report(settings: Settings) -> dict[str, Any]:
         "status": "running",
         "run": cfg.run,
         "task": settings.cfg.task.title,
-        "model": settings.model_title,
         "strategy": cfg.strategy.name,
         "world_size": world.size,
         "accelerator": world.accelerator,
@@ -82,20 +79,19 @@ class Recorder:
         UserError: the folder belongs to a different run.
     """
 
-    def __init__(self, settings: Settings, page: Page | None = None, explain: "Explain | None" = None) -> None:
-        self.settings, self.explain = settings, explain
-        self.folder, self.config, self.rank = settings.folder, settings.cfg, settings.world.rank
+    def __init__(self, settings: Settings, page: Page | None = None) -> None:
+        self.settings, self.folder, self.config = settings, settings.folder, settings.cfg
+        self.rank = settings.world.rank
         self.report, self.page = first_report(settings), page
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter at the end of training
         self.log = ExitStack()
-        self.others: list[Background] = []  # loggers besides metrics.csv
+        self.chosen: ChosenLoggers | None = None  # on rank 0: loggers besides metrics.csv
         self.restore: Callable[[], None] | None = None  # restores the folder to its state at the start of the run
         self.resumed_at = 0  # steps done before this start
         self.was_done = False  # before this start
         self.tested_before: list[str] = []  # metrics of a test before the run was resumed
         self.trainer: pl.Trainer | None = None
-        self.loggers: list[Logger] = []
         # Evaluations after training. Includes a validation if the checkpoint to test has not been validated.
         self.stages: list[str] = []
         self.panels: list[Content] = []  # about the test set
@@ -106,9 +102,9 @@ class Recorder:
         process.trains = True
         return self
 
-    def begin(self, trainer: "pl.Trainer") -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Writes the first files of the run that `trainer` trains."""
-        self.trainer, self.loggers = trainer, trainer.loggers
+        self.trainer = trainer
         raise_problems(unused_overrides(self.settings))
         settings = self.settings.as_built()
         self.config = settings.cfg
@@ -116,12 +112,11 @@ class Recorder:
         self.report |= {"model": summary.model, **summary.data_info}
         if self.rank == 0:
             self.open()
-            from lockstep.reporting.loggers import Background, StartLoggers
-
             names = [name for name in self.config.logger if name != "csv"]
             named = zip(names, trainer.loggers[:-1], strict=True)  # the last is metrics.csv
-            self.others = [Background(logger, name, self.config, self.report) for name, logger in named]
-            trainer.callbacks.append(StartLoggers(self.others))  # type: ignore[attr-defined]
+            backgrounds = [Background(logger, name, self.config, self.report) for name, logger in named]
+            self.chosen = ChosenLoggers(backgrounds, self.folder)
+            trainer.callbacks.append(self.chosen)  # type: ignore[attr-defined]
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
@@ -134,17 +129,13 @@ class Recorder:
                 self.tested_before = metrics_of_test(previous)
                 self.was_done = previous.get("status") == "done"
         elif folder.has_config():
-            advice = "Set resume=auto to continue it, or use a different name."
-            raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
+            raise UserError(f"{folder.path} exists. Set resume=auto to continue it, or run=<new name>.")
         self.restore = folder.snapshot_restorer()
-        self.open_log()
+        folder.path.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.checkpoints)
+        self.log.enter_context(log_to_file(folder.log_file))
         folder.write_config(as_yaml(replace(self.config, resume=None)))
         folder.write_report(self.report)
-
-    def open_log(self) -> None:
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        make_folder(self.folder.checkpoints)
-        self.log.enter_context(log_to_file(self.folder.log_file))
 
     def add(self, **metrics: Any) -> None:
         """Adds metrics to the report and the loggers: of a validation if training had none, then of the test."""
@@ -160,17 +151,10 @@ class Recorder:
 
     def trained(self) -> str | None:
         """Adds the measurements of training. Returns the checkpoint to test, if any. Call it on every rank."""
-        import torch
-
-        from lockstep.checkpoints.saving import best_checkpoint
-        from lockstep.training.arithmetic import steps_done
-        from lockstep.training.module import Means
-
         trainer, report = self.trainer, self.report
         assert trainer is not None
-        means: Means = trainer.strategy.means  # type: ignore[attr-defined]
-        for background in self.others:
-            background.start()  # if there was no step left to train
+        if self.chosen:
+            self.chosen.start()  # if there was no step left to train
         checkpoint = best_checkpoint(trainer)
         monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
         self.checkpoint_step = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
@@ -188,31 +172,20 @@ class Recorder:
         peak = peak_bytes(device)
         if peak is not None:  # the maximum of all processes
             peak = int(trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max"))
+        rows = self.folder.metrics() if self.rank == 0 else ()
         report |= {
             "time/start_s": max(0.0, self.trained_s - self.began_s - known_s),
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
-            **means.marked(
-                validation_metrics_at(self.folder.metrics() if self.rank == 0 else (), self.checkpoint_step, monitor)
-            ),
+            **trainer.strategy.means.marked(validation_metrics_at(rows, self.checkpoint_step, monitor)),  # type: ignore[attr-defined]
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
         self.stages = ["test"] if self.was_validated else ["val", "test"]
         return checkpoint
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        process.trains, ended_s, original_error = False, time.perf_counter(), error
-        if error is not None and self.trainer is not None and self.explain is not None:
-            error = self.explain(self.trainer, error)
-        outcome = outcome_of(error)
-        keeps = outcome.status == "done" or bool(self.steps() or self.report["resumed_from"])
-        if outcome.status == "refused":
-            keeps = self.steps() > self.resumed_at and bool(checkpoint_paths(self.folder.path))
-        if self.was_done and outcome.status == "failed":
-            with suppress(UserError):  # a damaged checkpoint
-                # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
-                keeps = any(step_of(path) > self.resumed_at for path in checkpoint_paths(self.folder.path))
+        process.trains, ended_s, outcome = False, time.perf_counter(), outcome_of(error)
         status = "failed" if outcome.status == "refused" else outcome.status
         self.report |= {"status": status, "wall_s": ended_s - self.began_s}
         if self.trained_s is not None:
@@ -221,45 +194,38 @@ class Recorder:
             self.report["error"] = outcome.error
         if isinstance(error, Exception) and not outcome.is_explained:
             process.report_failure(self.rank)  # now, because the other processes are waiting for this one
-        if self.restore is not None:
-            self.close(error, keeps=keeps)
-        if error is not None and error is not original_error:
-            raise error from None
-
-    def close(self, error: BaseException | None, *, keeps: bool) -> None:
-        """Ends the log and the report. Without `keeps`, restores the folder: this start added nothing to the run."""
-        outcome = outcome_of(error)
+        if self.restore is None:  # not begun, or not rank 0
+            return
+        keeps = self.keeps(outcome)
         with self.log:  # closes the log at the end
             if not self.folder.path.is_dir():  # removed meanwhile
                 return
             if outcome.error:  # train.log gets the traceback of an unexpected error
-                trace = None if outcome.is_explained else error
-                logging.getLogger("lockstep").info("%s", outcome.error, exc_info=trace)
+                log.info("%s", outcome.error, exc_info=None if outcome.is_explained else error)
             self.finish(error, keeps=keeps)
-        if not keeps and self.restore:
+        if not keeps:
             self.restore()
+
+    def keeps(self, outcome: Outcome) -> bool:
+        """Whether this start added something to the run; otherwise the folder is restored."""
+        if outcome.status == "refused" or (outcome.status == "failed" and self.was_done):
+            # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
+            return any(step_of(path) > self.resumed_at for path in checkpoint_paths(self.folder.path))
+        return outcome.status == "done" or bool(self.steps() or self.report["resumed_from"])
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
         """Writes the report and its page, ends the loggers, and prints the result."""
-        panels = [*self.panels, *(panel for group in from_callbacks(self.trainer, "report_panels") for panel in group)]
+        panels = [*self.panels, *chain.from_iterable(from_callbacks(self.trainer, "report_panels"))]
         if keeps:
             with suppress(*([Exception] if error else [])):  # the error that ended the run matters more
-                for background in self.others if self.steps() else ():
-                    background.start()  # if the first step was the last
                 if self.page:
                     self.page(self.folder, self.config, self.report, self.trainer, panels)
             self.folder.write_report(self.report)  # now, because a logger's server may be slow
-        if self.others:
-            from lockstep.reporting.loggers import end_run
-
-            end_run(self.others, self.report, panels, self.folder)
+        if self.chosen:
+            self.chosen.end(self.report, panels)
         if error is None and self.trainer is not None:
-            if not self.folder.has_config():
-                warn(f"{self.folder.config_file} was removed during the run, but eval.py needs it.")
             show_run(self.folder, self.config, self.report, self.trainer.lightning_module)
 
     def steps(self) -> int:
         """Steps done now and before this start."""
-        from lockstep.training.arithmetic import steps_done
-
         return steps_done(self.trainer) if self.trainer and self.trainer.lightning_module else 0

@@ -117,20 +117,14 @@ class Report(dict[str, Any]):
         return {panel.title: panel for panel in read_panels(self.run_folder.panels_file)}
 
     def frame(self) -> "pd.DataFrame":
-        """The rows of metrics.csv as a DataFrame. Raises UserError if pandas is not installed."""
-        try:
-            import pandas as pd
-        except ImportError:
-            raise UserError("frame() needs pandas: pip install pandas. `curves` has the same data as lists.") from None
+        """The rows of metrics.csv as a DataFrame."""
+        import pandas as pd
+
         return pd.DataFrame(self.run_folder.metrics())
 
-    def _repr_html_(self) -> str:
-        """A table of the main metrics, for viewers that cannot show frames; then the page."""
-        names = ("run", "status", "error", *metrics_of_test(self), str(self.get("monitor")), "train/steps", "wall_s")
-        rows = {name: metric(name, self[name]) for name in names if self.get(name) is not None}
-        cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
+    def _repr_html_(self) -> str | None:
         page = self.run_folder.page_file
-        return f"<table>{cells}</table>" + (FRAME.format(escape(read_text(page))) if page.is_file() else "")
+        return FRAME.format(escape(read_text(page))) if page.is_file() else None
 
 
 # --- The headline ---
@@ -148,20 +142,18 @@ def primary_metric(report: Mapping[str, Any]) -> tuple[str, str]:
     """
     monitor, tested = str(report.get("monitor")), metrics_of_test(report)
     plain = {name: STAGES.sub("", name).strip("/_") for name in (*tested, monitor)}
-    tested = [name for name in tested if not name.endswith((OF_RANK_0, "/count"))]
-    same = [name for name in tested if f"{plain[name]}/".startswith(f"{plain[monitor]}/")]
-    others = [name for name in tested if "loss" not in plain[name]]
-    names = [*others, *same] if "loss" in plain[monitor] else [*same, *others]
+
+    def rank(name: str) -> tuple[bool, bool]:
+        is_other, is_loss = not f"{plain[name]}/".startswith(f"{plain[monitor]}/"), "loss" in plain[name]
+        return (is_loss, is_other) if "loss" in plain[monitor] else (is_other, is_loss)
+
+    names = sorted((name for name in tested if not name.endswith((OF_RANK_0, "/count"))), key=rank)
     names += [*tested, *(name for name in report if name == monitor)]
     names += [name for name in report if name.startswith("val") and STAGE.fullmatch(name) and name != "val/count"]
     if names:
         samples = f" on {report['test/count']:,} {report['unit']}" if "test/count" in report else ""
         return names[0].replace("/", " "), metric(names[0], report[names[0]]) + samples
-    if report["status"] == "done":
-        return "Result", "no evaluation logged a metric"
-    step = report.get("train/steps")
-    progress = f"the log ends at step {step:,}" if step else "the log has no rows"
-    return str(report["status"]).capitalize(), progress
+    return str(report["status"]).capitalize(), f"the log ends at step {report.get('train/steps') or 0:,}"
 
 
 def headline(module: Any, report: Mapping[str, Any]) -> Headline:

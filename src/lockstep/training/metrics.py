@@ -66,8 +66,7 @@ def named_values(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tenso
         return {metric: v for entry in entries for metric, v in entry.items()}
     if not isinstance(value, Tensor | int | float):
         raise UserError(
-            f"the metric {name} returns a {type(value).__name__}, which cannot be logged; expected a number, a tensor, or a dict of these. "
-            "Choose a different metric, or subclass it with a `compute` that returns one of these."
+            f"the metric {name} returns a {type(value).__name__}, which cannot be logged; expected a number, a tensor, or a dict of these."
         )
     values = torch.as_tensor(value).float().flatten()
     if len(values) == 1:
@@ -129,9 +128,7 @@ class TestPanels(pl.Callback):
             worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
         if not worst:
             if self.panels:
-                log.warning(
-                    "the report has no panels: `test_step` returns no `output` and `loss`, as `update_metrics` does"
-                )
+                log.warning("the report has no panels: `test_step` returns no `output` and `loss`")
             return
         failed = set[str]().union(*all_gather_objects(self.failed))
         for name, panel in self.panels.items():
