@@ -147,7 +147,7 @@ def target_check(metadata: Mapping[str, Any]) -> Check:
         forms = [(part, fold_name(part), fold_name(part).lower()) for part in parts]
         return "|".join(next((spelling[key] for key in keys if key in spelling), keys[0]) for keys in forms)
 
-    def check(_: int, row: dict[str, str]) -> str | None:
+    def check(row: dict[str, str]) -> str | None:
         if "target" in row:
             row["target"] = cell = normalised(file_name_text(row["target"].strip()))
             if is_number and cell and target_problem(cell, "number"):

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep import UserError, did_you_mean, world
+from lockstep import UserError, world
 
 
 def from_timm(
@@ -29,12 +29,7 @@ def from_timm(
     path = str(Path(checkpoint_path).expanduser()) if checkpoint_path else ""
     import timm  # 1 s; not needed for basic_net
 
-    if not known(name):
-        names = timm.list_models()
-        raise UserError(
-            f"model.name={name} is not a timm model{did_you_mean(name, names)}. timm.list_models() lists all."
-        )
-    config = timm.get_pretrained_cfg(name)
+    config = timm.get_pretrained_cfg(name) if known(name) else None
     if config is not None and config.fixed_input_size:
         model_args.setdefault("img_size", image_size)
     if pretrained and not path and config is not None and config.hf_hub_id:

@@ -55,10 +55,8 @@ def validate_outputs(output: Tensor, *shape: int) -> None:
 
 def loss_factors(task: Any, name: str, factors: Sequence[float] | None) -> Tensor | None:
     """The factors of a loss. Raises UserError if there is not one for each class or label."""
-    if factors is None:
-        return None
-    if len(factors) != len(task.value_names):
+    if factors is not None and len(factors) != len(task.value_names):
         raise UserError(
             f"task.{name} has {len(factors)} numbers; the data has {len(task.value_names)} {task.names}. Set one number for each."
         )
-    return torch.tensor(factors, dtype=torch.float32)
+    return None if factors is None else torch.tensor(factors, dtype=torch.float32)
