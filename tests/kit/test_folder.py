@@ -94,7 +94,7 @@ def test_parts_are_taken_as_they_are_and_a_missing_one_from_train(tmp_path, name
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda root: (root / "empty").mkdir(), r"photos/empty contains no images .*Remove it"),
-    (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"has only the folder green/"),
+    (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"needs one folder of images per class, and at least two classes"),
     (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Set data.root="),
     (lambda root: (root / "test").mkdir(), r"has test/ but no train/. Move the training classes into .*photos/train"),
     (lambda root: [write_classes(root / "train", 3), write_pictures(root / "test" / "rde", "red", 3)],

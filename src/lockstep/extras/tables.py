@@ -14,6 +14,7 @@ import numpy as np
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lockstep import Task
 from lockstep.config.formatting import inline
 from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import Component
@@ -27,7 +28,6 @@ from lockstep.kit.pixels import file_name_text, read_error_text
 from lockstep.machine.files import without_nan
 from lockstep.training.losses import validated_columns
 from lockstep.training.module import WholeBatchNeeded, hook
-from lockstep.training.task import Task
 
 # --- Files to predict ---
 

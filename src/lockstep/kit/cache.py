@@ -82,8 +82,7 @@ def file_hash(path: Path, algorithm: str) -> str:
 def map_file(path: Path) -> NDArray[Any]:
     """The memory-mapped array of a file. Raises OSError if it is a link or not a regular file."""
     files.open_plain(path).close()  # check the file first: np.load can map a path only
-    array: NDArray[Any] = np.load(path, mmap_mode="r")
-    return array
+    return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
 
 
 def decode_once(folder: Path, decode: Decode) -> Cached:

@@ -133,11 +133,9 @@ class DataModule(pl.LightningDataModule):
     def part_of(self, loader: int) -> str:
         """The part of the current batch."""
         trainer = self.trainer
-        if trainer.training:
-            return "train"
-        return (
-            self.predicted if trainer.predicting else self.evaluated_parts("test" if trainer.testing else "val")[loader]
-        )
+        if trainer.training or trainer.predicting:
+            return "train" if trainer.training else self.predicted
+        return self.evaluated_parts("test" if trainer.testing else "val")[loader]
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         batch = self.targets.renumber(self.source(self.part_of(dataloader_idx)), batch)

@@ -26,14 +26,7 @@ from lockstep.kit.images import (
     read_all,
     with_decode_arguments,
 )
-from lockstep.kit.listing import (
-    SEPARATORS,
-    SHOWN,
-    Listing,
-    class_folders,
-    explain_root_error,
-    from_csv,
-)
+from lockstep.kit.listing import SEPARATORS, SHOWN, Listing, class_folders, explain_root_error, from_csv
 from lockstep.kit.pixels import BACKGROUND, Frame
 
 # --- Targets from CSV cells or folder names ---
@@ -192,9 +185,8 @@ class Folder(Images):
         return keys
 
     def cache_of(self, part: str, form: Frame | int | None) -> Path:
-        return (
-            self.cache / f"{self.keys[part]}-{hashlib.sha256(repr(form).encode()).hexdigest()[:8] if form else 'files'}"
-        )
+        name = hashlib.sha256(repr(form).encode()).hexdigest()[:8] if form else "files"
+        return self.cache / f"{self.keys[part]}-{name}"
 
     def known(self, part: str) -> Cached | None:
         """The part in the cache, or None. If it need not be stored, any form will do: its files were checked then."""

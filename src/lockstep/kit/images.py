@@ -178,10 +178,9 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_onl
 STAY = "images of {} x {} pixels are cropped or padded (data.resize={}, data.crop_pct={:g}), but `{}` would not move with them. Return masks of the images' size, boxes and keypoints as tv_tensors, or images of data.image_size. Masks cannot be padded."
 
 
-def spatial(batch: Batch, *, nested: bool = False) -> Batch:
-    """Batch values that may have image coordinates: masks, boxes, keypoints. `nested`: also dicts and lists of them."""
-    values = {name: value for name, value in batch.items() if name != "input" and (nested or hasattr(value, "ndim"))}
-    return {name: value for name, value in values.items() if placed(value)}
+def spatial(batch: Batch) -> Batch:
+    """Batch values that may have image coordinates: masks, boxes, keypoints, and dicts and lists of them."""
+    return {name: value for name, value in batch.items() if name != "input" and placed(value)}
 
 
 def placed(value: Any, sizes: int = 2) -> list[Any]:
@@ -225,11 +224,8 @@ def move_all_into_frame(values: Batch, frame: Frame, shape: Size, sizes: int) ->
     _, corner = frame.fitted(*shape)
     for name, value in spatial_values.items() if any(corner) else ():
         # the class of padded pixels is undefined
-        is_padded = min(corner) < 0
-        if not all(
-            matches_image(item, shape) and (hasattr(item, "canvas_size") or not is_padded)
-            for item in placed(value, sizes)
-        ):
+        unpadded = min(corner) >= 0
+        if not all(matches_image(x, shape) and (unpadded or hasattr(x, "canvas_size")) for x in placed(value, sizes)):
             raise UserError(STAY.format(shape[1], shape[0], frame.resize, frame.crop_pct, name))
     return {**values, **{name: move_into_frame(value, frame, shape, sizes) for name, value in spatial_values.items()}}
 
@@ -335,9 +331,8 @@ class Images(DataSet):
         dataset = copy.copy(self)
         dataset.frame = self.eval_frame
         vars(dataset).pop("preprocessing", None)
-        vars(dataset).update(
-            {part: with_decode_arguments(getattr(self, part), frame=dataset.frame) for part in sampler.PARTS}
-        )
+        for part in sampler.PARTS:
+            setattr(dataset, part, with_decode_arguments(getattr(self, part), frame=dataset.frame))
         dataset.evaluation_sets = {
             n: with_decode_arguments(samples, frame=dataset.frame)
             for n, samples in (self.evaluation_sets or {}).items()

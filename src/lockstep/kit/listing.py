@@ -19,7 +19,7 @@ from lockstep.kit.pixels import ENDINGS, JUNK, Walk, file_name_text
 
 LISTS = (".csv", ".tsv", ".txt")  # endings of files that list other files
 SHOWN = 10  # most lines or files in a message
-PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
+PART_NAMES = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 NUMBER = re.compile(r"^\d+[ _-]|[ _-]?\d{4}$")  # around the names of parts: 01_train, train2017
 Row = dict[str, str]  # cells by column
 Check = Callable[[Row], str | None]
@@ -28,7 +28,7 @@ Check = Callable[[Row], str | None]
 def part_of(name: str) -> str | None:
     """The part that the name of a folder, split or cell means."""
     core = re.sub(r"^seg[ _-]|[ _-]?(set|data|images?)$", "", name.strip().lower())  # seg_test, test_set
-    return PART_NAMES.get(core)
+    return core if core in sampler.PARTS else PART_NAMES.get(core)
 
 
 def part_names(names: Iterable[str], where: str) -> dict[str, str]:
@@ -48,9 +48,7 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
 
 def explain_root_error(root: Path) -> AbstractContextManager[None]:
     """Converts an OSError for a file or folder in data.root to a UserError."""
-    return explain_os_error(
-        f"data.root={root} cannot be read", "Make it readable, or set data.root=<a different folder>."
-    )
+    return explain_os_error(f"data.root={root} cannot be read", "Make it readable, or set data.root=<folder>.")
 
 
 def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) -> list[Row]:
@@ -132,9 +130,8 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
             matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob rejects absolute patterns
             names = sorted(name for name in matches if Path(name).is_file())
         else:
-            own = f", or a part of the run's own data: {', '.join(sampler.PARTS)}" if key == "input" else ""
             raise UserError(
-                f"{key}={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, a single file{own}."
+                f"{key}={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, a single file or a part of the run's own data, such as test."
             )
     if not names:
         raise UserError(f"{key}={source} has no {unit}{left_out and f', but {left_out}'}. Pass a different one.")
@@ -216,8 +213,7 @@ def class_folders(root: Path) -> Listing:
 def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str, Counter[str]]) -> Iterator[str]:
     """Errors of the folders in `top`. `inside`: the number of images directly in each (key "") and in subfolders."""
     if part == "train" and len(classes) < 2:
-        contents = f"only the folder {classes[0]}/" if classes else "no folders"
-        yield f"{top} has {contents}. It needs one folder of images per class, and at least two classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
+        yield f"{top} needs one folder of images per class, and at least two classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
     if part != "train" and not any(images.total() for images in inside.values()):
         yield f"{top} has no images in class folders. Move some into {top}/<class>/, or move the folder out of data.root."
     for name, images in inside.items():
@@ -261,7 +257,7 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
 
     rows = read_csv(path, ("path", "target"), "path,target,split", check)
     for column in rows[0] if "split" not in rows[0] else ():
-        if all(part_of(row[column]) for row in rows) and len({part_of(row[column]) for row in rows}) > 1:
+        if None not in (found := {part_of(row[column]) for row in rows}) and len(found) > 1:
             raise UserError(f"{path}: the column {column} has part names. Rename it to split, or rename its values.")
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")

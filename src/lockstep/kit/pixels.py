@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # Formats of photographs and drawings that Pillow reads without plugins. Other files are counted in `left_out`.
 ENDINGS = (
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".tif", ".tiff",
-    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".tga", ".qoi",
+    ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".jp2",
+    ".j2k", ".tga", ".qoi",
 )  # fmt: skip
 # Hidden folders, and folders of file servers, archives and operating systems.
 JUNK = re.compile(r"\.|(@eadir|__macosx|[#@]recycle|\$recycle\.bin|#snapshot|lost\+found|system volume information)$", re.I)  # fmt: skip
@@ -93,10 +93,7 @@ class Walk:
 
     def __str__(self) -> str:
         """The files that were left out, in one line."""
-        kinds = [f"{count:,} {file_name_text(label)}" for label, count in (+self.left_out).most_common()]
-        return ", ".join(
-            re.sub("^1 (link|image|mask)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds
-        )  # but not folder names
+        return ", ".join(f"{count:,} {file_name_text(label)}" for label, count in (+self.left_out).most_common())
 
 
 # --- With Pillow ---
@@ -236,8 +233,7 @@ class Preprocess:
         import torch
         from torch.nn import functional as F
 
-        if self.scale.device != image_BCHW.device:
-            self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
+        self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
         x = image_BCHW
         if x.shape[-2:] != (self.frame.size, self.frame.size):
             x = self.frame.tensor(x.float(), partial(F.interpolate, mode=self.frame.interpolation, antialias=True))

@@ -214,7 +214,7 @@ class Cutmix(Checked, Mix):
 
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share | None]:
         height, width = images_of(batch, draws.name).shape[-2:]
-        values = {"input": batch["input"], **spatial(batch, nested=True)}
+        values = {"input": batch["input"], **spatial(batch)}
         for name, value in values.items():
             if getattr(value, "shape", ())[-2:] != (height, width) or (name != "input" and "target" not in values):
                 raise UserError(
