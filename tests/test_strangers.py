@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -689,35 +688,6 @@ def test_the_bytes_of_cifar_that_were_hashed_are_those_that_are_parsed(tmp_path,
     with pytest.raises(UserError, match="MD5 differs"):
         Cifar10.read_files(found)
     assert not Path("harmed").exists()
-
-
-@pytest.mark.parametrize("made", ["link", "file", "open", "of another", "old"])
-def test_the_temporary_cache_is_the_users_alone(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, victim = tmp_path / f"lockstep-{os.getuid()}", tmp_path / "victim"
-    victim.mkdir(mode=0o700)
-    if made == "link":
-        first.symlink_to(victim)
-    elif made == "file":
-        first.touch()
-    else:
-        first.mkdir(mode=0o700)
-        first.chmod(0o777 if made == "open" else 0o755 if made == "old" else 0o700)
-    if made == "of another":
-        if os.getuid():
-            pytest.skip("only root gives a folder away")
-        os.chown(first, 12345, 12345)
-    folder = cache_module.private_folder()
-    assert folder == Path(f"{first}-1") == cache_module.private_folder()
-    assert (folder.stat().st_mode & 0o777, list(victim.iterdir())) == (0o700, [])
-
-
-def test_a_file_system_that_fixes_owner_or_mode_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("", *(f"-{number}" for number in range(1, 10))):
-        (tmp_path / f"lockstep-{os.getuid()}{name}").touch()
-    with pytest.raises(UserError, match=r"Set data\.cache_dir="):
-        cache_module.private_folder()
 
 
 @pytest.mark.parametrize("text", ["5", "null", "[" * 100_000])

@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from lockstep.errors import DataChanged, UserError, did_you_mean, explain_os_error, raise_problems
     from lockstep.extras import testing
     from lockstep.extras.frozen import frozen
+    from lockstep.kit.tasks.task import Task
     from lockstep.machine import files, system, world
     from lockstep.reporting.report import Report
+    from lockstep.training import losses, optim
     from lockstep.training.dropout import rand
+    from lockstep.training.metrics import Measured
     from lockstep.training.module import Module
-    from lockstep.training.task import Task
 
 # What projects and lockstep.kit use. docs/python.md lists them.
 __all__ = [
-    "Arrays", "Batch", "DataChanged", "DataSet", "Generators", "Indices", "Module", "Sound", "Task", "UserError", "add_arrays",
-    "did_you_mean", "evaluate", "explain_os_error", "files", "formatting", "frozen", "is_pillow", "leaves_of", "load_model", "load_report", "parts",
-    "predict", "raise_problems", "rand", "sampler", "sweep", "system", "testing", "train", "world",
+    "Arrays", "Batch", "DataChanged", "DataSet", "Generators", "Indices", "Measured", "Module", "Sound", "Task", "UserError", "add_arrays",
+    "did_you_mean", "evaluate", "explain_os_error", "files", "formatting", "frozen", "is_pillow", "leaves_of", "load_model", "load_report", "losses",
+    "optim", "parts", "predict", "raise_problems", "rand", "sampler", "sweep", "system", "testing", "train", "world",
 ]  # fmt: skip
 __version__ = "0.3.0"
 
@@ -48,10 +50,12 @@ HOMES = {
     "errors": ("DataChanged", "UserError", "did_you_mean", "explain_os_error", "raise_problems"),
     "extras": ("testing",),
     "extras.frozen": ("frozen",),
+    "kit.tasks.task": ("Task",),
     "machine": ("files", "system", "world"),
+    "training": ("losses", "optim"),
     "training.dropout": ("rand",),
+    "training.metrics": ("Measured",),
     "training.module": ("Module",),
-    "training.task": ("Task",),
 }
 LATER = {name: f"lockstep.{home}.{name}" for home, names in HOMES.items() for name in names}
 

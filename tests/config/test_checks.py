@@ -226,9 +226,8 @@ trainer.devices=[5] trainer.min_epochs=5 trainer.max_epochs=2 trainer.min_steps=
 trainer.enable_checkpointing=false checkpoint.background=false checkpoint.monitor=val/loss
     would keep the worst ... checkpoint.mode=min
     checkpoint.background=false has no effect with trainer.enable_checkpointing=false
-augment=[shift,crop] augment.shift.pixels=28 augment.crop.scale=[1,0.5] trainer.gradient_clip_algorithm=value
+augment=crop augment.crop.scale=[1,0.5] trainer.gradient_clip_algorithm=value
     trainer.gradient_clip_algorithm=value has no effect without ... trainer.gradient_clip_val=1.0
-    augment.shift.pixels=28 would shift images of 28 pixels out of view
     augment.crop.scale= ... the lower number must come first
 exact.logical_ranks=8 strategy=dp
     exact.logical_ranks=8 ... strategy=dp ... strategy=ddp

@@ -163,10 +163,6 @@ def test_one_of_them_is_monitored():
     for typo in ("val/nigt/acc", "val/night/ac"):
         with pytest.raises(TrainingFailed, match=rf"{typo} is not logged by .*, which logs .*val/night/acc"):
             lockstep.train([*OPTIONS, f"run={typo.replace('/', '-')}", f"task.monitor={typo}"])
-    with pytest.raises(UserError, match="evaluation_sets: 'val/night' is also the name of a metric"):
-        metric = "+task.metrics.night._target_=torchmetrics.MeanMetric"
-        lockstep.train([*OPTIONS, "run=typo", metric])
-    assert not Path("runs/typo").exists()
 
 
 def test_means_of_a_task_are_those_of_each_set():

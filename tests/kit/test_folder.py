@@ -94,11 +94,11 @@ def test_parts_are_taken_as_they_are_and_a_missing_one_from_train(tmp_path, name
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda root: (root / "empty").mkdir(), r"photos/empty contains no images .*Remove it"),
-    (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"has only the folder green/"),
+    (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"needs one folder of images per class, and at least two classes"),
     (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Set data.root="),
     (lambda root: (root / "test").mkdir(), r"has test/ but no train/. Move the training classes into .*photos/train"),
     (lambda root: [write_classes(root / "train", 3), write_pictures(root / "test" / "rde", "red", 3)],
-     r"photos/test/rde: train/ has no class rde \(did you mean red\?\)"),
+     r"no training image of class rde"),
     (lambda root: [write_classes(root / name, 2) for name in ("train", "val", "validation")],
      r"photos has val and validation, which both mean the val part. Merge them."),
 ])  # fmt: skip

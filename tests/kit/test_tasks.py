@@ -248,10 +248,7 @@ def test_a_classification_that_does_not_measure_accuracy_has_another_primary_met
     assert headline(task, report) == ("test mean", "0.2500 on 7 images", None)
 
 
-def test_a_task_refuses_dataloaders_without_a_name_and_what_0_2_called_its_methods():
-    made, target = building.task(Classification, classes=["a", "b"]), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(UserError, match="got several dataloaders"):
-        made.update_metrics(torch.zeros(2, 2), {"target": target, "index": target}, 0, 1)
+def test_a_task_refuses_what_0_2_called_its_methods():
     with pytest.raises(UserError, match="`bind` of a task is gone"):
         type("Old", (Task,), {"bind": None})
 

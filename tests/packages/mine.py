@@ -36,16 +36,6 @@ class Replaced(Classification):
         return {**super().metrics(), "loss": MeanSquaredError()}
 
 
-class Uncalled(Classification):
-    def metrics(self):
-        return {"mse": MeanSquaredError}
-
-
-class Unnamed(Classification):
-    def metrics(self):
-        return [MeanSquaredError()]
-
-
 class Bare(Task):
     @classmethod
     def network_arguments(cls, metadata, **keys):

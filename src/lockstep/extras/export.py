@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from lockstep import Task
 from lockstep.build import load_module
 from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, map_leaves
 from lockstep.checkpoints.saving import Position
@@ -42,7 +43,6 @@ from lockstep.machine.files import atomic_replace, remove, write_text
 from lockstep.machine.process import seeded_and_restored
 from lockstep.run import RunFolder, metrics_of_test, overrides_of, versions
 from lockstep.training.losses import samples_at
-from lockstep.training.task import Task
 
 # B batch · C channel · H W pixel
 

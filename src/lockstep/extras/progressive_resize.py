@@ -49,7 +49,7 @@ class ProgressiveResize(Checked, Callback):
     def resized(self, batch: Batch, progress: float) -> Batch:
         """A batch after `preprocess`, with resized images and masks."""
         image_BCHW = batch["input"]
-        if image_BCHW.dim() != 4 or spatial(batch, nested=True).keys() != spatial(batch).keys():
+        if image_BCHW.dim() != 4 or not all(hasattr(v, "ndim") for v in spatial(batch).values()):
             raise UserError("callbacks.progressive_resize resizes only images and masks. Remove it.")
         whole = image_BCHW.shape[-1]
         side = self.side(whole, progress)

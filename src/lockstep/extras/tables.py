@@ -14,6 +14,7 @@ import numpy as np
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lockstep import Task
 from lockstep.config.formatting import inline
 from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import Component
@@ -27,7 +28,6 @@ from lockstep.kit.pixels import file_name_text, read_error_text
 from lockstep.machine.files import without_nan
 from lockstep.training.losses import validated_columns
 from lockstep.training.module import WholeBatchNeeded, hook
-from lockstep.training.task import Task
 
 # --- Files to predict ---
 
@@ -147,7 +147,7 @@ def target_check(metadata: Mapping[str, Any]) -> Check:
         forms = [(part, fold_name(part), fold_name(part).lower()) for part in parts]
         return "|".join(next((spelling[key] for key in keys if key in spelling), keys[0]) for keys in forms)
 
-    def check(_: int, row: dict[str, str]) -> str | None:
+    def check(row: dict[str, str]) -> str | None:
         if "target" in row:
             row["target"] = cell = normalised(file_name_text(row["target"].strip()))
             if is_number and cell and target_problem(cell, "number"):

@@ -3,8 +3,8 @@
 The names here do not import torch.
 """
 
-from lockstep.kit.folder import Folder as Folder
-from lockstep.kit.images import Images as Images
-from lockstep.kit.published import Published as Published
-from lockstep.kit.published import download as download
-from lockstep.kit.published import read_idx as read_idx
+from lockstep.kit.folder import Folder
+from lockstep.kit.images import Images
+from lockstep.kit.published import Published, download, read_idx
+
+__all__ = ["Folder", "Images", "Published", "download", "read_idx"]

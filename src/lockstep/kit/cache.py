@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import DataChanged, UserError, add_arrays, explain_os_error, files, formatting, system
+from lockstep import DataChanged, UserError, add_arrays, explain_os_error, files, formatting
 
 FORMAT = 4  # version of the cache; increment it when the format of the files changes
 # What reading a truncated or changed file raises.
@@ -57,22 +56,8 @@ def cache_folder(path: str | None) -> Path:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
         base.mkdir(parents=True, exist_ok=True)
         return base
-    except (OSError, RuntimeError):  # no writable home directory, as in some containers
-        return private_folder()
-
-
-def private_folder() -> Path:
-    """The first of the temporary folders lockstep-<user>, lockstep-<user>-1, ... that only this user can access.
-
-    Other users may have created some of them.
-    """
-    for number in range(10):
-        path = Path(tempfile.gettempdir(), f"lockstep-{system.USER_ID}{f'-{number}' if number else ''}")
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(0o700, parents=True)
-        if system.is_private_folder(path):
-            return path
-    raise UserError(f"no private folder can be created in {tempfile.gettempdir()}. Set data.cache_dir=<a folder>.")
+    except (OSError, RuntimeError) as e:  # no writable home directory, as in some containers
+        raise UserError(f"there is no folder for decoded data ({e}). Set data.cache_dir=<a writable folder>.") from None
 
 
 def key_of(name: str, files: list[Path], *settings: object) -> str:
@@ -97,8 +82,7 @@ def file_hash(path: Path, algorithm: str) -> str:
 def map_file(path: Path) -> NDArray[Any]:
     """The memory-mapped array of a file. Raises OSError if it is a link or not a regular file."""
     files.open_plain(path).close()  # check the file first: np.load can map a path only
-    array: NDArray[Any] = np.load(path, mmap_mode="r")
-    return array
+    return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
 
 
 def decode_once(folder: Path, decode: Decode) -> Cached:
@@ -136,8 +120,6 @@ def load_cache(folder: Path) -> Cached | None:
     """
     try:
         metadata = json.loads(files.read_text(folder / "about.json"))
-        if metadata.pop("check") != checksum_of(metadata):
-            return None
         stamps = {name: file_state(folder / f"{name}.npy") for name in metadata["stamps"]}
         if stamps not in (metadata["stamps"], verified.get(folder)):
             arrays = {name: map_file(folder / f"{name}.npy") for name in metadata["stamps"]}
@@ -147,10 +129,6 @@ def load_cache(folder: Path) -> Cached | None:
         return Cached(folder, metadata["sha256"], metadata["extra"])
     except DAMAGE:
         return None
-
-
-def checksum_of(metadata: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
 def file_state(path: Path) -> list[int]:
@@ -177,5 +155,5 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
         sha256 = digest_of(arrays, extra)
         metadata = {"sha256": sha256, "extra": extra, "stamps": stamps}
         temporary.mkdir(exist_ok=True)  # not created yet if there are no arrays
-        (temporary / "about.json").write_bytes(json.dumps(metadata | {"check": checksum_of(metadata)}).encode())
+        (temporary / "about.json").write_bytes(json.dumps(metadata).encode())
     return Cached(folder, sha256, extra)

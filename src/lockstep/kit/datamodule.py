@@ -65,11 +65,6 @@ class DataModule(pl.LightningDataModule):
     def metadata(self) -> dict[str, Any]:
         return self.targets.metadata
 
-    @property
-    def sets(self) -> list[str]:
-        """The names of the further evaluation sets."""
-        return [part for part in self.splits if "/" in part]
-
     def setup(self, stage: str) -> None:
         """Raises UserError: the module cannot use the targets."""
         module: Any = getattr(self.trainer, "lightning_module", None)
@@ -108,7 +103,7 @@ class DataModule(pl.LightningDataModule):
         return self.loader(self.evaluated.samples(self.source(part)), part, batch_size=self.eval_batch_size)
 
     def evaluated_parts(self, stage: str) -> list[str]:
-        return [stage, *(part for part in self.sets if part.startswith(f"{stage}/"))]
+        return [stage, *(part for part in self.splits if part.startswith(f"{stage}/"))]
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
         return [self.eval_dataloader(part) for part in self.evaluated_parts("val")]
@@ -138,11 +133,9 @@ class DataModule(pl.LightningDataModule):
     def part_of(self, loader: int) -> str:
         """The part of the current batch."""
         trainer = self.trainer
-        if trainer.training:
-            return "train"
-        return (
-            self.predicted if trainer.predicting else self.evaluated_parts("test" if trainer.testing else "val")[loader]
-        )
+        if trainer.training or trainer.predicting:
+            return "train" if trainer.training else self.predicted
+        return self.evaluated_parts("test" if trainer.testing else "val")[loader]
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         batch = self.targets.renumber(self.source(self.part_of(dataloader_idx)), batch)

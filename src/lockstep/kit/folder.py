@@ -4,10 +4,9 @@ import hashlib
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -27,23 +26,14 @@ from lockstep.kit.images import (
     read_all,
     with_decode_arguments,
 )
-from lockstep.kit.listing import (
-    SEPARATORS,
-    SHOWN,
-    Listing,
-    class_folders,
-    explain_root_error,
-    from_csv,
-    target_problem,
-)
-from lockstep.kit.pixels import BACKGROUND, WHITE_16, Frame
+from lockstep.kit.listing import SEPARATORS, SHOWN, Listing, class_folders, explain_root_error, from_csv
+from lockstep.kit.pixels import BACKGROUND, Frame
 
 # --- Targets from CSV cells or folder names ---
 
 # N sample · L label
 
 TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and their key in `metadata`
-COPY = re.compile(r" (- copy|\(\d\))$", re.I)  # how Windows names the copy of a folder
 
 
 def fold_name(name: str) -> str:
@@ -53,24 +43,13 @@ def fold_name(name: str) -> str:
 
 def class_key(name: str) -> str:
     """A key that is equal for names that may mean the same class. Case matters for single letters, such as a and A."""
-    return COPY.sub("", name).lower() if len(name) > 1 else name
+    return name.lower() if len(name) > 1 else name
 
 
 def pairs(names: Sequence[str], key: Callable[[str], str]) -> list[tuple[str, str]]:
     """The first pairs of different names with the same key."""
     first_name = {key(name): name for name in reversed(names)}
     return [(first_name[key(name)], name) for name in names if first_name[key(name)] != name][:SHOWN]
-
-
-def cell_problems(names: Sequence[str], kind: str, listing: Listing, where: str) -> Iterator[str]:
-    """Names of classes or labels in a CSV that appear to be several labels, or numbers."""
-    known_names = {*names}
-    for name in names:
-        if len(parts := re.split(r" *[|;,] *", name)) > 1 and known_names.issuperset(parts):
-            yield f"{where} has {name!r} as well as {' and '.join(map(repr, parts))}. For several labels in a cell, set data.target=labels and separate them with |, such as {'|'.join(parts)}."
-    is_many = kind == "class" and 2 * len(names) > len(listing.targets) > 3 and {*listing.parts} == {"train"}
-    if is_many and not any(target_problem(name, "number") for name in names):
-        yield f"{where} has {len(names):,} classes for {len(listing.targets):,} images: {', '.join(names[:SHOWN])}. If these are numbers, set data.target=number."
 
 
 def encode_targets(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
@@ -100,7 +79,6 @@ def encode_targets(texts: Sequence[str], kind: str, where: str) -> tuple[list[st
 
 # N file
 
-DARK = 2**13  # above all pixels of images of 12 bits or fewer that are saved as 16 bits
 CACHE_BYTES = 2 * 2**30  # decode=auto caches decoded images up to this size
 
 
@@ -147,9 +125,7 @@ class Folder(Images):
     @cached_property
     def encoded(self) -> tuple[list[str], NDArray[Any]]:
         """The names of classes or labels, in the order of their numbers, and the targets."""
-        result = encode_targets(self.listing.targets, self.kind, self.where)
-        raise_problems(islice(cell_problems(result[0], self.kind, self.listing, self.where) if self.csv else (), SHOWN))
-        return result
+        return encode_targets(self.listing.targets, self.kind, self.where)
 
     @cached_property
     def parts(self) -> NDArray[np.str_]:
@@ -209,9 +185,8 @@ class Folder(Images):
         return keys
 
     def cache_of(self, part: str, form: Frame | int | None) -> Path:
-        return (
-            self.cache / f"{self.keys[part]}-{hashlib.sha256(repr(form).encode()).hexdigest()[:8] if form else 'files'}"
-        )
+        name = hashlib.sha256(repr(form).encode()).hexdigest()[:8] if form else "files"
+        return self.cache / f"{self.keys[part]}-{name}"
 
     def known(self, part: str) -> Cached | None:
         """The part in the cache, or None. If it need not be stored, any form will do: its files were checked then."""
@@ -242,7 +217,7 @@ class Folder(Images):
             keep = partial(keep_square, channels=self.channels, frame=form)
         elif form:
             keep = partial(keep_smaller_jpeg, side=form, channels=self.channels)
-        sha256_N, end_N, broken, brightest = [], [], dict[str, str](), 0
+        sha256_N, end_N, broken = [], [], dict[str, str]()
         with (
             explain_os_error(f"data.cache_dir={self.cache} cannot be written", ROOM),
             TemporaryFile(dir=self.cache) as file,
@@ -250,7 +225,6 @@ class Folder(Images):
             contents = read_all(self.listing.base, paths, f"reading {part} images", keep)
             for path, read in zip(paths, contents, strict=True):
                 sha256_N.append(np.frombuffer(read.sha256, np.uint8))
-                brightest = max(brightest, read.brightest)
                 if read.problem:
                     broken[path] = read.problem
                 else:
@@ -263,7 +237,7 @@ class Folder(Images):
             arrays["part/input"] = content.reshape(-1, self.channels, form.size, form.size)
         elif form:
             arrays |= {"part/content": content, "part/end": np.array(end_N)}
-        return arrays, {"broken": broken, "brightest": brightest}
+        return arrays, {"broken": broken}
 
     def storage_plan(self) -> str | None:
         new = [part for part in self.places if not self.known(part)]
@@ -272,24 +246,19 @@ class Folder(Images):
         squares = {part: form for part, form in self.stored.items() if isinstance(form, Frame)}
         size = sum(form.size**2 * self.channels * len(self.places[part]) for part, form in squares.items())
         jobs = [f"{', '.join(squares)}: decoded once, {formatting.size(size)} in {self.cache}"] * bool(squares)
-        side = self.stored["train"]
-        if rest := [part for part in self.places if part not in squares and not (part == "train" and self.evaluates)]:
-            storage = f"stored with {side} pixels in {self.cache}, and " if isinstance(side, int) else ""
-            jobs.append(f"{', '.join(rest)}: {storage}decoded by workers in every epoch")
+        if len(squares) < len(self.places):
+            storage = f" stored with {self.presize} times data.image_size in {self.cache}, and" if self.presize else ""
+            jobs.append(f"others:{storage} decoded by workers in every epoch")
         return f"{sum(map(len, self.places.values())):,} images. {'; '.join(jobs)}."
 
     def prepare(self) -> None:
-        broken, brightest = self.data_info["skipped"], max(cached.extra["brightest"] for cached in self.cached.values())
-        are_two, is_dark = f"are two separate {TARGETS[self.kind]}", 0 < brightest < DARK
+        broken, are_two = self.data_info["skipped"], f"are two separate {TARGETS[self.kind]}"
         variants = "; ".join(f"{first} and {second} {are_two}" for first, second in pairs(self.encoded[0], class_key))
         all_squares = self.presize and all(isinstance(form, Frame) for form in self.stored.values())
-        commas = next((name for name in self.encoded[0] if self.kind == "labels" and "," in name), None)
         notices = {
             f"{variants} of {self.where}. If they mean the same, use one spelling.": variants,
-            f"{commas!r} of {self.where} is a single label. Separate several labels with |.": commas,
             f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true).": broken,
             f"data.presize={self.presize} has no effect: all images are decoded once, as squares. Remove it, or set data.decode=workers.": all_squares,
-            f"the 16-bit images of {self.where} are nearly black: {WHITE_16:,} is white, but their largest value is {brightest:,}. Scale their pixels, or save them with 8 bits.": is_dark,
         }
         self.notice = " ".join(text for text, holds in notices.items() if holds) or None
 

@@ -5,9 +5,8 @@ import hashlib
 import io
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -101,18 +100,17 @@ class Packed(Files):
 
 # --- All files of a part ---
 
-AHEAD = 4  # files to read ahead, per thread
+AHEAD = 16  # files to read ahead, per thread
 QUALITY = 95  # of stored JPEGs
 Keep = Callable[["Image", bytes], bytes]  # maps a file's image and content to the bytes to store
 
 
 @dataclass(frozen=True)
 class FileRead:
-    """A file: why it cannot be read, if so; its largest pixel if it has 16 bits, else 0; and the bytes to store."""
+    """A file: why it cannot be read, if so, and the bytes to store."""
 
     sha256: bytes
     problem: str | None
-    brightest: int = 0
     stored: bytes = b""
 
 
@@ -159,18 +157,14 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_onl
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
                 stored = keep(image, content)
-                brightest = int(np.asarray(image).max()) if image.mode.startswith("I") else 0
         except Exception as e:  # Pillow raises almost any exception for a broken file
             return FileRead(digest, read_error_text(e))
-        return FileRead(digest, None, brightest, stored)
+        return FileRead(digest, None, stored)
 
     def in_order() -> Iterator[FileRead]:
-        futures = deque[Future[FileRead]]()
-        for index in range(len(paths)):
-            futures.append(pool.submit(read, index))
-            if len(futures) > AHEAD * system.cores():
-                yield futures.popleft().result()
-        yield from (future.result() for future in futures)
+        size = AHEAD * system.cores()
+        for first in range(0, len(paths), size):
+            yield from pool.map(read, range(first, min(first + size, len(paths))))
 
     with warnings.catch_warnings(), ThreadPoolExecutor(system.cores()) as pool:
         warnings.simplefilter("ignore")
@@ -184,38 +178,23 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_onl
 STAY = "images of {} x {} pixels are cropped or padded (data.resize={}, data.crop_pct={:g}), but `{}` would not move with them. Return masks of the images' size, boxes and keypoints as tv_tensors, or images of data.image_size. Masks cannot be padded."
 
 
-def spatial(batch: Batch, *, nested: bool = False) -> Batch:
-    """Batch values that may have image coordinates: masks, boxes, keypoints. `nested`: also dicts and lists of them."""
-    values = {name: value for name, value in batch.items() if name != "input" and (nested or hasattr(value, "ndim"))}
-    return {name: value for name, value in values.items() if has_places(value)}
+def spatial(batch: Batch) -> Batch:
+    """Batch values that may have image coordinates: masks, boxes, keypoints, and dicts and lists of them."""
+    return {name: value for name, value in batch.items() if name != "input" and placed(value)}
 
 
-def has_places(value: Any, sizes: int = 2) -> bool:
-    """Whether a value has image coordinates: more than `sizes` dimensions. A list counts as the first dimension."""
+def placed(value: Any, sizes: int = 2) -> list[Any]:
+    """The arrays in a value that have image coordinates: more than `sizes` dimensions. A list counts as the first."""
     if isinstance(value, Mapping):
-        return any(has_places(item, sizes) for item in value.values())
+        return [array for item in value.values() for array in placed(item, sizes)]
     if isinstance(value, list | tuple):
-        return any(has_places(item, sizes - 1) for item in value)
-    return bool(getattr(value, "ndim", 0) > sizes)
-
-
-def nested_values(value: Any, sizes: int) -> list[tuple[Any, int]]:
-    """The values with image coordinates in a dict or list, each with its `sizes` for `has_places`; or the value."""
-    if isinstance(value, Mapping):
-        return [pair for item in value.values() if has_places(item, sizes) for pair in nested_values(item, sizes)]
-    if isinstance(value, list | tuple):
-        return [pair for item in value if has_places(item, sizes - 1) for pair in nested_values(item, sizes - 1)]
-    return [(value, sizes)]
+        return [array for item in value for array in placed(item, sizes - 1)]
+    return [value] if getattr(value, "ndim", 0) > sizes else []
 
 
 def matches_image(value: Any, shape: Sequence[int]) -> bool:
     """Whether a mask, or torchvision's boxes or keypoints, match an image of `shape` (H, W)."""
     return tuple(getattr(value, "canvas_size", None) or value.shape[-2:]) == tuple(shape)
-
-
-def all_match_image(value: Any, shape: Sequence[int]) -> bool:
-    """Whether everything in a value of a batch belongs to images of `shape`."""
-    return all(matches_image(item, shape) for item, _ in nested_values(value, 2))
 
 
 def move_into_frame(value: Any, frame: Frame, shape: Size, sizes: int) -> Any:
@@ -224,7 +203,7 @@ def move_into_frame(value: Any, frame: Frame, shape: Size, sizes: int) -> Any:
         return {name: move_into_frame(item, frame, shape, sizes) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [move_into_frame(item, frame, shape, sizes - 1) for item in value]
-    if not has_places(value, sizes) or not matches_image(value, shape):
+    if not placed(value, sizes) or not matches_image(value, shape):
         return value
     import torch
     from torchvision.transforms.v2 import functional as F
@@ -241,12 +220,12 @@ def move_all_into_frame(values: Batch, frame: Frame, shape: Size, sizes: int) ->
     Raises:
         UserError: images are cropped or padded, and other values have image coordinates, or masks would be padded.
     """
-    spatial_values = {name: value for name, value in values.items() if name != "input" and has_places(value, sizes)}
+    spatial_values = {name: value for name, value in values.items() if name != "input" and placed(value, sizes)}
     _, corner = frame.fitted(*shape)
     for name, value in spatial_values.items() if any(corner) else ():
         # the class of padded pixels is undefined
-        items, is_padded = [item for item, _ in nested_values(value, sizes)], min(corner) < 0
-        if not all(matches_image(item, shape) and (hasattr(item, "canvas_size") or not is_padded) for item in items):
+        unpadded = min(corner) >= 0
+        if not all(matches_image(x, shape) and (unpadded or hasattr(x, "canvas_size")) for x in placed(value, sizes)):
             raise UserError(STAY.format(shape[1], shape[0], frame.resize, frame.crop_pct, name))
     return {**values, **{name: move_into_frame(value, frame, shape, sizes) for name, value in spatial_values.items()}}
 
@@ -260,7 +239,7 @@ def in_frame(values: dict[str, Any], *, channels: int, frame: Frame, least: int 
     masks = {n: np.array(v) for n, v in values.items() if n != "input" and is_pillow(v) and len(v.getbands()) == 1}
     values = {**values, **masks}
     if least is not None:  # a JPEG decoded at a reduced size would no longer match its masks
-        has_masks = any(has_places(value, 1) for name, value in values.items() if name != "input")
+        has_masks = any(placed(value, 1) for name, value in values.items() if name != "input")
         return {**values, "input": upright(image, channels=channels, least=0 if has_masks else least)}
     width, height = original_size(image)
     moved = move_all_into_frame(values, frame, (height, width), 1)
@@ -273,7 +252,6 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # means over ImageNet's three channels
 NEEDED = ("image_size", "channels", "mean", "std")  # keys of `metadata` to read files without training data
 FRAMING = ("resize", "crop_pct", "interpolation")  # further keys; older checkpoints lack them
-USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # for pixels from 0 to 1; beyond, float32 yields infinities and NaN
 
 
 class Images(DataSet):
@@ -313,14 +291,9 @@ class Images(DataSet):
         channels = len(cls.defaults(data)["mean"])
         if data.get("channels") not in (None, channels):
             yield f"data.channels={data['channels']} has no effect: these images have {channels}. Remove it."
-        for key, (low, high) in USABLE.items():
-            value = data.get(key)
-            if not isinstance(value, list):
-                continue
-            if len(value) != channels:
+        for key in ("mean", "std"):
+            if isinstance(value := data.get(key), list) and len(value) != channels:
                 yield f"data.{key}={value} has {len(value)} numbers, but the images need {channels}: one per channel."
-            if not all(low <= number <= high for number in value):
-                yield f"data.{key}={value} must be from {low:g} to {high:g}: pixels are from 0 to 1."
 
     @property
     def channels(self) -> int:
@@ -347,16 +320,9 @@ class Images(DataSet):
         return {"in_channels": self.channels, "image_size": self.image_size}
 
     def uncropped(self, part: str, least: int) -> Any:
-        """None if the samples are not decoded on access, or if masks or boxes belong to the squares."""
-        from lockstep import parts  # imports torch
-
+        """None if the samples are not decoded on access."""
         samples = getattr(self, part)
-        if (whole := with_decode_arguments(samples, least=least)) is samples:
-            return None
-        batch = parts.batch_of(whole, np.array([0]))
-        spatial_values, (image, *_) = spatial(batch, nested=True).values(), batch["input"]
-        shape = image.size[::-1] if is_pillow(image) else image.shape[-2:]
-        return whole if all(all_match_image(value, shape) for value in spatial_values) else None
+        return None if (whole := with_decode_arguments(samples, least=least)) is samples else whole
 
     @property
     def evaluated(self) -> "Images":
@@ -365,9 +331,8 @@ class Images(DataSet):
         dataset = copy.copy(self)
         dataset.frame = self.eval_frame
         vars(dataset).pop("preprocessing", None)
-        vars(dataset).update(
-            {part: with_decode_arguments(getattr(self, part), frame=dataset.frame) for part in sampler.PARTS}
-        )
+        for part in sampler.PARTS:
+            setattr(dataset, part, with_decode_arguments(getattr(self, part), frame=dataset.frame))
         dataset.evaluation_sets = {
             n: with_decode_arguments(samples, frame=dataset.frame)
             for n, samples in (self.evaluation_sets or {}).items()

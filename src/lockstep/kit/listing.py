@@ -5,63 +5,56 @@ import glob
 import io
 import os
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lockstep import UserError, did_you_mean, explain_os_error, files, raise_problems, sampler
+from lockstep import UserError, explain_os_error, files, raise_problems, sampler
 from lockstep.kit.pixels import ENDINGS, JUNK, Walk, file_name_text
 
 # --- Lists image files of a folder, a glob or a CSV ---
 
 LISTS = (".csv", ".tsv", ".txt")  # endings of files that list other files
 SHOWN = 10  # most lines or files in a message
-PART_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test", "testing": "test"}  # fmt: skip
-NONE, YEAR, ANY = "$^", r"[ _-]?\d{4}$", r"^\d+[ _-]|[ _-]?\d{4}$"  # may surround a part's name: 01_train, train2017
+PART_NAMES = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
+NUMBER = re.compile(r"^\d+[ _-]|[ _-]?\d{4}$")  # around the names of parts: 01_train, train2017
 Row = dict[str, str]  # cells by column
-Check = Callable[[int, Row], str | None]
+Check = Callable[[Row], str | None]
 
 
-@lru_cache(10_000)
-def part_of(name: str, around: str = ANY) -> str | None:
-    """The part that the name of a folder, split or cell means, without the numbers that match `around`."""
-    core = re.sub(rf"^seg[ _-]|[ _-]?(set|data|images?)$|{around}", "", name.strip().lower())  # seg_test, test_set
-    return PART_NAMES.get(core)
+def part_of(name: str) -> str | None:
+    """The part that the name of a folder, split or cell means."""
+    core = re.sub(r"^seg[ _-]|[ _-]?(set|data|images?)$", "", name.strip().lower())  # seg_test, test_set
+    return core if core in sampler.PARTS else PART_NAMES.get(core)
 
 
 def part_names(names: Iterable[str], where: str) -> dict[str, str]:
     """Maps parts to those of `names` that mean them. Raises UserError if two names mean the same part.
 
-    An exact name takes precedence over a name with a year (train, train2017). Other numbers are ignored only if every
-    name has one: 01_train and 02_test are parts, but 0-train and 1-bus are classes.
+    If no name does, numbers are ignored if every name has one: 01_train and 02_test are parts, but 0-train and 1-bus are classes.
     """
-    exact = {name: part_of(name, NONE) for name in names}
-    around = ANY if all(map(part_of, exact)) else YEAR
+    exact = {name: part_of(name) for name in names}
+    numbered = {name: part_of(NUMBER.sub("", name)) for name in exact}
     by_part: dict[str, str] = {}
-    for name in exact:
-        part = exact[name] or part_of(name, around)
-        if part in by_part and (exact[name] or part not in exact.values()):
+    for name, part in (numbered if all(numbered.values()) and not any(exact.values()) else exact).items():
+        if part in by_part:
             raise UserError(f"{where} has {by_part[part]} and {name}, which both mean the {part} part. Merge them.")
-        by_part |= {part: name} if part and (exact[name] or part not in exact.values()) else {}
+        by_part |= {part: name} if part else {}
     return by_part
 
 
 def explain_root_error(root: Path) -> AbstractContextManager[None]:
     """Converts an OSError for a file or folder in data.root to a UserError."""
-    return explain_os_error(
-        f"data.root={root} cannot be read", "Make it readable, or set data.root=<a different folder>."
-    )
+    return explain_os_error(f"data.root={root} cannot be read", "Make it readable, or set data.root=<folder>.")
 
 
 def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) -> list[Row]:
     """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Skips blank lines.
 
-    `check` receives the line number and the cells of a row. It may change them, and returns an error message or None.
+    `check` receives the cells of a row. It may change them, and returns an error message or None.
 
     Raises:
         UserError: the file is not a CSV, has no rows or lacks a column, or rows are invalid.
@@ -80,7 +73,7 @@ def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) 
             )
         for row in reader:
             line = reader.line_num
-            if problem := row_problem(path.parent, row) or check(line, row):
+            if problem := row_problem(path.parent, row) or check(row):
                 problems.append(f"{path}, line {line}: {problem}")
             rows.append(row)
     except (csv.Error, UnicodeDecodeError, OSError) as e:
@@ -93,16 +86,13 @@ def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) 
 
 
 def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
-    """What is wrong with a row. Corrects its path to an existing one: strips spaces, replaces the \\ of Windows by /,
-    and tries both Unicode forms.
-    """
+    """What is wrong with a row. Strips its path, and replaces the \\ of Windows by / unless the file exists."""
     if None in row or None in row.values():
         return f"it has {'more' if None in row else 'fewer'} cells than the first line. Quote text with separators, and write decimals with a point."
-    if not row["path"].strip("\0 ") or "\0" in row["path"]:
+    row["path"] = path = row["path"].strip()
+    if not path or "\0" in path:
         return "a row needs a path. Add it, or remove the line."
-    plain = row["path"].strip().replace("\\", "/")
-    forms = [row["path"], plain, *(unicodedata.normalize(form, plain) for form in ("NFC", "NFD"))]
-    row["path"] = next((path for path in forms if os.path.lexists(base / path)), plain)
+    row["path"] = path if os.path.lexists(base / path) else path.replace("\\", "/")
     return None
 
 
@@ -128,25 +118,23 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
     path, left_out = Path(source).expanduser(), ""
     with explain_os_error(f"{key}={source} cannot be read", "Make it readable, or pass a different folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
-            rows = read_csv(path, ("path",), "path,target", check or (lambda *_: None))
+            rows = read_csv(path, ("path",), "path,target", check or (lambda _: None))
             targets = [row["target"] for row in rows if "target" in row]
             return Listing(path.parent, [row["path"] for row in rows], targets)
         if path.is_file():
             return Listing(Path(), [str(path)])
         if path.is_dir():
-            file_kind = f"{unit} (files that end in {', '.join(endings)})" if all(endings) else "files"
             walk = Walk([str(path)], endings)
-            names, left_out, empty = list(walk), str(walk), f"contains no {file_kind}"
+            names, left_out = list(walk), str(walk)
         elif any(letter in source for letter in "*?["):
             matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob rejects absolute patterns
-            names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
+            names = sorted(name for name in matches if Path(name).is_file())
         else:
-            own = f", or a part of the run's own data: {', '.join(sampler.PARTS)}" if key == "input" else ""
             raise UserError(
-                f"{key}={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, a single file{own}."
+                f"{key}={source} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, a single file or a part of the run's own data, such as test."
             )
     if not names:
-        raise UserError(f"{key}={source} {empty}{left_out and f'; it has {left_out}'}. Pass a different one.")
+        raise UserError(f"{key}={source} has no {unit}{left_out and f', but {left_out}'}. Pass a different one.")
     return Listing(Path(), names, left_out=left_out)
 
 
@@ -225,25 +213,20 @@ def class_folders(root: Path) -> Listing:
 def part_problems(part: str, top: Path, classes: Sequence[str], inside: dict[str, Counter[str]]) -> Iterator[str]:
     """Errors of the folders in `top`. `inside`: the number of images directly in each (key "") and in subfolders."""
     if part == "train" and len(classes) < 2:
-        contents = f"only the folder {classes[0]}/" if classes else "no folders"
-        yield f"{top} has {contents}. It needs one folder of images per class, and at least two classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
+        yield f"{top} needs one folder of images per class, and at least two classes: {top}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
     if part != "train" and not any(images.total() for images in inside.values()):
         yield f"{top} has no images in class folders. Move some into {top}/<class>/, or move the folder out of data.root."
     for name, images in inside.items():
-        if file_name_text(name) not in classes:
-            yield f"{top / name}: train/ has no class {name}{did_you_mean(file_name_text(name), classes)}. Rename or remove the folder."
-        elif not images.total() and part == "train" and len(classes) > 1:
+        if not images.total() and part == "train" and len(classes) > 1:
             yield f"{top / name} contains no images (files that end in {', '.join(ENDINGS)}), not counting links to listed files. Remove it, or set data.root=<the folder that contains the class folders>."
 
 
 def nested_problems(top: Path, inside: Mapping[str, Counter[str]]) -> Iterator[str]:
     """An error if the classes may be one level deeper: all folders hold the same ones, or are named like folds."""
-    count = Counter(name for images in inside.values() for name in +images if name)
-    shared = sorted(name for name in count if count[name] > 1)
-    outer_group, inner_group = (all(map(GROUP.fullmatch, names)) for names in (inside, shared))
-    nested = (outer_group or all(map(str.isdigit, inside))) and all(2 * n[""] < n.total() for n in inside.values())
-    are_alike = all({*+images} == {*shared} for images in inside.values())
-    if len(shared) > 1 and (outer_group or not inner_group) and (nested or are_alike):  # cat/batch1 belongs to cat
+    names = [{*+images} for images in inside.values()]
+    are_alike = len(names) > 1 and len(names[0]) > 1 and "" not in names[0] and all(each == names[0] for each in names)
+    shared = sorted(set[str]().union(*names) - {""})
+    if are_alike or (shared and all(map(GROUP.fullmatch, inside))):
         yield f"the folders in {top} contain the same folders, {', '.join(shared[:SHOWN])}: it is unclear which are the classes. Move the class folders into train/, val/ and test/, or list the files in a CSV: data.csv=<file>."
 
 
@@ -256,26 +239,25 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder>.")
-    base, first_rows = path.parent.absolute(), dict[str, tuple[int, str, str, str]]()  # first row of each real file
-    parts = list[str]()
+    base, parts, seen = path.parent.absolute(), list[str](), dict[str, tuple[str, str, str]]()
 
-    def check(line: int, row: Row) -> str | None:
+    def check(row: Row) -> str | None:
         file, split = Path(row["path"]), row.get("split", "train").strip()
         if not (base / file).is_relative_to(base) or ".." in file.parts:
             return f"path={file} is outside {path.parent}. Paths are relative to the CSV's folder."
         if (part := part_of(split)) is None:
             return f"split={split} is unknown; use one of {', '.join(sampler.PARTS)}."
         target = file_name_text(row["target"].strip())
-        original = first_rows.setdefault(os.path.realpath(base / file), (line, file.as_posix(), target, part))
-        row |= {"path": original[1], "target": target}
+        first = seen.setdefault(os.path.realpath(base / file), (file.as_posix(), target, part))
+        row |= {"path": first[0], "target": target}
         parts.append(part)
-        if original[2:] != (target, part):
-            return f"{file} is also in line {original[0]}, with a different target or split. Remove one of them."
+        if first[1:] != (target, part):
+            return f"{file} is also in an earlier line, with a different target or split. Remove one of them."
         return target_problem(row["target"], kind)
 
     rows = read_csv(path, ("path", "target"), "path,target,split", check)
     for column in rows[0] if "split" not in rows[0] else ():
-        if all(part_of(row[column]) for row in rows) and len({part_of(row[column]) for row in rows}) > 1:
+        if None not in (found := {part_of(row[column]) for row in rows}) and len(found) > 1:
             raise UserError(f"{path}: the column {column} has part names. Rename it to split, or rename its values.")
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")

@@ -115,11 +115,8 @@ class Picture:
         is_image = image_CHW.ndim == 3 and len(image_CHW) in (1, 3) and image_CHW.size
         is_float = is_image and image_CHW.dtype.kind == "f" and 0 <= image_CHW.min() <= image_CHW.max() <= 1
         if not is_image or not (image_CHW.dtype == np.uint8 or is_float):
-            values = f" from {image_CHW.min():.4g} to {image_CHW.max():.4g}" if is_image else ""
             raise UserError(
-                f"Picture: the image is {image_CHW.dtype}{values} of shape {image_CHW.shape}; expected (channels, height, width) with 1 or 3 channels, "
-                "as floats from 0 to 1, or uint8. Pass image[None] if it has no channels, image.permute(2, 0, 1) if they come last, "
-                "image.float().clamp(0, 1), or image.byte() if it has values from 0 to 255."
+                f"Picture: expected (channels, height, width) with 1 or 3 channels, as uint8 or floats from 0 to 1, not {image_CHW.dtype} {image_CHW.shape}"
             )
         if image_CHW.dtype != np.uint8:
             image_CHW = (255 * image_CHW).round().astype(np.uint8)

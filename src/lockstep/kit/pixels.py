@@ -27,25 +27,17 @@ if TYPE_CHECKING:
 
 # Formats of photographs and drawings that Pillow reads without plugins. Other files are counted in `left_out`.
 ENDINGS = (
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".avif", ".avifs", ".bmp", ".dib", ".gif", ".tif", ".tiff",
-    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".tga", ".qoi",
+    ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".jp2",
+    ".j2k", ".tga", ".qoi",
 )  # fmt: skip
 # Hidden folders, and folders of file servers, archives and operating systems.
 JUNK = re.compile(r"\.|(@eadir|__macosx|[#@]recycle|\$recycle\.bin|#snapshot|lost\+found|system volume information)$", re.I)  # fmt: skip
 MASK = re.compile(r"[ _-]mask([ _-]?\d+)?(?=\.\w+$)", re.I)  # at the end of a file's name
-MASKED = 0.8  # files are treated as masks only if at least this fraction of the images has one
-KINDS = 8  # most kinds of ignored files in a message
 
 
 def file_name_text(name: str) -> str:
     """A file's name as text in one Unicode form, with bytes escaped that are not UTF-8."""
     return unicodedata.normalize("NFC", os.fsencode(name).decode(errors="backslashreplace"))
-
-
-def masks_of(names: list[str]) -> dict[str, str]:
-    """Maps each mask in a folder to its image."""
-    candidates = {*names} if "mask" in "/".join(names).lower() else {}  # a fast check: few folders have such names
-    return {name: image for name in candidates if (image := MASK.sub("", name)) != name and image in candidates}
 
 
 class Walk:
@@ -59,24 +51,23 @@ class Walk:
         self.left_out = Counter[str]()  # number of files by ending, folder name or reason
         self.files: dict[str, dict[str, list[str]]] = {top: {} for top in folders}  # names by folder
         seen = set[str]()
-        heap = sorted((int(os.path.islink(top)), top, top, os.path.realpath(top)) for top in self.files)  # noqa: PTH114
+        heap = sorted((int(os.path.islink(top)), top, top) for top in self.files)  # noqa: PTH114
         while heap:
-            rank, path, top, real = heapq.heappop(heap)  # 0: folders, 1: links to folders, 2: links to files
-            parent, name = os.path.split(real)
+            rank, path, top = heapq.heappop(heap)  # 0: folders, 1: links to folders, 2: links to files
+            parent, name = os.path.split(real := os.path.realpath(path))
             is_listed = rank == 2 and parent in seen and name.lower().endswith(endings) and os.path.lexists(real)
             if real in seen or is_listed:
                 self.left_out["links to listed files"] += 1
             elif rank == 2:
                 self.files[top][os.path.dirname(path)].append(os.path.basename(path))  # noqa: PTH119, PTH120
             else:
-                self.files[top][path] = [*self.taken(path, top, real, endings, heap)]
+                self.files[top][path] = [*self.taken(path, top, endings, heap)]
             seen.add(real)
         for top, by_path in self.files.items():
             order = sorted(by_path, key=lambda path: path.split(os.sep))  # noqa: PTH206
-            self.files[top] = {path: sorted(by_path[path]) for path in order}
-        self.leave_out_masks([names for by_path in self.files.values() for names in by_path.values()])
+            self.files[top] = {path: self.without_masks(sorted(by_path[path])) for path in order}
 
-    def taken(self, path: str, top: str, real: str, endings: tuple[str, ...], heap: list[Any]) -> Iterator[str]:
+    def taken(self, path: str, top: str, endings: tuple[str, ...], heap: list[Any]) -> Iterator[str]:
         """The names of the files in the folder `path`. Adds its subfolders and links to the `heap`."""
         with os.scandir(path) as entries:
             for entry in entries:
@@ -88,40 +79,27 @@ class Walk:
                 elif is_file:
                     yield name
                 else:
-                    rank = int(entry.is_symlink()) if is_folder else 2
-                    real_path = os.path.realpath(entry.path) if rank else f"{real}{os.sep}{name}"
-                    heapq.heappush(heap, (rank, entry.path, top, real_path))
+                    heapq.heappush(heap, (int(entry.is_symlink()) if is_folder else 2, entry.path, top))
 
-    def leave_out_masks(self, lists: list[list[str]]) -> None:
-        """Removes masks, such as `1_mask.png` of `1.png`, from the lists (one per folder) if most images have one."""
-        image_of = [masks_of(names) for names in lists]
-        masks, masked = sum(map(len, image_of)), sum(len({*images.values()}) for images in image_of)
-        if masks and masked >= MASKED * (sum(map(len, lists)) - masks):
-            for names, images in zip(lists, image_of, strict=True):
-                names[:] = [name for name in names if name not in images]
-            self.left_out["masks of images"] = masks
+    def without_masks(self, names: list[str]) -> list[str]:
+        """The files of a folder without masks, such as `1_mask.png` of `1.png`."""
+        known = {*names}
+        images = [name for name in names if (image := MASK.sub("", name)) == name or image not in known]
+        self.left_out["masks of images"] += len(names) - len(images)
+        return images
 
     def __iter__(self) -> Iterator[str]:
         return (f"{at}{os.sep}{name}" for tree in self.files.values() for at, names in tree.items() for name in names)
 
     def __str__(self) -> str:
         """The files that were left out, in one line."""
-        kinds = [f"{count:,} {file_name_text(label)}" for label, count in self.left_out.most_common()]
-        kinds = [re.sub("^1 (link|image|mask)s (.*[^/])$", r"1 \1 \2", kind) for kind in kinds]  # but not folder names
-        return ", ".join(kinds[:KINDS]) + (f", and {len(kinds) - KINDS:,} more kinds" if kinds[KINDS:] else "")
+        return ", ".join(f"{count:,} {file_name_text(label)}" for label, count in (+self.left_out).most_common())
 
 
 # --- With Pillow ---
 
-BACKGROUND, WHITE_16 = "white", 0xFFFF  # behind transparent pixels; white in 16 bits
-# Factors for a PNG's transparent colour, by Pillow's raw mode: it has the file's bit depth, Pillow's pixels 8 bits.
-TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
-
-
-RESIZE = ("crop", "pad", "squash")
-INTERPOLATION = ("bilinear", "bicubic")
+BACKGROUND = "white"  # behind transparent pixels
 Size = tuple[int, int]  # height and width
-STRIP = 64  # largest ratio of an image's sides before resizing
 
 
 @dataclass(frozen=True)
@@ -137,11 +115,6 @@ class Frame:
     crop_pct: float = 1.0
     interpolation: str = "bilinear"
 
-    def __post_init__(self) -> None:
-        for key, options in {"resize": RESIZE, "interpolation": INTERPOLATION}.items():
-            if (value := getattr(self, key)) not in options:
-                raise ValueError(f"{key}={value} is unknown; use one of {', '.join(options)}")
-
     def fitted(self, height: int, width: int) -> tuple[Size, Size]:
         """The size an image is resized to, and top and left of the square in it, negative if the square is larger."""
         height, width = (1, 1) if self.resize == "squash" else (height, width)
@@ -154,10 +127,6 @@ class Frame:
         """Resizes and crops or pads an image to the square."""
         from PIL import Image
 
-        longest = STRIP * min(image.size)
-        if self.resize == "crop" and max(image.size) > longest:  # the resized whole might not fit into memory
-            x, y = (max(0, side - longest) // 2 for side in image.size)
-            image = image.crop((x, y, image.width - x, image.height - y))
         (height, width), (top, left) = self.fitted(image.height, image.width)
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
@@ -193,16 +162,11 @@ def upright(image: "Image", *, channels: int, least: int = 0) -> "Image":
     from PIL import Image, ImageOps
 
     check_depth(image)
-    scale = TO_8_BITS.get(str(tile[0][-1])) if (tile := getattr(image, "tile", ())) else None
-    if scale and (hidden := image.info.get("transparency")) is not None:
-        numbers = np.multiply(hidden, scale).astype(int).tolist()
-        image.info["transparency"] = numbers if isinstance(hidden, int) else tuple(numbers)
     if least:  # decodes a JPEG at 1/2, 1/4 or 1/8 size; no resize matches it to within 1 level
         image.draft(None, (least, least))
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey: `convert` would clip everything above 255
-        grey_HW, hidden = np.asarray(image), image.info.get("transparency", -1)
-        image = Image.fromarray((np.where(grey_HW == hidden, WHITE_16, grey_HW) >> 8).astype(np.uint8))
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, BACKGROUND), image.convert("RGBA"))
     if image.mode != (mode := "L" if channels == 1 else "RGB"):
@@ -269,8 +233,7 @@ class Preprocess:
         import torch
         from torch.nn import functional as F
 
-        if self.scale.device != image_BCHW.device:
-            self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
+        self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
         x = image_BCHW
         if x.shape[-2:] != (self.frame.size, self.frame.size):
             x = self.frame.tensor(x.float(), partial(F.interpolate, mode=self.frame.interpolation, antialias=True))

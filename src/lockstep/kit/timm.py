@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep import UserError, did_you_mean, world
+from lockstep import UserError, world
 
 
 def from_timm(
@@ -29,12 +29,7 @@ def from_timm(
     path = str(Path(checkpoint_path).expanduser()) if checkpoint_path else ""
     import timm  # 1 s; not needed for basic_net
 
-    if not known(name):
-        names = timm.list_models()
-        raise UserError(
-            f"model.name={name} is not a timm model{did_you_mean(name, names)}. timm.list_models() lists all."
-        )
-    config = timm.get_pretrained_cfg(name)
+    config = pretrained_config(name)
     if config is not None and config.fixed_input_size:
         model_args.setdefault("img_size", image_size)
     if pretrained and not path and config is not None and config.hf_hub_id:
@@ -76,14 +71,14 @@ def offline_weights(name: str, repository: str) -> str:
     )
 
 
-def known(name: str) -> bool:
-    """Whether timm has the architecture and, if the name includes one, the weights tag."""
+def pretrained_config(name: str) -> Any:
+    """What timm knows of the weights of a model; None if it has none of that name."""
     import timm
 
     try:
-        return timm.is_model(name) and (timm.get_pretrained_cfg(name) is not None or "." not in name)
+        return timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     except RuntimeError:  # an unknown tag
-        return False
+        return None
 
 
 RESIZE = {"center": "crop", "squash": "squash", "border": "pad"}  # by timm's crop_mode
@@ -91,9 +86,8 @@ RESIZE = {"center": "crop", "squash": "squash", "border": "pad"}  # by timm's cr
 
 def preprocessing(name: str) -> dict[str, Any] | None:
     """The evaluation preprocessing of timm's pretrained model `name`, as keys of `data`; None if unknown to timm."""
-    import timm
 
-    config = timm.get_pretrained_cfg(name) if known(name) else None
+    config = pretrained_config(name)
     if config is None:
         return None
     keys = {"mean": list(config.mean), "std": list(config.std), "crop_pct": config.crop_pct}

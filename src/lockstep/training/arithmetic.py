@@ -71,7 +71,7 @@ def is_logging_step(trainer: pl.Trainer, step: int) -> bool:
 
 
 class StepArithmetic:
-    """The points at which the two ways to compute a step differ. `Task` and the callbacks call them in both cases.
+    """The points at which the two ways to compute a step differ. Modules and callbacks call them in both cases.
 
     Here Lightning and the strategy average gradients. Each process has its own batch statistics and random numbers.
     """

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,11 +17,11 @@ from torchmetrics import Metric
 
 from lockstep.compat.metric_states import of_all_processes, prepare, update
 from lockstep.errors import UserError
-from lockstep.kit.panels import Content, Gallery, Kept, Panel, Sample
+from lockstep.kit.panels import Gallery, Kept, Sample
 from lockstep.machine.world import all_gather_objects
 from lockstep.training.arithmetic import tree_sum
 from lockstep.training.losses import float32, sample_at, samples_at
-from lockstep.training.module import hook
+from lockstep.training.module import arithmetic_of, hook, log_reduced
 
 log = logging.getLogger("lockstep")
 
@@ -75,6 +75,45 @@ def named_values(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tenso
     return {f"{name}/{label}": value for label, value in zip(labels, values, strict=True)}
 
 
+class Measured(NamedTuple):
+    """The mean loss and the metrics of an evaluation set, of the samples of all processes."""
+
+    mean_loss: MeanLoss
+    metrics: Mapping[str, Metric]
+
+    @classmethod
+    def of(cls, module: pl.LightningModule, metrics: Mapping[str, Metric]) -> Self:
+        """They are no children of `module`, and need not be."""
+        mean_loss = MeanLoss(arithmetic_of(module).evaluation_sums)
+        for metric in (mean_loss, *metrics.values()):
+            prepare(metric, module.device)  # sums exactly
+        return cls(mean_loss, metrics)
+
+    def update(
+        self,
+        module: Any,
+        batch_idx: int,
+        loss_B: Tensor,
+        weight_B: Tensor | None,
+        inputs: Mapping[str, tuple[Any, ...]],
+    ) -> None:
+        """Adds a batch. `inputs`: the arguments of each metric."""
+        self.mean_loss.update(loss_B, weight_B, arithmetic_of(module).evaluation_sum(module, batch_idx))
+        for name, metric in self.metrics.items():
+            update(metric, batch_idx, *inputs[name])
+
+    def log(self, module: pl.LightningModule, part: str, names: Sequence[Any]) -> None:
+        """Logs the values of all processes as `part`/..., and begins anew. `names`: of the values of a metric with several."""
+        metrics = [self.mean_loss, *self.metrics.values()]
+        with of_all_processes(metrics):
+            values = self.mean_loss.compute()
+            for name, metric in self.metrics.items():
+                values |= named_values(name, metric.compute(), names)
+        log_reduced(module, {f"{part}/{name}": value for name, value in values.items()})
+        for metric in metrics:
+            metric.reset()
+
+
 # --- The task's panels during the test, and the samples with the largest losses ---
 #
 # A panel that fails is omitted with a warning, on every process: an error in a panel must not lose the test's metrics.
@@ -85,9 +124,9 @@ class TestPanels(pl.Callback):
 
     __test__ = False  # for pytest
 
-    def __init__(self, contents: list[Content], *, compiled: bool) -> None:
+    def __init__(self, contents: list[Any], *, compiled: bool) -> None:
         self.worst, self.random, self.compiled = Kept(24, by_loss=True), Kept(16), compiled
-        self.panels: dict[str, Panel] = {}
+        self.panels: dict[str, Any] = {}
         self.failed: set[str] = set()
         self.contents = contents
 

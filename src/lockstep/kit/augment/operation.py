@@ -167,7 +167,7 @@ class GeometricOperation(Operation):
         raise NotImplementedError
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
-        image, masks, name = images_of(batch, draws.name), spatial(batch, nested=True), draws.name
+        image, masks, name = images_of(batch, draws.name), spatial(batch), draws.name
         for key, mask in masks.items():
             if getattr(mask, "shape", ())[-2:] != image.shape[-2:]:
                 raise UserError(

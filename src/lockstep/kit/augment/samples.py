@@ -26,7 +26,7 @@ from lockstep.kit.augment.operation import (
     Positive,
     form_of,
 )
-from lockstep.kit.images import has_places
+from lockstep.kit.images import placed
 from lockstep.kit.pixels import chw
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class SampleTransform:
 
 def spatial_names(sample: Sample) -> list[str]:
     """The values that have positions in the image."""
-    return [name for name, value in sample.items() if name != "input" and has_places(value, 1)]
+    return [name for name, value in sample.items() if name != "input" and placed(value, 1)]
 
 
 class UnsupportedTransform(Exception):
@@ -97,7 +97,7 @@ def wrap_sample(sample: Sample, spatial: Sequence[str], *, strict: bool) -> Samp
 
     def wrap(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: wrap(item) if has_places(item, 1) else item for key, item in value.items()}
+            return {key: wrap(item) if placed(item, 1) else item for key, item in value.items()}
         if isinstance(value, TVTensor) or getattr(value, "shape", ())[-2:] == image.shape[-2:]:
             return value if isinstance(value, TVTensor) else Mask(value)
         if strict:

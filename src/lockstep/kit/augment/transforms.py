@@ -49,14 +49,6 @@ class Shift(Checked, GeometricOperation):
     uncovers = True
     pixels: Count
     mask_fill: MaskValue = None
-    image_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.image_size is not None and self.pixels >= self.image_size:
-            raise ValueError(
-                f"pixels={self.pixels} would shift images of {self.image_size} pixels out of view. Set a number below {self.image_size}"
-            )
 
     def plan(self, height: int, width: int, draws: Draws) -> Indices:
         """The upper left corner of the result in the padded image. The shift is `pixels` minus this corner."""
@@ -222,7 +214,7 @@ class Cutmix(Checked, Mix):
 
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share | None]:
         height, width = images_of(batch, draws.name).shape[-2:]
-        values = {"input": batch["input"], **spatial(batch, nested=True)}
+        values = {"input": batch["input"], **spatial(batch)}
         for name, value in values.items():
             if getattr(value, "shape", ())[-2:] != (height, width) or (name != "input" and "target" not in values):
                 raise UserError(

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Batch, Task, UserError
 from lockstep.kit.panels import Calibration, Confusion, Panel, PrecisionRecall, wilson
-from lockstep.kit.tasks.checks import Targets, loss_factors, validate_outputs
+from lockstep.kit.tasks.task import Targets, loss_factors, validate_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 
@@ -45,7 +45,7 @@ class Classification(Task):
         self.activation = "sigmoid" if self.binary else "softmax"
         weights: Any = class_weights
         if weights == "balanced":
-            weights = balanced(self.metadata.get("class_counts"), self.value_names)
+            weights = balanced(self.metadata.get("class_counts"))
         self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
     def validated_target(self, output: Tensor, batch: Batch) -> Tensor:
@@ -118,7 +118,7 @@ class Classification(Task):
         ]
 
 
-def balanced(counts: Sequence[int] | None, classes: Sequence[str]) -> list[float]:
+def balanced(counts: Sequence[int] | None) -> list[float]:
     """samples / (classes * samples of the class), as in scikit-learn.
 
     Raises UserError if the counts are unknown or a class has no samples.
@@ -127,8 +127,8 @@ def balanced(counts: Sequence[int] | None, classes: Sequence[str]) -> list[float
         raise UserError(
             "task.class_weights=balanced needs the classes of the training samples, but this data does not store them as one array. Set numbers instead."
         )
-    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+    if not all(counts):
         raise UserError(
-            f"task.class_weights=balanced: there are no training samples of class {', '.join(empty)}. Add some, or set numbers instead."
+            "task.class_weights=balanced: a class has no training samples. Add some, or set numbers instead."
         )
     return [sum(counts) / (len(counts) * count) for count in counts]

@@ -1,36 +1,25 @@
-"""A LightningModule with a loss per sample: its means, its metrics, and what the report shows of them."""
+"""A LightningModule with a loss per sample: its means, its metrics, and what the report shows of them; and what tasks check."""
 
-# B batch
+# B batch · N sample
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
-from lockstep.compat.metric_states import of_all_processes, prepare, update
-from lockstep.data.dataset import Batch
-from lockstep.errors import UserError
-from lockstep.training.arithmetic import is_logging_step
-from lockstep.training.losses import (
-    Plain,
-    float32,
-    is_small,
-    one_per_sample,
-    sample_weights,
-    weighted_loss,
-)
-from lockstep.training.metrics import MeanLoss, named_values
-from lockstep.training.module import Module, arithmetic_of, log_reduced, strategy_of, trainer_of
-from lockstep.training.optim import compute_in_float32, head_of
+from lockstep import Batch, Measured, Module, UserError, losses, optim
 
-HALF = (torch.bfloat16, torch.float16)
 log_once = cache(logging.getLogger("lockstep").warning)
 
 
@@ -77,9 +66,9 @@ class Task(Module):
         self.further_metrics = metrics or {}
         # The mean loss and the metrics of each evaluation set. They are no children of this module: checkpoints would hold a
         # metric's own network, and DDP would wait for its gradients.
-        self.evaluated: dict[str, tuple[MeanLoss, dict[str, Metric]]] = {}
+        self.evaluated: dict[str, Measured] = {}
         if self.float32_head:
-            compute_in_float32(head_of(net))
+            optim.compute_in_float32(optim.head_of(net))
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """A class that overrides `loss` accepts any `target`, unless it also sets `target_spec`."""
@@ -109,7 +98,9 @@ class Task(Module):
     @property
     def stage(self) -> str:
         """Like `Module.stage`, or the name of the additional evaluation set being evaluated, such as val/night."""
-        stage, seeds = super().stage, getattr(strategy_of(self), "seeds", None)
+        if (stage := super().stage) == "train":
+            return stage
+        seeds = getattr(self.trainer.strategy, "seeds", None)  # without it, a plain Trainer
         return dict(enumerate(self.evaluation_sets(stage))).get(seeds.loader, stage) if seeds else stage
 
     @property
@@ -152,17 +143,13 @@ class Task(Module):
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
         """Columns of a batch's targets; none if they do not fit into a cell."""
         target = batch["target"]
-        if isinstance(target, Tensor):
-            fits_cell = target.dim() == 1
-        else:
-            fits_cell = isinstance(target, list | tuple) and all(isinstance(x, Plain) for x in target)
-        return {"target": target} if fits_cell else {}
+        return {"target": target} if losses.is_small(target, len(target)) and getattr(target, "ndim", 1) == 1 else {}
 
     def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """What the report shows for each sample, by name: texts, numbers, a Mask, a Picture, Lines, Tokens."""
         columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
         count = len(batch["index"])
-        small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
+        small = {name: list(column) for name, column in columns.items() if losses.is_small(column, count)}
         cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
         return [{name: column[row] for name, column in cells.items()} for row in range(count)]
 
@@ -176,46 +163,40 @@ class Task(Module):
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
         """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
-        if self.float32_head and getattr(output, "dtype", None) in HALF and "mixed" in self.trainer.precision:
+        if (
+            self.float32_head
+            and getattr(output, "dtype", None) in (torch.bfloat16, torch.float16)
+            and "mixed" in self.trainer.precision
+        ):
             log_once(  # because a different layer than the assumed last layer computes them
                 f"predictions have about 3 significant digits in {self.trainer.precision}: the last layer of {type(self.net).__name__}, "
-                f"{type(head_of(self.net)).__name__}, does not compute its outputs. Set trainer.precision=32-true, or add a `get_classifier` that "
+                f"{type(optim.head_of(self.net)).__name__}, does not compute its outputs. Set trainer.precision=32-true, or add a `get_classifier` that "
                 "returns the layer that does."
             )
-        return self.mean_of(*weighted_loss(self, output, batch), "train/loss")
+        return self.mean_of(*losses.weighted_loss(self, output, batch), "train/loss")
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if is_logging_step(self.trainer, self.trainer.global_step + 1):
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]  # set by the Trainer's connector
             self.log("train/lr", max(group["lr"] for group in optimizer.param_groups))  # layers may have lower ones
 
     def evaluation_sets(self, stage: str) -> list[str]:
         """The evaluation sets of a stage, in the order of their dataloaders."""
-        data = getattr(trainer_of(self), "datamodule", None)
-        return getattr(data, "evaluated_parts", lambda stage: [stage])(stage)  # type: ignore[no-any-return]
+        with suppress(RuntimeError, AttributeError):  # no Trainer, or other data than the kit's
+            return self.trainer.datamodule.evaluated_parts(stage)  # type: ignore[attr-defined, no-any-return]
+        return [stage]
 
     def new_metrics(self) -> dict[str, Metric]:
-        """`metrics`, and those of the config. Raises UserError if `metrics` returns anything else."""
-        found: Any = self.metrics()
-        where, named = f"task={type(self).__name__}: `metrics` returns", (Mapping, MetricCollection)
-        if not isinstance(found, named) or not all(isinstance(x, Metric | MetricCollection) for x in found.values()):
-            raise UserError(
-                f"{where} {found}; expected a dict of torchmetrics metrics, such as {{'mean': MeanMetric()}}."
-            )
-        found = dict(found.items())
+        """`metrics`, and those of the config."""
+        found = dict(self.metrics().items())
         if taken := ", ".join(sorted({"loss", "count"} & {*found, *self.further_metrics})):
-            raise UserError(f"{where} {taken}, which every task already logs. Use a different name.")
+            raise UserError(f"task={type(self).__name__}: `metrics` returns {taken}, which every task already logs.")
         return found | {name: make(self.metric_arguments()) for name, make in self.further_metrics.items()}
 
-    def measured(self, part: str) -> tuple[MeanLoss, dict[str, Metric]]:
+    def measured(self, part: str) -> Measured:
         """The mean loss and the metrics of an evaluation set: some metrics keep state from earlier evaluations."""
         part = part if "/" in part else "val"
         if part not in self.evaluated:
-            mean_loss, metrics = MeanLoss(arithmetic_of(self).evaluation_sums), self.new_metrics()
-            for metric in (mean_loss, *metrics.values()):
-                prepare(metric, self.device)  # sums exactly
-            if part.partition("/")[2] in metrics:
-                raise UserError(f"evaluation_sets: {part!r} is also the name of a metric. Use a different name.")
-            self.evaluated[part] = mean_loss, metrics
+            self.evaluated[part] = Measured.of(self, self.new_metrics())
         return self.evaluated[part]
 
     def on_validation_start(self) -> None:
@@ -232,31 +213,19 @@ class Task(Module):
 
     def update_metrics(self, output: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Updates the mean loss and the metrics. Returns `output` and `loss`, which the report shows if a test step returns them."""
-        output = float32(output)
-        if dataloader_idx >= len(sets := self.evaluation_sets(super().stage)):
-            raise UserError(
-                f"{type(self).__name__} got several dataloaders. Give one, or the `evaluation_sets` of a data set."
-            )
-        mean_loss, metrics = self.measured(sets[dataloader_idx])
-        loss_B = one_per_sample(self.loss(output, batch), self, batch)
-        mean_loss.update(loss_B, sample_weights(self, batch), arithmetic_of(self).evaluation_sum(self, batch_idx))
+        output = losses.float32(output)
+        measured = self.measured(self.evaluation_sets(super().stage)[dataloader_idx])
+        loss_B = losses.one_per_sample(self.loss(output, batch), self, batch)
         inputs = self.inputs_by_metric(output, batch)
-        if unknown := sorted(inputs.keys() - metrics.keys()):
-            raise UserError(f"`inputs_by_metric` has {unknown[0]}, but the metrics are {', '.join(metrics)}.")
-        for name, metric in metrics.items():
-            update(metric, batch_idx, *(inputs[name] if name in inputs else self.metric_inputs(output, batch)))
+        if unknown := sorted(inputs.keys() - measured.metrics.keys()):
+            raise UserError(f"`inputs_by_metric` has {unknown[0]}, but the metrics are {', '.join(measured.metrics)}.")
+        every = {n: inputs[n] if n in inputs else self.metric_inputs(output, batch) for n in measured.metrics}
+        measured.update(self, batch_idx, loss_B, losses.sample_weights(self, batch), every)
         return {"output": output, "loss": loss_B}
 
     def log_evaluation(self, stage: str) -> None:
         for part in self.evaluation_sets(stage):
-            mean_loss, metrics = self.measured(part)
-            with of_all_processes([mean_loss, *metrics.values()]):
-                values = mean_loss.compute()
-                for name, metric in metrics.items():
-                    values |= named_values(name, metric.compute(), self.value_names)
-            log_reduced(self, {f"{part}/{name}": value for name, value in values.items()})
-            for metric in (mean_loss, *metrics.values()):
-                metric.reset()
+            self.measured(part).log(self, part, self.value_names)
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("test" if self.trainer.testing else "val")
@@ -265,8 +234,61 @@ class Task(Module):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Any, Batch]:
         """The network's outputs, in float32, and the batch."""
-        return float32(self(batch)), batch
+        return losses.float32(self(batch)), batch
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer(self.parameters())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
+
+
+# --- What the tasks check: targets, outputs, factors of a loss ---
+
+AT_ONCE = 2**22  # most elements that are checked at once
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The targets that a task expects. Whole numbers start at `minimum` and index the names, unless `maximum` is set."""
+
+    what: str  # description of one sample's target, for messages
+    dims: int | None  # dimensions of one sample's target; None: any
+    integer: bool = True
+    minimum: float = 0
+    maximum: float | None = None
+    ignored: int | None = None  # a number that is excluded from loss and metrics
+    hint: str = ""
+
+    def wrong(self, target_N: NDArray[Any], names: int) -> tuple[int, str] | None:
+        """The index of the first sample with an invalid target, and a description of that target."""
+        high = names - 1 if self.maximum is None else self.maximum
+        ignored = "" if self.ignored is None else f", or {self.ignored}"
+        limits = f"{f' from 0 to {high}' if self.integer else ''}{ignored}"
+        expected = f"expected {self.what}{limits}. Correct it, or remove the sample{self.hint}; for different targets, set a different task."
+        if self.dims not in (None, target_N.ndim - 1) or target_N.dtype.kind not in "biuf":
+            return 0, f"{target_N.dtype} of shape {target_N.shape[1:]}; {expected}"
+        rows = max(1, AT_ONCE * len(target_N) // max(1, target_N.size))  # masks may be too large for memory
+        for first in range(0, len(target_N), rows):
+            block = target_N[first : first + rows]
+            is_wrong = ~(np.isfinite(block) & (block >= self.minimum) & (block <= high) | (block == self.ignored))
+            if self.integer and block.dtype.kind == "f":
+                is_wrong |= block != np.trunc(block)
+            if is_wrong.any():
+                return first + int(np.argwhere(is_wrong)[0, 0]), f"{block[is_wrong][0]}; {expected}"
+        return None
+
+
+def validate_outputs(output: Tensor, *shape: int) -> None:
+    """Raises UserError if a network's output has a different shape."""
+    if output.shape != shape:
+        raise UserError(
+            f"the network returns shape {tuple(output.shape)}, but the task and the data need {shape}. Choose a different model, or set its number of outputs to what the data needs."
+        )
+
+
+def loss_factors(task: Any, name: str, factors: Sequence[float] | None) -> Tensor | None:
+    """The factors of a loss. Raises UserError if there is not one for each class or label."""
+    if factors is not None and len(factors) != len(task.value_names):
+        raise UserError(
+            f"task.{name} has {len(factors)} numbers; the data has {len(task.value_names)} {task.names}. Set one number for each."
+        )
+    return None if factors is None else torch.tensor(factors, dtype=torch.float32)
