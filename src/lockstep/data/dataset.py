@@ -84,10 +84,10 @@ def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
 
 def read(part: Any, index_N: Indices) -> Mapping[str, Any] | list[dict[str, Any]]:
     """The samples at these indices: a batch if `__getitems__` of the part returns one, or a list of dicts."""
-    get_many = getattr(part, "__getitems__", None)
     if isinstance(part, Arrays):
         return part.__getitems__(index_N)
-    found = get_many(index_N.tolist()) if get_many else [part[index] for index in index_N.tolist()]
+    get_many = getattr(part, "__getitems__", lambda indices: [part[index] for index in indices])
+    found = get_many(index_N.tolist())
     return found if isinstance(found, Mapping) else [named(sample, part) for sample in found]
 
 
@@ -169,20 +169,19 @@ def add_arrays(digest: Any, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 def content_of(part: Any) -> bytes:
     """Digest of all of Arrays. Otherwise of a part's `fingerprint`, or of the arrays it holds and some samples."""
-    digest = hashlib.sha256()
+    digest, fingerprint = hashlib.sha256(), getattr(part, "fingerprint", None)
     if isinstance(part, Arrays):
         add_arrays(digest, part.arrays)
         return digest.digest()
     digest.update(f"{type(part).__qualname__}{len(part)}".encode())
-    if isinstance(fingerprint := getattr(part, "fingerprint", None), str):
+    if isinstance(fingerprint, str):
         digest.update(fingerprint.encode())
         return digest.digest()
     for value in [*(getattr(part, name, None) for name in HELD), *getattr(part, "tensors", ())]:
-        if not hasattr(value, "dtype") and not isinstance(value, list):
-            continue
-        with contextlib.suppress(ValueError):  # nested lists of different lengths do not form an array
-            if (array := np.asarray(value)).dtype != object:
-                digest.update(array.tobytes())
+        if hasattr(value, "dtype") or isinstance(value, list):
+            with contextlib.suppress(ValueError):  # nested lists of different lengths do not form an array
+                if (array := np.asarray(value)).dtype != object:
+                    digest.update(array.tobytes())
     digest.update(bytes_of(part) or b"random")
     return digest.digest()
 
@@ -207,11 +206,11 @@ def leaves_of(value: Any) -> Iterator[Any]:
     """The leaves of a nested value: an array of dicts would contain only pointers."""
     if isinstance(value, Mapping):
         value = list(value.items())
-    if not isinstance(value, list | tuple):
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves_of(item)
+    else:
         yield value
-        return
-    for item in value:
-        yield from leaves_of(item)
 
 
 # --- The base class of data sets ---

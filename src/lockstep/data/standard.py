@@ -116,10 +116,6 @@ class WrappedLoader:
         """The micro-batches of an epoch, after the first `done`."""
         raise NotImplementedError
 
-    def count_batches(self, seed: int, epoch: int) -> int:
-        """The number of micro-batches in an epoch, for loaders without a length."""
-        return sum(1 for _ in self.items(seed, epoch, 0))
-
     def __iter__(self) -> Iterator[Any]:
         """Starts at the Trainer's position; restarts if this loader ended before longer ones that train with it."""
         epoch, done = self.division.position()
@@ -141,7 +137,7 @@ class WrappedLoader:
         self.check_length(epoch, turn.done + number - turn.number)
         self.ended = LoaderPosition(epoch, number, turn.times + 1, 0)
         if number == done and done and self.length is None:  # resumed run: where it last restarted is unknown
-            length = self.count_batches(self.division.seed_of(self), epoch)
+            length = sum(1 for _ in self.items(self.division.seed_of(self), epoch, 0))
             self.ended = LoaderPosition(epoch, done, *divmod(done, length)) if length else None
 
     def check_length(self, epoch: int, count: int) -> None:
@@ -257,14 +253,11 @@ class StandardLoader(WrappedLoader):
         batches, division = self.order.batches(seed, epoch, begin), self.division
         return batches if division.trains else join_small_batches(islice(batches, division.limit), division.parts)
 
-    def shares(self, done: int, seed: int, epoch: int) -> Iterator[Share]:
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
         division, order = self.division, self.order
         batches = self.batches(seed, epoch, done // division.accumulate)
         by_step = hasattr(order.sampler, "at")  # dropout counts rows from the step's first sample, else the epoch's
-        return order.with_keys(division.shares(batches, done, seed, epoch, order.size, by_step), seed, epoch)
-
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
-        shares = self.shares(done, seed, epoch)
+        shares = order.with_keys(division.shares(batches, done, seed, epoch, order.size, by_step), seed, epoch)
         if not self.given.num_workers and not (self.given.pin_memory and torch.cuda.is_available()):
             return self.data.batches(shares)
         self.due.shares = shares
@@ -272,9 +265,6 @@ class StandardLoader(WrappedLoader):
             self.reader = from_workers(self.given, self.data, sampler=self.due)
         self.reader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
         return iter(self.reader)
-
-    def count_batches(self, seed: int, epoch: int) -> int:
-        return sum(1 for _ in self.shares(0, seed, epoch))
 
     def close(self) -> None:
         self.reader, self.due.shares = None, iter(())
