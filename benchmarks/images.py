@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
-from torch.utils.data import Dataset, default_convert
+from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from lockstep.data.loaders import FromWorkers, Indexed, MicroBatches, MicroBatchInfo, Share
+from lockstep.data.loaders import MicroBatches, MicroBatchInfo, Share, from_workers
 from lockstep.data.parts import Part
 from lockstep.data.sampler import Split
 from lockstep.extras.adapters import Pictures
@@ -253,9 +253,9 @@ def share_of(keys: list[int], place: int = 0) -> Share:
 def rate(kind: type[MicroBatches], pictures: Pictures, workers: int) -> float:
     """Images per second."""
     order = np.random.default_rng(0).permutation(len(pictures)).reshape(-1, 64)
-    shares = [(share_of(keys.tolist(), 64 * number),) for number, keys in enumerate(order)]
-    read = Indexed(kind(Part(pictures, Split(len(pictures), 0, len(pictures), shuffled=False)), default_convert))
-    batches = FromWorkers(read, sampler=shares, num_workers=workers).batches()
+    shares = [share_of(keys.tolist(), 64 * number) for number, keys in enumerate(order)]
+    part = Part(pictures, Split(len(pictures), 0, len(pictures), shuffled=False))
+    batches = iter(from_workers(DataLoader(part, num_workers=workers), kind(part, default_convert), sampler=shares))
     next(batches)  # waits until workers have started
     began_s = time.perf_counter()
     return sum(len(batch["index"]) for batch, _ in batches) / (time.perf_counter() - began_s)

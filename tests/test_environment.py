@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -14,29 +13,21 @@ from lockstep import ROOT
 RUN = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.image_size=12", "trainer.limit_val_batches=1",
        "loader.batch_size=64", "loader.num_workers=2", "runs_dir=runs", "run=a", "data.cache_dir=cache"]  # fmt: skip
 BARE = {"PATH": os.environ["PATH"], "TERM": "dumb", "LANG": "C", "LC_ALL": "C", "TMPDIR": "/proc"}  # no HOME
-MOUNT = "mount -t tmpfs -o size=128k none /dev/shm"
-
-
-def may_mount() -> bool:
-    return bool(shutil.which("unshare")) and not subprocess.call(["unshare", "-m", "sh", "-c", f"{MOUNT} 2>/dev/null"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("poor", ["little of everything", "small shared memory"])
-def test_a_run_works_in_a_poor_environment(poor, tmp_path, mnist):
-    shell, before = ["sh", "-c"], "ulimit -n 64"
-    if poor == "small shared memory":
-        if not may_mount():
-            pytest.skip("no mount namespaces here")
-        shell, before = ["unshare", "-m", *shell], MOUNT
+def test_a_run_works_with_little_of_everything(tmp_path, mnist):
     command = shlex.join([sys.executable, str(ROOT / "train.py"), f"data.root={mnist}", *RUN])
     done = subprocess.run(
-        [*shell, f"{before} && exec {command}"], cwd=tmp_path, env=BARE, capture_output=True, text=True, timeout=300
+        ["sh", "-c", f"ulimit -n 64 && exec {command}"],
+        cwd=tmp_path,
+        env=BARE,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/a/report.html").is_file()
-    said = [line for line in done.stderr.splitlines() if "/dev/shm has too little free space" in line]
-    assert bool(said) == (poor == "small shared memory")
     assert "Traceback" not in done.stderr
 
 

@@ -57,30 +57,6 @@ def items(train: Any, test: Any = None, **changes: Any) -> TorchDataset:
     return TorchDataset(train=train, test=train if test is None else test, **changes)
 
 
-def given(target: torch.Tensor) -> DataSet:
-    """Three samples, read as tensors of whatever kind."""
-    data = DataSet()
-    data.train = data.test = Given(target)
-    data.metadata = dict(CLASSES)
-    return data
-
-
-class Given:
-    def __init__(self, target: torch.Tensor) -> None:
-        self.target = target
-
-    def __len__(self) -> int:
-        return len(self.target)
-
-    def __getitems__(self, indices: Any) -> Any:
-        return {
-            "input": torch.zeros(len(indices), 2),
-            "target": self.target.index_select(0, torch.as_tensor(indices))
-            if self.target.is_sparse
-            else self.target[torch.as_tensor(indices)],
-        }
-
-
 def folders(place: Path, *parts: tuple[str, ...], **changes: Any) -> TorchDataset:
     """An ImageFolder for each part, with its classes; the first is `train`, the second `test`."""
     for number, names in enumerate(parts):
@@ -154,19 +130,13 @@ INTS = datasets.Value("int64")
 @pytest.mark.parametrize(("make", "task", "told"), [
     # numbers that stand for no name
     (lambda _: arrays(at={5: -1}), one, "sample 5 of the train part is -1; expected one class number from 0 to 2. Correct"),
-    (lambda _: arrays(at={5: 3}), one, "sample 5 of the train part is 3; expected one class number from 0 to 2"),
-    (lambda _: arrays(test=[0, 1, -100]), one, "sample 2 of the test part is -100; expected one class number"),
-    (lambda _: arrays(at={7: 9}, test=[9]), one, r"(?s)sample 7 of the train part is 9.*sample 0 of the test part is 9"),
+    (lambda _: arrays(at={7: 9}, test=[9]), one, "sample 7 of the train part is 9"),
     (lambda _: arrays(target=NUMBERS / 2), one, r"sample 1 of the train part is 0.5; expected one class number from 0 to 2"),
-    (lambda _: arrays(target=NUMBERS / 1, at={4: np.nan}), one, r"sample 4 of the train part is nan; expected one class number from 0 to 2"),
-    (lambda _: arrays(target=MASKS / 1, at={4: 0.5}), pixels, "sample 4 of the train part is 0.5; expected a class number for each pixel"),
-    (lambda _: arrays(target=NUMBERS[:, None]), one, r"is int64 of shape \(1,\); expected one class number from 0 to 2"),
     (lambda _: arrays(target=HOT), one, r"is int64 of shape \(3,\); expected .* for one-hot rows, use argmax"),
     (lambda _: arrays(target=MASKS, at={4: 9}), pixels, "sample 4 of the train part is 9; expected a class number for each pixel from 0 to 2, or 255"),
     (lambda _: arrays(LABELS, target=HOT[:, :2], at={3: -1}), multi, "sample 3 of the train part is -1; expected 0 or 1 for each label"),
     (lambda _: arrays(TOKENS, target=np.ones((24, 4), int), at={6: 3}), text, "sample 6 .* is 3; expected a token number for each position from 0 to 2, or -100"),
     (lambda _: arrays(PRICE, target=NUMBERS / 2, at={9: np.nan}), number, "sample 9 of the train part is nan; expected finite numbers"),
-    (lambda _: arrays(PRICE, target=NUMBERS / 2, at={9: -np.inf}), number, "sample 9 of the train part is -inf; expected finite"),
     (lambda _: items(TensorDataset(torch.zeros(9, 2), torch.arange(9) - 1)), one, "sample 0 of the train part is -1; expected"),
     (lambda _: items(Items([0, 1, 2] * 4), Items([0, 1, 5], [0, 1, 5]), classes=["a", "b", "c"]), one, "sample 2 of the test part is 5"),
     # what cannot be matched
@@ -176,17 +146,14 @@ INTS = datasets.Value("int64")
     (lambda at: table(at, [0, 1, None] * 9, INTS), one, "label=None in row 2 of the train part is not one of the 2 classes"),
     (lambda at: table(at, ["b", None, "a"] * 9), one, "label=None in row 1 of the train part is not one of the 2 classes"),
     (lambda at: table(at, [0, 1, None] * 9, named("cat", "dog")), one, "label=None in row 2 of the train part"),
-    (lambda at: table(at, [0, 1] * 9, INTS, labels=[0, None], of=INTS), one, "label=None in row 1 of the test part"),
-    (lambda at: table(at, [0, -1] * 9, named("cat", "dog")), one, "label=-1 in row 1 of the train part"),
     (lambda at: table(at, ["b", "", "a"] * 9), one, "label= in row 1 of the train part is not one of the 2 classes"),
     (lambda at: table(at, [0, 1] * 9, named("cat", "dog"), holes=(3, 5)), one, "data: image has no value in row 3 of the train part. Remove such rows"),
     (lambda at: table(at, [100, 2000, 3000000] * 9, INTS), one, "needs classes in .*, targets. .* those of a table are texts, or numbers from 0"),
     (lambda at: table(at, [0.5, None, float("nan")] * 20, datasets.Value("float64")), number, r"of the train part is nan; expected finite numbers"),
     (lambda _: items(Items([5, 70] * 5, [5, 70] * 5)), one, "needs classes in .* The classes of a torch Dataset are data.classes"),
-    (lambda _: items(Items([0, 1] * 5, classes=7)), one, "The classes of a torch Dataset are data.classes"),
     (lambda _: items(Items([0, 1] * 5, classes={"a": 1, "b": 2})), one, "The classes of a torch Dataset are data.classes"),
     (lambda _: items(joined("ab", "ba")), one, "ConcatDataset joins Datasets with the classes a, b and b, a: class numbers would"),
-    (lambda _: items(Items([0, 1] * 2, classes=["a", "b"]), Items([0, 1], classes=["c", "b"])), one, "c cannot be matched. .* data.classes renames"),
+    (lambda _: items(Items([0, 1] * 2, classes=["a", "b"]), Items([0, 1], classes=["c", "b"])), one, "c cannot be matched"),
 ])  # fmt: skip
 def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, make, task, told):
     with pytest.raises(UserError, match=told):
@@ -199,24 +166,17 @@ def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, m
     (lambda _: arrays({"classes": ["no", "yes"]}, target=NUMBERS > 0), one, None, [0, 1, 1, 0]),
     (lambda _: arrays(target=MASKS, at={0: 255, 1: 2}), pixels, None, [255, 2, 0, 0]),
     (lambda _: items(Items([0, 1, 2] * 4, [1, 2, 3] * 4, ["a", "b", "c"])), one, None, [0, 1, 2, 0]),
-    (lambda _: arrays(target=NUMBERS.astype(np.uint16)), one, None, [0, 1, 2, 0]),
     (lambda _: arrays(target=NUMBERS.astype(np.uint64)), one, {"classes": ["wolf", "cat", "dog"]}, [1, 2, 0, 1]),
     (lambda _: arrays(target=NUMBERS.astype(np.float32)), one, None, [0, 1, 2, 0]),
     (lambda _: arrays(target=MASKS / 1, at={0: 255, 1: 2}), pixels, None, [255, 2, 0, 0]),
-    (lambda _: given(torch.arange(3.0).to(torch.float8_e4m3fn)), one, None, [0, 1, 2]),
-    (lambda _: given(torch.arange(3.0).requires_grad_()), one, None, [0, 1, 2]),
-    (lambda _: given(torch.eye(3).to_sparse()), Soft, None, [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
     # numbers, where nobody asked for classes
     (lambda _: items(TensorDataset(torch.zeros(9, 2), torch.arange(9) * 1000)), free, None, [0, 1000, 2000]),
     (lambda at: table(at, [100, 2000, 3000000] * 9, INTS, labels=[7, 8], of=INTS), number, None, [[7], [8]]),
     (lambda _: arrays({"classes": {0: "cat"}, "inputs": 4, "vocabulary": "gpt2"}), free, None, [0, 1, 2, 0]),
-    (lambda _: arrays({"classes": 3, "inputs": np.array(4), "vocabulary": {"a": 0}}), free, {"vocabulary": ["b"]}, [0, 1, 2, 0]),
     # names as a dict, and numbers instead of names
     (lambda _: items(Items([0, 1] * 2, classes=["cat", "dog"]), Items([0, 1], classes={"dog": 1, "cat": 0})), one, None, [0, 1]),
     (lambda _: items(Items([0, 1] * 2, classes=["cat", "dog"]), Items([0, 1], classes={0: "dog", 1: "cat"})), one, None, [1, 0]),
     (lambda _: items(Items([0, 1, 2], [0, 1, 2], classes=[0, 1, 2]), Items([2, 0], classes=[0, 2])), one, None, [2, 0]),
-    (lambda _: items(Items([0, 2, 2], [0, 2, 2], classes=torch.tensor([0, 2])), Items([2, 0])), one, None, [2, 0]),
-    (lambda _: items(joined("ab", "ab")), one, None, [0, 1, 0, 1]),
     # a task with a loss of its own
     (lambda _: arrays(PRICE, target=NUMBERS / 2, at={1: np.inf}), Masked, None, [0, np.inf, 1]),
     (lambda _: arrays(target=HOT / 2), Soft, None, [[0.5, 0, 0], [0, 0.5, 0]]),
@@ -225,7 +185,6 @@ def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, m
     (lambda at: folders(at, ("cat", "dog"), ("dog",)), one, None, [1, 1]),
     (lambda at: folders(at, ("cat", "dog"), ("dog",), classes=["Katze", "Hund"]), one, None, [1, 1]),
     (lambda at: table(at, [0, 1] * 9, named("cat", "dog"), labels=[0, 1, 1, 0], of=named("dog", "cat")), one, None, [1, 0, 0, 1]),
-    (lambda at: table(at, ["cat", "dog"] * 9, None, labels=[0, 1, 1, 0], of=named("dog", "cat")), one, None, [1, 0, 0, 1]),
     (lambda at: table(at, [0, 1] * 9, named("cat", "dog"), labels=["dog", "cat"]), one, None, [1, 0]),
     # a checkpoint with another order, or with more
     (lambda _: arrays(), one, {"classes": ["wolf", "cat", "dog"]}, [1, 2, 0, 1]),
@@ -236,11 +195,9 @@ def test_targets_that_stand_for_nothing_are_rejected_before_training(tmp_path, m
     (lambda _: arrays({"targets": ["x", "y"]}, target=HOT[:, :2] / 2), number, {"targets": ["y", "x"]}, [[0, 0.5], [0.5, 0], [0, 0], [0, 0.5]]),
     # and refusals with both lists
     (lambda _: arrays(), one, {"classes": ["cat", "dog", "cow"]}, "has the classes cat, dog, wolf, but runs/a has cat, dog, cow: wolf cannot be matched"),
-    (lambda _: arrays(), one, {"classes": ["cat", "dog"]}, "cat, dog, wolf, but runs/a has cat, dog: wolf"),
-    (lambda _: arrays({"classes": ["a", "a", "b"]}), one, {"classes": ["b", "a", "a"]}, "a, a, b, but runs/a has b, a, a: they must be the same, in the same order"),
-    (lambda _: arrays(TOKENS, target=np.ones((24, 4), int)), text, {"vocabulary": list("bca")}, "vocabulary a, b, c, but runs/a has b, c, a: they must"),
+    (lambda _: arrays({"classes": ["a", "a", "b"]}), one, {"classes": ["b", "a", "a"]}, "a, a, b, but runs/a has b, a, a: a, a, b cannot be matched"),
     (lambda _: arrays({**PRICE, "inputs": ["w", "h"]}, target=NUMBERS / 2), number, {**PRICE, "inputs": ["h", "w"]}, "inputs w, h, but runs/a has h, w"),
-    (lambda _: arrays(PRICE, target=NUMBERS / 2), number, {"targets": ["price", "size"]}, "targets price, but runs/a has price, size: they must"),
+    (lambda _: arrays(PRICE, target=NUMBERS / 2), number, {"targets": ["price", "size"]}, "targets price, but runs/a has price, size: price cannot"),
     (lambda _: arrays(at={5: 4}), one, {"classes": ["ant", "wolf", "cat", "cow", "dog"]}, "sample 5 of the train part is 4; expected .* from 0 to 2"),
 ])  # fmt: skip
 def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, task, known, expected):
@@ -250,14 +207,13 @@ def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, 
             ready(data, task, known)
         return
     module = ready(data, task, known)
-    target = module.raw("test", np.arange(len(expected)))["target"].detach()
-    target = target.to_dense()
+    target = module.raw("test", np.arange(len(expected)))["target"]
     assert (target[:, 0, 0] if target.dim() == 3 else target).tolist() == expected
     module.trainer = stand_in_trainer(training=False)
     module.trainer.testing = True
     (loader,) = module.test_dataloader()
     batches = [module.on_before_batch_transfer(batch, 0)["target"] for batch, _ in divided(loader, trains=False)]
-    loaded = torch.cat([target.to_dense().detach() for target in batches])  # the same
+    loaded = torch.cat(batches)  # the same
     assert torch.equal(loaded[: len(expected)], target)
     assert (
         not task.target_spec
@@ -271,14 +227,6 @@ def test_targets_are_matched_by_name_with_parts_and_checkpoints(tmp_path, make, 
             DataModule(make(tmp_path / "2"), batch_size=2, eval_batch_size=4),
         )
         assert [names[name] for name in data.metadata["classes"]] == before.metadata["class_counts"]
-
-
-def test_targets_in_memory_are_judged_once():
-    judged = []
-    module = DataModule(arrays(), batch_size=2, eval_batch_size=4)
-    module.targets.check("classes", lambda _, names: judged.append(names), module.raw)
-    module.raw("test", np.arange(4))
-    assert judged == [3, 3]  # train and test
 
 
 def test_only_the_names_that_a_task_reads_are_matched():

@@ -74,12 +74,6 @@ def test_what_cannot_be_taken_apart_goes_on_where_it_was_and_draws_alike_in_each
     assert (some(0, 0, EPOCH + 1) == whole) is (why.startswith("list"))
 
 
-def test_what_cannot_be_taken_apart_and_differs_by_process():
-    loader = wrap_loader([3, 4], Division(seed=SEED, world=2, accumulate=2, agree=lambda text: "more" in text))
-    assert [*loader] == [3, 4]
-    assert (loader.title, loader.batch_scope) == ("each process has its own batches x 2 accumulated", "its own")
-
-
 def test_processes_with_batches_of_their_own_end_together():
     """The others would wait for one that has no more."""
     others = iter(
@@ -87,6 +81,7 @@ def test_processes_with_batches_of_their_own_end_together():
     )  # its first batch differs, its length does not, it has a second one, a third, and ends
     loader = wrap_loader([3, 4, 5, 6], Division(seed=SEED, world=2, agree=lambda _: next(others)))
     assert [*loader] == [3, 4]
+    assert (loader.title, loader.batch_scope) == ("each process has its own batches", "its own")
     with pytest.raises(StopIteration):
         next(others)
     unequal = wrap_loader([3], Division(seed=SEED, world=2, agree=lambda text: text == "more"))

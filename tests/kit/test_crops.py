@@ -60,7 +60,7 @@ def module(data, operations=None, **more) -> DataModule:
 def read(data: DataModule, positions=range(8)) -> torch.Tensor:
     """Samples of the train part, as they are read."""
     part = data.train_dataloader().dataset
-    batch = MicroBatches(part, default_convert)(Share([*positions], 0, 0, 0, 0, None))[0]
+    batch = MicroBatches(part, default_convert)[Share([*positions], 0, 0, 0, 0, None)][0]
     assert batch["index"].tolist() == part.split.indices(np.array(positions)).tolist()
     assert batch["input"].dtype == torch.uint8 and batch["input"].shape[-2:] == (SIDE, SIDE)
     return batch["input"]

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import mmap
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -57,9 +56,7 @@ class Arrays:
 
         if not self.on_device and all(array.dtype.kind in "biufc" for array in self.arrays.values()):  # no texts
             self.device = device
-            with warnings.catch_warnings():  # it is never written to
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                self.on_device = {n: torch.from_numpy(np.asarray(a)).to(device) for n, a in self.arrays.items()}
+            self.on_device = {name: torch.tensor(array, device=device) for name, array in self.arrays.items()}
         return self
 
     @property
@@ -87,10 +84,10 @@ def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
 
 def read(part: Any, index_N: Indices) -> Mapping[str, Any] | list[dict[str, Any]]:
     """The samples at these indices: a batch if `__getitems__` of the part returns one, or a list of dicts."""
-    get_many = getattr(part, "__getitems__", None)
     if isinstance(part, Arrays):
         return part.__getitems__(index_N)
-    found = get_many(index_N.tolist()) if get_many else [part[index] for index in index_N.tolist()]
+    get_many = getattr(part, "__getitems__", lambda indices: [part[index] for index in indices])
+    found = get_many(index_N.tolist())
     return found if isinstance(found, Mapping) else [named(sample, part) for sample in found]
 
 
@@ -98,8 +95,9 @@ def named(sample: Any, part: Any) -> dict[str, Any]:
     """A sample as a dict of named values. Raises UserError if it is neither a dict nor (input, target)."""
     pair = isinstance(sample, tuple | list) and len(sample) == 2
     if not pair and not isinstance(sample, Mapping):
-        title, kind = type(part).__name__, type(sample).__name__
-        raise UserError(f"a sample of {title} is a {kind}; expected a dict of named values, or (input, target).")
+        raise UserError(
+            f"a sample of {type(part).__name__} is a {type(sample).__name__}; expected a dict of named values, or (input, target)."
+        )
     values = dict(zip(("input", "target"), sample, strict=True) if pair else sample)
     return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
 
@@ -112,13 +110,7 @@ def collate(samples: Mapping[str, Any] | list[dict[str, Any]]) -> Mapping[str, A
 
     first = samples[0].items()
     separate = [name for name, value in first if is_pillow(value) or any(map(is_boxes, leaves_of(value)))]
-    try:
-        batch = default_collate([{n: v for n, v in sample.items() if n not in separate} for sample in samples])
-    except (RuntimeError, TypeError) as e:
-        raise UserError(
-            f"samples cannot be collated: {e}. Pad them to one shape, or write a Dataset with __getitems__(indices) that returns a batch, "
-            "which may have a list with one tensor per sample."
-        ) from None
+    batch = default_collate([{n: v for n, v in sample.items() if n not in separate} for sample in samples])
     return {**batch, **{name: [sample[name] for sample in samples] for name in separate}}
 
 
@@ -152,11 +144,9 @@ def targets_of(part: Any) -> NDArray[Any] | None:
 def classes_of(part: Any) -> NDArray[np.int64] | None:
     """class_N of a part's samples, if it stores them as one array."""
     array = targets_of(part)
-    return (
-        array.astype(np.int64, copy=False)
-        if array is not None and array.ndim == 1 and array.dtype.kind in "iu"
-        else None
-    )
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
+        return None
+    return array.astype(np.int64, copy=False)
 
 
 LISTED = 12  # most names in a message
@@ -179,20 +169,19 @@ def add_arrays(digest: Any, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 def content_of(part: Any) -> bytes:
     """Digest of all of Arrays. Otherwise of a part's `fingerprint`, or of the arrays it holds and some samples."""
-    digest = hashlib.sha256()
+    digest, fingerprint = hashlib.sha256(), getattr(part, "fingerprint", None)
     if isinstance(part, Arrays):
         add_arrays(digest, part.arrays)
         return digest.digest()
     digest.update(f"{type(part).__qualname__}{len(part)}".encode())
-    if isinstance(fingerprint := getattr(part, "fingerprint", None), str):
+    if isinstance(fingerprint, str):
         digest.update(fingerprint.encode())
         return digest.digest()
     for value in [*(getattr(part, name, None) for name in HELD), *getattr(part, "tensors", ())]:
-        if not hasattr(value, "dtype") and not isinstance(value, list):
-            continue
-        with contextlib.suppress(ValueError):  # nested lists of different lengths do not form an array
-            if (array := np.asarray(value)).dtype != object:
-                digest.update(array.tobytes())
+        if hasattr(value, "dtype") or isinstance(value, list):
+            with contextlib.suppress(ValueError):  # nested lists of different lengths do not form an array
+                if (array := np.asarray(value)).dtype != object:
+                    digest.update(array.tobytes())
     digest.update(bytes_of(part) or b"random")
     return digest.digest()
 
@@ -206,8 +195,7 @@ def bytes_of(part: Any) -> bytes | None:
         digest = hashlib.sha256()
         for index_1 in np.unique(np.linspace(0, len(part) - 1, READ).astype(np.int64))[:, None]:
             states = partial(sample_states, "data", index_1, seed=0, epoch=0)
-            samples = partial(read, part, index_1)
-            (batch,) = generators.each(1, states, lambda _, read_one=samples: collate(read_one()))  # type: ignore[misc]
+            (batch,) = generators.each(1, states, lambda _, index_1=index_1: collate(read(part, index_1)))  # type: ignore[misc]
             for value in leaves_of(list(batch.values())):
                 digest.update(np.asarray(value).tobytes())
         digests.append(digest.digest())
@@ -218,11 +206,11 @@ def leaves_of(value: Any) -> Iterator[Any]:
     """The leaves of a nested value: an array of dicts would contain only pointers."""
     if isinstance(value, Mapping):
         value = list(value.items())
-    if not isinstance(value, list | tuple):
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves_of(item)
+    else:
         yield value
-        return
-    for item in value:
-        yield from leaves_of(item)
 
 
 # --- The base class of data sets ---
@@ -387,15 +375,14 @@ class DataSet:
     @property
     def bytes_in_memory(self) -> int | None:
         """Size of in-memory data; None if workers read the samples one by one."""
-        sets = (self.evaluation_sets or {}).values()
-        parts = [part for part in (self.train, self.val, self.test, *sets) if part is not None]
+        parts = [part for part in map(self.samples, self.every_part) if part is not None]
         return sum(part.nbytes for part in parts) if all(isinstance(part, Arrays) for part in parts) else None
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content. A run can resume only on the same data."""
         digest = hashlib.sha256()
-        for part in (self.train, self.val, self.test, *(self.evaluation_sets or {}).values()):
+        for part in map(self.samples, self.every_part):
             digest.update(content_of(part) if part is not None else b"none")
         return digest.hexdigest()
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -31,7 +31,6 @@ class GlobalBatch(NamedTuple):
     place: int  # position of its first sample in the epoch
     batch: Any  # keys for the dataset; places, from which they are computed; or the samples of a stream
     digest: str = ""  # of all batches of the epoch so far, and of what has been drawn for the next ones
-    joined: bool = False  # concatenates several batches of the loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class ShareSpec:
         """
         (step, part), parts = divmod(done, self.accumulate), self.parts
         min_size = max(1, min(2, (size or 0) // parts)) if self.trains else 1
-        for number, (start, batch, digest, _) in enumerate(batches, step):
+        for number, (start, batch, digest) in enumerate(batches, step):
             pieces = min(parts, max(1, len(batch) // min_size))
             for micro in range(part, self.accumulate):
                 index = index_in_step(self.rank, self.world, micro, self.accumulate, self.contiguous)
@@ -91,16 +90,12 @@ def join_small_batches(batches: Iterator[GlobalBatch], parts: int) -> Iterator[G
     if small:
         ready = join_two(ready, small)
     if ready:
-        require_one_each(len(ready.batch), parts)
+        if len(ready.batch) < parts:
+            raise UserError(
+                f"{len(ready.batch)} samples of an evaluation cannot be divided among {parts} processes or logical ranks. Evaluate more samples, or set "
+                f"trainer.devices={len(ready.batch)} and no more exact.logical_ranks."
+            )
         yield ready
-
-
-def require_one_each(samples: int, parts: int) -> None:
-    if samples < parts:
-        raise UserError(
-            f"{samples} samples of an evaluation cannot be divided among {parts} processes or logical ranks. Evaluate more samples, or set "
-            f"trainer.devices={samples} and no more exact.logical_ranks."
-        )
 
 
 def join_two(first: GlobalBatch | None, second: GlobalBatch) -> GlobalBatch:
@@ -108,18 +103,7 @@ def join_two(first: GlobalBatch | None, second: GlobalBatch) -> GlobalBatch:
         return second
     one, other = first.batch, second.batch
     joined = range(one.start, other.stop) if isinstance(one, range) else one + other
-    return GlobalBatch(first.place, joined, second.digest, True)
-
-
-def digest_or_error(value: Any, previous: str, name: str) -> str:
-    """The digest of a value and the one before. Raises UserError if the value, which `name` returned, has none."""
-    try:
-        return digest_of(value, previous)
-    except Exception as e:
-        raise UserError(
-            f"{name} returns objects that cannot be compared between processes ({e}). Make it return tensors, arrays, numbers or text, or set "
-            "strategy=single."
-        ) from e
+    return GlobalBatch(first.place, joined, second.digest)
 
 
 # --- The global batches of an epoch ---
@@ -135,72 +119,61 @@ class GlobalBatches:
         divides = type(batch_sampler) is BatchSampler
         self.size: int | None = batch_sampler.batch_size if divides else None  # None: the batch sampler decides
         self.drop_last = divides and batch_sampler.drop_last
-        self.sampler, self.compare = without_rank_split(batch_sampler.sampler if divides else batch_sampler), compare
-        self.name = type(self.sampler).__name__
+        sampler = self.sampler = without_rank_split(batch_sampler.sampler if divides else batch_sampler)
+        self.name, self.compare = type(sampler).__name__, compare
         # the order of torch's own samplers, or one that is computed, does not depend on earlier epochs
-        self.is_own = not (hasattr(self.sampler, "at") or type(self.sampler).__module__.startswith("torch."))
+        self.is_own = not (hasattr(sampler, "at") or type(sampler).__module__.startswith("torch."))
         self.reload_every = reload_every  # epochs after which the Trainer makes a new sampler; 0: never
         self.next_epoch = 0  # the first one that has not been drawn
-
-    @property
-    def count(self) -> int | None:
-        """The number of samples in an epoch, if Lockstep can compute their order without the sampler."""
-        if type(self.sampler) is SequentialSampler or hasattr(self.sampler, "at"):
-            return len(self.sampler)
-        if type(self.sampler) is RandomSampler and not self.sampler.replacement:
-            samples = len(self.sampler.data_source)
-            return samples if self.sampler.num_samples == samples else None
-        return None
+        # The keys at places of an epoch, if Lockstep can compute them without the sampler.
+        self.at: Callable[[Indices, int, int], Indices] | None = getattr(sampler, "at", None)
+        if type(sampler) is SequentialSampler:
+            self.at = lambda places, *_: places
+        elif type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+            self.at = lambda places, seed, epoch: permute(places, len(sampler), seed, epoch)
 
     def __len__(self) -> int:
-        elements = len(self.sampler) if self.count is None else self.count
+        elements = len(self.sampler)
         if self.size is None:
             return elements
         return (elements if self.drop_last else elements + self.size - 1) // self.size
 
     def batches(self, seed: int, epoch: int, begin: int = 0) -> Iterator[GlobalBatch]:
         """The batches of an epoch, starting at batch `begin`. `with_keys` turns places into keys."""
+        batches: Iterator[tuple[Any, str]]
         if self.size is None:
-            position = 0
-            for number, (keys, digest) in enumerate(item for item in self.drawn(seed, epoch) if item[0]):
-                if number >= begin:
-                    yield GlobalBatch(position, keys, digest)
-                position += len(keys)
-            return
-        if (count := self.count) is None:
-            elements = islice(self.drawn(seed, epoch), begin * self.size, None)
+            batches = (item for item in self.drawn(seed, epoch) if item[0])
+            position = sum(len(keys) for keys, _ in islice(batches, begin))
+        elif self.at is None:
+            position = begin * self.size
+            elements = islice(self.drawn(seed, epoch), position, None)
             chunks = iter(lambda: [*islice(elements, self.size)], [])
-            batches: Iterator[tuple[Any, str]] = (([key for key, _ in chunk], chunk[-1][1]) for chunk in chunks)
+            batches = (([key for key, _ in chunk], chunk[-1][1]) for chunk in chunks)
         else:
+            position, count, size = begin * self.size, len(self.sampler), self.size
             digest = f"{count} samples" if self.compare else ""
-            starts = range(begin * self.size, count, self.size)
-            batches = ((range(start, min(start + self.size, count)), digest) for start in starts)  # places
-        for number, (keys, digest) in enumerate(batches, begin):
-            if len(keys) < self.size and self.drop_last:
+            batches = ((range(i, min(i + size, count)), digest) for i in range(position, count, size))  # places
+        for keys, digest in batches:
+            if self.drop_last and len(keys) < (self.size or 0):
                 return
-            yield GlobalBatch(number * self.size, keys, digest)
+            yield GlobalBatch(position, keys, digest)
+            position += len(keys)
 
     def with_keys(self, shares: Iterator[Share], seed: int, epoch: int) -> Iterator[Share]:
         """Computes the keys at the places of many shares at once, if the order is computed: no process holds an epoch."""
-        if (count := self.count) is None or self.size is None:
+        if self.at is None or self.size is None:
             yield from shares
             return
         ahead = 1
         while chunk := [*islice(shares, ahead)]:
             places = np.concatenate([np.arange(share.keys.start, share.keys.stop) for share in chunk])  # type: ignore[attr-defined]
-            keys, begin = self.computed(places, count, seed, epoch).tolist(), 0
+            keys, begin = self.at(places, seed, epoch).tolist(), 0
             for share in chunk:
                 own = keys[begin : begin + len(share.keys)]
                 begin += len(own)
                 info = share.info if share.info.keys is None else replace(share.info, keys=own)
                 yield Share(own, share.place, share.number, seed, epoch, info)
             ahead = max(1, BLOCK * len(chunk) // len(places))
-
-    def computed(self, places: Indices, count: int, seed: int, epoch: int) -> Indices:
-        """The keys at `places` of an order that is computed."""
-        if isinstance(self.sampler, RandomSampler):
-            return permute(places, count, seed, epoch)
-        return self.sampler.at(places, seed, epoch) if hasattr(self.sampler, "at") else places
 
     def drawn(self, seed: int, epoch: int) -> Iterator[tuple[Any, str]]:
         """What a user's sampler yields. A resumed run first iterates it for earlier epochs: many shuffle in place."""
@@ -222,7 +195,7 @@ class GlobalBatches:
         digest, ahead = "", 1
         while chunk := take(ahead):
             if self.compare:
-                digest = digest_or_error(chunk, digest, self.name)
+                digest = digest_of(chunk, digest)
             yield from ((element, digest) for element in chunk)
             ahead = min(2 * ahead, AHEAD if self.size else 1 + AHEAD // max(1, len(chunk[0])))
 

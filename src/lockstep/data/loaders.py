@@ -2,15 +2,12 @@
 
 import hashlib
 import io
-import logging
 import pickle
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,33 +18,23 @@ from torch.utils.data import DataLoader, Dataset, default_collate, default_conve
 from lockstep.data.dataset import is_pillow, leaves_of
 from lockstep.data.keyed import Generators
 from lockstep.data.sampler import sample_states
-from lockstep.errors import TrainingFailed, UserError, chain
-
-log = logging.getLogger("lockstep")
+from lockstep.errors import chain
 
 # --- The values of a batch ---
 
 
-def as_tensor(value: Any, name: str = "value") -> Any:
-    """Converts numbers to a tensor. Leaves texts, and lists with a tensor or image per sample (boxes), unchanged."""
+def as_tensor(value: Any) -> Any:
+    """Converts numbers to a tensor. Leaves texts, lists of several lengths, and lists with a tensor or image per sample."""
     is_list_of_samples = isinstance(value, list) and any(isinstance(item, Tensor) or is_pillow(item) for item in value)
     if is_list_of_samples or isinstance(value, Tensor):
         return value
     try:
         array = np.asarray(value)
-    except ValueError:
-        if not all(isinstance(item, int | float | np.number | np.ndarray) for item in leaves_of(value)):
-            return value
-        sizes = [getattr(item, "shape", None) or (len(item) if hasattr(item, "__len__") else 1) for item in value[:4]]
-        raise UserError(
-            f"the shape of `{name}` differs between samples: the first ones have {', '.join(map(str, sizes))}. Pad them to "
-            "one shape, or return a list with one tensor per sample, which stays a list."
-        ) from None
-    return torch.as_tensor(array) if is_numeric(array) else value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def is_numeric(array: np.ndarray[Any, Any]) -> bool:
-    return array.dtype.kind in "biufc"
+    except ValueError:  # several lengths or shapes
+        return value
+    if array.dtype.kind in "biufc":
+        return torch.as_tensor(array)
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def is_flat(batch: Any) -> bool:
@@ -62,11 +49,6 @@ def concatenate(values: list[Any]) -> Any:
     if isinstance(example, Mapping):
         return {name: concatenate([value[name] for value in values]) for name in example}
     if isinstance(example, Tensor):
-        if len({value.shape[1:] for value in values}) > 1:
-            raise UserError(
-                f"samples have several shapes, such as {tuple(example.shape[1:])}. Pad them to one shape, or return a list with one tensor per "
-                "sample, which stays a list."
-            )
         return torch.cat(values)
     return np.concatenate(values) if isinstance(example, np.ndarray) else sum(values[1:], example)
 
@@ -74,91 +56,56 @@ def concatenate(values: list[Any]) -> Any:
 # --- Batches from worker processes ---
 
 AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9% of the time, compared to 2.0% with one batch
-SHM = Path("/dev/shm")
 DEFAULTS = default_collate, default_convert  # torch's collate functions draw no random numbers
-SHARED = 2**22  # with less free space, batches are pickled: workers need semaphores there to start
+OPTIONS = "num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"
 
 
 def dead_worker_advice(error: BaseException) -> str | None:
     """Advice if the error reports a worker that died; None otherwise. torch reports it from the main process."""
     messages = [str(exception) for exception in chain(error) if isinstance(exception, RuntimeError)]
-    if not (reports := [message for message in messages if message.startswith("DataLoader worker (pid")]):
+    reports = [message for message in messages if message.startswith("DataLoader worker (pid")]
+    if not reports:
         return None
     # the first error in the chain names the signal
-    memory = " Memory probably ran out." if "signal: Killed" in reports[-1] else ""
-    return (
-        f"{reports[-1].rstrip('. ')}.{memory} Try a smaller loader.num_workers, or loader.num_workers=0 to load data in the main process. A "
-        "training run continues from its last checkpoint with resume=auto."
-    )
+    return f"{reports[-1].rstrip('. ')}. If memory ran out, set a smaller loader.num_workers. Continue the run with resume=auto."
 
 
-class SharedMemoryTransport:
-    """Passes batches from a worker with tensors in shared memory, or pickled through a pipe if /dev/shm is full.
+def shared(batch: Any) -> Any:
+    """Moves the tensors of a worker's batch to shared memory.
 
-    torch would share them in a thread of the worker. If that fails, it loses the batch and waits for it forever.
+    torch would do it in a thread of the worker. If that fails, it loses the batch and waits for it forever.
     """
-
-    def __init__(self) -> None:
-        self.shares = not SHM.is_dir() or shutil.disk_usage(SHM).free >= SHARED
-
-    def packed(self, batch: Any) -> Any:
-        if get_worker_info() is None:
-            return batch
-        if self.shares:
-            try:
-                for value in leaves_of(batch):
-                    if isinstance(value, Tensor):
-                        value.share_memory_()
-                return batch
-            except RuntimeError:
-                self.shares = False  # do not retry: each failure leaves a name in /dev/shm
-        return pickle.dumps(batch)
-
-
-class Indexed(SharedMemoryTransport, Dataset[Any]):
-    """A torch Dataset of batches, indexed by the arguments of `read`."""
-
-    def __init__(self, read: Callable[..., Any]) -> None:
-        super().__init__()
-        self.read = read
-
-    @property
-    def dataset(self) -> Any:
-        return getattr(self.read, "dataset", None)
-
-    def __getitem__(self, arguments: tuple[Any, ...]) -> Any:
-        return self.packed(self.read(*arguments))
+    if get_worker_info() is not None:
+        for value in leaves_of(batch):
+            if isinstance(value, Tensor):
+                value.share_memory_()
+    return batch
 
 
 def identity(batch: Any) -> Any:
     return batch
 
 
-class FromWorkers:
-    """Batches that workers read or decode while the device computes. Without workers, this process reads them."""
+def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Calls the user's worker_init_fn with the user's dataset in the worker info."""
+    info = get_worker_info()
+    assert info is not None
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # torch 2.11 forbids `=`
+    if init is not None:
+        torch.manual_seed(info.seed - worker)  # `init` may keep the seed: the samples must not depend on the worker
+        init(worker)
 
-    warned = False
 
-    def __init__(self, data: Dataset[Any], **options: Any) -> None:
-        self.loader = DataLoader(data, batch_size=None, collate_fn=identity, **options)  # `data` returns whole batches
-
-    def batches(self) -> Iterator[Any]:
-        try:
-            batches = iter(self.loader)
-        except OSError as e:
-            raise TrainingFailed(
-                f"{self.loader.num_workers} loader workers could not be started: {e.strerror}. They need space in /dev/shm and open "
-                "files (ulimit -n). Raise these limits, or set a smaller loader.num_workers, or loader.num_workers=0."
-            ) from None
-        for batch in batches:
-            if isinstance(batch, bytes) and not self.warned:
-                self.warned = True
-                log.warning(
-                    "/dev/shm has too little free space for the batches of %s workers, which use slower pipes instead. Enlarge it "
-                    "(docker run --shm-size=8g), or set a smaller loader.num_workers.",
-                    self.loader.num_workers,
-                )
-            yield pickle.loads(batch) if isinstance(batch, bytes) else batch
+def from_workers(loader: DataLoader[Any], data: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    """A loader of `data`, which returns whole batches, with the user's worker settings."""
+    return DataLoader(
+        data,
+        batch_size=None,
+        collate_fn=identity,
+        worker_init_fn=partial(begin_worker, loader.worker_init_fn),
+        generator=torch.Generator(),  # for worker seeds, which would otherwise be drawn from the process's generator
+        **{name: getattr(loader, name) for name in OPTIONS} | options,
+    )
 
 
 # --- Digests that processes compare ---
@@ -216,8 +163,8 @@ class Share(NamedTuple):
     info: MicroBatchInfo
 
 
-class MicroBatches:
-    """Collated samples of a dataset.
+class MicroBatches(Dataset[Any]):
+    """Collated samples of a dataset, indexed by Shares.
 
     A sample's random numbers are a function of (seed, epoch, place in the epoch), as a sampler may return it twice.
     Those of a collate function are a function of (seed, epoch, micro-batch). A dataset that draws none may say so with
@@ -229,21 +176,18 @@ class MicroBatches:
         self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
         self.draws = getattr(dataset, "draws_random_numbers", True)
 
-    def __call__(self, share: Share) -> tuple[Any, MicroBatchInfo]:
-        return self.collated(self.samples(share), share), share.info
+    def __getitem__(self, share: Share) -> tuple[Any, MicroBatchInfo]:
+        return shared((self.collated(self.samples(share), share), share.info))  # type: ignore[no-any-return]
 
     def batches(self, shares: Iterator[Share]) -> Iterator[tuple[Any, MicroBatchInfo]]:
         """Reads in this process: several micro-batches of arrays at once, because fixed costs exceed copying."""
         ahead = 1
-        while chunk := [*islice(shares, 1 if self.draws else ahead)]:
-            if self.draws or len(chunk) == 1:
-                try:
-                    samples = self.samples(chunk[0])
-                    if is_flat(samples):
-                        ahead = max(1, AT_ONCE // sum(value.nbytes for value in samples.values()))
-                    yield self.collated(samples, chunk[0]), chunk[0].info
-                except StopIteration:  # of a dataset: the loader compares its length
-                    return
+        while chunk := [*islice(shares, ahead)]:
+            if len(chunk) == 1:
+                samples = self.samples(chunk[0])
+                if not self.draws and is_flat(samples):
+                    ahead = max(1, AT_ONCE // sum(value.nbytes for value in samples.values()))
+                yield self.collated(samples, chunk[0]), chunk[0].info
                 continue
             values = self.dataset.__getitems__([key for share in chunk for key in share.keys])
             sizes = [len(share.keys) for share in chunk]
@@ -253,9 +197,7 @@ class MicroBatches:
                 yield batch if self.collate in DEFAULTS else self.collated(batch, share), share.info
 
     def collated(self, samples: Any, share: Share) -> Any:
-        if self.collate in DEFAULTS:
-            return self.collate(samples)
-        if not self.draws and isinstance(samples, Mapping):
+        if self.collate in DEFAULTS or (not self.draws and isinstance(samples, Mapping)):
             return self.collate(samples)
         fresh = [samples]  # read them again for a second call: the first may have modified them
         states = partial(sample_states, "collate", np.array([share.number]), seed=share.seed, epoch=share.epoch)
@@ -263,37 +205,17 @@ class MicroBatches:
 
     def samples(self, share: Share) -> Any:
         """Reads samples, one by one if they draw random numbers. `__getitems__` may return a whole batch as a dict."""
-        keys, data, rng_kwargs = share.keys, self.dataset, {"seed": share.seed, "epoch": share.epoch}
+        keys, data = share.keys, self.dataset
         get_many = getattr(data, "__getitems__", None) or (lambda keys: [data[key] for key in keys])
         if not self.draws:
             return get_many(keys)
-        states = partial(sample_states, "data", share.place + np.arange(len(keys)), **rng_kwargs)
+        places = share.place + np.arange(len(keys))
+        states = partial(sample_states, "data", places, seed=share.seed, epoch=share.epoch)
         if not self.of_samples.used:
             (samples,) = self.of_samples.each(1, lambda: states()[:1], lambda _: get_many(keys))
             if not self.of_samples.used:
                 return samples
         return concatenate(self.of_samples.each(len(keys), states, lambda i: get_many([keys[i]])))
-
-
-class OfStream(MicroBatches):
-    """Collated samples of a stream. They cannot be reread, so the collate function is seeded from the first call on."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        super().__init__(None, collate)
-        self.of_collate.used = {*range(len(self.of_collate.all))}
-
-    def samples(self, share: Share) -> list[Any]:
-        return share.keys
-
-
-def begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Calls the user's worker_init_fn with the user's dataset in the worker info."""
-    info = get_worker_info()
-    assert info is not None
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]  # torch 2.11 forbids `=`
-    if init is not None:
-        torch.manual_seed(info.seed - worker)  # `init` may keep the seed: the samples must not depend on the worker
-        init(worker)
 
 
 def timed(batches: Iterator[Any], waited: Callable[[float], None]) -> Iterator[Any]:

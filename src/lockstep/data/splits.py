@@ -2,29 +2,20 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from lockstep.data.dataset import CLASSES, DataSet, classes_of
+from lockstep.data.dataset import DataSet, classes_of
 from lockstep.data.sampler import PARTS, SPLIT_SEED, ComputedOrder, Indices, Split, permute, val_count
 from lockstep.errors import UserError, raise_problems
 
 
 def length(dataset: DataSet, part: str) -> int:
-    """The length of a part; 0 without `val`. Raises UserError if it is not a valid part, such as a stream."""
+    """The length of a part; 0 without `val`."""
     samples = dataset.samples(part)
-    if samples is None and part == "val":
-        return 0
-    with suppress(TypeError):  # a torch Dataset may lack a length
-        if not isinstance(samples, list | tuple):
-            return len(samples)
-    raise UserError(
-        f"the {part} part of {type(dataset).__name__} is a {type(samples).__name__}; expected Arrays, a torch Dataset with a length, or your own "
-        "object with __len__ and __getitem__ or __getitems__. For a stream, write a LightningDataModule."
-    )
+    return 0 if samples is None else len(samples)
 
 
 def stratified(part: Any, folds: int) -> tuple[Indices, list[int]]:
@@ -58,36 +49,35 @@ def splits(
         order_N, bounds = stratified(dataset.train, folds)
     else:
         bounds = [total - val_count(total, val_fraction), total] if in_blocks else [0, val_count(total, val_fraction)]
-    begin, end = bounds[fold : fold + 2]
-    val = 0 if has_val else end - begin
+    begin, end = (0, 0) if has_val else bounds[fold : fold + 2]
     gap_before, gap_after = min(val_gap or 0, begin), min(val_gap or 0, total - end)
-    available = total - val - (0 if has_val else gap_before + gap_after)
+    available = total - (end - begin) - gap_before - gap_after
     count = min(available, limit_train or total)
 
     def problems() -> Iterator[str]:
-        if folds and has_val:
-            yield "loader.folds has no effect: this data has its own validation part. Remove loader.folds, or that part."
+        if has_val and (folds or in_blocks):
+            key = "loader.folds" if folds else "loader.val_gap"
+            yield f"{key} has no effect: this data has its own validation part. Remove {key}, or that part."
         if folds and folds > total:
             yield f"loader.folds={folds} is more than the {total} training {unit}. Set a smaller number."
-        for part in PARTS:
-            if getattr(dataset, part) is not None and not length(dataset, part):
+        for part, samples in zip(PARTS, (total, val_total, test_total), strict=True):
+            if not samples and (part != "val" or has_val):
                 yield f"the {part} part of the data has no {unit}. Add some, or use different data."
-        if in_blocks and has_val:
-            yield "loader.val_gap has no effect: this data has its own validation part. Remove loader.val_gap, or that part."
         if available < 1:
-            names = [f"loader.val_fraction={val_fraction}"] * (not folds)
-            names += [f"loader.val_gap={val_gap}"] * bool(val_gap)
-            yield f"{' with '.join(names)} leaves none of the {total} training {unit} for training. Set a smaller number."
+            yield f"loader.val_fraction={val_fraction} and loader.val_gap={val_gap} leave none of the {total} training {unit} for training. Set smaller numbers."
         if limit_train is not None and limit_train > max(batch_size, available):
             yield f"loader.limit_train={limit_train} is more than the {available} training {unit}. Set a smaller number, or null."
         if batch_size > count:
             yield f"loader.batch_size={batch_size} is more than the {count} training {unit}. Set loader.batch_size={count} or less."
 
     raise_problems(islice(problems(), 1))  # the first problem may cause the others
-    whole_val, test = (Split(n, 0, n, shuffled=False) for n in (val_total, test_total))
-    ranges = (begin + val + (0 if has_val else gap_after), count), (begin, val)
-    train, held_out = (Split(total, first, n, not in_blocks, order_N) for first, n in ranges)
-    return {"train": train, "val": whole_val if has_val else held_out, "test": test, **evaluation_splits(dataset)}
+    train, val = (
+        Split(total, i, n, not in_blocks, order_N) for i, n in ((end + gap_after, count), (begin, end - begin))
+    )
+    if has_val:
+        val = Split(val_total, 0, val_total, shuffled=False)
+    test = Split(test_total, 0, test_total, shuffled=False)
+    return {"train": train, "val": val, "test": test, **evaluation_splits(dataset)}
 
 
 def evaluation_splits(dataset: DataSet) -> dict[str, Split]:
@@ -106,8 +96,7 @@ def order(split: Split, part: Any, unit: str, *, repeats: int = 1, balance: bool
     class_N = classes_of(part)
     if class_N is None:
         raise UserError(
-            f"loader.balance=true needs the classes of the training {unit} as one array: `target` of Arrays, or an attribute {' or '.join(CLASSES)} "
-            "of your samples. This data has none. Remove the key."
+            f"loader.balance=true needs the classes of the training {unit} as one array, as in Arrays(target=...). Remove it."
         )
     train_class_N = class_N[split.indices(np.arange(split.count))]
     members = tuple(np.flatnonzero(train_class_N == number) for number in np.unique(train_class_N))

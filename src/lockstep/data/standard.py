@@ -1,32 +1,26 @@
 """Wraps users' DataLoaders. Lockstep controls their order, division among processes, position and random numbers."""
 
-import copy
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from operator import length_hint
 from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader
 
-from lockstep.compat.torch import in_one_process
 from lockstep.data.global_batches import GlobalBatch, GlobalBatches, ShareSpec, join_small_batches
 from lockstep.data.loaders import (
     DEFAULTS,
-    FromWorkers,
-    Indexed,
     MicroBatches,
     MicroBatchInfo,
     Share,
-    begin_worker,
     digest_of,
+    from_workers,
     timed,
 )
 from lockstep.data.sampler import key_of
@@ -35,7 +29,6 @@ from lockstep.errors import TrainingFailed, UserError
 log = logging.getLogger("lockstep")
 
 BatchScope = Literal["a share", "all", "its own"]  # what a process gets of a loader's batches
-OPTIONS = "num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +116,6 @@ class WrappedLoader:
         """The micro-batches of an epoch, after the first `done`."""
         raise NotImplementedError
 
-    def count_batches(self, seed: int, epoch: int) -> int:
-        """The number of micro-batches in an epoch, for loaders without a length."""
-        return sum(1 for _ in self.items(seed, epoch, 0))
-
     def __iter__(self) -> Iterator[Any]:
         """Starts at the Trainer's position; restarts if this loader ended before longer ones that train with it."""
         epoch, done = self.division.position()
@@ -148,7 +137,7 @@ class WrappedLoader:
         self.check_length(epoch, turn.done + number - turn.number)
         self.ended = LoaderPosition(epoch, number, turn.times + 1, 0)
         if number == done and done and self.length is None:  # resumed run: where it last restarted is unknown
-            length = self.count_batches(self.division.seed_of(self), epoch)
+            length = sum(1 for _ in self.items(self.division.seed_of(self), epoch, 0))
             self.ended = LoaderPosition(epoch, done, *divmod(done, length)) if length else None
 
     def check_length(self, epoch: int, count: int) -> None:
@@ -175,34 +164,25 @@ class WrappedLoader:
     def title(self) -> str:
         """One line on the batches, for the first lines of a run."""
         division, size = self.division, self.size
-        accumulated = f" x {division.accumulate} accumulated" if division.accumulate > 1 else ""
-        if self.batch_scope == "all" and division.world == 1:
-            return f"batches of {self.name}{accumulated}"
-        if self.batch_scope == "all":
-            return f"each process computes the same batches{accumulated}"
-        if self.batch_scope == "its own":
-            return f"each process has its own batches{accumulated}"
-        if size is None:
-            return f"batches of {self.name}, divided by {division.world}{accumulated}"
-        low, high = size // division.parts, math.ceil(size / division.parts)
-        return f"batch {size} = {division.world} x {high if low == high else f'{low} or {high}'}{accumulated}"
+        if self.batch_scope == "a share" and size is not None:
+            low, high = size // division.parts, math.ceil(size / division.parts)
+            text = f"batch {size} = {division.world} x {high if low == high else f'{low} or {high}'}"
+        elif division.world == 1:
+            text = f"batches of {self.name}"
+        elif self.batch_scope == "a share":
+            text = f"batches of {self.name}, divided by {division.world}"
+        else:
+            text = f"each process {'computes the same' if self.batch_scope == 'all' else 'has its own'} batches"
+        return f"{text} x {division.accumulate} accumulated" if division.accumulate > 1 else text
 
     def limits(self) -> Iterator[str]:
         size, parts = self.size, self.division.parts
-        if size is not None and size < parts:
-            yield f"batch_size={size} is the global batch, but a step has {parts} micro-batches, so {parts - size} of them are empty. Set it to {parts} or more"
-        elif size is not None and size % parts:
-            yield f"batch_size={size} is not divisible by {parts}, so tensor sizes differ between processes and a module cannot gather them"
+        if size is not None and size % parts:
+            yield f"batch_size={size} is the global batch and not divisible by {parts}: micro-batches have several sizes, so a module cannot gather them, and may be empty"
         if self.given.collate_fn not in DEFAULTS:
             yield "collate_fn receives one micro-batch of one process: if it pads or draws random numbers, batches depend on the number of processes"
         if self.given.generator is not None:
             yield "the generator of the DataLoader is ignored: its order and its workers' random numbers are derived from seed"
-
-
-UNSEEDED = (
-    "returns different samples for the same seed: it uses a source of randomness that cannot be seeded, so batches "
-    "depend on the number of processes and workers, and a resume is not exact"
-)
 
 
 class ShareSampler:
@@ -211,18 +191,8 @@ class ShareSampler:
     def __init__(self) -> None:
         self.shares: Iterator[Share] = iter(())
 
-    def __iter__(self) -> Iterator[tuple[Share]]:
-        return ((share,) for share in self.shares)
-
-
-def from_workers(loader: DataLoader[Any], data: Any, **options: Any) -> FromWorkers:
-    """Reads micro-batches with the user's worker settings."""
-    return FromWorkers(
-        data,
-        worker_init_fn=partial(begin_worker, loader.worker_init_fn),
-        generator=torch.Generator(),  # for worker seeds, which would otherwise be drawn from the process's generator
-        **{name: getattr(loader, name) for name in OPTIONS} | options,
-    )
+    def __iter__(self) -> Iterator[Share]:
+        return self.shares
 
 
 class StandardLoader(WrappedLoader):
@@ -236,76 +206,43 @@ class StandardLoader(WrappedLoader):
         self.name, self.size = f"{type(loader.dataset).__name__} with {self.order.name}", self.order.size
         self.notes = [*self.limits()]
         self.data, self.due = MicroBatches(loader.dataset, loader.collate_fn), ShareSampler()
-        self.reader: FromWorkers | None = None
+        self.reader: DataLoader[Any] | None = None
         self.count: int | None = None  # of the batches of an evaluation, if known
         if division.world > 1 or division.trains:
             self.require_same_data()
         if division.parts > 1 and not division.trains:
             self.count = self.evaluated()
 
-    def read_apart(self, *keys: list[Any]) -> Iterator[Any]:
-        """Micro-batches outside of an epoch. Uses a worker if the user does: only workers may have opened the data."""
-        info = MicroBatchInfo(1.0, "", None)
-        shares = [(Share(share_keys, 0, 0, self.division.seed, 0, info),) for share_keys in keys]
-        options = {"num_workers": min(1, self.given.num_workers), "persistent_workers": False}
-        return (batch for batch, _ in from_workers(self.given, Indexed(self.data), sampler=shares, **options).batches())
-
     def require_same_data(self) -> None:
         """Checks that processes have the same dataset, because each uses only its share of it.
 
         Compares the first sample, unless it differs each time or cannot be read alone.
         """
-        data, digests = self.given.dataset, ["", ""]
-        if self.division.world > 1 and (whole := in_one_process(lambda: length_hint(data))) != (
-            own := length_hint(data)
-        ):
-            raise UserError(
-                f"{type(data).__name__} has {own:,} samples in each of {self.division.world} processes and {whole:,} in one: it divides itself, and "
-                "Lockstep divides each batch again. Let its length be that of all samples, or set strategy=single."
-            )
+        digests = ["", ""]
+        first = Share([0], 0, 0, self.division.seed, 0, MicroBatchInfo(1.0, "", None))
+        # in a worker if the user has them: only workers may have opened the data
+        options = {"num_workers": min(1, self.given.num_workers), "persistent_workers": False}
         with suppress(Exception):
-            digests = [digest_of(batch) for batch in self.read_apart([0], [0])]
+            reader = from_workers(self.given, self.data, sampler=[first, first], **options)
+            digests = [digest_of(batch) for batch, _ in reader]
         if digests[0] != digests[1]:
-            self.notes.append(f"{self.name} {UNSEEDED}")
-        self.require_agreement(digests[0] if digests[0] == digests[1] else "")
-        if self.order.is_own and len({self.first_keys(), self.first_keys()}) > 1:
-            self.notes.append(f"{self.order.name} {UNSEEDED}")
-
-    def first_keys(self) -> str:
-        """Digest of the first batch of a copy of the sampler, which shares its datasets; empty if it has none."""
-        shared, data = dict[int, Any](), self.given.dataset
-        while data is not None and id(data) not in shared:
-            shared[id(data)] = data
-            data = getattr(data, "dataset", None)  # of a Subset
-        with suppress(Exception):
-            order = copy.deepcopy(self.order, shared)
-            return digest_of(next(order.batches(self.division.seed, 0)).batch)
-        return ""
+            digests[0] = ""
+            self.notes.append(
+                f"{self.name} returns different samples for the same seed: it uses a source of randomness that cannot be seeded, so batches "
+                "depend on the number of processes and workers, and a resume is not exact"
+            )
+        self.require_agreement(digests[0])
 
     def evaluated(self) -> int | None:
-        """The number of batches in an evaluation, if known. All processes call this.
-
-        Raises UserError if their batches differ, or if a process cannot collate its last batch.
-        """
-        division = self.division
+        """The number of batches in an evaluation, if known. Raises UserError if they differ. All processes call this."""
         if self.length is None:
             return None
+        division, size = self.division, self.order.size
         ((count, last),) = deque(enumerate(self.batches(division.seed, 0), 1), 1) or [(0, GlobalBatch(0, []))]
         self.require_agreement(last.digest)
         declared = len(self.order) if division.limit is None else min(len(self.order), division.limit)
-        if (size := self.order.size) and (found := -(-(last.place + len(last.batch)) // size)) < declared:
-            self.check_length(0, found)
-        if last.joined:
-            share = next(
-                self.order.with_keys(division.shares(iter([last]), 0, division.seed, 0, None), division.seed, 0)
-            )
-            try:
-                next(self.read_apart(share.keys))
-            except Exception as e:
-                raise UserError(
-                    f"the last {len(last.batch)} samples of an evaluation must be one batch for {division.parts} processes or logical ranks to divide them, "
-                    f"but collate_fn fails: {e}. Make it pad, use a number of samples that can be divided, or set strategy=single."
-                ) from e
+        if size and (read := math.ceil((last.place + len(last.batch)) / size)) < declared:
+            self.check_length(0, read)
         return count
 
     def __len__(self) -> int:
@@ -316,23 +253,18 @@ class StandardLoader(WrappedLoader):
         batches, division = self.order.batches(seed, epoch, begin), self.division
         return batches if division.trains else join_small_batches(islice(batches, division.limit), division.parts)
 
-    def shares(self, done: int, seed: int, epoch: int) -> Iterator[Share]:
+    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
         division, order = self.division, self.order
         batches = self.batches(seed, epoch, done // division.accumulate)
         by_step = hasattr(order.sampler, "at")  # dropout counts rows from the step's first sample, else the epoch's
-        return order.with_keys(division.shares(batches, done, seed, epoch, order.size, by_step), seed, epoch)
-
-    def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
-        shares = self.shares(done, seed, epoch)
+        shares = order.with_keys(division.shares(batches, done, seed, epoch, order.size, by_step), seed, epoch)
         if not self.given.num_workers and not (self.given.pin_memory and torch.cuda.is_available()):
             return self.data.batches(shares)
         self.due.shares = shares
-        self.reader = self.reader or from_workers(self.given, Indexed(self.data), sampler=self.due)
-        self.reader.loader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
-        return self.reader.batches()
-
-    def count_batches(self, seed: int, epoch: int) -> int:
-        return sum(1 for _ in self.shares(0, seed, epoch))
+        if self.reader is None:
+            self.reader = from_workers(self.given, self.data, sampler=self.due)
+        self.reader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
+        return iter(self.reader)
 
     def close(self) -> None:
         self.reader, self.due.shares = None, iter(())

@@ -9,34 +9,37 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep.data.global_batches import GlobalBatch, ShareSpec, digest_or_error, join_small_batches
+from lockstep.data.global_batches import GlobalBatch, ShareSpec, join_small_batches
 from lockstep.data.keyed import IsolatedRandomState
-from lockstep.data.loaders import MicroBatchInfo, OfStream, SharedMemoryTransport
+from lockstep.data.loaders import MicroBatches, MicroBatchInfo, Share, digest_of, from_workers
 from lockstep.data.sampler import key_of
-from lockstep.data.standard import BatchScope, Division, StandardLoader, WrappedLoader, from_workers
+from lockstep.data.standard import BatchScope, Division, StandardLoader, WrappedLoader
 
 log = logging.getLogger("lockstep")
 AGAIN = "a resumed run rereads the earlier data"
 
 
-class StreamShares(SharedMemoryTransport, IterableDataset[Any]):
+class StreamShares(MicroBatches, IterableDataset[Any]):
     """One process's micro-batches of a stream, which it reads entirely. Collates them too, as it runs in a worker."""
 
     def __init__(self, loader: DataLoader[Any], cut: ShareSpec) -> None:
-        super().__init__()
-        self.dataset, self.collate, self.share_spec = loader.dataset, OfStream(loader.collate_fn), cut
-        self.size, self.drop_last = loader.batch_size or 1, loader.drop_last
+        super().__init__(loader.dataset, loader.collate_fn)
+        self.of_collate.used = {*range(len(self.of_collate.all))}  # from the first call on: samples cannot be reread
+        self.share_spec, self.size, self.drop_last = cut, loader.batch_size or 1, loader.drop_last
         # seed, epoch, micro-batches done; shared with persistent workers
         self.place = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
         seed, epoch, done = self.place.tolist()
-        cut, batches = self.share_spec, self.batches(seed, epoch)
+        cut, batches = self.share_spec, self.global_batches(seed, epoch)
         rest = islice(batches if cut.trains else join_small_batches(batches, cut.parts), done // cut.accumulate, None)
         for share in cut.shares(rest, done, seed, epoch, self.size):
-            yield self.packed(self.collate(share))
+            yield self[share]
 
-    def batches(self, seed: int, epoch: int) -> Iterator[GlobalBatch]:
+    def samples(self, share: Share) -> list[Any]:
+        return share.keys
+
+    def global_batches(self, seed: int, epoch: int) -> Iterator[GlobalBatch]:
         random_state, position, digest = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.dataset), 0, ""
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
@@ -45,7 +48,7 @@ class StreamShares(SharedMemoryTransport, IterableDataset[Any]):
             if self.drop_last and len(batch) < self.size:
                 return
             if self.share_spec.world > 1:
-                digest = digest_or_error(batch, digest, type(self.dataset).__name__)
+                digest = digest_of(batch, digest)
             yield GlobalBatch(position, batch, digest)
             position += len(batch)
 
@@ -121,7 +124,7 @@ class StreamLoader(ComparedLoader):
 
     def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
         self.data.place.copy_(torch.tensor([seed, epoch, done]))
-        return self.reader.batches()
+        return iter(self.reader)
 
     def close(self) -> None:
         self.begin(self.data.share_spec)
@@ -150,7 +153,7 @@ class UndividedLoader(ComparedLoader):
 
     def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
         for batch in islice(self.apart(seed, epoch), done, None):
-            yield batch, MicroBatchInfo(1.0, digest_or_error(batch, "", self.name) if self.undecided else "", None)
+            yield batch, MicroBatchInfo(1.0, digest_of(batch) if self.undecided else "", None)
 
     def apart(self, seed: int, epoch: int) -> Iterator[Any]:
         take = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.given).reader(lambda: self.given)
@@ -160,13 +163,15 @@ class UndividedLoader(ComparedLoader):
 
 def wrap_loader(loader: Any, division: Division) -> WrappedLoader:
     """Wraps a user's loader for the Trainer."""
-    name = type(loader).__name__
+    reason = ""
     if not isinstance(loader, DataLoader):
-        return UndividedLoader(loader, division, f"{name} is not a DataLoader")
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        return UndividedLoader(loader, division, f"{name} overrides __iter__")
-    if loader.batch_size is None and loader.batch_sampler is None:
-        return UndividedLoader(loader, division, f"{name} has batch_size=None")
+        reason = "is not a DataLoader"
+    elif type(loader).__iter__ is not DataLoader.__iter__:
+        reason = "overrides __iter__"
+    elif loader.batch_size is None and loader.batch_sampler is None:
+        reason = "has batch_size=None"
+    if reason:
+        return UndividedLoader(loader, division, f"{type(loader).__name__} {reason}")
     if isinstance(loader.dataset, IterableDataset):
         return StreamLoader(loader, division)
     return StandardLoader(loader, division)

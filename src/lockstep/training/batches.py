@@ -18,7 +18,6 @@ from lockstep.data.standard import WrappedLoader, wrapped_loaders
 from lockstep.errors import UserError
 
 HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader")
-SEVERAL = "with several loaders, a step uses the mean of their weights; it equals the step of one process if their batches divide evenly"
 # Lightning's stage in which a module creates the data of a part.
 STAGE_OF = {
     "train": TrainerFn.FITTING,
@@ -65,8 +64,7 @@ class Loaders:
 
     def title(self, trainer: pl.Trainer) -> str:
         """The description of the batches in the first lines of a run's output."""
-        titles = dict.fromkeys(loader.title for loader in self.training)
-        return " and ".join(titles) or "each process has its own batches"
+        return " and ".join(dict.fromkeys(loader.title for loader in self.training))
 
     @property
     def notes(self) -> list[str]:
@@ -75,8 +73,6 @@ class Loaders:
         unused = [hook for hook in HOOKS if self.data and is_overridden(hook, self.module)]  # as in Lightning
         if unused:
             notes.append(f"{name}'s {unused[0]} is not used: {type(self.data).__name__} provides the batches")
-        if len(self.training) > 1 and self.training[0].division.parts > 1:
-            notes.append(SEVERAL)
         return notes
 
     @property
@@ -120,9 +116,7 @@ class Loaders:
             )
         hook, stage = f"{part}_dataloader", STAGE_OF[str(part)]
         if not self.provides(hook):
-            available = [f"input={name}" for name in STAGE_OF if self.provides(f"{name}_dataloader")]
-            advice = f"Add it{', or set ' * bool(available)}{' or '.join(available)}"
-            raise UserError(f"input={part}: {type(self.holder).__name__} has no {hook}. {advice}.")
+            raise UserError(f"input={part}: {type(self.holder).__name__} has no {hook}. Add it.")
         set_up = self.holder.setup
         self.holder.setup = lambda *_, **__: set_up(stage)
         make_loader = getattr(self.holder, hook)
@@ -137,12 +131,9 @@ class Loaders:
         """The samples of each prediction batch: their indices in the data, or their positions."""
         loaders = wrapped_loaders(trainer.predict_dataloaders)
         if len(loaders) != 1 or loaders[0].batch_scope != "a share":
-            name, why = (
-                loaders[0].name,
-                "is one of several dataloaders" if len(loaders) > 1 else "has batches that cannot be divided",
-            )
             raise UserError(
-                f"input: {name} {why}. Return one DataLoader from the hook, or call lockstep.load_model and predict in your own loop."
+                "input: predictions need one DataLoader whose batches can be divided. Return one from the hook, or call lockstep.load_model and "
+                "predict in your own loop."
             )
         for batch_idx in count():
             record = loaders[0].batch_info[batch_idx]
