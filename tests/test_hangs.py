@@ -177,11 +177,11 @@ from pathlib import Path
 from lockstep import launch
 def job(settings, data):
     from lockstep.strategies import rendezvous
-    connecting = rendezvous.connect_within
-    def waits(*args):
+    connect = rendezvous.dist.TCPStore
+    def waits(*args, **kwargs):
         Path("waits").touch()
-        return connecting(*args)
-    rendezvous.connect_within = waits
+        return connect(*args, **kwargs)
+    rendezvous.dist.TCPStore = waits
     launch.job("train").run(settings, data)
 launch.main(launch.Job("train", job, launch.data))
 """

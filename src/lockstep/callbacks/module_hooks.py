@@ -130,7 +130,7 @@ class ModuleHooks(Callback):
         trainer.loggers = self.loggers
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.loggers = self.loggers
+        self.on_predict_start(trainer, pl_module)
         self.before = dict(trainer.callback_metrics)
         trainer.strategy.means.evaluation.clear()  # type: ignore[attr-defined]
         for loader in wrapped_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders):
@@ -162,22 +162,18 @@ class ModuleHooks(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             self.warn_of_typos(trainer)
-        names = self.of_one_process(trainer)
-        if monitored := [name for name in names if name in self.monitored(trainer)]:
+        names, known = self.of_one_process(trainer), trainer.strategy.means.of_rank_0  # type: ignore[attr-defined]
+        monitored = [name for name in names if name in self.monitored(trainer)]
+        if monitored and not trainer.testing:
             raise UserError(
                 f"{monitored[0]} is monitored, but differs between the {trainer.world_size} processes, so it does not cover all samples. Log it with "
                 f"self.log({monitored[0]!r}, ..., sync_dist=True), or log a torchmetrics metric."
             )
-        self.note(trainer, names)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.note(trainer, self.of_one_process(trainer))
-
-    def note(self, trainer: Trainer, names: list[str]) -> None:
-        known = trainer.strategy.means.of_rank_0  # type: ignore[attr-defined]
         if new := [name for name in names if name not in known]:
             print_line(f"from rank 0 only: {', '.join(new)}; values of other processes differ. Log with sync_dist=True")
         known |= {*new}
+
+    on_test_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         of_rank_0 = trainer.strategy.means.of_rank_0  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ from lockstep.training.arithmetic import StepArithmetic, completes_step, steps_d
 from lockstep.training.batches import Loaders
 from lockstep.training.seeds import StepSeeds, derive_seed, seed_generators
 
-# Hooks between a forward and its backward. Nobody draws there as a rule, so seeding for each is left out where none is used.
-BETWEEN = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+# Hooks around a forward. Nobody draws there as a rule, so seeding for each is left out where none is used.
+AROUND = ("on_train_batch_start", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 # Hooks of a batch that logical ranks run once per step: with the first micro-batch of a process, or the last.
 ONCE = {
     "on_train_batch_start": 0,
@@ -28,8 +28,12 @@ OF_STEP = (*ONCE, "on_before_optimizer_step")
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
+def strategy_of(trainer: Trainer) -> PortableCheckpoint:
+    return cast(PortableCheckpoint, trainer.strategy)
+
+
 def seeds_of(trainer: Trainer) -> StepSeeds:
-    return cast(PortableCheckpoint, trainer.strategy).seeds
+    return strategy_of(trainer).seeds
 
 
 class StepSeed(Callback):
@@ -38,9 +42,8 @@ class StepSeed(Callback):
     def __init__(self, seed: int, loaders: Loaders, *, masks_by_row: bool) -> None:
         self.seed, self.loaders, self.masks_by_row = seed, loaders, masks_by_row
         self.arithmetic = StepArithmetic()
-        self.between = set[str]()  # the hooks of BETWEEN that are used
-        self.once: list[tuple[Any, str, Any]] = []  # the user's hooks that are called once per step
-        self.empty: list[tuple[Any, str]] = []  # hooks of a step that do nothing
+        self.used = set[str]()  # the hooks of AROUND that are used
+        self.replaced: list[tuple[Any, str, Any]] = []  # hooks during training, with those of the instance itself
         self.deferred: list[Callable[[], Any]] = []  # to the last micro-batch of a step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -48,7 +51,7 @@ class StepSeed(Callback):
 
         Lightning's strategies with several processes seed again, as before the module's constructor; that of one does not.
         """
-        self.arithmetic = cast(PortableCheckpoint, trainer.strategy).arithmetic
+        self.arithmetic = strategy_of(trainer).arithmetic
         seed_generators(derive_seed(self.seed, "setup"), trainer.strategy.root_device.type)
         for holder in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             for hook in TRANSFER:
@@ -61,35 +64,35 @@ class StepSeed(Callback):
             dropout.use_row_masks(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        holders = [pl_module, *trainer.callbacks]  # type: ignore[attr-defined]
-        users = [each for each in holders if not type(each).__module__.startswith("lockstep.")]
-        self.between = {hook for hook in BETWEEN for each in users if is_overridden(hook, each)}
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        users = [each for each in (pl_module, *callbacks) if not type(each).__module__.startswith("lockstep.")]
+        self.used = {hook for hook in AROUND for each in users if is_overridden(hook, each)}
         if self.arithmetic.same_bits and trainer.accumulate_grad_batches > 1:
-            self.once = [(each, h, vars(each).get(h)) for each in users for h in ONCE if is_overridden(h, each)]
-            for each, hook, _ in self.once:
-                setattr(each, hook, self.once_per_step(getattr(each, hook), hook, trainer))
+            for each, hook in ((each, hook) for each in users for hook in ONCE if is_overridden(hook, each)):
+                self.replace(each, hook, self.once_per_step(getattr(each, hook), hook, trainer))
         # Lightning skips what it cannot call: 60 empty hooks took 76 us of a step
-        own = [c for c in trainer.callbacks if type(c).__module__.startswith(("lockstep.", "lightning."))]  # type: ignore[attr-defined]
-        empty = ((c, hook) for c in own for hook in OF_STEP if getattr(type(c), hook) is getattr(Callback, hook))
-        self.empty = [(each, hook) for each, hook in empty if hook not in vars(each)]
-        for each, hook in self.empty:
-            setattr(each, hook, None)
+        own = [each for each in callbacks if type(each).__module__.startswith(("lockstep.", "lightning."))]
+        for each, hook in ((each, hook) for each in own for hook in OF_STEP if hook not in vars(each)):
+            if getattr(type(each), hook) is getattr(Callback, hook):
+                self.replace(each, hook, None)
         seeds_of(trainer).reseed("train start", steps_done(trainer))
 
+    def replace(self, holder: Any, hook: str, value: Any) -> None:
+        self.replaced.append((holder, hook, vars(holder).get(hook)))
+        setattr(holder, hook, value)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for each, hook, own in self.once:
-            delattr(each, hook)
-            vars(each).update({hook: own} if own else {})
-        for each, hook in self.empty:
-            vars(each).pop(hook, None)
-        self.once, self.empty = [], []
+        for holder, hook, own in self.replaced:
+            delattr(holder, hook)
+            vars(holder).update({hook: own} if own else {})
+        self.replaced = []
 
     def once_per_step(self, call: Callable[..., Any], hook: str, trainer: Trainer) -> Callable[..., Any]:
         """A hook that changes what a forward reads changes the same in all processes only if each calls it equally often."""
 
         @wraps(call)
         def called(*args: Any, **kwargs: Any) -> Any:
-            micro_batch = cast(PortableCheckpoint, trainer.strategy).micro_batch % trainer.accumulate_grad_batches
+            micro_batch = strategy_of(trainer).micro_batch % trainer.accumulate_grad_batches
             if hook == "on_before_zero_grad":  # Lightning calls it with the first
                 self.deferred.append(partial(call, *args, **kwargs))
             elif micro_batch == ONCE[hook] % trainer.accumulate_grad_batches:
@@ -102,20 +105,22 @@ class StepSeed(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.masks_by_row:
-            dropout.begin(self.rows(trainer, batch_idx))
-        seeds_of(trainer).begin_batch(batch_idx)
+            rows = self.loaders.rows(trainer, batch_idx)  # None if unknown: then each process draws its own masks
+            devices = strategy_of(trainer).device_rows(rows) if rows else {}
+            dropout.begin(dropout.MicroBatch(self.seed, steps_done(trainer), devices) if rows else None)
+        seeds_of(trainer).begin_batch(batch_idx, draws="on_train_batch_start" in self.used)
 
     def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
-        if self.between - {"on_before_backward"}:
+        if self.used & {"on_before_zero_grad", "optimizer_zero_grad"}:
             seeds_of(trainer).reseed("zero_grad", steps_done(trainer))
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        if self.deferred and completes_step(trainer, cast(PortableCheckpoint, trainer.strategy).micro_batch):
+        if self.deferred and completes_step(trainer, strategy_of(trainer).micro_batch):
             seeds_of(trainer).reseed("zero_grad", steps_done(trainer))
             for call in self.deferred:
                 call()
             self.deferred = []
-        if "on_before_backward" in self.between:
+        if "on_before_backward" in self.used:
             seeds_of(trainer).step("before backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -126,11 +131,6 @@ class StepSeed(Callback):
         dropout.begin(None)
         if seeds_of(trainer).of_samples:  # there was no backward
             seeds_of(trainer).step("batch end")
-
-    def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
-        """The rows of a micro-batch; None if they are unknown: then each process draws its own masks."""
-        rows, strategy = self.loaders.rows(trainer, batch_idx), cast(PortableCheckpoint, trainer.strategy)
-        return dropout.MicroBatch(self.seed, steps_done(trainer), strategy.device_rows(rows)) if rows else None
 
     # --- Evaluations ---
 
@@ -146,7 +146,7 @@ class StepSeed(Callback):
         if self.masks_by_row and isinstance(batch, dict) and "index" in batch:  # layers that stay in training mode
             count = len(batch["index"])
             first = trainer.global_rank * count
-            rows = trainer.strategy.device_rows(range(first, first + count))  # type: ignore[attr-defined]
+            rows = strategy_of(trainer).device_rows(range(first, first + count))
             dropout.begin(dropout.MicroBatch(self.seed, f"evaluation {loader} {batch_idx}", rows))
 
     def end_batch(self, *_: Any) -> None:

@@ -5,25 +5,21 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 
-from lockstep.checkpoints.finding import checkpoints, leaves, step_of
 from lockstep.config.formatting import pluralize
-from lockstep.data.standard import global_batch, wrapped_loaders
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed
 from lockstep.machine import process
 from lockstep.machine.world import all_gather_objects
 from lockstep.reporting.console import print_line
 from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done
-from lockstep.training.losses import sample_at
 
 # --- Asking all processes about once a second, at the same step in each ---
 
@@ -151,8 +147,7 @@ class Timer(callbacks.Timer):
 class EarlyStopping(callbacks.EarlyStopping):
     """Remains stopped when a run is resumed, and uses the config's patience.
 
-    Lightning restores only the counters, and replaces the config's patience with the checkpoint's. Here its error for
-    a metric that nothing logs has no traceback.
+    Lightning restores only the counters, and replaces the config's patience with the checkpoint's.
     """
 
     stopped = False
@@ -170,24 +165,6 @@ class EarlyStopping(callbacks.EarlyStopping):
         if self.stopping_reason_message:
             reason = self.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
             print_line(f"callbacks.early_stopping ended training: {reason}")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self.explained(trainer):
-            super().on_validation_end(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self.explained(trainer):
-            super().on_train_epoch_end(trainer, pl_module)
-
-    @contextmanager
-    def explained(self, trainer: Trainer) -> Iterator[None]:
-        """Converts Lightning's error for a metric that nothing logs. Others, such as a lost process, are unchanged."""
-        try:
-            yield
-        except RuntimeError as e:
-            if self.monitor in trainer.callback_metrics:
-                raise
-            raise TrainingFailed(f"callbacks.early_stopping.monitor={self.monitor}: {e}") from None
 
 
 # --- A loss that is not finite ---
@@ -215,53 +192,28 @@ class FiniteLoss(Callback):
         if complete and is_logging_step(trainer, steps_done(trainer)):
             self.look(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.look(trainer)
-
-    def look(self, trainer: Trainer) -> None:
+    def look(self, trainer: Trainer, pl_module: Any = None) -> None:
         is_bad = bool(self.seen) and not math.isfinite(self.seen[-1][1].item())  # SYNC: once every log_every_n_steps
         if trainer.strategy.reduce_boolean_decision(is_bad, all=False):
             raise LossNotFinite(self.message(trainer))
         self.seen.clear()
 
-    def message(self, trainer: Trainer) -> str:
-        """Names the first step with such a loss, and the stored value that explains it, or its samples.
+    on_train_epoch_end = look
 
-        Every process must call it.
-        """
-        bad_losses = ((step, loss.item(), index) for step, loss, index in self.seen if not math.isfinite(loss.item()))
-        first = next(bad_losses, None)
+    def message(self, trainer: Trainer) -> str:
+        """Names the first step with such a loss, and its samples. Every process must call it."""
+        first: Any = next((each for each in self.seen if not math.isfinite(each[1].item())), None)
         if first:
-            first = *first[:2], first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
-        by_rank = all_gather_objects(first)
-        step, rank = min((first[0], rank) for rank, first in enumerate(by_rank) if first)
-        _, loss, samples = by_rank[rank]
-        if odd_value := first_odd_value(trainer, step):
-            return f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}): {odd_value}. Correct the value, or remove the sample."
+            samples = first[2].flatten().tolist() if isinstance(first[2], Tensor) else []
+            first = first[0], trainer.global_rank, first[1].item(), samples
+        step, rank, loss, samples = min(filter(None, all_gather_objects(first)))
         where = f" on rank {rank}" if trainer.world_size > 1 else ""
         if samples:
-            ellipsis = ", ..." if len(samples) > SHOWN else ""
-            where += f", in a batch of the training samples {', '.join(map(str, samples[:SHOWN]))}{ellipsis}"
-        last = next((path for path in checkpoints(Path(trainer.default_root_dir)) if step_of(path) < step), None)
-        hint = f" The last earlier checkpoint is {last}; init_from={last} starts a new run from it." if last else ""
+            where += f", in a batch of the training samples {', '.join(map(str, samples[:SHOWN]))}{', ...' * (len(samples) > SHOWN)}"
         return (
-            f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}){where}. Try a lower optim.lr, "
-            f"trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find the operation that produces it.{hint}"
+            f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}){where}. Look for values that are not finite in the data, try "
+            "a lower optim.lr or trainer.gradient_clip_val=1.0, or find the operation with trainer.detect_anomaly=true."
         )
-
-
-def first_odd_value(trainer: Trainer, step: int) -> str:
-    """The first non-finite value stored for a step of this epoch: `target of sample 5 is nan`; or an empty string."""
-    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    with suppress(Exception):  # the data may be unreadable now; the loss matters more
-        position = -(-ready // trainer.accumulate_grad_batches) - 1 - (steps_done(trainer) - step)
-        (loader,) = wrapped_loaders(trainer.train_dataloader)
-        batch, _ = global_batch(loader.given, loader.division.seed, trainer.current_epoch, position)
-        for row, index in enumerate(batch["index"].tolist()):
-            for path, value in leaves(sample_at(batch, row, len(batch["index"]))):
-                if isinstance(value, Tensor) and not value.isfinite().all():
-                    return f"{'.'.join(map(str, path))} of sample {index} is {value[~value.isfinite()][0]}"
-    return ""
 
 
 # --- Processes that differ ---
@@ -274,20 +226,19 @@ class RankAgreement(Callback):
     values: Mapping[str, object]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for verb, value in self.values.items():
-            self.check(trainer, verb, value)
+        self.check(trainer, self.values)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.check(trainer, "continues after step", steps_done(trainer))
+        self.check(trainer, {"continues after step": steps_done(trainer)})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.strategy.require_agreement()  # type: ignore[attr-defined]
 
-    @staticmethod
-    def check(trainer: Trainer, verb: str, value: object) -> None:
-        reference = trainer.strategy.broadcast(value)
-        if value != reference:
-            raise TrainingFailed(
-                f"rank {trainer.global_rank} {verb} {value}, but rank 0 {verb} {reference}: all nodes must see the same files. Check runs_dir and "
-                "data.root. On different hardware, set trainer.precision to 32-true or bf16-mixed."
-            )
+    def check(self, trainer: Trainer, values: Mapping[str, object]) -> None:
+        reference = trainer.strategy.broadcast(values)
+        for verb, value in values.items():
+            if value != reference[verb]:
+                raise TrainingFailed(
+                    f"rank {trainer.global_rank} {verb} {value}, but rank 0 {verb} {reference[verb]}: all nodes must see the same files. Check runs_dir and "
+                    "data.root. On different hardware, set trainer.precision to 32-true or bf16-mixed."
+                )

@@ -20,8 +20,7 @@ from lockstep.checkpoints.saving import ModelCheckpoint
 from lockstep.compat.torch import Operations, is_compiled
 from lockstep.config import checked
 from lockstep.config.formatting import metric, pluralize
-from lockstep.config.renames import with_moved
-from lockstep.config.run_config import Component, RunConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.errors import UserError
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import ProgressLine, clock, print_line
@@ -84,26 +83,24 @@ class RunSummary(Callback):
     changes: list[str] = field(default_factory=list)
     across_processes: str | None = None
     batch: dict[str, int | None] = field(default_factory=dict)  # from its loader, if it is a user's
-    # seconds of this process: since the start, in validations, and in all of training
-    began_s: float = 0.0
+    began_s: float = 0.0  # when training began in this process
     validated_s: float = 0.0
-    trained_s: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        libraries = dict(library.split(" ", 1) for library in versions().split(", "))
-        return {"versions": libraries, "data": self.data_info["data/sha256"]}
+        """What a resumed run may change and a reader of its metrics must see, as text."""
+        config = self.config
+        nodes = {"model": config.model.node, "task": config.task.node}
+        nodes["data"] = {key: config.data.get(key) for key in ("mean", "std")}
+        values = {f"{group}.{key}": value for group, node in nodes.items() for key, value in node.items()}
+        values |= {f"network argument {key}": value for key, value in self.made_for.get("network", {}).items()}
+        values |= dict(library.split(" ", 1) for library in versions().split(", "))
+        values["the SHA-256 of the data"] = self.data_info["data/sha256"]
+        return {key: str(value) for key, value in values.items()}
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Records changes that a resumed run may make and a reader of its metrics must see."""
-        state = self.state_dict()
-        saved_state = checkpoint["callbacks"].get(self.state_key) or state
-        saved_config = with_moved(checkpoint["config"])
-        saved_components = {group: Component.of(saved_config[group] or {}) for group in COMPARED}
-        components = {group: getattr(self.config, group) for group in COMPARED}
-        saved_values = comparable(saved_components, checkpoint.get("network", {}), saved_state)
-        values = comparable(components, self.made_for.get("network", {}), state)
-        different = [key for key in {**saved_values, **values} if saved_values.get(key) != values.get(key)]
-        self.changes = [f"{key} was {saved_values.get(key)} and is now {values.get(key)}" for key in different]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        now = self.state_dict()
+        different = [key for key in {**state, **now} if state.get(key) != now.get(key)]
+        self.changes = [f"{key} was {state.get(key)} and is now {now.get(key)}" for key in different]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         typed = [each for each in self.overrides or () if each.startswith(("optim.", "optim="))]
@@ -144,15 +141,12 @@ class RunSummary(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validated_s = 0.0 if trainer.sanity_checking else self.validated_s + time.perf_counter()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.trained_s = time.perf_counter() - self.began_s
-
     def report_metrics(self) -> dict[str, Any]:
         """Results, and where the time of training went: waiting for data, validation, saving, and steps (the rest)."""
         trainer = self.loaders.module.trainer
         saved = getattr(trainer.strategy.checkpoint_io, "stalled_s", 0.0)
         parts = {"wait": waited_s(trainer), "validation": self.validated_s, "saving": saved}
-        times = {"steps": max(0.0, self.trained_s - sum(parts.values())), **parts}
+        times = {"steps": max(0.0, time.perf_counter() - self.began_s - sum(parts.values())), **parts}
         found = {f"time/{name}_s": seconds for name, seconds in times.items()}
         return found | {"across_processes": self.across_processes} | self.batch
 
@@ -161,21 +155,6 @@ class RunSummary(Callback):
         source = f" from {self.data_info['data/source']}" if self.data_info["data/source"] else ""
         counts = [(part, self.data_info[f"data/{part}"]) for part in ("train", "val", "test")]
         return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else source
-
-
-COMPARED = ("model", "task", "data")
-
-
-def comparable(
-    components: Mapping[str, Component], network: Mapping[str, Any], state: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        **{f"{group}.{key}": value for group in COMPARED[:2] for key, value in components[group].node.items()},
-        **{f"data.{key}": components["data"].get(key) for key in ("mean", "std")},
-        **{f"network argument {key}": value for key, value in network.items()},
-        **state["versions"],
-        "the SHA-256 of the data": state["data"],
-    }
 
 
 # --- Progress of training, and of an evaluation or a prediction; reporting/console.py shows it ---
@@ -195,12 +174,11 @@ class Progress(Callback):
     def __init__(self, monitor: str | None = None) -> None:
         self.monitor = monitor  # shown next to the loss
         self.line: ProgressLine | None = None
-        self.row, self.began_s, self.waited_s = "", 0.0, 0.0
+        self.row = ""
         self.saved_s: float | None = None
-        self.what, self.batches, self.samples = "", 0, 0  # of an evaluation or prediction
+        self.what, self.batches, self.samples, self.began_s = "", 0, 0, 0.0  # of an evaluation or prediction
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.began_s, self.waited_s = time.monotonic(), waited_s(trainer)
         if trainer.is_global_zero:
             self.line = ProgressLine("step", total_steps(trainer), steps_done(trainer))
 
@@ -210,15 +188,10 @@ class Progress(Callback):
 
     def latest_row(self, trainer: Trainer) -> str:
         metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}
-        now_s, waited = time.monotonic(), waited_s(trainer)
-        fraction = (waited - self.waited_s) / max(1e-9, now_s - self.began_s)
-        self.began_s, self.waited_s = now_s, waited
         parts = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
-        speed = f"train/{unit_of(trainer)}_per_s"
-        parts += [f"{float(metrics[speed]):,.0f} {unit_of(trainer)}/s"] if speed in metrics else []
-        parts.append(f"{fraction:.0%} waiting for data")
-        other_names = metrics.keys() - {"train/loss", speed}
-        names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in other_names)
+        parts += [speed for each in trainer.callbacks if isinstance(each, Throughput) for speed in each.latest()]  # type: ignore[attr-defined]
+        names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in metrics)
+        names.pop("train/loss", None)
         return " · ".join(parts + [f"{name} {metric(name, float(metrics[name]))}" for name in names])
 
     def show(self, trainer: Trainer, detail: str = "") -> None:
@@ -362,7 +335,7 @@ class Throughput(Callback):
             self.close(trainer)
             self.began_s = time.perf_counter()  # includes the wait for the next batch
             for samples, seconds, _ in self.windows[-1:]:
-                pl_module.log(f"train/{self.unit}_per_s", torch.tensor(samples / seconds), prog_bar=True)
+                pl_module.log(f"train/{self.unit}_per_s", torch.tensor(samples / seconds))
                 if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
                     pl_module.log("train/peak_memory_gib", peak / 2**30)
 
@@ -377,8 +350,12 @@ class Throughput(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.close(trainer)
+    on_train_epoch_end = on_validation_start
+
+    def latest(self) -> list[str]:
+        """The last window, for a line of progress."""
+        window = self.windows[-1:]
+        return [f"{n / s:,.0f} {self.unit}/s · {waited_s / s:.0%} waiting for data" for n, s, waited_s in window]
 
     def report_metrics(self) -> dict[str, float | None]:
         """Metrics of the whole run."""

@@ -37,7 +37,7 @@ class EMA(Callback):
 
     def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1, *, warmup: bool = True) -> None:
         self.decay, self.update_every_n_steps, self.warmup = decay, update_every_n_steps, warmup
-        self.average: list[Tensor] | None = None
+        self.average: list[Tensor] = []  # of `tensors`, from the first step on
 
     @torch.no_grad()
     def on_train_batch_end(
@@ -47,7 +47,7 @@ class EMA(Callback):
         if not completes_step(trainer, batch_idx) or (step - 1) % self.update_every_n_steps:
             return
         current = tensors(pl_module)
-        if self.average is None:
+        if not self.average:
             self.average = [tensor.clone() for tensor in current]
             return
         t = (step - 1) // self.update_every_n_steps  # derived from the step, so there is nothing to save
@@ -61,7 +61,7 @@ class EMA(Callback):
     @torch.no_grad()
     def swap(self, pl_module: LightningModule) -> None:
         """Swaps the values of average and weights in place: the optimizer keeps its tensors."""
-        for average, weight in zip(self.average or (), tensors(pl_module) if self.average else (), strict=True):
+        for average, weight in zip(self.average, tensors(pl_module) if self.average else (), strict=True):
             saved = weight.clone()
             weight.copy_(average)
             average.copy_(saved)
@@ -73,10 +73,10 @@ class EMA(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swap(pl_module)
-        self.average = None
+        self.average = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.average is None:
+        if not self.average:
             return
         self.swap(pl_module)
         state = trainer.strategy.lightning_module_state_dict()
@@ -102,8 +102,6 @@ def tensors(pl_module: LightningModule) -> list[Tensor]:
 # --- Freezing parts of a network, for the whole run or until an epoch ---
 
 BODY = "body"  # everything except the head
-Patterns = str | Sequence[str]
-NO_LAYERS = "callbacks.freeze needs the layers before `setup` and `configure_model`. Create them in __init__."
 
 
 class Freeze(Callback):
@@ -117,9 +115,9 @@ class Freeze(Callback):
     Modules with buffers, such as batch norms, are in evaluation mode while they are frozen, so they keep their statistics.
     """
 
-    def __init__(self, parameters: Patterns = BODY, unfreeze: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(self, parameters: str | Sequence[str] = BODY, unfreeze: Sequence[tuple[str, int]] = ()) -> None:
         self.patterns = [parameters] if isinstance(parameters, str) else list(parameters)
-        self.unfreeze = [(pattern, epoch) for pattern, epoch in unfreeze]
+        self.unfreeze = list(unfreeze)
         self.thaws: dict[str, float] = {}  # frozen parameters and buffers: the epoch from which each is trained
         self.without_gradient: list[nn.Parameter] = []  # in this epoch
         # in training mode until they were frozen (the network's own `train` may keep others in evaluation mode), each
@@ -127,36 +125,29 @@ class Freeze(Callback):
         self.at_rest: dict[nn.Module, list[str]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.freeze(getattr(pl_module, "net", pl_module))
-
-    def freeze(self, net: nn.Module) -> None:
-        """Finds what is frozen until when. Raises UserError if a pattern has no match, or nothing is left to train."""
-        if not any(True for _ in net.parameters()):
-            raise UserError(NO_LAYERS)
+        """Finds what is frozen until when. Raises UserError if a pattern has no match."""
+        net = getattr(pl_module, "net", pl_module)
         head = head_of(net)
-        head_ids = {id(tensor) for tensor in (*head.parameters(), *head.buffers())}
-        parameters = dict(net.named_parameters())
-        tensors = parameters | dict(net.named_buffers())
-        self.names = {*parameters}
-        in_body = {name: id(tensor) not in head_ids for name, tensor in tensors.items()}
-        frozen = [n for n in in_body if any(in_body[n] if p == BODY else fnmatchcase(n, p) for p in self.patterns)]
-        for pattern in {*self.patterns} - {BODY} | {pattern for pattern, _ in self.unfreeze}:
-            if not any(fnmatchcase(name, pattern) for name in in_body):
-                raise UserError(
-                    f"callbacks.freeze: no parameter matches {pattern}; available: {', '.join(sorted({n.split('.')[0] + '.*' for n in in_body}))}."
-                )
-        for name in frozen:
-            epochs = [epoch for pattern, epoch in self.unfreeze if fnmatchcase(name, pattern)]
-            self.thaws[name] = min(epochs, default=math.inf)
-        if self.names <= {*frozen} and 0 not in self.thaws.values():
-            raise UserError("callbacks.freeze.parameters freezes the whole network. Freeze fewer parameters.")
-        for name, p in parameters.items():
-            if self.thaws.get(name) == math.inf:
-                p.requires_grad_(False)
+        in_head = {id(tensor) for tensor in (*head.parameters(), *head.buffers())}
+        self.names = {name for name, _ in net.named_parameters()}
+        tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+        for pattern, epoch in [*((each, math.inf) for each in self.patterns), *self.unfreeze]:
+            if pattern == BODY:
+                names = {name for name, tensor in tensors.items() if id(tensor) not in in_head}
+            elif not (names := {name for name in tensors if fnmatchcase(name, pattern)}):
+                available = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in tensors}))
+                raise UserError(f"callbacks.freeze: no parameter matches {pattern}; available: {available}.")
+            for name in names if epoch == math.inf else names & self.thaws.keys():
+                self.thaws[name] = min(epoch, self.thaws.get(name, epoch))
+        for name, epoch in self.thaws.items():
+            if epoch == math.inf and name in self.names:
+                tensors[name].requires_grad_(False)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.names != {name for name, _ in getattr(pl_module, "net", pl_module).named_parameters()}:
-            raise UserError(NO_LAYERS)
+            raise UserError(
+                "callbacks.freeze needs the layers before `setup` and `configure_model`. Create them in __init__."
+            )
 
     @property
     def trained_later(self) -> set[nn.Module]:
@@ -166,14 +157,10 @@ class Freeze(Callback):
     def is_frozen(self, name: str, epoch: int) -> bool:
         return epoch < self.thaws.get(name, 0)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_train_epoch_start(trainer, pl_module)  # Lightning does not call it for a resumed epoch
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Modules with buffers are in evaluation mode while they are frozen: all their parameters, else their buffers."""
         net, epoch = getattr(pl_module, "net", pl_module), trainer.current_epoch
-        parameters = net.named_parameters()
-        self.without_gradient = [p for name, p in parameters if p.requires_grad and self.is_frozen(name, epoch)]
+        self.without_gradient = [p for name, p in net.named_parameters() if self.is_frozen(name, epoch)]
         for path, module in net.named_modules():
             buffers = [name for name, _ in module.named_buffers(path, recurse=False)]
             names = [name for name, _ in module.named_parameters(path)]
@@ -186,6 +173,8 @@ class Freeze(Callback):
             elif module in self.at_rest and not is_frozen:
                 del self.at_rest[module]
                 module.training = True
+
+    on_train_start = on_train_epoch_start  # Lightning does not call it for a resumed epoch
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         for p in self.without_gradient:
@@ -225,6 +214,9 @@ class Digests(Callback):
         losses = sorted(pair for by_rank in all_gather_objects(digests) for pair in by_rank.items())
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
-            parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
-            rows = [{"what": what, "name": n, "digest": bits} for what, items in parts.items() for n, bits in items]
-            self.csv.append(*({"step": steps_done(trainer), **row} for row in rows))
+            step, parts = (
+                steps_done(trainer),
+                {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights},
+            )
+            rows = ((what, name, bits) for what, items in parts.items() for name, bits in items)
+            self.csv.append(*({"step": step, "what": what, "name": n, "digest": bits} for what, n, bits in rows))

@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -87,3 +88,8 @@ def size(n_bytes: float | None) -> str:
             return f"{n_bytes:.0f} {unit}"
         n_bytes /= 1024
     return f"{n_bytes:.1f} GiB"
+
+
+def name_ranks(ranks: Sequence[object], size: int) -> str:
+    """`rank 1 of 4`, `ranks 1, 3 of 4`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {size}"

@@ -176,11 +176,16 @@ def end_with_parent(*, has_pipe: bool, message: str = "") -> None:
     def wait() -> None:
         while os.read(0, 1) if has_pipe else os.getppid() == parent:
             time.sleep(LOOK_S)
-        if message:
-            print(message, file=sys.stderr, flush=True)
-        os._exit(1)  # at once: standard output may be stuck
+        end(message)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def end(message: str) -> NoReturn:
+    """Ends this process at once, from a thread: the main thread may never return, and standard output may be stuck."""
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 # --- Standard output and error of a process of a run. Free of torch ---

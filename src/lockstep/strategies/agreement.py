@@ -57,8 +57,8 @@ def require_same_values(module: nn.Module, optimizers: Sequence[Optimizer], devi
     by_rank = all_gather_objects(sums)
     names = dict.fromkeys(name for each in by_rank for name in each)
     different = [name for name in names if len({each.get(name) for each in by_rank}) > 1]
-    on_all = [name for name in different if all(name in each for each in by_rank)]
-    distance = max(distance_from_rank_0(tensors[name].to(device)) for name in on_all) if on_all else torch.inf
+    on_all = [tensors[name].to(device) for name in different if all(name in each for each in by_rank)]
+    distance = max(map(distance_from_rank_0, on_all), default=torch.inf)
     more = f" and {len(different) - 1} more" if len(different) > 1 else ""
     message = (
         f"after step {step}, {different[0]}{more} differ by up to {distance:.1e} between the ranks, and a checkpoint holds only rank 0's. Look for a hook, "
@@ -72,13 +72,13 @@ def require_same_values(module: nn.Module, optimizers: Sequence[Optimizer], devi
 
 def replicated(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
     """Without buffers: DDP copies rank 0's before each forward."""
+    values: dict[str, object] = dict(module.named_parameters())
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
-    values: list[tuple[str, object]] = [(name, p) for p, name in names.items()]
     for i, optimizer in enumerate(optimizers):
         states = [(names.get(p, "?"), state) for p, state in optimizer.state.items()]
         states += [(f"group {j} of optimizer {i}", group) for j, group in enumerate(optimizer.param_groups)]
-        values += [(f"{key} of {name}", value) for name, state in states for key, value in state.items()]
-    for name, value in values:
+        values |= {f"{key} of {name}": value for name, state in states for key, value in state.items()}
+    for name, value in values.items():
         tensor = torch.tensor(value) if isinstance(value, float) else value
         if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.numel():
             yield name, torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -5,28 +5,23 @@ address of a dead one and wait for it (pytorch#135712). Here rank 0 draws a name
 process that asks. All live processes then share the name, regardless of what earlier attempts left in the store.
 """
 
-import json
 import os
 import secrets
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from lockstep.config.formatting import readable
+from lockstep.config.formatting import name_ranks
 from lockstep.errors import RendezvousFailed, UserError
 from lockstep.machine import process
 from lockstep.machine.system import WINDOWS
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
-GRACE = 1.5  # times the timeout: by then this process should have ended by itself
+GRACE = 3  # times the timeout: by then this process should have ended by itself
 dist: Any = torch.distributed  # its type stubs lack the stores
-group: Any = None  # initialised by an earlier fit of this process
 
 
 def rendezvous(strategy: Any, timeout: timedelta) -> None:
@@ -36,100 +31,54 @@ def rendezvous(strategy: Any, timeout: timedelta) -> None:
         RendezvousFailed: the processes did not connect within `timeout`.
         UserError: the caller has already initialised it.
     """
-    global group
     if dist.is_initialized():
-        if group is not dist.group.WORLD:  # not by an earlier fit of this process
+        if process.store is None:  # not by an earlier fit of this process
             raise UserError("torch.distributed is already initialised. Remove init_process_group: Lockstep calls it.")
         return
     device = strategy.root_device
     strategy.accelerator.setup_device(device)
     strategy.set_world_ranks()
-    environment = strategy.cluster_environment
-    rank, size = environment.global_rank(), environment.world_size()
-    address = f"{environment.main_address}:{environment.main_port} (MASTER_ADDR, MASTER_PORT)"
-    limit_s = GRACE * timeout.total_seconds()
-    failure = f"rank {rank} of {size} could not {'open' if rank == 0 else 'reach rank 0 at'} {address}"
+    place = strategy.cluster_environment
+    rank, size, host, port = place.global_rank(), place.world_size(), place.main_address, place.main_port
+    failure = f"rank {rank} of {size} could not connect to the other ranks at {host}:{port} (MASTER_ADDR, MASTER_PORT)"
     # torchrun's agent serves the store, otherwise rank 0
-    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    options = {"is_master": rank == 0 and not has_agent_store, "multi_tenant": not has_agent_store}
-    with connect_within(2 * limit_s, failure):  # this connects, asks, and waits for the other ranks
-        store = dist.TCPStore(
-            environment.main_address,
-            environment.main_port,
-            size,
-            timeout=timeout,
-            wait_for_workers=False,
-            use_libuv=not WINDOWS,  # torch's builds for Windows have none
-            **options,
-        )
-        process.store = dist.PrefixStore(attempt(store, rank, size, address, timeout), store)
-    with connect_within(
-        limit_s, f"rank {rank} of {size} reached the other ranks at {address} but lost them while connecting"
-    ):
-        dist.init_process_group(
-            dist.get_default_backend_for_device(device),
-            store=process.store,
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=None if device.type == "cpu" else device,
-        )
-    group = dist.group.WORLD
-
-
-@contextmanager
-def connect_within(limit_s: float, failure: str) -> Iterator[None]:
-    """Ends this process if the block takes longer. Raises RendezvousFailed for torch's errors.
-
-    Clients of a store, including gloo, wait forever if it stops answering (torch 2.13), because the server keeps their
-    timeouts.
-    """
-
-    def end() -> None:
-        print(readable(f"error: {failure}: no response"), file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options = {"multi_tenant": True, "wait_for_workers": False, "use_libuv": not WINDOWS}  # not in torch for Windows
+    # clients of a store, including gloo, wait forever if it stops answering (torch 2.13): the server keeps their timeouts
+    timer = threading.Timer(GRACE * timeout.total_seconds(), process.end, [f"error: {failure}: no response"])
     timer.start()
     try:
-        yield
+        store = dist.TCPStore(host, port, size, is_server, timeout, **options)
+        process.store = dist.PrefixStore(attempt(store, rank, size, timeout), store)
+        backend, gpu = dist.get_default_backend_for_device(device), None if device.type == "cpu" else device
+        group = {"store": process.store, "rank": rank, "world_size": size, "timeout": timeout, "device_id": gpu}
+        dist.init_process_group(backend, **group)
     except dist.DistError as e:
         raise RendezvousFailed(f"{failure}: {str(e).splitlines()[0]}", alike=False) from None
     finally:
         timer.cancel()
 
 
-def attempt(store: Any, rank: int, size: int, address: str, timeout: timedelta) -> str:
-    """A name that all processes of this attempt share, different from those of earlier attempts."""
-    if rank == 0:
-        name = gather(store, size, timeout)
-    else:
+def attempt(store: Any, rank: int, size: int, timeout: timedelta) -> str:
+    """A name that all processes of this attempt share, different from those of earlier attempts.
+
+    Rank 0 sends it to each rank that asks, until all have joined, and records which ranks are missing.
+    """
+    if rank:
         token = secrets.token_hex(8)
         store.append(ASKING, f"{token} ")
-        name = store.get(f"lockstep/{token}").decode()
+        name = store.get(token).decode()
         store.set(f"{name}/{rank}", "here")
-    if missing := json.loads(store.get(f"{name}/missing")):
-        ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-        raise RendezvousFailed(
-            f"{ranks} of {size} did not join at {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
-            "processes with the same address and port.",
-            alike=True,
-        )
-    return name
-
-
-def gather(store: Any, size: int, timeout: timedelta) -> str:
-    """Rank 0: sends the name to each rank that asks, until all have joined. Records which ranks are missing."""
-    name, deadline, answered = f"lockstep/{secrets.token_hex(8)}", time.monotonic() + timeout.total_seconds(), 0
-    store.append(ASKING, "")
-    missing = list(range(1, size))
-    while missing and time.monotonic() < deadline:
-        tokens = store.get(ASKING).decode().split()
-        for token in tokens[answered:]:
-            store.set(f"lockstep/{token}", name)
-        answered = len(tokens)
-        missing = [rank for rank in missing if not store.check([f"{name}/{rank}"])]
-        time.sleep(LOOK_S if missing else 0)
-    store.set(f"{name}/missing", json.dumps(missing))
+    else:
+        name, deadline = f"lockstep/{secrets.token_hex(8)}", time.monotonic() + timeout.total_seconds()
+        absent = list(range(1, size))
+        while absent and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            for token in store.compare_set(ASKING, "", "").decode().split():
+                store.set(token, name)
+            absent = [other for other in absent if not store.check([f"{name}/{other}"])]
+        store.set(f"{name}/missing", " ".join(map(str, absent)))
+    if missing := store.get(f"{name}/missing").decode().split():
+        message = f"{name_ranks(missing, size)} did not join within strategy.timeout_s={timeout.total_seconds():g}. Start all processes with the same address and port (MASTER_ADDR, MASTER_PORT)."
+        raise RendezvousFailed(message, alike=True)
     return name

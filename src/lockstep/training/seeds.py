@@ -53,10 +53,12 @@ class StepSeeds:
         self.of_samples = of_samples
         seed_generators(derive_seed(self.seed, *parts), self.trainer.strategy.root_device.type)
 
-    def begin_batch(self, batch_idx: int, loader: int = 0) -> None:
-        self.batch, self.loader = batch_idx, loader
+    def begin_batch(self, batch_idx: int, loader: int = 0, *, draws: bool = True) -> None:
+        """`draws`: whether something may draw numbers of the step before `samples`."""
+        self.batch, self.loader, self.of_samples = batch_idx, loader, False
         self.counts.clear()
-        self.step("batch start")
+        if draws:
+            self.step("batch start")
 
     def step(self, phase: str) -> None:
         """Next come numbers of the step, which `phase` distinguishes from those of other phases."""
