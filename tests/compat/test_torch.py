@@ -1,6 +1,7 @@
 """torch still lacks what compat/torch.py adds; when a test fails, see whether its section can go."""
 
 import inspect
+import os
 
 import forked
 import pytest
@@ -17,6 +18,7 @@ from lockstep.compat.torch import (
     Operations,
     gather_after_writes,
     in_backward,
+    in_one_process,
     tell_first_call,
     tell_initial_seed,
     whole_draws,
@@ -172,3 +174,13 @@ def test_only_a_private_name_tells_whether_a_compiled_module_is_called():
     net.forward(torch.ones(1, 1))
     assert not calls
     assert torch.equal(net(torch.ones(1, 1)), net(torch.ones(1, 1))) and calls == [1]
+
+
+def test_torch_is_not_told_that_a_process_is_alone(monkeypatch):
+    asked = torch.distributed.is_initialized, torch.distributed.get_rank, torch.distributed.get_world_size
+    assert [[*inspect.signature(function).parameters] for function in asked] == [[], ["group"], ["group"]]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = lambda: (torch.distributed.is_initialized(), torch.distributed.get_world_size(), os.environ["WORLD_SIZE"])  # noqa: E731
+    assert in_one_process(found) == (False, 1, "1") and found() == (True, 2, "2")

@@ -14,7 +14,7 @@ from packages import brought
 from packages.brought import LOADERS, Draws, Endless, Plain, Ragged, Row, masks
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, RandomSampler, Sampler, Subset, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lockstep.data.loaders import digest_of
@@ -553,3 +553,43 @@ def test_seeds_of_workers_follow_the_run_and_the_epoch():
         return loader.reader.generator.initial_seed()
 
     assert drawn(1, 1) == drawn(1, 1) and len({drawn(1, 0), drawn(2, 0), drawn(1, 1)}) == 3
+
+
+class EntropicOrder(InPlace):
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(23).tolist())
+
+
+def test_a_sampler_that_cannot_be_repeated_is_told():
+    notes = lambda sampler: Process(DataLoader(Plain(), batch_size=6, sampler=sampler), 0, 1, 1).loader.notes  # noqa: E731
+    assert [notes(InPlace()), notes(RandomSampler(range(23)))] == [[], []]
+    (told,) = notes(EntropicOrder())
+    assert told.startswith("EntropicOrder returns different samples for the same seed") and "not exact" in told
+
+
+class TooLargeToCopy(Plain):
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        raise MemoryError
+
+
+def test_a_sampler_is_compared_without_copying_its_datasets():
+    data, sampler = TooLargeToCopy(), EntropicOrder()
+    sampler.data = data
+    loader = DataLoader(Subset(data, range(23)), batch_size=6, sampler=sampler)
+    (told,) = Process(loader, 0, 1, 1).loader.notes
+    assert told.startswith("EntropicOrder returns different samples")
+
+
+class Shared(Plain):
+    """Divides itself among processes, like the readers of some formats."""
+
+    def __len__(self) -> int:
+        return super().__len__() // torch.distributed.get_world_size()
+
+
+def test_a_dataset_that_divides_itself_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(
+        UserError, match="Shared has 11 samples in each of 2 processes and 23 in one: it divides itself"
+    ):
+        Process(DataLoader(Shared(), batch_size=4), 0, 2, 1)

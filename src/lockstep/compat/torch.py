@@ -1,5 +1,6 @@
 """Private names of torch, each with the reason and when to remove it."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partialmethod
@@ -24,6 +25,24 @@ from torch.utils.flop_counter import flop_registry
 def in_backward() -> bool:
     """Whether this thread does, also within `torch.autograd.grad` and on threads that compute gradients of a GPU."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+# --- What a data set would be in one process ---
+#
+# A data set asks torch for the number of processes, and torch (2.13) has no way to answer for a moment that it is one.
+# Remove this when it has: tests/compat/test_torch.py::test_torch_is_not_told_that_a_process_is_alone fails then.
+
+
+def in_one_process(look: Callable[[], Any]) -> Any:
+    """The result of `look` if this process were the only one."""
+    answers: dict[str, Any] = {
+        "is_initialized": lambda: False,
+        "get_world_size": lambda *_: 1,
+        "get_rank": lambda *_: 0,
+    }
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with patch.multiple(torch.distributed, **answers), patch.dict(os.environ, alone):
+        return look()
 
 
 # --- The first call of a compiled module ---

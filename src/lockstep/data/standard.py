@@ -1,5 +1,6 @@
 """Wraps users' DataLoaders. Lockstep controls their order, division among processes, position and random numbers."""
 
+import copy
 import logging
 import math
 from collections import deque
@@ -7,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from operator import length_hint
 from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader
 
+from lockstep.compat.torch import in_one_process
 from lockstep.data.global_batches import GlobalBatch, GlobalBatches, ShareSpec, join_small_batches
 from lockstep.data.loaders import (
     DEFAULTS,
@@ -185,6 +188,12 @@ class WrappedLoader:
             yield "the generator of the DataLoader is ignored: its order and its workers' random numbers are derived from seed"
 
 
+UNSEEDED = (
+    "returns different samples for the same seed: it uses a source of randomness that cannot be seeded, so batches "
+    "depend on the number of processes and workers, and a resume is not exact"
+)
+
+
 class ShareSampler:
     """The sampler of the DataLoader that reads: shares of each epoch in turn, so workers can persist."""
 
@@ -218,7 +227,14 @@ class StandardLoader(WrappedLoader):
 
         Compares the first sample, unless it differs each time or cannot be read alone.
         """
-        digests = ["", ""]
+        data, digests = self.given.dataset, ["", ""]
+        if self.division.world > 1 and (own := length_hint(data)) != (
+            whole := in_one_process(lambda: length_hint(data))
+        ):
+            raise UserError(
+                f"{type(data).__name__} has {own:,} samples in each of {self.division.world} processes and {whole:,} in one: it divides itself, and "
+                "Lockstep divides each batch again. Let its length be that of all samples, or set strategy=single."
+            )
         first = Share([0], 0, 0, self.division.seed, 0, MicroBatchInfo(1.0, "", None))
         # in a worker if the user has them: only workers may have opened the data
         options = {"num_workers": min(1, self.given.num_workers), "persistent_workers": False}
@@ -227,11 +243,21 @@ class StandardLoader(WrappedLoader):
             digests = [digest_of(batch) for batch, _ in reader]
         if digests[0] != digests[1]:
             digests[0] = ""
-            self.notes.append(
-                f"{self.name} returns different samples for the same seed: it uses a source of randomness that cannot be seeded, so batches "
-                "depend on the number of processes and workers, and a resume is not exact"
-            )
+            self.notes.append(f"{self.name} {UNSEEDED}")
         self.require_agreement(digests[0])
+        if self.order.is_own and len({self.first_keys(), self.first_keys()}) > 1:
+            self.notes.append(f"{self.order.name} {UNSEEDED}")
+
+    def first_keys(self) -> str:
+        """Digest of the first batch of a copy of the sampler, which shares its datasets; empty if it has none."""
+        shared, data = dict[int, Any](), self.given.dataset
+        while data is not None and id(data) not in shared:
+            shared[id(data)] = data
+            data = getattr(data, "dataset", None)  # of a Subset
+        with suppress(Exception):
+            order = copy.deepcopy(self.order, shared)
+            return digest_of(next(order.batches(self.division.seed, 0)).batch)
+        return ""
 
     def evaluated(self) -> int | None:
         """The number of batches in an evaluation, if known. Raises UserError if they differ. All processes call this."""
