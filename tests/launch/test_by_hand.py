@@ -113,7 +113,7 @@ def test_eval_uses_the_network_of_train(tmp_path, mnist, cache):
 def test_the_source_of_a_class_says_what_it_is_without_an_import():
     lightning = "lightning.pytorch.core.module.LightningModule"
     assert source_bases("project.module.Classifier") == [
-        "project.module.Classifier", "lockstep.kit.tasks.classification.Classification", "lockstep.kit.tasks.task.Task",
+        "project.module.Classifier", "lockstep.kit.tasks.classification.Classification", "lockstep.kit.task.Task",
         "lockstep.training.module.Module", lightning,
     ]  # fmt: skip
     assert source_bases("lightning.pytorch.demos.boring_classes.BoringModel")[1:] == [lightning]

@@ -63,7 +63,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import checks
 CLASS = "my_package.my_module.MyClass"  # in messages
 # Modules that import no torch, and those below them that do.
 LIGHT = ("numpy.", "PIL.", "lockstep.config.", "lockstep.data.", "lockstep.errors.", "lockstep.kit.", "lockstep.machine.")  # fmt: skip
-HEAVY = ("lockstep.data.keyed.", "lockstep.data.loaders.", "lockstep.data.parts.", "lockstep.data.streams.", "lockstep.kit.datamodule.", "lockstep.kit.augment.", "lockstep.kit.panels.", "lockstep.kit.schedules.", "lockstep.kit.tasks.", "lockstep.kit.timm.")  # fmt: skip
+HEAVY = ("lockstep.data.keyed.", "lockstep.data.loaders.", "lockstep.data.parts.", "lockstep.data.streams.", "lockstep.kit.datamodule.", "lockstep.kit.augment.", "lockstep.kit.panels.", "lockstep.kit.schedules.", "lockstep.kit.task.", "lockstep.kit.tasks.", "lockstep.kit.timm.")  # fmt: skip
 PUBLIC = {f"lockstep.{name}": home for name, home in LATER.items()}
 FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, without a return annotation
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code
