@@ -18,7 +18,7 @@ from lockstep import ROOT
 TWO = ["strategy=ddp", "trainer.devices=2", *SMALL, "trainer.max_epochs=500"]
 
 
-STEP, IN_THIRD_STEP = "lockstep.kit.tasks.task.Task.mean_loss", "args[0].trainer.global_step == 2"
+STEP, IN_THIRD_STEP = "lockstep.kit.task.Task.mean_loss", "args[0].trainer.global_step == 2"
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
@@ -100,7 +100,7 @@ def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, 
 
 TRAINS, TESTS = (
     "lockstep.callbacks.stopping.RankAgreement.on_train_start",
-    "lockstep.kit.tasks.task.Task.on_test_batch_start",
+    "lockstep.kit.task.Task.on_test_batch_start",
 )
 
 

@@ -10,6 +10,7 @@ import yaml
 from in_process import Crash, end_before_the_test, logged_steps, options, report, rows, same, state
 
 import lockstep
+from lockstep import Task
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.config.compose import compose_config
@@ -20,7 +21,6 @@ from lockstep.launch import resuming
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process as machine_signals
 from lockstep.run import RunFolder
-from lockstep.training.task import Task
 
 pytestmark = pytest.mark.xdist_group("resume")
 TWO_EPOCHS = ["trainer.log_every_n_steps=1", "schedule=cosine", "trainer.max_epochs=2", "callbacks=[default,ema]"]

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -687,6 +688,34 @@ def test_the_bytes_of_cifar_that_were_hashed_are_those_that_are_parsed(tmp_path,
     with pytest.raises(UserError, match="MD5 differs"):
         Cifar10.read_files(found)
     assert not Path("harmed").exists()
+
+
+@pytest.mark.parametrize("made", ["link", "file", "open", "of another", "old"])
+def test_the_temporary_cache_is_the_users_alone(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, victim = tmp_path / f"lockstep-{os.getuid()}", tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    if made == "link":
+        first.symlink_to(victim)
+    elif made == "file":
+        first.touch()
+    else:
+        first.mkdir(mode=0o700)
+        first.chmod(0o777 if made == "open" else 0o755 if made == "old" else 0o700)
+    if made == "of another":
+        if os.getuid():
+            pytest.skip("only root gives a folder away")
+        os.chown(first, 12345, 12345)
+    with pytest.raises(UserError, match=r"is not a folder that only you can access. Set data\.cache_dir="):
+        cache_module.private_folder()
+    assert list(victim.iterdir()) == []
+
+
+def test_the_temporary_cache_is_made_once_with_a_private_mode(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = cache_module.private_folder()
+    assert folder == tmp_path / f"lockstep-{os.getuid()}" == cache_module.private_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("text", ["5", "null", "[" * 100_000])

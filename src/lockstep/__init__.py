@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.errors import DataChanged, UserError, did_you_mean, explain_os_error, raise_problems
     from lockstep.extras import testing
     from lockstep.extras.frozen import frozen
-    from lockstep.kit.tasks.task import Task
+    from lockstep.kit.task import Task
     from lockstep.machine import files, system, world
     from lockstep.reporting.report import Report
     from lockstep.training import losses, optim
@@ -50,7 +50,7 @@ HOMES = {
     "errors": ("DataChanged", "UserError", "did_you_mean", "explain_os_error", "raise_problems"),
     "extras": ("testing",),
     "extras.frozen": ("frozen",),
-    "kit.tasks.task": ("Task",),
+    "kit.task": ("Task",),
     "machine": ("files", "system", "world"),
     "training": ("losses", "optim"),
     "training.dropout": ("rand",),

@@ -182,9 +182,8 @@ task=segmentation task.class_weights=balanced model=timm trainer.fast_dev_run=tr
     model.name is missing; set model.name=<name>
 data=cifar10 data.source=embedded model=resnet50d
     data.source=embedded: no package contains cifar10 ... data.root= ... data.source=download
-data.mean=[0.1,0.2,0.3] data.std=[0]
+data.mean=[0.1,0.2,0.3]
     data.mean= ... but the images need 1
-    data.std= ... from 0.0001 to 1000
 strategy=single trainer.devices=4 trainer.num_nodes=2 exact.digests=true
     exact.digests=true has no effect without exact.logical_ranks
     trainer.devices=4 requests 4. Set strategy=ddp

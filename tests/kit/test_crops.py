@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 from lockstep.data.loaders import MicroBatches, Share
 from lockstep.data.parts import batch_of
 from lockstep.data.standard import global_batch
+from lockstep.errors import UserError
 from lockstep.extras.adapters import TorchDataset
 from lockstep.kit import Folder
 from lockstep.kit.augment import Flip, RandomResizedCrop, Rotate
@@ -106,11 +107,13 @@ class InMemory(Pictures):
         return torch.zeros(3, 40, 30, dtype=torch.uint8), index % 2
 
 
-@pytest.mark.parametrize("made", [Masked, InMemory])
-def test_masks_of_the_square_and_tensors_are_cropped_as_they_are(made):
-    data = TorchDataset(train=made(), test=made(), image_size=SIDE, classes=["a", "b"])
-    found = module(data, {"crop": crop(0.5)})
-    assert (found.to_crop is None) == (made is Masked) and len(read(found)) == 8
+def test_masks_of_the_square_are_refused_and_tensors_are_cropped_as_they_are():
+    made, masked = (
+        TorchDataset(train=each(), test=each(), image_size=SIDE, classes=["a", "b"]) for each in (InMemory, Masked)
+    )
+    assert len(read(module(made, {"crop": crop(0.5)}))) == 8
+    with pytest.raises(UserError, match=r"it cannot move int64 of shape \(16, 16\)"):
+        read(module(masked, {"crop": crop(0.5)}))
 
 
 @pytest.mark.parametrize(("first", "is_whole"), [

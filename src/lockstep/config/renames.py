@@ -7,7 +7,7 @@ MOVED = {
     "lockstep.augment.": "lockstep.kit.augment.",
     "lockstep.tasks.": "lockstep.kit.tasks.",
     "lockstep.training.schedules.": "lockstep.kit.schedules.",
-    "lockstep.training.task.": "lockstep.kit.tasks.task.",
+    "lockstep.training.task.": "lockstep.kit.task.",
     "lockstep.data.Arrays": "lockstep.Arrays",
     "lockstep.data.Folder": "lockstep.kit.Folder",
     "lockstep.data.Images": "lockstep.kit.Images",

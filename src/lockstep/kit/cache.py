@@ -1,10 +1,11 @@
 """Data decoded once per machine into arrays that all processes map and so share. Does not import torch."""
 
-import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import DataChanged, UserError, add_arrays, explain_os_error, files, formatting
+from lockstep import DataChanged, UserError, add_arrays, explain_os_error, files, formatting, system
 
 FORMAT = 4  # version of the cache; increment it when the format of the files changes
 # What reading a truncated or changed file raises.
@@ -35,7 +36,7 @@ class Cached:
 
     def unchanged(self) -> "Cached":
         """Returns itself. Raises DataChanged if the mapped files have changed since they were decoded."""
-        with contextlib.suppress(OSError):  # removed or unreadable: the mapped arrays stay valid
+        with suppress(OSError):  # removed or unreadable: the mapped arrays stay valid
             if load_cache(self.folder) != self:
                 raise DataChanged(
                     f"the decoded data in {self.folder} changed while this run used it. Rerun the command with resume=auto: it decodes "
@@ -56,8 +57,18 @@ def cache_folder(path: str | None) -> Path:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
         base.mkdir(parents=True, exist_ok=True)
         return base
-    except (OSError, RuntimeError) as e:  # no writable home directory, as in some containers
-        raise UserError(f"there is no folder for decoded data ({e}). Set data.cache_dir=<a writable folder>.") from None
+    except (OSError, RuntimeError):  # no writable home directory, as in some containers
+        return private_folder()
+
+
+def private_folder() -> Path:
+    """The temporary folder lockstep-<user>. Raises UserError if others can access it: they may have created it."""
+    path = Path(tempfile.gettempdir(), f"lockstep-{system.USER_ID}")
+    with suppress(FileExistsError):
+        path.mkdir(0o700, parents=True)
+    if system.is_private_folder(path):
+        return path
+    raise UserError(f"{path} is not a folder that only you can access. Set data.cache_dir=<a folder>.")
 
 
 def key_of(name: str, files: list[Path], *settings: object) -> str:
@@ -66,7 +77,7 @@ def key_of(name: str, files: list[Path], *settings: object) -> str:
     return f"{name}-{hashlib.sha256(repr((FORMAT, stats, settings)).encode()).hexdigest()[:16]}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def one_download(cache: Path, name: str, root: Path) -> Iterator[None]:
     """Makes runs on a machine download the data `name` one at a time: all but the first then find it in `root`."""
     cache.mkdir(parents=True, exist_ok=True)
@@ -108,7 +119,7 @@ def decode_once(folder: Path, decode: Decode) -> Cached:
 
 def load_cache_or_none(folder: Path) -> Cached | None:
     """The arrays in `folder`; None if they are missing or damaged."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return load_cache(folder)
     return None
 
@@ -120,6 +131,8 @@ def load_cache(folder: Path) -> Cached | None:
     """
     try:
         metadata = json.loads(files.read_text(folder / "about.json"))
+        if metadata.pop("check") != checksum_of(metadata):
+            return None
         stamps = {name: file_state(folder / f"{name}.npy") for name in metadata["stamps"]}
         if stamps not in (metadata["stamps"], verified.get(folder)):
             arrays = {name: map_file(folder / f"{name}.npy") for name in metadata["stamps"]}
@@ -129,6 +142,10 @@ def load_cache(folder: Path) -> Cached | None:
         return Cached(folder, metadata["sha256"], metadata["extra"])
     except DAMAGE:
         return None
+
+
+def checksum_of(metadata: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
 def file_state(path: Path) -> list[int]:
@@ -155,5 +172,5 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
         sha256 = digest_of(arrays, extra)
         metadata = {"sha256": sha256, "extra": extra, "stamps": stamps}
         temporary.mkdir(exist_ok=True)  # not created yet if there are no arrays
-        (temporary / "about.json").write_bytes(json.dumps(metadata).encode())
+        (temporary / "about.json").write_bytes(json.dumps(metadata | {"check": checksum_of(metadata)}).encode())
     return Cached(folder, sha256, extra)

@@ -16,16 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep import Arrays, UserError, did_you_mean, explain_os_error, formatting, raise_problems, sampler
 from lockstep.kit.cache import ROOM, Cached, Parts, cache_folder, decode_once, file_state, key_of, load_cache_or_none
-from lockstep.kit.images import (
-    Files,
-    Images,
-    Packed,
-    check_only,
-    keep_smaller_jpeg,
-    keep_square,
-    read_all,
-    with_decode_arguments,
-)
+from lockstep.kit.images import Files, Images, Packed, read_all, with_decode_arguments
 from lockstep.kit.listing import SEPARATORS, SHOWN, Listing, class_folders, explain_root_error, from_csv
 from lockstep.kit.pixels import BACKGROUND, Frame
 
@@ -212,17 +203,13 @@ class Folder(Images):
 
     def read_files(self, part: str, form: Frame | int | None) -> tuple[Parts, dict[str, Any]]:
         """Reads all files of a part. Returns their hashes, and their images in the `form` to store."""
-        paths, keep = [self.listing.paths[index] for index in self.places[part]], check_only
-        if isinstance(form, Frame):
-            keep = partial(keep_square, channels=self.channels, frame=form)
-        elif form:
-            keep = partial(keep_smaller_jpeg, side=form, channels=self.channels)
+        paths = [self.listing.paths[index] for index in self.places[part]]
         sha256_N, end_N, broken = [], [], dict[str, str]()
         with (
             explain_os_error(f"data.cache_dir={self.cache} cannot be written", ROOM),
             TemporaryFile(dir=self.cache) as file,
         ):
-            contents = read_all(self.listing.base, paths, f"reading {part} images", keep)
+            contents = read_all(self.listing.base, paths, f"reading {part} images", form=form, channels=self.channels)
             for path, read in zip(paths, contents, strict=True):
                 sha256_N.append(np.frombuffer(read.sha256, np.uint8))
                 if read.problem:

@@ -5,7 +5,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -102,7 +102,6 @@ class Packed(Files):
 
 AHEAD = 16  # files to read ahead, per thread
 QUALITY = 95  # of stored JPEGs
-Keep = Callable[["Image", bytes], bytes]  # maps a file's image and content to the bytes to store
 
 
 @dataclass(frozen=True)
@@ -114,35 +113,28 @@ class FileRead:
     stored: bytes = b""
 
 
-def check_only(image: "Image", _content: bytes) -> bytes:
-    """Checks that the image can be decoded. Stores nothing."""
-    check_depth(image)
-    image.draft("L", (1, 1))  # decodes a JPEG at 1/8 of its size, in 1/4 of the time
-    image.load()
-    return b""
-
-
-def keep_square(image: "Image", _content: bytes, **pixels: Any) -> bytes:
-    """The pixels of the square, as CHW."""
-    return to_array(image, **pixels).tobytes()
-
-
-def keep_smaller_jpeg(image: "Image", content: bytes, *, side: int, channels: int) -> bytes:
-    """A JPEG whose shorter side has `side` pixels; the original file if it is not larger."""
+def stored(image: "Image", content: bytes, form: Frame | int | None = None, channels: int = 3) -> bytes:
+    """The pixels of a square, as CHW; or a JPEG whose shorter side has `form` pixels, the original file if it is not larger;
+    or nothing, of an image that can be decoded.
+    """
     from PIL import Image
 
-    if min(image.size) <= side:
-        check_only(image, content)
-        return content
-    whole = upright(image, channels=channels, least=2 * side)
-    scale, file = side / min(whole.size), io.BytesIO()
-    size = max(side, round(whole.width * scale)), max(side, round(whole.height * scale))
+    if isinstance(form, Frame):
+        return to_array(image, channels=channels, frame=form).tobytes()
+    if form is None or min(image.size) <= form:
+        check_depth(image)
+        image.draft("L", (1, 1))  # decodes a JPEG at 1/8 of its size, in 1/4 of the time
+        image.load()
+        return content if form else b""
+    whole = upright(image, channels=channels, least=2 * form)
+    scale, file = form / min(whole.size), io.BytesIO()
+    size = max(form, round(whole.width * scale)), max(form, round(whole.height * scale))
     whole.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=QUALITY, subsampling=0)
     return file.getvalue()
 
 
-def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_only) -> Iterator[FileRead]:
-    """Reads the files in order. `keep` returns the bytes to store of each.
+def read_all(base: Path, paths: Sequence[str], what: str, **form: Any) -> Iterator[FileRead]:
+    """Reads the files in order. `form`: arguments of `stored`.
 
     Uses threads, because Pillow releases the GIL to decode and resize. Shows a progress bar on a terminal.
     """
@@ -156,10 +148,10 @@ def read_all(base: Path, paths: Sequence[str], what: str, keep: Keep = check_onl
             content = files.read_bytes(base / paths[index], follows=True)
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
-                stored = keep(image, content)
+                to_store = stored(image, content, **form)
         except Exception as e:  # Pillow raises almost any exception for a broken file
             return FileRead(digest, read_error_text(e))
-        return FileRead(digest, None, stored)
+        return FileRead(digest, None, to_store)
 
     def in_order() -> Iterator[FileRead]:
         size = AHEAD * system.cores()
@@ -305,10 +297,9 @@ class Images(DataSet):
         frame = asdict(self.eval_frame)  # the frame used to read files
         shape = {"channels": self.channels, "image_size": frame.pop("size")}
         part = vars(self).get("train")  # set in `__init__`
-        array = part.arrays.get("input") if isinstance(part, Arrays) else None
-        if array is not None and array.dtype.kind == "f":
+        if isinstance(part, Arrays) and "input" in part.arrays and part.arrays["input"].dtype.kind == "f":
             raise UserError(
-                f"{type(self).__name__}: images are uint8, from 0 to 255, but `input` is {array.dtype}. Convert them, or subclass DataSet, whose arrays reach the network unchanged."
+                f"{type(self).__name__}: images are uint8, from 0 to 255, but `input` is {part.arrays['input'].dtype}. Convert them, or subclass DataSet, whose arrays reach the network unchanged."
             )
         return {**shape, **frame, "classes": list(self.classes), **numbers}
 

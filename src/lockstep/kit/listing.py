@@ -42,7 +42,8 @@ def part_names(names: Iterable[str], where: str) -> dict[str, str]:
     for name, part in (numbered if all(numbered.values()) and not any(exact.values()) else exact).items():
         if part in by_part:
             raise UserError(f"{where} has {by_part[part]} and {name}, which both mean the {part} part. Merge them.")
-        by_part |= {part: name} if part else {}
+        if part:
+            by_part[part] = name
     return by_part
 
 
@@ -126,7 +127,7 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
         if path.is_dir():
             walk = Walk([str(path)], endings)
             names, left_out = list(walk), str(walk)
-        elif any(letter in source for letter in "*?["):
+        elif glob.has_magic(source):
             matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob rejects absolute patterns
             names = sorted(name for name in matches if Path(name).is_file())
         else:

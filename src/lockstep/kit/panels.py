@@ -317,8 +317,8 @@ class Calibration(Panel):
         line = [(p / n, r / n) for n, p, r in filled]
         series = {"perfect": [(0.0, 0.0), (1.0, 1.0)], "measured": line}
         x, note = "probability of the prediction", f"Expected calibration error {error:.4f}."
-        edges, bars_note = [index / BINS for index in range(BINS + 1)], "Samples per calibration bin."
-        bins = Bars("Predictions by probability", x, "samples", edges, count_B, bars_note)
+        edges = [index / BINS for index in range(BINS + 1)]
+        bins = Bars("Predictions by probability", x, "samples", edges, count_B, "Samples per calibration bin.")
         return [Lines("Calibration", x, "fraction that is correct", series, note), bins]
 
 

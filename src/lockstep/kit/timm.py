@@ -30,9 +30,9 @@ def from_timm(
     import timm  # 1 s; not needed for basic_net
 
     config = pretrained_config(name)
-    if config is not None and config.fixed_input_size:
+    if config and config.fixed_input_size:
         model_args.setdefault("img_size", image_size)
-    if pretrained and not path and config is not None and config.hf_hub_id:
+    if pretrained and not path and config and config.hf_hub_id:
         path = offline_weights(name, config.hf_hub_id)
     try:
         net: nn.Module = timm.create_model(

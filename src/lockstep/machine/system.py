@@ -4,12 +4,14 @@ import ctypes
 import os
 import platform
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import IO, Any
 
 WINDOWS, MACOS = sys.platform == "win32", sys.platform == "darwin"
 HAS_MPS = MACOS and platform.machine() == "arm64"
+USER_ID = os.getuid() if hasattr(os, "getuid") else 0
 CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
 # Flags of os.open: do not wait for the writer of a pipe; do not follow a link.
 NO_WAITING, NO_LINKS = getattr(os, "O_NONBLOCK", 0), getattr(os, "O_NOFOLLOW", 0)
@@ -27,6 +29,12 @@ if not WINDOWS:
 def lock_shared(file: IO[bytes]) -> None:
     """Locks an open file until it is closed; not on Windows. Raises BlockingIOError: it is locked; OSError: no locks here."""
     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def is_private_folder(path: Path) -> bool:
+    """Whether `path` is a folder, not a link to one, that only this user can access. Windows has one for each user."""
+    info = path.lstat()
+    return stat.S_ISDIR(info.st_mode) and (WINDOWS or (info.st_uid == USER_ID and not info.st_mode & 0o077))
 
 
 def cores() -> int:

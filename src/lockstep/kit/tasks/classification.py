@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Batch, Task, UserError
 from lockstep.kit.panels import Calibration, Confusion, Panel, PrecisionRecall, wilson
-from lockstep.kit.tasks.task import Targets, loss_factors, validate_outputs
+from lockstep.kit.task import Targets, loss_factors, validate_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lockstep import Task
 from lockstep.kit.panels import Content, Lines, Panel, Tokens
-from lockstep.kit.tasks.task import Targets, validate_outputs
+from lockstep.kit.task import Targets, validate_outputs
 
 
 class LanguageModel(Task):

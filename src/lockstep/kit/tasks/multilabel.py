@@ -12,7 +12,7 @@ from torchmetrics.classification import MultilabelAccuracy, MultilabelStatScores
 
 from lockstep import Task, UserError
 from lockstep.kit.panels import ByLabel, Panel, PrecisionRecall
-from lockstep.kit.tasks.task import Targets, loss_factors, validate_outputs
+from lockstep.kit.task import Targets, loss_factors, validate_outputs
 
 
 class Multilabel(Task):

@@ -15,7 +15,7 @@ from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from lockstep import Task
 from lockstep.kit.panels import Bars, Content, Inputs, Kept, Panel, Points
-from lockstep.kit.tasks.task import Targets
+from lockstep.kit.task import Targets
 
 SAMPLES = 1000  # points in a scatter plot
 TARGETS = 6  # targets that are plotted

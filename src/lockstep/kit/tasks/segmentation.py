@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 
 from lockstep import Task
 from lockstep.kit.panels import ByPixel, Mask, Panel
-from lockstep.kit.tasks.task import Targets, validate_outputs
+from lockstep.kit.task import Targets, validate_outputs
 
 
 class Segmentation(Task):
