@@ -210,7 +210,7 @@ def test_a_folder_that_was_there_keeps_its_files_when_a_run_cannot_start(train):
     assert Path("runs/a/notes.txt").read_text() == "mine"
 
 
-def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys):
+def test_files_that_are_removed_under_a_run_do_not_end_it(train, monkeypatch):
     removed = []
 
     def remove(self, trainer, *_) -> None:
@@ -222,8 +222,6 @@ def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys)
     for name in ("config.yaml", "metrics.csv", "checkpoints"):
         removed.append(name)
         assert train("run=a", "trainer.log_every_n_steps=2")["status"] == "done"
-        told = capsys.readouterr().err
-        assert name != "config.yaml" or f"runs/a/{name} was removed" in told
         if name == "metrics.csv":
             assert [row["step"] for row in RunFolder("runs/a").metrics()][:2] == [6, 8]
         shutil.rmtree("runs")

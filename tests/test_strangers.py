@@ -177,7 +177,7 @@ NAMES = ["[/b]x", "a[red]b", "\x1b[31mred\x1b]0;title\x07", ":smile:", "\u202eri
 def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
     monkeypatch.setattr(console.out, "width", 200)
     console.print_line(name)
-    console.metrics_table([("report", name), (name, "")])
+    console.metrics_table({"report": name, name: ""})
     sweeps.print_table([{"run": name, "test/acc": 0.5}], [], Path("sweep.csv"))
 
     assert exit_code(Mock(side_effect=UserError(f"model.name={name} is unknown"))) == 2

@@ -199,9 +199,7 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=folder, filename="profile") if profiler else None
     # strategies/base.py, callbacks/summary.py, callbacks/stopping.py
-    given |= {"sync_batchnorm": False, "max_time": None}
-    # Lightning rejects a bar otherwise; callbacks/module_hooks.py removes and reports it
-    given["enable_progress_bar"] = any(isinstance(callback, ProgressBar) for callback in given["callbacks"])
+    given |= {"sync_batchnorm": False, "enable_progress_bar": False, "max_time": None}
     # For processes that Lockstep started, only LOCAL_RANK and the like matter, not the rest of the environment.
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which is in a different folder.
     environment: ClusterEnvironment | None = None if world.external else StartedProcesses()
@@ -218,6 +216,8 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
     plugins: list[Any] = [saving.AtomicCheckpointIO(folder, background=cfg.checkpoint.background)]
     if environment is not None:
         plugins.append(environment)  # otherwise Lightning would requeue a SLURM job of one task
+    bars = [callback for callback in given["callbacks"] if isinstance(callback, ProgressBar)]
+    given["callbacks"] = [callback for callback in given["callbacks"] if callback not in bars]
     try:
         made = pl.Trainer(
             **given,
@@ -228,6 +228,7 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
         )
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
+    made.callbacks += bars  # type: ignore[attr-defined]  # Lightning rejects them; callbacks/module_hooks.py reports them
     clip_exactly(made, ways)
     without_sigterm_handler(made)
     log_by(made, StepsFromOne)

@@ -271,7 +271,8 @@ def test_the_gallery_begins_with_the_largest_losses_and_marks_what_is_wrong(pred
     [
         ([], r"input is missing; set input=<input>"),
         (["input=photos", "top_k=0", "gallery=2"], r"top_k=0 is invalid(.|\n)*gallery=2 is invalid"),
-        (["input=fotos", "output=a.xls"], r"the file extension must be one of .csv, .json, .jsonl, .parquet(.|\n)*input=fotos does not exist. Pass a folder of images, a glob in quotes"),
+        (["input=fotos", "output=a.xls"], r"the file extension must be one of .csv, .json, .jsonl, .parquet"),
+        (["input=fotos"], r"input=fotos does not exist. Pass a folder of images, a glob in quotes"),
         (["input=empty"], r"input=empty has no images"),
         (["input=photos/*.tif"], r"input=photos/\*.tif has no images"),
         (["input=bad.csv"], r"bad.csv has no column path; it has file"),
@@ -297,7 +298,7 @@ def test_parquet_without_pyarrow_is_refused(monkeypatch):
 
 def test_a_mistake_is_told_by_the_command(forked_command):
     for args, said in {
-        ("input=x",): "predict.py run=<name> input=<folder>",
+        ("input=x",): "Pass either run=<name> or checkpoint=<path>",
         ("run=a", "input=x", "-m"): "handles one run at a time",
     }.items():
         done = forked_command("predict.py", *args)

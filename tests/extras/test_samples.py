@@ -180,7 +180,7 @@ def test_the_gallery_of_predictions_shows_the_same(place, tmp_path, more):
             assert ends[0] == pytest.approx(ends[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(("task", "said"), [("Logits", "lacks pictures and curves, because `describe` failed: UserError: Picture: the"), ("Untold", "")])  # fmt: skip
+@pytest.mark.parametrize(("task", "said"), [("Logits", "lacks pictures and curves, because `describe` failed: UserError: Picture: expected"), ("Untold", "")])  # fmt: skip
 def test_a_gallery_without_pictures_says_why(place, tmp_path, task, said, capsys):
     """A `describe` that needs the target of files is no mistake."""
     asked = ["run=coder", "input=test", "gallery=true", f"output={tmp_path}/a.csv", "trainer.accelerator=cpu"]
@@ -210,15 +210,15 @@ def test_bytes_and_fractions_make_the_same_picture(image_CHW):
 @pytest.mark.parametrize(
     ("image", "said"),
     [
-        (torch.zeros(4, 4), r"of shape \(4, 4\).* Pass image\[None\]"),
-        (np.zeros((4, 4, 3), np.uint8), r"\(4, 4, 3\).*image.permute\(2, 0, 1\) if they come last"),
+        (torch.zeros(4, 4), r"not float32 \(4, 4\)"),
+        (np.zeros((4, 4, 3), np.uint8), r"not uint8 \(4, 4, 3\)"),
         (torch.zeros(2, 4, 4), "with 1 or 3 channels"),
         (torch.zeros(1, 0, 4), r"\(1, 0, 4\)"),
-        (None, r"of shape \(\)"),
-        (torch.full((1, 2, 2), 1.5), r"is float32 from 1.5 to 1.5.*image.float\(\).clamp\(0, 1\)"),
-        (torch.full((1, 2, 2), math.nan), "is float32 from nan to nan"),
-        (torch.full((1, 2, 2), 255), r"is int64 from 255 to 255.*image.byte\(\) if it has values from 0 to 255"),
-        (np.zeros((1, 2, 2), bool), "is bool from 0 to 0"),
+        (None, r"not object \(\)"),
+        (torch.full((1, 2, 2), 1.5), "floats from 0 to 1, not float32"),
+        (torch.full((1, 2, 2), math.nan), "floats from 0 to 1, not float32"),
+        (torch.full((1, 2, 2), 255), "not int64"),
+        (np.zeros((1, 2, 2), bool), "not bool"),
     ],
 )
 def test_what_is_no_picture_is_told(image, said):

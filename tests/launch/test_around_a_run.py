@@ -135,8 +135,8 @@ def test_the_parent_of_several_processes_keeps_no_data(prepared, train, monkeypa
     (["--config-dir", "/nosuch"], "--config-dir /nosuch: no such folder"),
     (["--config-dir=/nosuch", "seed=1"], "no such folder"),
     (["-cd", "/nosuch", "-m", "seed=1,2"], "no such folder"),
-    (["@=1"], "@=1 has no key"),
-    (["=1"], "=1 has no key"),
+    (["@=1"], "@=1: Config group override must be"),
+    (["=1"], "=1: Config group override must be"),
     (["seed=1", "lr", "0.1"], "missing EQUAL"),
     (["-m", "hydra.launcher._target_=subprocess.Popen", "seed=1"], "Unknown plugin class"),
     (["-m", "hydra.launcher._target_=hydra.nosuch.X", "seed=1"], "Unknown plugin class"),
@@ -193,12 +193,10 @@ def test_a_typo_imports_no_data_and_no_torch(tmp_path):
 
 @pytest.mark.parametrize(("wrong", "breaks", "hidden"), [
     ([], True, False),
-    (["trainer.max_epochs=x"], True, False),
-    (["+nosuch=1"], True, False),
     (["trainer.max_epochs=x"], False, True),
 ])  # fmt: skip
 def test_a_bug_in_a_rule_does_not_hide_behind_other_problems(wrong, breaks, hidden, monkeypatch):
-    """`breaks`: whether the rule fails with right values too; else it ends where it reads the wrong one."""
+    """`breaks`: whether the rule fails. Rules run on valid values only."""
 
     def rule(given):
         yield str(1 + "a" if breaks else 1 + given.cfg.trainer.max_epochs)
@@ -229,7 +227,7 @@ def test_freeze_leaves_norms_as_the_networks_own_train_left_them():
     module = nn.Module()
     module.net = net
     frozen = Freeze(["0.*", "1.*"], unfreeze=[("*", 1)])
-    frozen.freeze(net)
+    frozen.setup(Mock(), module, "fit")
     for epoch, training in ((0, [False, False]), (1, [False, True]), (2, [False, True])):
         frozen.on_train_epoch_start(SimpleNamespace(current_epoch=epoch), module)
         assert [norm.training for norm in net[:2]] == training

@@ -71,7 +71,7 @@ def train(project, mnist, cache):
 
 
 @pytest.mark.parametrize(("typed", "told"), [
-    ("Small model=basic_net optim=sgd seed=true", ["model, optim would have no effect: odd.Small has its own. Set model=none optim=none"]),
+    ("Small model=basic_net optim=sgd", ["model, optim would have no effect: odd.Small has its own. Set model=none optim=none"]),
     ("Small +task.metrics.a._target_=torchmetrics.MeanMetric",
      ["task.metrics has no effect"]),
     ("Small data=odd loader.num_workers=2 +data.val_fraction=0.2",
@@ -86,12 +86,12 @@ def train(project, mnist, cache):
     ("Small +callbacks.size._target_=lightning.pytorch.callbacks.BatchSizeFinder",
      ["BatchSizeFinder changes the global batch, and so the result. Keep the batch size: if it does not fit in memory, the error suggests a trainer.accumulate_grad_batches that does."]),
     ("Small data=none", ["`train_dataloader` must be implemented"]),
-    ("Small data=mnist data._target_=odd.Data", ["data._target_=odd.Data does not accept image_size, eval_size, ", "Pass data=own data._target_=odd.Data"]),
+    ("Small data=mnist data._target_=odd.Data", ["data.image_size is not an argument of odd.Data; it accepts num_workers", "data.source is not an argument"]),
     ("Small +task.widht=3", ["task.widht is not an argument of odd.Small (did you mean width?)"]),
     ("Small task.monitor=valid_loss", ["checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Set task.monitor=null."]),
     ("Small trainer.sync_batchnorm=true", ["trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"]),
     ("Manual trainer.accumulate_grad_batches=2", ["Automatic gradient accumulation is not supported for manual optimization"]),
-    ("Data", ["task._target_=odd.Data is not allowed here: task accepts a subclass of lightning's LightningModule"]),
+    ("Data", ["task._target_=odd.Data is not allowed here: task accepts a subclass of LightningModule"]),
     ("Elsewhere", ["task._target_=odd.Elsewhere is a class of the package pytorch_lightning. Lockstep supports the package lightning"]),
     ("Small task._target_=???", ["task._target_ is missing. Set it to a class"]),
 ])  # fmt: skip

@@ -59,6 +59,8 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
     except UserError:
         raise
     except ValueError as e:
+        if re.match(r"(data|loader|model|optim|schedule|task)\.\w+=", str(e)):  # names a key
+            raise UserError(str(e)) from None
         if not str(node["_target_"]).startswith(targets.TRUSTED):
             raise  # an error of the user's class, with its traceback
         separator = "." if str(e).partition("=")[0] in arguments else ": "  # a message may begin with the argument
