@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from datetime import timedelta
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from lockstep.run import RunFolder
 
 QUIET, PATIENCE = 0.75, 0.1  # fractions of strategy.timeout_s: without a batch, and without an answer; sum below 1
 LOOK_S = 2.0  # seconds between two checks, at most
+NO_TIMEOUT = timedelta(days=20)  # torch counts milliseconds in 32 bits
 END_S = 6.0  # seconds for a process to end by itself after another process failed
 LIBRARIES = f"lib{os.sep}python"
 WAITING = tuple(f"torch{os.sep}{part}{os.sep}" for part in ("distributed", "autograd"))  # DDP waits in backward
@@ -63,8 +65,8 @@ class Monitor(threading.Thread):
         """
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             process.store.set(f"{self.key}/{self.rank}/left", "")
-            while not failed and not process.store.check([f"{self.key}/{rank}/left" for rank in self.ranks]):
-                time.sleep(0.1)
+            if not failed:  # the store answers all at once; one that asks again finds it gone with rank 0
+                process.store.wait([f"{self.key}/{rank}/left" for rank in self.ranks], NO_TIMEOUT)
         self.over.set()  # only now: if rank 0 is stopped, the requests above wait forever
         process.monitor = None
 
