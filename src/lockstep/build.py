@@ -325,9 +325,11 @@ def evaluate(
         trainer = evaluator(settings, loaders, *more, loggers=run.trainer.loggers if run and run.trainer else ())
         with oom_advice(trainer, loaders, settings):
             by_loader = getattr(trainer, verb)(loaders.module, datamodule=data, verbose=False)
-        counts = {f"{part}/count" for part in ("val", *getattr(data, "sets", ())) if part.startswith("val")}
-        found = {name: value for each in by_loader for name, value in each.items() if name not in counts}
-        found = {name: int(value) if name.endswith("/count") else value for name, value in found.items()}
+        found = {name: value for each in by_loader for name, value in each.items()}
+        for name in [name for name in found if name.endswith("/count")]:
+            found[name] = int(found[name])
+            if name.startswith("val/"):
+                del found[name]
         return dict(trainer.strategy.means.marked(found))  # type: ignore[attr-defined]
 
     metrics = metrics_of(loaders, *panels)

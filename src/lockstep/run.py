@@ -308,4 +308,5 @@ def validation_metrics_at(rows: Iterable[Mapping[str, float]], step: int, monito
     else:
         matches = [row for row in rows if any(name.startswith("val/") for name in row)]
     last = matches[-1] if matches else {}
-    return {name: value for name, value in last.items() if name not in ("step", "epoch", "val/count")}
+    counts = [name for name in last if name.startswith("val/") and name.endswith("/count")]
+    return {name: value for name, value in last.items() if name not in ("step", "epoch", *counts)}

@@ -155,6 +155,13 @@ def test_each_sample_of_each_set_counts_once(way):
     assert "night" in Path(f"runs/once-{way}/report.html").read_text()
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_tested_checkpoint_is_validated_on_each_set_by_training_or_after_it(every):
+    report = lockstep.train([*OPTIONS, f"run=short-{every}", f"trainer.check_val_every_n_epoch={every}"])
+    assert "val/night/acc" in report and "test/fog/count" in report
+    assert not {"val/count", "val/night/count"} & {*report}
+
+
 def test_one_of_them_is_monitored():
     report = lockstep.train([*OPTIONS, "run=monitored", "task.monitor=val/night/acc", "task.mode=max"])
     assert report["monitor"] == "val/night/acc" and "last" not in report["checkpoint"]

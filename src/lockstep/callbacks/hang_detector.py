@@ -83,6 +83,7 @@ class Monitor(threading.Thread):
             outer_line = next((line for line in lines if LIBRARIES not in line), lines[0])
             # a request to a store whose process is stopped waits forever (torch 2.13)
             guard = threading.Timer(self.limit_s + self.patience_s, self.end_hanging, [host, SILENT[4]])
+            guard.daemon = True
             guard.start()
             try:
                 self.compare([*current[:2], is_waiting, now_s - since_s, f"in {outer_line}"], seen, now_s)

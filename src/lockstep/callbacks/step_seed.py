@@ -70,7 +70,7 @@ class StepSeed(Callback):
         if self.arithmetic.same_bits and trainer.accumulate_grad_batches > 1:
             for each, hook in ((each, hook) for each in users for hook in ONCE if is_overridden(hook, each)):
                 self.replace(each, hook, self.once_per_step(getattr(each, hook), hook, trainer))
-        # Lightning skips what it cannot call: 60 empty hooks took 76 us of a step
+        # Lightning skips what it cannot call, in 0.1 us; an empty hook takes 1.8 us, and a step has some 60
         own = [each for each in callbacks if type(each).__module__.startswith(("lockstep.", "lightning."))]
         for each, hook in ((each, hook) for each in own for hook in OF_STEP if hook not in vars(each)):
             if getattr(type(each), hook) is getattr(Callback, hook):

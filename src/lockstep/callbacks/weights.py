@@ -214,9 +214,6 @@ class Digests(Callback):
         losses = sorted(pair for by_rank in all_gather_objects(digests) for pair in by_rank.items())
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
-            step, parts = (
-                steps_done(trainer),
-                {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights},
-            )
-            rows = ((what, name, bits) for what, items in parts.items() for name, bits in items)
-            self.csv.append(*({"step": step, "what": what, "name": n, "digest": bits} for what, n, bits in rows))
+            parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
+            rows = [{"what": what, "name": n, "digest": bits} for what, items in parts.items() for n, bits in items]
+            self.csv.append(*({"step": steps_done(trainer), **row} for row in rows))

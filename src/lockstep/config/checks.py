@@ -232,6 +232,7 @@ def composed(
 
 def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
     """All errors of a command line that Hydra rejected with `error`."""
+    problems: list[str] = []
     try:
         problems, valid = compose_each(config_name, overrides, always)
         config = compose_config(config_name, [*always, *valid])
@@ -243,7 +244,7 @@ def explain(error: BaseException, config_name: str, overrides: Sequence[str], al
         problems += e.problems
     except CONFIG_ERRORS as e:
         error = e
-    return problems or [f"{' '.join(overrides)}: {' '.join(str(error).split())}"]
+    return problems or [" ".join(f"{' '.join(overrides)}: {error}".split()).removeprefix(": ")]
 
 
 def resolve(overrides: Sequence[str]) -> RunConfig:

@@ -46,6 +46,7 @@ def rendezvous(strategy: Any, timeout: timedelta) -> None:
     options = {"multi_tenant": True, "wait_for_workers": False, "use_libuv": not WINDOWS}  # not in torch for Windows
     # clients of a store, including gloo, wait forever if it stops answering (torch 2.13): the server keeps their timeouts
     timer = threading.Timer(GRACE * timeout.total_seconds(), process.end, [f"error: {failure}: no response"])
+    timer.daemon = True
     timer.start()
     try:
         store = dist.TCPStore(host, port, size, is_server, timeout, **options)

@@ -198,11 +198,8 @@ class StochasticDepth(RowDropout):
         return super().masked(x, keep_mask, p if getattr(self, "scale_by_keep", True) else 0.0)
 
 
-WITH_SAMPLES: dict[type[nn.Module], int] = {
-    nn.Dropout1d: 3,
-    nn.Dropout2d: 4,
-    nn.Dropout3d: 5,
-}  # number of dimensions of a batched input
+# number of dimensions of a batched input
+WITH_SAMPLES: dict[type[nn.Module], int] = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}
 LAYERS: dict[type[nn.Module], type[RowDropout]] = {
     nn.Dropout: RowDropout,
     **dict.fromkeys(WITH_SAMPLES, ChannelDropout),

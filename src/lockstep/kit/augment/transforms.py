@@ -57,7 +57,7 @@ class Shift(Checked, GeometricOperation):
     def move(self, value_BCHW: "Tensor", plan: Indices, *, is_mask: bool) -> "Tensor":
         import torch
 
-        fill = self.mask_fill or 0 if is_mask else 0
+        fill = (is_mask and self.mask_fill) or 0
         (h, w), corner_B2 = value_BCHW.shape[-2:], to_device(value_BCHW.device, plan)
         padded = torch.nn.functional.pad(value_BCHW, [self.pixels] * 4, value=fill)
         index_B = torch.arange(len(corner_B2), device=padded.device)
