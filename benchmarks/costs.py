@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader
 from lockstep import ROOT, build, launch
 from lockstep.checkpoints import saving as checkpoint_saving
 from lockstep.config.checks import resolve
-from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.launch.local import received_handover, run_processes
 from lockstep.machine import process
@@ -361,7 +360,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if (job := received_handover()) and job.world:
-        launch.Job("train", timed_run, launch.data)(Settings(RunConfig.of(job.config), job.world))
+    if (job := received_handover()) and isinstance(job.work, Settings):
+        launch.Job("train", timed_run, launch.data)(job.work)
     else:
         main()

@@ -68,21 +68,21 @@ def test_a_config_of_any_size_is_handed_over_in_a_private_file(size, tmp_path, m
     popen = Mock()
     monkeypatch.setattr(local.subprocess, "Popen", popen)
     file = tmp_path / "job"
-    local.spawn(Path("train.py"), {}, local.Handover({"weights": [0.5] * size}), file)
+    local.spawn(Path("train.py"), {}, local.Handover(Draft.of_values({"loader": {}, "weights": [0.5] * size})), file)
     env = popen.call_args.kwargs["env"]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert sum(len(value) for value in env.values()) < 10_000
     monkeypatch.setenv(local.VARIABLE, env[local.VARIABLE])
     monkeypatch.setattr(local.process, "end_with_parent", lambda **_: None)
     found = local.received_handover()
-    assert found is not None and len(found.config["weights"]) == size
+    assert found is not None and len(found.work.get("weights")) == size
     assert not file.exists() and local.VARIABLE not in os.environ
 
 
 def test_a_hand_over_is_made_exclusively(tmp_path):
     (tmp_path / "job").write_text("of somebody else")
     with pytest.raises(FileExistsError):
-        local.spawn(Path("train.py"), {}, local.Handover({}), tmp_path / "job")
+        local.spawn(Path("train.py"), {}, local.Handover(draft()), tmp_path / "job")
     assert (tmp_path / "job").read_text() == "of somebody else"
 
 

@@ -31,9 +31,9 @@ from pathlib import Path
 from lockstep.launch import local, start
 from lockstep.machine import files, process
 job, local_rank, folder = local.received_handover(), os.environ["LOCAL_RANK"], Path(__file__).parent
-files.write_json(folder / f"rank{local_rank}", {"pid": os.getpid(), "run": job.config["run"], "rank": job.world.rank,
+files.write_json(folder / f"rank{local_rank}", {"pid": os.getpid(), "run": job.work.cfg.run, "rank": job.work.world.rank,
                                                 "notebook": process.in_notebook()})
-while not all((folder / f"rank{other}").exists() for other in range(job.world.size)):
+while not all((folder / f"rank{other}").exists() for other in range(job.work.world.size)):
     time.sleep(0.01)
 def told(what):
     path = folder / f"{what}{local_rank}"

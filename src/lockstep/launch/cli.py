@@ -63,10 +63,10 @@ def main(job: Job) -> None:
         raise_problems(problems)
         if handover is None:
             (command_with_json if "--json" in sys.argv else command)(job, sys.argv[1:])
-        elif handover.world:
-            local.run_rank(job, handover)
+        elif isinstance(handover.work, Draft):
+            start(job, handover.work, list(handover.overrides))
         else:
-            start(job, Draft.of_values(handover.config), list(handover.overrides or ()))
+            local.run_in_this_process(job, handover.work, end_file=handover.end_file)
 
     with process.recording_signals(interrupt=process.end_once) if process.started_by_lockstep else nullcontext():
         exit_codes.append(exit_code(run_process, rank))

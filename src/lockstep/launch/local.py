@@ -1,7 +1,7 @@
 """The jobs that commands run, and the processes of a run on this machine, one per device."""
 
-import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -10,14 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL
 from lockstep.config import project
-from lockstep.config.run_config import Request, RunConfig
+from lockstep.config.draft import Draft
 from lockstep.config.settings import Settings
 from lockstep.errors import Preempted, ProcessDied, RunFailed, UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import INTERRUPTED
@@ -146,15 +146,13 @@ VARIABLE = "LOCKSTEP_JOB"  # the file of the hand-over: an environment string ho
 
 @dataclass(frozen=True)
 class Handover:
-    """For a rank of a run, with its `world`; or for a job of a multirun, which is a separate command."""
+    """The settings of a rank of a run; or the draft of a job of a multirun, which is a separate command."""
 
-    config: Any  # plain values
-    overrides: Sequence[str] | None = ()
-    world: World | None = None
-    request: dict[str, Any] | None = None  # for predict.py
+    work: Settings | Draft
+    overrides: Sequence[str] = ()  # of a job
     debug_rank: int | None = None
     from_notebook: bool = False
-    end_file: str = ""  # which a rank creates when it is done
+    end_file: Path | None = None  # which a rank creates when it is done
 
 
 def spawn(
@@ -165,23 +163,22 @@ def spawn(
     It reads the hand-over from `file`, in a folder that no other user can read, and removes the file.
     """
     file.touch(0o600, exist_ok=False)
-    file.write_bytes(json.dumps(asdict(handover)).encode())
+    file.write_bytes(pickle.dumps(handover))
     env = {**env, **project.environment(), VARIABLE: str(file)}
     return subprocess.Popen([sys.executable, str(script)], env=env, **{"stdin": subprocess.PIPE, **options})
 
 
 def received_handover() -> Handover | None:
     """The parent's hand-over; None in a process that a user started."""
-    file = os.environ.pop(VARIABLE, None)
-    if file is None:
+    if VARIABLE not in os.environ:
         return None
-    given = json.loads(Path(file).read_bytes())
-    Path(file).unlink()
-    world = World(**given["world"]) if given["world"] else None
-    handover = Handover(**{**given, "world": world})
-    process.started_by_lockstep, process.debug_rank = world is not None, handover.debug_rank
+    file = Path(os.environ.pop(VARIABLE))
+    handover: Handover = pickle.loads(file.read_bytes())  # only this user can write it
+    file.unlink()
+    rank = handover.work.world.rank if isinstance(handover.work, Settings) else None
+    process.started_by_lockstep, process.debug_rank = rank is not None, handover.debug_rank
     process.from_notebook = handover.from_notebook
-    process.end_with_parent(has_pipe=world is None or world.rank != handover.debug_rank)
+    process.end_with_parent(has_pipe=rank is None or rank != handover.debug_rank)
     return handover
 
 
@@ -223,7 +220,11 @@ def environment(world: World, port: int) -> dict[str, str]:
 
 
 def run_in_this_process(job: Job, settings: Settings, data: Any = None, *, end_file: Path | None = None) -> Any:
-    """Runs the job in this process and logs its output. Creates `end_file` before waiting for the other processes."""
+    """Runs the job in this process and logs its output.
+
+    Then creates `end_file`, to report to the parent that this rank is done, and waits for the other ranks: if this
+    process ended first, each of them would fail with a traceback about a lost connection.
+    """
     log = process.RankLog(settings.folder.path, settings.world.rank) if process.is_command else nullcontext()
     with process.breakpoints(), log, ExitStack() as end:
         end.push(lambda error, *_: process.monitor and process.monitor.finish(failed=error is not None))
@@ -242,18 +243,6 @@ def run_in_this_process(job: Job, settings: Settings, data: Any = None, *, end_f
         return result
 
 
-def run_rank(job: Job, handover: Handover) -> None:
-    """Like `run_in_this_process`, but reports to the parent when the job is done, then waits for the other ranks.
-
-    If this process ended first, each other rank would fail with a traceback about a lost connection.
-    """
-    assert handover.world is not None
-    request = Request(**handover.request) if handover.request else None
-    overrides = None if handover.overrides is None else tuple(handover.overrides)
-    settings = Settings(RunConfig.of(handover.config), handover.world, request, overrides)
-    run_in_this_process(job, settings, end_file=Path(handover.end_file))
-
-
 def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> None:
     """Runs `script` once for each process of this node and waits until all have ended.
 
@@ -265,20 +254,18 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     world, debug_rank = settings.world, process.debug_rank
     if trains or debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
-    request = asdict(settings.request) if settings.request else None
-    config, overrides = settings.cfg.plain(), settings.overrides
-    job = Handover(config, overrides, request=request, debug_rank=debug_rank, from_notebook=process.in_notebook())
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, reserve_port() as port:
         end_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
         try:
             for rank, end_file in enumerate(end_files, world.rank):
-                place = replace(world, rank=rank)
+                work = replace(settings, world=replace(world, rank=rank))
                 streams: dict[str, Any] = {"stdin": None} if rank == debug_rank else {}
                 if rank != (debug_rank or 0):
                     streams["stdout"] = subprocess.DEVNULL
-                part = replace(job, world=place, end_file=str(end_file))
-                processes.append(spawn(script, environment(place, port), part, Path(folder, f"{rank}.json"), **streams))
+                part = Handover(work, (), debug_rank, process.in_notebook(), end_file)
+                env, file = environment(work.world, port), Path(folder, f"{rank}.job")
+                processes.append(spawn(script, env, part, file, **streams))
             code = wait(processes, end_files, settings.folder.checkpoints)
             rank = world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
         finally:

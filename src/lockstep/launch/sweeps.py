@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import OmegaConf
 from rich.table import Table
 
 from lockstep.config.compose import expand_sweep, key_of, recorded_overrides
@@ -165,7 +164,7 @@ def run_in_subprocess(script: Path, draft: Draft, overrides: list[str], slot: di
     output.parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job that contains all jobs: the launcher requeues it.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    handover = local.Handover(OmegaConf.to_container(draft.tree), overrides)
+    handover = local.Handover(draft, overrides)
     # In a new session, so that the terminal's Ctrl-C reaches it only through the launcher.
     with (
         open_log(output) as log,
