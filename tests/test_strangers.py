@@ -225,7 +225,7 @@ FREE = {  # what a module opens in another way, and why it may
     "checkpoints/finding.py": ("zipfile.ZipFile archive.open", "a file that was opened in the one place"),
     "checkpoints/weights.py": ("torch.load", "torch maps by path: a file that was judged in the line before"),
     "checkpoints/saving.py": ("shutil.copyfile shutil.copytree", "a checkpoint that was judged, into a new folder of its own"),
-    "launch/local.py": ("file.read_bytes file.write_bytes file.touch path.read_bytes end_file.touch", "files of a private temporary folder"),
+    "launch/local.py": ("file.read_bytes path.read_bytes end_file.touch", "files of a private temporary folder"),
     "launch/help.py": ("read_text read_bytes", "configs of the project"),
 }  # fmt: skip
 NOT_OF_A_RUN = ("machine/", "config/", "data/", "kit/", "extras/", "__main__.py")

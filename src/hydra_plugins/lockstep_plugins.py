@@ -1,6 +1,5 @@
 """Lockstep's plugins for Hydra. Hydra imports this module at every start, so heavy imports are inside functions."""
 
-import queue
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -66,30 +65,26 @@ class SlotsLauncher(Launcher):
         from lockstep.launch import sweeps
         from lockstep.machine import process
 
-        free_slots: queue.Queue[dict[str, str]] = queue.Queue()
-        for slot in sweeps.environments(Draft(self.config), self.jobs):
-            free_slots.put(slot)
-
-        def run(job: tuple[Draft, list[str]]) -> JobReturn:
-            slot = free_slots.get()
-            try:
-                return sweeps.run_in_subprocess(self.script, *job, slot)
-            finally:
-                free_slots.put(slot)
-
-        jobs: list[tuple[Draft, list[str]]] = []
+        slots = sweeps.environments(Draft(self.config), self.jobs)
+        jobs, returns = list[tuple[int, Draft, list[str]]](), dict[int, JobReturn]()
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
             draft = sweeps.job_draft(Draft(task_config), config.hydra.sweep.dir, number)
-            jobs.append((draft, list(filter_overrides(overrides))))
+            jobs.append((number, draft, list(filter_overrides(overrides))))
+        pending = iter(jobs)
+
+        def run_jobs(slot: dict[str, str]) -> None:
+            for number, draft, overrides in pending:  # each job once: all slots share the iterator
+                returns[number] = sweeps.run_in_subprocess(self.script, draft, overrides, slot)
+
         # Warning signals and each Ctrl-C are forwarded to the running jobs, which save and end, or end at once.
-        with process.recording_signals(interrupt=process.on_interrupt), ThreadPoolExecutor(free_slots.qsize()) as pool:
-            returns = list(pool.map(run, jobs))
+        with process.recording_signals(interrupt=process.on_interrupt), ThreadPoolExecutor(len(slots)) as pool:
+            list(pool.map(run_jobs, slots))  # raises their errors
             if process.received:
                 process.requeue(0)
                 raise KeyboardInterrupt
-        return returns
+        return [returns[number] for number in sorted(returns)]
 
 
 class SlurmSweepLauncher(SlurmLauncher):

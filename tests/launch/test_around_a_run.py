@@ -67,9 +67,10 @@ launch.main(launch.Job("train", None, None))
 def test_a_config_of_any_size_is_handed_over_in_a_private_file(size, tmp_path, monkeypatch):
     popen = Mock()
     monkeypatch.setattr(local.subprocess, "Popen", popen)
-    file = tmp_path / "job"
-    local.spawn(Path("train.py"), {}, local.Handover(Draft.of_values({"loader": {}, "weights": [0.5] * size})), file)
+    monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path))
+    local.spawn(Path("train.py"), {}, local.Handover(Draft.of_values({"loader": {}, "weights": [0.5] * size})))
     env = popen.call_args.kwargs["env"]
+    file = Path(env[local.VARIABLE])
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert sum(len(value) for value in env.values()) < 10_000
     monkeypatch.setenv(local.VARIABLE, env[local.VARIABLE])
@@ -77,13 +78,6 @@ def test_a_config_of_any_size_is_handed_over_in_a_private_file(size, tmp_path, m
     found = local.received_handover()
     assert found is not None and len(found.work.get("weights")) == size
     assert not file.exists() and local.VARIABLE not in os.environ
-
-
-def test_a_hand_over_is_made_exclusively(tmp_path):
-    (tmp_path / "job").write_text("of somebody else")
-    with pytest.raises(FileExistsError):
-        local.spawn(Path("train.py"), {}, local.Handover(draft()), tmp_path / "job")
-    assert (tmp_path / "job").read_text() == "of somebody else"
 
 
 @pytest.mark.parametrize("number", [28, 30, 13, 122])  # full, read-only, not permitted, over quota

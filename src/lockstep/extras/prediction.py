@@ -45,7 +45,7 @@ from lockstep.kit import Images
 from lockstep.kit.datamodule import DataModule
 from lockstep.kit.panels import Lines, Mask, Picture, Sample
 from lockstep.kit.pixels import Frame
-from lockstep.launch.request import gallery_of
+from lockstep.launch.start import gallery_of
 from lockstep.machine.files import (
     atomic_replace,
     locked,

@@ -1,7 +1,6 @@
 """Inputs and outputs of predictions: files, and tables as CSV, JSON, JSON lines or Parquet."""
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, wr
 from lockstep.kit.folder import fold_name
 from lockstep.kit.listing import MISSING, SEPARATORS, Check, Listing, find_inputs, target_problem
 from lockstep.kit.pixels import file_name_text, read_error_text
-from lockstep.machine.files import without_nan
+from lockstep.machine.files import to_json
 from lockstep.training.losses import validated_columns
 from lockstep.training.module import WholeBatchNeeded, hook
 
@@ -201,8 +200,7 @@ def write_json(
     """A list of objects, one per line; or JSON lines, if `first`, `between` and `last` do not make a list."""
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
-            line = json.dumps({name: without_nan(value) for name, value in row.items()})
-            file.write((between if number else first) + line)
+            file.write((between if number else first) + to_json(row, indent=None))
         file.write(last)
 
 

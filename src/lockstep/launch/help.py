@@ -78,11 +78,9 @@ class Shown:
 
     def topic(self, name: str) -> Iterator[str]:
         """A group with its options and keys, or a single key."""
-        if name not in GROUPS:
-            yield self.key(name)
-            return
-        yield f"{name}: choose with {name}={'[<option>,...]' if name in SEVERAL else '<option>'}"
-        for option in configs.options(name):
+        if name in GROUPS:
+            yield f"{name}: choose with {name}={'[<option>,...]' if name in SEVERAL else '<option>'}"
+        for option in configs.options(name) if name in GROUPS else ():
             lines = configs.config_file(f"{name}/{option}").read_text(encoding="utf-8").splitlines()
             header = [line for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]
             node = configs.dotted(option_node(f"{name}/{option}"), name)
@@ -95,19 +93,19 @@ class Shown:
 
 def overview(job: Job, config: Shown) -> Iterator[str]:
     yield (ast.get_docstring(ast.parse(job.script.read_bytes())) or f"{job.name}.py") + "\n"
-    if not job.trains:
-        yield "Keys. Set with <key>=<value>:"
-        for key in ("run", "checkpoint", *(PREDICT if job.name == "predict" else ()), "runs_dir", "debug_rank"):
-            yield config.key(key)
-        yield "\nThe others are those of the run; strategy, trainer.devices, trainer.precision and data.root may be changed."
-    else:
+    names = ["run", "checkpoint", *(PREDICT if job.name == "predict" else ()), "runs_dir", "debug_rank"]
+    if job.trains:
         yield "Groups. Choose with <group>=<option>, or [<option>,...]; `--help <group>` describes the options:"
         for group in filter(configs.options, GROUPS):
             yield entry(f"  {group}", ", ".join(configs.options(group)), 14)
-        yield "\nKeys. Set with <key>=<value>:"
-        names = dict.fromkeys(key.partition(".")[0] for key in config.values)
-        for name in sorted(names, key=GROUPS.__contains__):  # single keys first
-            yield from config.group(name)
+        yield ""
+        every = dict.fromkeys(key.partition(".")[0] for key in config.values)
+        names = sorted(every, key=GROUPS.__contains__)  # single keys first
+    yield "Keys. Set with <key>=<value>:"
+    for name in names:
+        yield from config.group(name)
+    if not job.trains:
+        yield "\nThe others are those of the run; strategy, trainer.devices, trainer.precision and data.root may be changed."
     yield "\n--json prints only the result, as JSON, on standard output."
     yield '--hydra-help shows Hydra\'s own options. Complete keys with TAB: eval "$(lockstep --completion)"'
 

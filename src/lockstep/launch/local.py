@@ -111,7 +111,7 @@ def script(name: str) -> Path:
 
 
 def load(path: Path) -> Job:
-    """The JOB of a script. Raises UserError if the script has none."""
+    """The JOB of a script."""
     # Not with runpy, which does not guarantee that functions can be used afterwards.
     spec = util.spec_from_file_location(f"lockstep_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -124,9 +124,7 @@ def load(path: Path) -> Job:
         sys.path.remove(str(path.parent))
         sys.modules.pop("train", None)
         sys.modules |= {"train": earlier} if earlier else {}
-    job: Job | None = getattr(module, "JOB", None)
-    if not isinstance(job, Job):
-        raise UserError(f'{path} has no JOB. Add JOB = launch.Job("{path.stem}", <function>, data) to it.')
+    job: Job = module.JOB
     return replace(job, script=path)
 
 
@@ -155,16 +153,15 @@ class Handover:
     end_file: Path | None = None  # which a rank creates when it is done
 
 
-def spawn(
-    script: Path, env: Mapping[str, str], handover: Handover, file: Path, **options: Any
-) -> subprocess.Popen[bytes]:
+def spawn(script: Path, env: Mapping[str, str], handover: Handover, **options: Any) -> subprocess.Popen[bytes]:
     """Runs `script` in a process that ends with this one, because its standard input is a pipe from this one.
 
-    It reads the hand-over from `file`, in a folder that no other user can read, and removes the file.
+    It reads the hand-over from a new file, which no other user can read, and removes the file.
     """
-    file.touch(0o600, exist_ok=False)
-    file.write_bytes(pickle.dumps(handover))
-    env = {**env, **project.environment(), VARIABLE: str(file)}
+    descriptor, file = tempfile.mkstemp(prefix="lockstep-")
+    with os.fdopen(descriptor, "wb") as stream:
+        pickle.dump(handover, stream)
+    env = {**env, **project.environment(), VARIABLE: file}
     return subprocess.Popen([sys.executable, str(script)], env=env, **{"stdin": subprocess.PIPE, **options})
 
 
@@ -264,8 +261,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
                 if rank != (debug_rank or 0):
                     streams["stdout"] = subprocess.DEVNULL
                 part = Handover(work, (), debug_rank, process.in_notebook(), end_file)
-                env, file = environment(work.world, port), Path(folder, f"{rank}.job")
-                processes.append(spawn(script, env, part, file, **streams))
+                processes.append(spawn(script, environment(work.world, port), part, **streams))
             code = wait(processes, end_files, settings.folder.checkpoints)
             rank = world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
         finally:

@@ -57,7 +57,7 @@ def resume_errors(now: Draft, then: Draft) -> Iterator[str]:
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
 # Keys with these values are decided at the first start of the run, then kept.
 AUTO = {
-    "trainer.precision": "auto", "trainer.log_every_n_steps": "auto", "loader.num_workers": "auto", "loader.eval_batch_size": None, "seed": None,
+    "trainer.precision": "auto", "trainer.log_every_n_steps": "auto", "loader.num_workers": "auto", "loader.eval_batch_size": None,
     **{f"data.{key}": "model" for key in OF_NETWORK},
 }  # fmt: skip
 TRAINING = (  # keys without effect in an evaluation
@@ -100,12 +100,13 @@ def with_job_name(draft: Draft) -> Draft:
         # a second command in the same SLURM job starts a new run
         with_name = draft.replace({"run": name})
         is_alone = external_launcher(os.environ) is None
-        if not (name and has_begun(with_name) and not draft.resume and not was_restarted() and is_alone):
+        has_begun = name is not None and with_name.folder.has_config()
+        if not (has_begun and not draft.resume and not was_restarted() and is_alone):
             draft = with_name
-    has_saved = continues_another(draft) and finding.checkpoint_paths(draft.folder.path)
-    may_save = draft.get("trainer.enable_checkpointing")
-    if was_restarted() and draft.run is not None and (not draft.resume or has_saved) and may_save:
-        draft = draft.replace({"resume": "auto"})  # continue in the same folder
+    if was_restarted() and draft.run is not None and draft.get("trainer.enable_checkpointing"):
+        # an earlier start of this command may have begun this run as the continuation of a different one
+        has_saved = draft.folder.report().get("resumed_from") and finding.checkpoint_paths(draft.folder.path)
+        return draft.replace({"resume": "auto"}) if has_saved or not draft.resume else draft
     return draft
 
 
@@ -127,17 +128,7 @@ def for_training(draft: Draft, overrides: list[str]) -> Draft:
 
 def is_first() -> bool:
     """Whether this is the first process. Only it checks the folder: the others may already see files of the first."""
-    by_launcher = external_launcher(os.environ) is not None
-    return rank_of() == 0 and (by_launcher or number_from_env(os.environ, "NODE_RANK", default=0) == 0)
-
-
-def has_begun(draft: Draft) -> bool:
-    return draft.run is not None and draft.folder.has_config()
-
-
-def continues_another(draft: Draft) -> bool:
-    """Whether an earlier start of this command may have begun the run as the continuation of a different run."""
-    return draft.run is not None and bool(draft.folder.report().get("resumed_from"))
+    return rank_of() == 0 and number_from_env(os.environ, "NODE_RANK", default=0) == 0
 
 
 def new_run_settings(settings: Settings, *, again: bool) -> Settings:
@@ -166,9 +157,12 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
                 f"{folder} has no checkpoint, but it is done or continued a different run, so resume=auto cannot train it from the "
                 "start. Restore its checkpoints, or rerun the first command with run=<new name>."
             )
-        if previous.has_config() and is_first():
+        draft = draft.replace({"resume": None})
+        if not previous.has_config():
+            return draft
+        if is_first():
             warn(f"{folder} has no checkpoint yet: training starts from step 0.")
-        return with_saved_identity(draft.replace({"resume": None}), previous)
+        return restore_auto_values(draft, Draft.of_run(previous), {})
     saved = with_new_defaults(Draft.of_run(previous))
     folder, runs_dir = folder.resolve(), Path(draft.runs_dir).resolve()
     new_overrides = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
@@ -177,22 +171,15 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     result = restore_auto_values(draft if recipe else merge_saved(saved, draft, new_overrides), saved)
     inside = folder.is_relative_to(runs_dir)  # the run may have been moved there
     previous_name = str(folder.relative_to(runs_dir) if inside else saved.run)
-    result = result.replace(
-        {
-            "run": str(draft.run or previous_name),
-            "runs_dir": draft.runs_dir,
-            "resume": str(checkpoint.path),
-            "init_from": saved.init_from,  # for the record
-        }
-    )
+    place = {"run": str(draft.run or previous_name), "runs_dir": draft.runs_dir}
+    result = result.replace({**place, "resume": str(checkpoint.path), "init_from": saved.init_from})  # for the record
     result = drop_ineffective_keys(result, new_overrides)
-    is_restart = was_restarted() and continues_another(result)
-    if is_first() and result.run != previous_name and has_begun(result) and not is_restart:
-        raise UserError(
-            f"run={result.run}: {result.folder.path} is a different run. Remove run, or pass a different name."
-        )
+    is_restart = was_restarted() and result.folder.report().get("resumed_from")
+    if is_first() and result.run != previous_name and result.folder.has_config() and not is_restart:
+        reason = f"run={result.run}: {result.folder.path} is a different run"
+        raise UserError(f"{reason}. Remove run, or pass a different name.")
     raise_problems(resume_errors(result, saved))
-    return with_saved_identity(result, previous) if result.run == previous_name else result
+    return result
 
 
 def all_overrides(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...] | None:
@@ -203,10 +190,11 @@ def all_overrides(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...] | N
     return None if previous is None else recorded_overrides(overrides, previous)
 
 
-def restore_auto_values(new: Draft, saved: Draft) -> Draft:
-    """Restores the values that were decided at the first start of the run (AUTO)."""
-    open_keys = [key for key, undecided in AUTO.items() if new.get(key) == undecided and saved.has(key)]
-    return new.replace({key: saved.get(key) for key in open_keys})
+def restore_auto_values(new: Draft, saved: Draft, auto: Mapping[str, Any] = AUTO) -> Draft:
+    """Restores what was decided at the first start of the run: the values of `auto`, the seed and the loggers' ids."""
+    undecided = {**auto, "seed": None, **{f"logger.{name}.id": None for name in saved.group("logger")}}
+    keys = [key for key, value in undecided.items() if new.has(key) and new.get(key) == value and saved.has(key)]
+    return new.replace({key: saved.get(key) for key in keys})
 
 
 def drop_ineffective_keys(draft: Draft, overrides: list[str]) -> Draft:
@@ -216,25 +204,11 @@ def drop_ineffective_keys(draft: Draft, overrides: list[str]) -> Draft:
         idle = keys_without_effect(Settings.of(values_of(draft)))
     except UserError:  # the check of the whole config reports it
         return draft
-    for key in (key for key in idle if key not in passed):
-        value = draft.get(key)
+    values = {key: draft.get(key) for key in idle if key not in passed}
+    for key, value in values.items():
         if is_first():
             warn(f"{key}={to_text(value)} of the resumed run has no effect here and is ignored")
-        draft = draft.replace({key: False if value is True else None})
-    return draft
-
-
-def with_saved_identity(draft: Draft, previous: RunFolder) -> Draft:
-    """Keeps the seed and the logger ids that were drawn at the first start of the run."""
-    if not previous.has_config():
-        return draft
-    saved, loggers = Draft.of_run(previous), draft.get("logger")
-    ids = {
-        f"logger.{name}.id": node["id"]
-        for name, node in saved.get("logger").items()
-        if "id" in node and name in loggers
-    }
-    return draft.replace(ids | ({"seed": saved.get("seed")} if draft.get("seed") is None else {}))
+    return draft.replace({key: False if value is True else None for key, value in values.items()})
 
 
 def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> Draft:

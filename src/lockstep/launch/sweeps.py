@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -163,15 +162,12 @@ def run_in_subprocess(script: Path, draft: Draft, overrides: list[str], slot: di
     print(f"{draft.run} begins{device}: {inline(' '.join(recorded_overrides(overrides)))}\n", end="", flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job that contains all jobs: the launcher requeues it.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | slot
     handover = local.Handover(draft, overrides)
     # In a new session, so that the terminal's Ctrl-C reaches it only through the launcher.
     with (
         open_log(output) as log,
-        TemporaryDirectory(prefix="lockstep-") as temp_dir,
-        local.spawn(
-            script, {**env, **slot}, handover, Path(temp_dir, "job"), stdout=log, stderr=log, start_new_session=True
-        ) as child,
+        local.spawn(script, env, handover, stdout=log, stderr=log, start_new_session=True) as child,
     ):
         local.wait([child])
         child.kill()  # if it is still running

@@ -3,7 +3,6 @@
 import csv
 import errno
 import json
-import math
 import os
 import re
 import shutil
@@ -247,9 +246,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, to_json(content) + "\n")
 
 
-def to_json(value: Any) -> str:
+def to_json(value: Any, indent: int | None = 1) -> str:
     """JSON with null for NaN and infinities, which JSON does not have."""
-    return json.dumps(without_nan(value), indent=1)
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -264,12 +263,3 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_values(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def without_nan(value: Any) -> Any:
-    """Replaces NaN and infinities by None."""
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import inspect
 import io
 import logging
 import multiprocessing
@@ -16,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
@@ -305,16 +305,15 @@ def breakpoints() -> Iterator[None]:
     import pdb
     from unittest.mock import patch  # imported late, because it takes 0.1 s
 
-    original = pdb.Pdb.set_trace
+    original = pdb.Pdb.interaction
 
-    def set_trace(self: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
+    def interaction(self: pdb.Pdb, *args: Any) -> None:
         for end in list(before_prompt.values()):
             end()
         self.stdout = sys.stdout  # no longer the progress bar's
-        current_frame = inspect.currentframe()
-        original(self, frame or (current_frame and current_frame.f_back), **options)
+        original(self, *args)
 
-    with patch.object(pdb.Pdb, "set_trace", set_trace):
+    with patch.object(pdb.Pdb, "interaction", interaction):
         yield
 
 
@@ -389,15 +388,17 @@ def libraries_restored() -> Iterator[None]:
         yield
 
 
+LOGGING_STATE = ("propagate", "disabled", "level", "handlers", "filters")
+
+
 @contextlib.contextmanager
 def logging_restored() -> Iterator[None]:
     """Restores the loggers that exist now; those created within the block have no earlier state."""
-    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     with contextlib.ExitStack() as stack:
         stack.callback(logging.root.setLevel, logging.root.level)  # last, because it clears the caches of all loggers
         for logger in (logging.root, *loggers):
-            attributes = {"propagate": logger.propagate, "disabled": logger.disabled, "handlers": list(logger.handlers)}
-            stack.callback(vars(logger).update, attributes, level=logger.level, filters=list(logger.filters))
-            for handler in logger.handlers:
-                stack.callback(vars(handler).update, level=handler.level, filters=list(handler.filters))
+            for each in (logger, *logger.handlers):
+                state = {name: copy(value) for name, value in vars(each).items() if name in LOGGING_STATE}
+                stack.callback(vars(each).update, state)
         yield
