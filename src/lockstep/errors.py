@@ -22,9 +22,7 @@ class UnsafeCheckpoint(UserError):
     """A checkpoint contains objects that could run code. No crash can cause this, so it is never skipped silently."""
 
     def __init__(self, path: Path, name: str) -> None:
-        super().__init__(
-            f"{path} is not a checkpoint of Lockstep: it contains objects that could run code ({name}). Nothing was loaded."
-        )
+        super().__init__(f"{path} is not a checkpoint of Lockstep: it contains objects that could run code ({name}).")
 
 
 class TrainingFailed(RuntimeError):

@@ -31,7 +31,7 @@ def test_a_lost_process_is_told_in_one_line(capsys, monkeypatch):
     for error in LOST:
         assert exit_code(Mock(side_effect=RuntimeError(f"{error}\nmore")), rank=3) == 1
         told = capsys.readouterr().err
-        assert told.startswith(f"error: [rank 3] the connection to another process is lost: {error}. ")
+        assert told.startswith(f"error: [rank 3] the connection to another process is lost: {error}")
         assert told.count("\n") == 1
 
 

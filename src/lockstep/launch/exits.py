@@ -38,9 +38,7 @@ def report(error: BaseException, rank: int) -> list[str]:
         return [f"error: {prefix}{error.filename or 'a file'} could not be written: {error.strerror}. {advice}"]
     # the traceback is in train.log
     if process.store is not None and isinstance(error, RuntimeError) and LOST.search(str(error)):
-        reason, _, _ = str(error).partition("\n")
-        advice = "That process printed the first error. If it printed none, it hangs or the network to it is down."
-        return [f"error: {prefix}the connection to another process is lost: {reason}. {advice}"]
+        return [f"error: {prefix}the connection to another process is lost: {str(error).splitlines()[0]}"]
     return [prefix + line for line in readable("".join(traceback.format_exception(error))).splitlines()]
 
 

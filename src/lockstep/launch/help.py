@@ -61,8 +61,7 @@ class Shown:
         default = "<value>" if value == "???" else to_text(value) if isinstance(value, str) else configs.to_hydra(value)
         about = self.comments.get(key, "")
         if (kind := {**KEYS, **PREDICT}.get(key)) and not kind.takes.startswith("UTF-8 text"):
-            one_of = kind.takes.removeprefix("one of ")
-            about += f" [{one_of}]" if one_of != kind.takes else f" [{kind.takes}; for example {kind.example}]"
+            about += f" [{kind.takes}; for example {kind.example}]"
         return entry(f"  {key}={default}", about, INDENT)
 
     def group(self, name: str) -> Iterator[str]:

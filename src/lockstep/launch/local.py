@@ -140,6 +140,7 @@ def job(name: str) -> Job:
 # are started.
 
 VARIABLE = "LOCKSTEP_JOB"  # the file of the hand-over: an environment string holds at most 128 KiB
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Handover:
     end_file: Path | None = None  # which a rank creates when it is done
 
 
-def spawn(script: Path, env: Mapping[str, str], handover: Handover, **options: Any) -> subprocess.Popen[bytes]:
+def spawn(script: Path, env: Mapping[str, str], handover: Handover, **options: Any) -> Process:
     """Runs `script` in a process that ends with this one, because its standard input is a pipe from this one.
 
     It reads the hand-over from a new file, which no other user can read, and removes the file.
@@ -251,7 +252,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     world, debug_rank = settings.world, process.debug_rank
     if trains or debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Process] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, reserve_port() as port:
         end_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
         try:
@@ -282,9 +283,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
 
-def wait(
-    processes: list[subprocess.Popen[bytes]], end_files: Sequence[Path] = (), checkpoints: Path | None = None
-) -> int:
+def wait(processes: list[Process], end_files: Sequence[Path] = (), checkpoints: Path | None = None) -> int:
     """Waits; 0 if all processes succeed, else the first nonzero exit code, after FAILING_S for the others to fail.
 
     After the first process, which writes the report, is done, the others have EXIT_S: they are no longer needed, and

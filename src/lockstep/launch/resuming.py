@@ -117,10 +117,8 @@ def for_training(draft: Draft, overrides: list[str]) -> Draft:
         UserError: there is nothing to continue, or the run folder is in use.
     """
     if draft.init_from and draft.resume not in (None, "auto"):
-        raise UserError(
-            f"resume={draft.resume} and init_from are mutually exclusive: continue a run, or start a new one from weights. "
-            "Pass resume=auto to start run=<name> from weights, or to continue it if it has already started."
-        )
+        reason = f"resume={draft.resume} and init_from are mutually exclusive"
+        raise UserError(f"{reason}. Pass resume=auto to start from weights, or to continue if the run has begun.")
     if draft.resume == "auto" and not draft.get("trainer.enable_checkpointing"):
         raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Remove one of them.")
     return resume_draft(draft, overrides) if draft.resume else draft
@@ -153,10 +151,8 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     if checkpoint is None:
         report = previous.report()
         if report.get("resumed_from") or report.get("status") == "done":
-            raise UserError(
-                f"{folder} has no checkpoint, but it is done or continued a different run, so resume=auto cannot train it from the "
-                "start. Restore its checkpoints, or rerun the first command with run=<new name>."
-            )
+            reason = f"{folder} has no checkpoint, but it is done or continued a different run"
+            raise UserError(f"{reason}. Restore its checkpoints, or rerun the first command with run=<new name>.")
         draft = draft.replace({"resume": None})
         if not previous.has_config():
             return draft

@@ -128,9 +128,7 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     with lock:  # before any file is changed
         if again and not cfg.resume and world.rank == 0:
             if checkpoint_if_any(folder.path):  # saved since this command checked, by a run that has ended meanwhile
-                raise UserError(
-                    f"{folder.path} was trained by a different command in the meantime. Rerun the command to continue it."
-                )
+                raise UserError(f"{folder.path} was trained by a different command in the meantime. Rerun the command.")
             folder.discard()  # the run died before its first checkpoint
         execute(job, settings, data)
     return Report(folder)

@@ -45,11 +45,9 @@ def numbering_problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
         job = RunFolder(folder / str(index))
         previous = [o for o in overrides_of(job.report()) or () if key_of(o) in varied]
         if job.has_config() and {*previous} != {*new}:
-            yield (
-                f"run={folder.name}: job {index} of this sweep ran with {shlex.join(previous)}, but would now run with "
-                f"{shlex.join(new)}. Set run=<new name>. To extend a sweep, add values only at the end of "
-                "its first list; leave the other lists unchanged."
-            )
+            change = f"ran with {shlex.join(previous)}, but would now run with {shlex.join(new)}"
+            advice = "Set run=<new name>. To extend a sweep, add values only at the end of its first list."
+            yield f"run={folder.name}: job {index} of this sweep {change}. {advice}"
             return
 
 

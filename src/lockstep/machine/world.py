@@ -194,9 +194,8 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
     # The variables of a launcher belong together: if one is unset, the remaining ones are an error.
     unset = {*invalid}.union(*(names for names in LAUNCHERS.values() if {*names} & {*invalid})) & env.keys()
     assignments = ", ".join(f"{name}={env[name]}" for name in invalid)
-    return [
-        f"{assignments} in the environment: {reason}. If they are left over from a different job, run unset {' '.join(sorted(unset))}, then rerun the command."
-    ]
+    advice = f"If they are left over from a different job, run unset {' '.join(sorted(unset))}, then rerun the command."
+    return [f"{assignments} in the environment: {reason}. {advice}"]
 
 
 # --- The processes and devices of a run. Free of torch ---
