@@ -139,10 +139,8 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
         if not multirun:  # the command of a multirun has been checked above
             checks.composed(job.name, overrides, search_path)  # raises a UserError if the command is wrong
         files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__)]
-        # The error is neither from a job nor from Lockstep's plugins.
-        if any(compose.key_of(o).startswith("hydra") for o in overrides) and not any(
-            file.is_relative_to(PACKAGE.parent) for file in files[1:]
-        ):
+        is_ours = any(file.is_relative_to(PACKAGE.parent) for file in files[1:])  # of a job or of Lockstep's plugins
+        if not is_ours and any(compose.key_of(o).startswith("hydra") for o in overrides):
             raise UserError(f"Hydra: {[*chain(e)][-1]}") from None
         raise
     code, result = outcome[0] if outcome else (0, None)

@@ -64,6 +64,10 @@ TRAINING = (  # keys without effect in an evaluation
     "augment", "loader.repeats", "optim", "schedule", "callbacks", "logger", "checkpoint.", "resume", "init_from", "experiment", "debug",
     "seed", "trainer.accumulate_grad_batches", "trainer.limit_train_batches",
 )  # fmt: skip
+NO_TRAINING: dict[str, Any] = {
+    "resume": None, "checkpoint.sharded": False, "callbacks": {}, "augment": {}, "trainer.accumulate_grad_batches": 1,
+    "trainer.limit_train_batches": 0,
+}  # fmt: skip
 
 
 def with_new_defaults(saved: Draft) -> Draft:
@@ -232,19 +236,9 @@ def for_evaluation(composed: Draft, overrides: list[str], job: str = "eval") -> 
     if idle := [o for o in rest if key_of(o).startswith((*TRAINING, *(("trainer.limit_",) if predicts else ())))]:
         raise UserError(f"{idle[0]} has no effect in {'a prediction' if predicts else 'an evaluation'}. Remove it.")
     run = str(saved.run if composed.run is None else composed.run)
-    result = merge_saved(saved, composed, [*rest, *MACHINE]).replace(
-        {
-            "run": run,
-            "runs_dir": composed.runs_dir if composed.run is not None else runs_dir_of(checkpoint.path, run),
-            "resume": None,
-            "init_from": str(checkpoint.path),
-            "checkpoint.sharded": False,
-            "callbacks": {},
-            "augment": {},
-            "trainer.accumulate_grad_batches": 1,
-            "trainer.limit_train_batches": 0,
-        }
-    )
+    runs_dir = composed.runs_dir if composed.run is not None else runs_dir_of(checkpoint.path, run)
+    place = {"run": run, "runs_dir": runs_dir, "init_from": str(checkpoint.path)}
+    result = merge_saved(saved, composed, [*rest, *MACHINE]).replace({**NO_TRAINING, **place})
     return restore_auto_values(result, saved)
 
 
