@@ -4,7 +4,6 @@ All problems that can be detected at the same time are reported together.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -195,7 +194,7 @@ def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> 
     Raises:
         UserError: all problems that can be detected this way: first those of single keys, then those between keys.
     """
-    settings = replace(Settings.of(values_of(draft)), random_keys=draft.random_keys)
+    settings = Settings.of(values_of(draft))
     raise_problems(rule_errors(settings, evaluating=evaluating, early=True, left_out=() if with_data else (data,)))
     return settings
 
@@ -250,4 +249,4 @@ def explain(error: BaseException, config_name: str, overrides: Sequence[str], al
 def resolve(overrides: Sequence[str]) -> RunConfig:
     """The config of `python train.py <overrides>`. Raises UserError with all its errors."""
     warn_of_replaced_choices(overrides)
-    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).with_run_identity()).cfg
+    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides)).with_run_identity().cfg

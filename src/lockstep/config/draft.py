@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lockstep.config.run_config import CLOSED, COMPONENTS, SEVERAL, Component, R
 from lockstep.config.schema import GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.targets import disallowed_targets, target_error
 from lockstep.config.validators import RUN_NAME, Validator
-from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.errors import UserError, raise_problems
 from lockstep.run import CONFIG_ADVICE, LOADER, RunFolder, explain_damage
 
 # --- Names of runs and sweeps ---
@@ -64,14 +64,17 @@ def name_of_job(model_and_data: str, env: Mapping[str, str] = os.environ) -> str
     return None
 
 
+def name_prefix(model: Component, data: Component) -> str:
+    """The start of a run's default name."""
+    name = re.sub(r"[^\w.+-]+", "-", f"{model.title}-{data.title}")
+    return name if RUN_NAME.fullmatch(name) else f"run{name}"
+
+
 @dataclass(frozen=True)
 class Draft:
     """A tree as Hydra composes it, with references between its keys. Immutable: `replace` returns a changed copy."""
 
     tree: DictConfig
-    random_keys: frozenset[str] = (
-        frozenset()
-    )  # keys with random values of this process; other processes would draw different ones
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> "Draft":
@@ -140,8 +143,7 @@ class Draft:
     def model_and_data(self) -> str:
         """The prefix of the run's default name."""
         model, data, task = (Component.of(self.group(name)) for name in ("model", "data", "task"))
-        name = re.sub(r"[^\w.+-]+", "-", f"{(model or task).title}-{data.title}")
-        return name if RUN_NAME.fullmatch(name) else f"run{name}"
+        return name_prefix(model or task, data)
 
     def group(self, name: str) -> dict[str, Any]:
         """The values of a group; empty if the group is invalid, which `values_of` reports."""
@@ -150,23 +152,6 @@ class Draft:
         except OmegaConfBaseException:
             return {}
         return node if isinstance(node, dict) else {}
-
-    def with_run_identity(self, experiment: str | None = None) -> "Draft":
-        """A copy with a run name, a seed and ids for the loggers; adds the experiment to the loggers' tags."""
-        drawn: dict[str, Any] = {}
-        if self.run is None:
-            drawn["run"] = f"{self.model_and_data}-{timestamp()}"
-        if self.get("seed") is None:
-            drawn["seed"] = secrets.randbelow(2**31)
-        for name, logger in ((name, node) for name, node in self.group("logger").items() if isinstance(node, dict)):
-            if "id" in logger and logger["id"] is None:
-                drawn[f"logger.{name}.id"] = secrets.token_hex(4)
-            if experiment and "auto" in (tags := logger.get("tags") or ()) and experiment not in tags:
-                drawn[f"logger.{name}.tags"] = [experiment, *tags]
-        trainer = self.group("trainer")
-        if trainer.get("max_steps") == -1 and trainer.get("max_epochs", 1) is None:
-            drawn["trainer.max_epochs"] = 1
-        return Draft(self.replace(drawn).tree, frozenset(drawn))
 
 
 # --- Structure: a tree has exactly the groups, classes and keys that the engine reads ---
@@ -181,34 +166,19 @@ def advice() -> dict[str, dict[str, str]]:
     return table
 
 
-def missing_keys(draft: Draft, group: str = "") -> Iterator[str]:
-    """Missing keys of a group that the engine reads; with group="", those outside of groups."""
-    for key, kind in KEYS.items():
-        parent, _, name = key.rpartition(".")
-        if parent == group and (group in ("", *CLOSED) or name in NEEDED.get(group, ())) and not draft.has(key):
-            yield f"{key} is missing from the config, and the engine needs it. For example, set {key}={kind.example}."
-
-
 def structure_problems(draft: Draft) -> Iterator[str]:
-    """Groups that are missing or have no keys, and classes and keys that are missing from groups."""
-    yield from missing_keys(draft)
+    """Groups that are missing or have no keys, and classes that are missing from groups."""
+    tree = raw_values(draft.tree)
     for group in (name for name in GROUPS if name not in RECIPES):
-        try:
-            node: Any = draft.tree.get(group)
-            node = OmegaConf.to_container(node) if isinstance(node, DictConfig) else node
-        except OmegaConfBaseException as e:  # a reference to a missing key
-            node = str(e).partition("\n")[0]
+        node = tree.get(group)
         yield from disallowed_targets(node, group)
         if not isinstance(node, Mapping):
-            problem = f"{group}={to_text(node)} is invalid" if draft.has(group) else f"{group} is missing"
+            problem = f"{group}={to_text(node)} is invalid" if group in tree else f"{group} is missing"
             yield f"{problem}: the engine needs the keys of this group. Choose an option with {group}=<name>, or set single keys with {group}.<key>=<value>."
-        elif group in CLOSED:
-            yield from missing_keys(draft, group)
         elif group in SEVERAL:
             yield from named_nodes(node, group)
-        elif node or group not in OPTIONAL:
+        elif group not in CLOSED and (node or group not in OPTIONAL):
             yield from target_error(node, group)
-            yield from missing_keys(draft, group)
             if group == "task" and "metrics" in node:
                 yield from named_nodes(node["metrics"], "task.metrics")
 
@@ -224,11 +194,11 @@ def named_nodes(nodes: Any, key: str) -> Iterator[str]:
 
 def unknown_keys(draft: Draft) -> Iterator[str]:
     """Keys added with `+key=value` that nothing reads."""
-    for group in ("", *CLOSED):
-        node: Any = draft.tree.get(group) if group else draft.tree
-        for key in (f"{group}.{name}".lstrip(".") for name in map(str, node if isinstance(node, DictConfig) else ())):
-            if key not in KEYS and (group or key not in GROUPS):
-                yield unknown_key(draft, key, "<value>")
+    tree = raw_values(draft.tree)
+    added = [str(key) for key in tree if key not in GROUPS]
+    added += [f"{group}.{name}" for group in CLOSED if isinstance(tree.get(group), dict) for name in tree[group]]
+    for key in (key for key in added if key not in KEYS):
+        yield unknown_key(draft, key, "<value>")
 
 
 def unknown_key(draft: Draft, key: str, value: str) -> str:
@@ -252,38 +222,41 @@ def unknown_key(draft: Draft, key: str, value: str) -> str:
 
 
 def nearest_key(key: str, neighbours: Iterable[str] = ()) -> str:
-    """The most similar key: a similar name in the same group, or the same name in a similar group; empty if there is none."""
+    """A key with a similar name in the same group, or with the same name in a similar group; empty if there is none."""
     group, _, name = key.rpartition(".")
     every = [each.rpartition(".") for each in dict.fromkeys((*neighbours, *KEYS, *GROUPS))]
-    similar = [
-        f"{parent}.{leaf}".lstrip(".")
-        for parent, _, leaf in every
-        if (parent == group and did_you_mean(name, [leaf]))
-        or (leaf == name and (not group or did_you_mean(group, [parent])))
-    ]
-    return max(similar, key=lambda each: SequenceMatcher(None, each, key).ratio(), default="")
+    if close := get_close_matches(name, [leaf for parent, _, leaf in every if parent == group], 1):
+        return f"{group}.{close[0]}".lstrip(".")
+    same = [f"{parent}.{leaf}" for parent, _, leaf in every if leaf == name]
+    return next(iter(get_close_matches(key, same, 1, cutoff=0.6 if group else 0)), "")
 
 
 # --- The values of a tree ---
 
 
 def value_errors(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, str]:
-    """The error of each of `keys` with an invalid value, except where the key that it refers to has the error.
+    """The error of each of `keys` that is missing or invalid, except where the key that it refers to has the error.
 
     Without `keys`: of all keys, except those that only a class outside of Lockstep reads, and keys that refer to them. Its signature
     decides.
     """
     errors: dict[str, str] = {}
-    references: dict[str, str] = {}
     for key in KEYS if keys is None else keys:
         node, (group, _, name) = draft.owner(key), key.rpartition(".")
         is_engines = group == "optim" and name in ENGINE[group]
-        is_read = draft.has(key) and (keys is not None or is_engines or is_shipped_node(node))
-        if is_read and (error := value_error(node, name, key, KEYS[key])):
-            references[key] = str(raw_values(node).get(name))[2:-1]
-            if references[key] not in KEYS or is_shipped_node(draft.owner(references[key])):
-                errors[key] = error
-    return {key: error for key, error in errors.items() if references[key] not in errors}
+        if draft.has(key):
+            is_read = keys is not None or is_engines or is_shipped_node(node)
+            errors[key] = (is_read and value_error(node, name, key, KEYS[key])) or ""
+        elif isinstance(node, DictConfig) and (group in ("", *CLOSED) or name in NEEDED.get(group, ())):
+            errors[key] = (
+                f"{key} is missing from the config, and the engine needs it. For example, set {key}={KEYS[key].example}."
+            )
+
+    def is_reported(key: str) -> bool:
+        reference = str(raw_values(draft.owner(key)).get(key.rpartition(".")[2]))[2:-1]
+        return reference not in KEYS or (is_shipped_node(draft.owner(reference)) and not errors.get(reference))
+
+    return {key: error for key, error in errors.items() if error and is_reported(key)}
 
 
 def raw_values(node: DictConfig) -> dict[Any, Any]:

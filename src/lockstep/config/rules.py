@@ -70,7 +70,7 @@ def devices(settings: Settings) -> Iterator[str]:
         yield f"strategy={world.strategy} runs in one process, but trainer.num_nodes={world.nodes} needs several. Set strategy=ddp, or trainer.num_nodes=1."
     if not world.external:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-        if world.nodes > 1 and not world.one_process and (missing or "run" in settings.random_keys):
+        if world.nodes > 1 and not world.one_process and (missing or cfg.run is None):
             yield (
                 f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
                 "environment of each node, and run=<name>. Run torchrun --nnodes=... train.py, or set trainer.num_nodes=1."
@@ -90,7 +90,7 @@ def devices(settings: Settings) -> Iterator[str]:
         yield f"strategy={world.strategy} runs in one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one process, or set strategy=ddp."
     if cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={text} contradicts {world.external}, which started {world.devices} processes on this node. Remove trainer.devices."
-    if "seed" in settings.random_keys and cfg.resume is None:
+    if cfg.seed is None and cfg.resume is None:
         yield f"seed=null would give each process that {world.external} started a different seed. Set seed=<number>."
     if cfg.trainer.num_nodes not in (1, world.nodes):
         yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Remove trainer.num_nodes."

@@ -6,12 +6,14 @@ those of torchrun, must agree (callbacks/summary.py).
 
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.draft import name_prefix, timestamp
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import has_base, operations, pretraining
 from lockstep.config.run_config import Loader, Request, RunConfig
@@ -55,7 +57,6 @@ class Settings:
     world: World
     request: Request | None = None  # of predict.py
     overrides: tuple[str, ...] | None = ()  # of the commands that started and resumed the run; None: unknown
-    random_keys: frozenset[str] = frozenset()  # see Draft
     built_groups: set[str] = field(default_factory=set, compare=False)  # groups whose objects this process has built
     # what the module was made for: `network` (num_classes, ...) and `metadata`. Checkpoints have it: predictions and exports need no data
     made_for: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
@@ -94,7 +95,7 @@ class Settings:
 
     @property
     def seed(self) -> int:
-        assert self.cfg.seed is not None  # set by Draft.with_run_identity
+        assert self.cfg.seed is not None  # set by with_run_identity
         return self.cfg.seed
 
     @property
@@ -224,6 +225,22 @@ class Settings:
                 yield f"{self.setting_text(key)} {reason.format(exact=self.setting_text('exact.logical_ranks'))}."
 
     # --- Values that are decided once per run ---
+
+    def with_run_identity(self, experiment: str | None = None) -> "Settings":
+        """A copy with a run name, a seed and ids for the loggers; adds the experiment to the loggers' tags."""
+        cfg, drawn = self.cfg, dict[str, Any]()
+        if cfg.run is None:
+            drawn["run"] = f"{name_prefix(cfg.model or cfg.task, cfg.data)}-{timestamp()}"
+        if cfg.seed is None:
+            drawn["seed"] = secrets.randbelow(2**31)
+        for name, logger in cfg.logger.items():
+            if "id" in logger and logger.get("id") is None:
+                drawn[f"logger.{name}.id"] = secrets.token_hex(4)
+            if experiment and "auto" in (tags := logger.get("tags") or ()) and experiment not in tags:
+                drawn[f"logger.{name}.tags"] = [experiment, *tags]
+        if cfg.trainer.max_steps == -1 and cfg.trainer.max_epochs is None:
+            drawn["trainer.max_epochs"] = 1
+        return self.replace(drawn)
 
     def with_auto_resolved(self, data: "DataSet | None", samples: int | None = None) -> "Settings":
         """A copy with a value for each `auto` that depends on the machine or on the number of training samples.
