@@ -350,11 +350,11 @@ def test_a_key_of_ones_own_class_may_mean_anything(overrides):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([*DATA, "loader.batch_size=9", "loader.persistent_workers=false", "strategy=ddp", "trainer.devices=2", "model=own", "model._target_=mine.Base",
+        ([*DATA, "loader.batch_size=9", "loader.persistent_workers=true", "strategy=ddp", "trainer.devices=2", "model=own", "model._target_=mine.Base",
           "+model.mode=x", "optim=mine", "+optim.metrics=3", "+optim.lr=high", "+callbacks.bell._target_=mine.Bell", "+callbacks.bell.name=x"],
          ["model.mode is not an argument of mine.Base", "optim.metrics is not an argument of mine.optimizer",
           "optim.lr=high is invalid; expected float | None", "callbacks.bell.name is not an argument",
-          "loader.persistent_workers=false has no effect without workers", "Set loader.batch_size=8 or 10"]),
+          "loader.persistent_workers=true has no effect without workers", "Set loader.batch_size=8 or 10"]),
         ([*DATA, "loader.batch_size=0"], ["loader.batch_size=0 is invalid"]),
         ([*DATA, "~loader.batch_size"], ["loader.batch_size is missing from the config, and the engine needs it"]),
         ([*DATA, "+data.batch_size=8"], ["data.batch_size=8 is a key of the loader. Set loader.batch_size=8, which"]),

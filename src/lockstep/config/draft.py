@@ -55,9 +55,7 @@ def name_of_job(model_and_data: str, env: Mapping[str, str] = os.environ) -> str
     """Under torchrun and SLURM, a name with the job's id, so all ranks and restarts agree without communicating."""
     if "TORCHELASTIC_RUN_ID" in env:
         if env["TORCHELASTIC_RUN_ID"] == "none":
-            raise UserError(
-                "torchrun without --rdzv-id or --standalone provides no id to name the run. Set run=<name>."
-            )
+            raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Set run=<name>.")
         return f"{model_and_data}-{env['TORCHELASTIC_RUN_ID']}"
     if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
         return f"{model_and_data}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
@@ -132,10 +130,6 @@ class Draft:
         return self.get("resume")
 
     @property
-    def init_from(self) -> str | None:
-        return self.get("init_from")
-
-    @property
     def folder(self) -> RunFolder:
         return RunFolder(Path(self.runs_dir) / str(self.run))
 
@@ -146,11 +140,8 @@ class Draft:
         return name_prefix(model or task, data)
 
     def group(self, name: str) -> dict[str, Any]:
-        """The values of a group; empty if the group is invalid, which `values_of` reports."""
-        try:
-            node = self.get(name)
-        except OmegaConfBaseException:
-            return {}
+        """The values of a group, with unresolved references; empty if the group is invalid, which `values_of` reports."""
+        node = raw_values(self.tree).get(name)
         return node if isinstance(node, dict) else {}
 
 
@@ -169,27 +160,21 @@ def advice() -> dict[str, dict[str, str]]:
 def structure_problems(draft: Draft) -> Iterator[str]:
     """Groups that are missing or have no keys, and classes that are missing from groups."""
     tree = raw_values(draft.tree)
-    for group in (name for name in GROUPS if name not in RECIPES):
+    groups = [group for group in GROUPS if group not in RECIPES]
+    if isinstance(tree.get("task"), dict) and "metrics" in tree["task"]:
+        tree["task.metrics"] = tree["task"]["metrics"]
+        groups.append("task.metrics")
+    for group in groups:
         node = tree.get(group)
         yield from disallowed_targets(node, group)
         if not isinstance(node, Mapping):
             problem = f"{group}={to_text(node)} is invalid" if group in tree else f"{group} is missing"
             yield f"{problem}: the engine needs the keys of this group. Choose an option with {group}=<name>, or set single keys with {group}.<key>=<value>."
-        elif group in SEVERAL:
-            yield from named_nodes(node, group)
+        elif group in (*SEVERAL, "task.metrics"):
+            for name, each in node.items():
+                yield from target_error(each, f"{group}.{name}")
         elif group not in CLOSED and (node or group not in OPTIONAL):
             yield from target_error(node, group)
-            if group == "task" and "metrics" in node:
-                yield from named_nodes(node["metrics"], "task.metrics")
-
-
-def named_nodes(nodes: Any, key: str) -> Iterator[str]:
-    """Problems with a group of named nodes, such as `callbacks`."""
-    if not isinstance(nodes, Mapping):
-        yield f"{key}={to_text(nodes)} is invalid; expected classes by name, for example {key}={{}}."
-        return
-    for name, node in nodes.items():
-        yield from target_error(node, f"{key}.{name}")
 
 
 def unknown_keys(draft: Draft) -> Iterator[str]:
@@ -209,9 +194,7 @@ def unknown_key(draft: Draft, key: str, value: str) -> str:
     if instead := keys.get(key) or (key not in KEYS and keys.get(leaf)):
         return f"{key} is not a key of this project. Pass {instead.format(value=value)}."
     if key in KEYS:
-        return (
-            f"{key} is not a key of the chosen {group}. Remove it, or choose a different {group} with {group}=<name>."
-        )
+        return f"{key} is not a key of the chosen {group}. Remove it, or choose another {group} with {group}=<name>."
     parent, owner = key.rpartition(".")[0], draft.owner(key)
     names = [str(name) for name in owner if name != leaf] if isinstance(owner, DictConfig) else []
     if similar := nearest_key(key, [f"{parent}.{name}".lstrip(".") for name in names]):
@@ -267,11 +250,8 @@ def raw_values(node: DictConfig) -> dict[Any, Any]:
 
 def is_shipped_node(node: Any) -> bool:
     """Whether a node has no class, or a class that comes with Lockstep. True also for a value that is not a node."""
-    return (
-        not isinstance(node, DictConfig)
-        or "_target_" not in list(node.keys())
-        or Component.of(raw_values(node)).is_shipped
-    )
+    values = raw_values(node) if isinstance(node, DictConfig) else {}
+    return "_target_" not in values or Component.of(values).is_shipped
 
 
 def value_error(node: DictConfig, name: str, key: str, kind: Validator) -> str | None:
@@ -300,4 +280,4 @@ def values_of(draft: Draft) -> RunConfig:
 
 def as_yaml(config: RunConfig) -> str:
     """The content of config.yaml."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.plain()))
+    return OmegaConf.to_yaml(OmegaConf.create(config.values))

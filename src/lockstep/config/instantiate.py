@@ -57,15 +57,12 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         return create if node.get("_partial_") else create()
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
-    except UserError:
-        raise
     except ValueError as e:
-        if re.match(r"(data|loader|model|optim|schedule|task)\.\w+=", str(e)):  # names a key
-            raise UserError(str(e)) from None
-        if not str(node["_target_"]).startswith(targets.TRUSTED):
+        names_a_key = re.match(r"(data|loader|model|optim|schedule|task)\.\w+=", str(e))
+        if isinstance(e, UserError) or not (names_a_key or str(node["_target_"]).startswith(targets.TRUSTED)):
             raise  # an error of the user's class, with its traceback
         separator = "." if str(e).partition("=")[0] in arguments else ": "  # a message may begin with the argument
-        raise UserError(f"{key}{separator}{e}") from None
+        raise UserError(str(e) if names_a_key else f"{key}{separator}{e}") from None
     except TypeError as e:
         # The class may have passed a key on, through **kwargs, to a callee without such a parameter; a shipped one may need a key there.
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(e))

@@ -7,7 +7,6 @@ import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from lockstep import PACKAGE
@@ -81,8 +80,6 @@ def qualified_name(target: Any) -> str:
 
 def is_allowed(target: Any, key: str) -> bool:
     """Whether a config may name `target` at `key`. Does not call `target`."""
-    while isinstance(target, partial):
-        target = target.func
     path, accepted = qualified_name(target), bases_of(key)
     # In a checkout, the project's packages include those of Lockstep.
     packages = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
@@ -131,10 +128,8 @@ def disallowed_targets(value: Any, key: str) -> Iterator[str]:
     for node_key, node in nodes(value, key):
         path = node["_target_"]
         if isinstance(path, str) and "." in path and not path.startswith(allowed):
-            yield (
-                f"{node_key}._target_={path} is not allowed in a config; allowed packages: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
-                "They include all packages and modules in src/. To allow another package, add it to [tool.lockstep] packages in your pyproject.toml."
-            )
+            packages = ", ".join(prefix.removesuffix(".") for prefix in allowed)
+            yield f"{node_key}._target_={path} is not allowed in a config; allowed packages: {packages}. Add yours to [tool.lockstep] packages in pyproject.toml."
 
 
 # --- Parameters of a class or function named by a config, with types, including those of base classes ---
@@ -172,9 +167,9 @@ def target_of(path: Any, key: str) -> Callable[..., Any]:
     except LookupError as e:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
     if not is_allowed(target, key):
+        accepted = " or ".join(bases_of(key))
         raise UserError(
-            f"{key}._target_={path} is not allowed here: {key} accepts a subclass of {' or '.join(bases_of(key))}, or a function "
-            "annotated to return one, from your own packages or from the library of that class."
+            f"{key}._target_={path} is not allowed here: {key} accepts a subclass of {accepted}, or a function annotated to return one."
         )
     return target
 

@@ -75,7 +75,7 @@ class Job:
         with process.seeded_and_restored(settings.seed):
             if (data := self.data(settings)) is not None:
                 data.keeps_whole = Augmentation(settings.operations).crops_from is not None
-                data.evaluates = settings.evaluates
+                data.evaluates = settings.cfg.trainer.limit_train_batches == 0
                 if rank_of() == 0 and (plan := data.storage_plan()):  # `prepare` may take long
                     print(plan, file=sys.stderr)
                 data.prepare()
@@ -266,7 +266,7 @@ def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> N
     if trains or debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
     request = asdict(settings.request) if settings.request else None
-    config, overrides = settings.cfg.plain(), settings.overrides
+    config, overrides = settings.cfg.values, settings.overrides
     job = Handover(config, overrides, request=request, debug_rank=debug_rank, from_notebook=process.in_notebook())
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, reserve_port() as port:

@@ -115,7 +115,7 @@ def for_training(draft: Draft, overrides: list[str]) -> Draft:
     Raises:
         UserError: there is nothing to continue, or the run folder is in use.
     """
-    if draft.init_from and draft.resume not in (None, "auto"):
+    if draft.get("init_from") and draft.resume not in (None, "auto"):
         raise UserError(
             f"resume={draft.resume} and init_from are mutually exclusive: continue a run, or start a new one from weights. "
             "Pass resume=auto to start run=<name> from weights, or to continue it if it has already started."
@@ -182,7 +182,7 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
             "run": str(draft.run or previous_name),
             "runs_dir": draft.runs_dir,
             "resume": str(checkpoint.path),
-            "init_from": saved.init_from,  # for the record
+            "init_from": saved.get("init_from"),  # for the record
         }
     )
     result = drop_ineffective_keys(result, new_overrides)
@@ -315,6 +315,6 @@ def finished_run(settings: Settings, samples: int | None) -> RunFolder | None:
         return folder
     saved = plain(with_new_defaults(Draft.of_run(folder)).tree)
     # A config without a loader does not use the saved loader keys.
-    new, old = dotted(cfg.plain()), dotted(saved if cfg.loader else saved | {"loader": {}})
+    new, old = dotted(cfg.values), dotted(saved if cfg.loader else saved | {"loader": {}})
     changed = (key for key in {**new, **old} if new.get(key) != old.get(key))
     return folder if all(key.startswith(PLACE) for key in changed) else None
