@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,7 @@ def has_base(component: Component, key: str, base: str) -> bool:
 def data_set_problems(data: Component) -> Iterator[str]:
     """Problems with a data set: its class, its keys, and the class's own checks."""
     yield from problems(data.node, "data")
-    with suppress(UserError):  # there is no such class
+    if not list(target_problems({"_target_": data.target}, "data")):
         yield from getattr(targets.target_of(data.target, "data"), "problems", lambda _: ())(data.kwargs)
 
 

@@ -226,9 +226,9 @@ def optimizer(settings: Settings) -> Iterator[str]:
         yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."
     if optim.get("no_decay") is True and "weight_decay" in optim and not optim.get("weight_decay"):
         yield "optim.no_decay=true has no effect with optim.weight_decay=0. Remove it, or set optim.weight_decay=0.05."
-    if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
-        algorithm = trainer.gradient_clip_algorithm
-        yield f"trainer.gradient_clip_algorithm={algorithm} has no effect without trainer.gradient_clip_val. Set trainer.gradient_clip_val=1.0 as well."
+    if trainer.gradient_clip_val is None:
+        reason = "has no effect without trainer.gradient_clip_val. Set trainer.gradient_clip_val=1.0 as well"
+        yield from settings.conflicts({"trainer.gradient_clip_algorithm": reason})
 
 
 def monitored(settings: Settings) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -234,10 +233,13 @@ def type_problem(parameter: inspect.Parameter, key: str, value: Any) -> Iterator
         return
     from pydantic import TypeAdapter, ValidationError  # takes 0.1 s, which would delay --help
 
-    try:  # as JSON: a list is a tuple and text is a path, but text of digits is no number
-        TypeAdapter(annotation, config={"arbitrary_types_allowed": True}).validate_json(json.dumps(value), strict=True)
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+    error = f"{key}={to_text(value)} is invalid; expected {name}."
+    try:
+        parsed = TypeAdapter(annotation, config={"arbitrary_types_allowed": True}).validate_python(value)
+        if isinstance(value, str | bool) and isinstance(parsed, int | float) and type(parsed) is not type(value):
+            yield error
     except ValidationError:
-        name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
-        yield f"{key}={to_text(value)} is invalid; expected {name}."
+        yield error
     except Exception:  # pydantic does not support the annotation, or the annotated type has its own pydantic config
         return

@@ -61,10 +61,8 @@ def numbers(element: Validator, example: str, count: int | None = None, *, risin
         is_valid = isinstance(v, list) and count in (None, len(v)) and all(map(element.accepts, v))
         return is_valid and (not rising or v == sorted(set(v)))
 
-    takes = element.takes.removeprefix("a number ")
-    return Validator(
-        accepts, f"a list of {'increasing ' if rising else ''}{count or ''} numbers {takes}".replace("  ", " "), example
-    )
+    kind = "increasing numbers" if rising else f"{count} numbers" if count else "numbers"
+    return Validator(accepts, f"a list of {kind} {element.takes.removeprefix('a number ')}", example)
 
 
 def one_of(*values: Any, example: Any = None) -> Validator:

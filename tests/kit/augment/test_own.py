@@ -80,7 +80,7 @@ MODULE = "task=lightning_module task._target_=mywork.loaders.Module"
     ("augment=mine augment.posterize.fewest=abc", "augment.posterize.fewest=abc is invalid"),
     ("augment=mine +augment.affine.sheer=1", "augment.affine.sheer is not an argument"),
     ("augment=mine augment.affine.degrees=[-5]", "augment.affine: "),
-    ("augment=mine augment.posterize._target_=mywork.transforms.Posterise", "mywork.transforms has no Posterise"),
+    ("augment=mine augment.posterize._target_=mywork.transforms.Posterise", "No module named 'mywork.transforms.Posterise'"),
     ("+augment.x._target_=mywork.loaders.drawn +augment.x._partial_=true", ""),
     ("+augment.x._target_=torch.nn.Linear +augment.x.in_features=1 +augment.x.out_features=1", "is not allowed here: augment.x accepts a subclass of"),
     ("+augment.x._target_=timm.data.dataset.ImageDataset +augment.x.root=x", "is not allowed here: augment.x accepts a subclass of"),
