@@ -13,6 +13,7 @@ import lockstep
 from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft, values_of
 from lockstep.config.run_config import RunConfig
+from lockstep.config.settings import Settings
 from lockstep.machine.files import write_json
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def options(mnist: Path, cache: Path) -> list[str]:
 
 def config_of(*overrides: str) -> RunConfig:
     """Of a command line that is not checked, because it is for another machine."""
-    return values_of(Draft(compose_config("train", overrides)).with_run_identity())
+    return Settings.of(values_of(Draft(compose_config("train", overrides)))).with_run_identity().cfg
 
 
 @pytest.fixture

@@ -192,16 +192,16 @@ strategy=single trainer.devices=4 trainer.num_nodes=0 +foo=1
     trainer.num_nodes=0 is invalid
     foo is not a key
 strategy=dp trainer.devices=2 trainer.sync_batchnorm=true compile=true
-    strategy=dp splits batches ... strategy=ddp
+    strategy=dp uses one process ... strategy=ddp
     trainer.sync_batchnorm=true has no effect under strategy=dp
     compile=true has no effect under strategy=dp
 strategy=ddp trainer.devices=2 loader.batch_size=63 trainer.precision=16-mixed checkpoint.sharded=true tf32=true
     loader.batch_size=63 ... into 2 equal micro-batches. Set loader.batch_size=62 or 64
     trainer.precision=16-mixed is not supported on a CPU ... bf16-mixed
-    checkpoint.sharded=true has no effect under strategy=ddp ... strategy=fsdp
-    tf32=true has no effect on cpu ... NVIDIA
+    checkpoint.sharded=true has no effect under strategy=ddp ... checkpoint.sharded=false
+    tf32=true has no effect ... on cpu ... tf32=false
 strategy=ddp strategy.comm_hook=fp16 loader.on_device=true loader.prefetch_factor=4
-    strategy.comm_hook=fp16 has no effect without GPUs
+    strategy.comm_hook=fp16 has no effect ... on cpu ... strategy.comm_hook=null
     loader.on_device=true has no effect on a CPU ... loader.on_device=auto
     loader.prefetch_factor=4 has no effect without workers ... loader.num_workers=2
 strategy=ddp trainer.num_nodes=2
@@ -218,10 +218,8 @@ trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 loader.repeats=5
     trainer.limit_train_batches=5 ... a multiple of 3 ... trainer.limit_train_batches=3
 trainer.accumulate_grad_batches=auto
     trainer.accumulate_grad_batches=auto is invalid ... 2
-trainer.devices=[5] trainer.min_epochs=5 trainer.max_epochs=2 trainer.min_steps=5 trainer.max_steps=2
-    trainer.devices=[5] ... a CPU has none
-    trainer.min_epochs=5 is more than the run's 2
-    trainer.min_steps=5 is more than trainer.max_steps=2
+trainer.devices=[5]
+    trainer.devices=[5] ... can use 0, numbered from 0
 trainer.enable_checkpointing=false checkpoint.background=false checkpoint.monitor=val/loss
     would keep the worst ... checkpoint.mode=min
     checkpoint.background=false has no effect with trainer.enable_checkpointing=false

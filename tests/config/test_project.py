@@ -54,9 +54,9 @@ def test_the_template_where_there_is_no_project(tmp_path, monkeypatch):
 
 def test_a_mistake_in_the_table_is_said(tmp_path):
     for text, said in (
-        ("[tool.lockstep]\npackage = []", "tool.lockstep has no key package; its only key is packages"),
-        ("[tool.lockstep]\npackages = 'monai'", "must be a list of package names"),
-        ("[tool.lockstep]\npackages = ['src/monai']", "must be a list of package names"),
+        ("[tool.lockstep]\npackage = []", "the only key of tool.lockstep is packages"),
+        ("[tool.lockstep]\npackages = 'monai'", "packages, a list of package names"),
+        ("[tool.lockstep]\npackages = ['src/monai']", "packages, a list of package names"),
         ("[tool.lockstep\n", "pyproject.toml: "),
     ):
         (tmp_path / "pyproject.toml").write_text(text)

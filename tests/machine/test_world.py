@@ -135,8 +135,9 @@ def test_torchrun_and_slurm_say_themselves_who_takes_part(env, expected):
 
 def test_runs_of_one_second_have_different_names():
     assert len({timestamp() for _ in range(20)}) == 20
-    assert draft("run=mine").with_run_identity().run == "mine"
-    assert draft().with_run_identity().run != draft().with_run_identity().run
+    settings = check(draft(CPU))
+    assert settings.with_run_identity().cfg.run != settings.with_run_identity().cfg.run
+    assert check(draft("run=mine", CPU)).with_run_identity().cfg.run == "mine"
 
 
 def test_all_ranks_of_a_cluster_job_find_the_same_name():

@@ -572,10 +572,6 @@ class WithoutOptimizer(Small):
         return None
 
 
-class Elsewhere(type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})):
-    """As if `pytorch_lightning` were installed."""
-
-
 class Shapeless(Small):
     """Lazy layers, a mean of each epoch, and loaders with positional arguments."""
 

@@ -91,8 +91,7 @@ def train(project, mnist, cache):
     ("Small task.monitor=valid_loss", ["checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Set task.monitor=null."]),
     ("Small trainer.sync_batchnorm=true", ["trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"]),
     ("Manual trainer.accumulate_grad_batches=2", ["Automatic gradient accumulation is not supported for manual optimization"]),
-    ("Data", ["task._target_=odd.Data is not allowed here: task accepts a subclass of LightningModule"]),
-    ("Elsewhere", ["task._target_=odd.Elsewhere is a class of the package pytorch_lightning. Lockstep supports the package lightning"]),
+    ("Data", ["task._target_=odd.Data is not allowed here: task accepts a subclass of lightning.pytorch.core.module.LightningModule"]),
     ("Small task._target_=???", ["task._target_ is missing. Set it to a class"]),
 ])  # fmt: skip
 def test_what_would_be_ignored_is_refused_and_nothing_is_left(train, typed, told):

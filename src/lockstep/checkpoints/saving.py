@@ -322,7 +322,7 @@ class Position(Callback):
         self.constructed = constructed(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["config"], checkpoint["constructed"] = self.config.plain(), self.constructed
+        checkpoint["config"], checkpoint["constructed"] = self.config.values, self.constructed
         checkpoint |= self.made_for
         checkpoint["global_step"] = steps_done(trainer)  # Lightning counts every optimizer's, and loads `loops`
         # exact.logical_ranks may change the config's value
@@ -355,7 +355,7 @@ class Position(Callback):
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             batches[scope] = {key: count * current // saved for key, count in batches[scope].items()}
-        old, new = dotted(checkpoint["config"]), dotted(self.config.plain())
+        old, new = dotted(checkpoint["config"]), dotted(self.config.values)
         keys = [key for key in {**old, **new} if key.startswith(CONSTRUCTED_FROM)]
         adopt_changes(trainer, checkpoint, config_changed=any(old.get(key) != new.get(key) for key in keys))
         raise_problems(f"resume: {error}" for error in changed_frozen(pl_module, checkpoint.get("frozen", {})))

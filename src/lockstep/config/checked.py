@@ -38,7 +38,7 @@ FORM = {"line", "config", "sources", "versions", "data"}
 
 
 def relevant(config: RunConfig) -> dict[str, Any]:
-    every = dotted(config.plain()).items()
+    every = dotted(config.values).items()
     return json.loads(to_json({k: v for k, v in every if v is not None and not k.startswith(IRRELEVANT)}))
 
 

@@ -4,8 +4,6 @@ All problems that can be detected at the same time are reported together.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -41,20 +39,14 @@ def components_of(config: RunConfig, group: str) -> Mapping[str, Component]:
     return {group: value} if group in COMPONENTS else {f"{group}.{name}": each for name, each in value.items()}
 
 
-def components(cfg: RunConfig) -> dict[str, Component]:
-    """All components except `data` and `augment`, by config key."""
-    groups = [*COMPONENTS, "callbacks", "logger"]
-    every = {
-        key: each for group in groups if group != "data" for key, each in components_of(cfg, group).items() if each
-    }
-    return every | {f"task.metrics.{name}": each for name, each in cfg.task.parts("metrics").items()}
-
-
 def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
     """Keys that a class does not accept, or whose values have the wrong type. Excludes `data`."""
     from lockstep.compat import others  # noqa: F401  # must precede the import of Lightning
 
-    for key, component in components(settings.cfg).items():
+    metrics = {f"task.metrics.{name}": each for name, each in settings.cfg.task.parts("metrics").items()}
+    groups = ("task", "model", "strategy", "optim", "schedule", "callbacks", "logger")
+    every = [item for group in groups for item in components_of(settings.cfg, group).items() if item[1]]
+    for key, component in [*every, *metrics.items()]:
         if shipped or not component.is_shipped:
             yield from problems(rules.optimizer_node(settings) if key == "optim" else component.node, key)
 
@@ -64,34 +56,31 @@ def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
 
 def data(settings: Settings) -> Iterator[str]:
     """Keys of `data` that its class does not accept."""
-    component, is_datamodule = settings.cfg.data, settings.own_loaders
-    if not is_datamodule:
-        of_loader = [key for key in component.kwargs if f"loader.{key}" in KEYS]
-        for setting in (f"{key}={to_text(component.kwargs[key])}" for key in of_loader):
-            yield f"data.{setting} is a key of the loader. Set loader.{setting}, which is also passed to a class with this argument."
-        component = component.without(*of_loader)
-    yield from problems(component.node, "data") if is_datamodule else data_set_problems(component)
+    component = settings.cfg.data
+    if settings.own_loaders:
+        yield from problems(component.node, "data")
+        yield from ignored_keys(settings)
+        return
+    for key in (key for key in component.kwargs if f"loader.{key}" in KEYS):
+        setting = f"{key}={to_text(component.kwargs[key])}"
+        yield f"data.{setting} is a key of the loader. Set loader.{setting}, which is also passed to a class with this argument."
+        component = component.without(key)
+    yield from data_set_problems(component)
 
 
-def own_loaders(settings: Settings) -> Iterator[str]:
+def ignored_keys(settings: Settings) -> Iterator[str]:
     """Keys and groups that have no effect with a LightningDataModule."""
     component = settings.cfg.data
-    if not settings.own_loaders:
-        return
     if settings.request and settings.request.part is None:
         yield f"input={settings.request.input}: {component.target} is a LightningDataModule, which reads no files. Set input=test, or add a predict_dataloader and set input=predict."
         return
-    for key, value in changed_loader_keys(settings.cfg).items():
+    defaults = compose_config("train", []).loader
+    loader = vars(settings.cfg.loader) if settings.cfg.loader else {}
+    for key, value in ((key, value) for key, value in loader.items() if value != defaults[key]):
         argument = f"{'' if key in component else '+'}data.{key}={to_text(value)}"
         yield f"loader.{key}={to_text(value)} has no effect: {component.target} creates its own batches. Remove it; if the class has this argument, pass {argument}."
     if settings.operations:
         yield f"augment.{next(iter(settings.operations))} has no effect: {component.target} creates its own batches. Set augment=none."
-
-
-def changed_loader_keys(cfg: RunConfig) -> dict[str, Any]:
-    """The keys of `loader` that differ from their defaults because a command or a recipe set them."""
-    defaults = compose_config("train", []).loader
-    return {key: value for key, value in vars(cfg.loader).items() if value != defaults[key]} if cfg.loader else {}
 
 
 def task(settings: Settings) -> Iterator[str]:
@@ -112,7 +101,7 @@ def task(settings: Settings) -> Iterator[str]:
         yield f"task.metrics has no effect: the constructor of {title} takes no `metrics`."
     if settings.spec.is_sharded and not cfg.optim:
         reason = f"needs an optimizer from the group optim with strategy={cfg.strategy.name}, but {title} creates its own. Set strategy=ddp"
-        yield from settings.exact_conflicts({"exact.logical_ranks": (None, reason)})
+        yield from settings.conflicts({"exact.logical_ranks": reason})
 
 
 def replacing_groups(settings: Settings) -> Iterator[str]:
@@ -154,10 +143,12 @@ def step_problems(settings: Settings, samples: int, test_batches: int) -> Iterat
     warmup = settings.cfg.schedule.get("warmup_steps")
     if isinstance(warmup, int) and warmup >= total:
         yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Set a smaller number."
-    if trainer.min_epochs and trainer.min_epochs * (batches // trainer.accumulate_grad_batches) > total:
-        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Set a smaller number."
-    if trainer.min_steps and trainer.min_steps > total:
-        yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Set a smaller number, or trainer.max_epochs=<more>."
+    least = {
+        "min_epochs": (trainer.min_epochs or 0) * (batches // trainer.accumulate_grad_batches),
+        "min_steps": trainer.min_steps or 0,
+    }
+    for key in (key for key, steps in least.items() if steps > total):
+        yield f"trainer.{key}={getattr(trainer, key)} is more than the run's {total:g} steps allow. Set a smaller number, or a larger trainer.max_epochs or trainer.max_steps."
     if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
         yield f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch. Set a smaller number, or trainer.check_val_every_n_epoch=null to count batches across epochs."
 
@@ -171,7 +162,6 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
     rules.devices: (),
     rules.strategy: (),
     data: ("data",),
-    own_loaders: ("data", "augment"),
     rules.loading: ("data", "augment"),
     replacing_groups: (),
     task: ("task",),
@@ -179,7 +169,6 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
 }
 TRAINING: dict[Rule, tuple[str, ...]] = EVALUATION | {
     rules.exact_training: (),
-    rules.augmentation: ("augment",),
     rules.division: ("data", "augment"),
     rules.accumulation: (),
     rules.optimizer: ("optim",),
@@ -195,7 +184,7 @@ def check(draft: Draft, *, evaluating: bool = False, with_data: bool = True) -> 
     Raises:
         UserError: all problems that can be detected this way: first those of single keys, then those between keys.
     """
-    settings = replace(Settings.of(values_of(draft)), random_keys=draft.random_keys)
+    settings = Settings.of(values_of(draft))
     raise_problems(rule_errors(settings, evaluating=evaluating, early=True, left_out=() if with_data else (data,)))
     return settings
 
@@ -250,4 +239,4 @@ def explain(error: BaseException, config_name: str, overrides: Sequence[str], al
 def resolve(overrides: Sequence[str]) -> RunConfig:
     """The config of `python train.py <overrides>`. Raises UserError with all its errors."""
     warn_of_replaced_choices(overrides)
-    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides).with_run_identity()).cfg
+    return check(without_replaced_defaults(Draft(composed("train", overrides)), overrides)).with_run_identity().cfg

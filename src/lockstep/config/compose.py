@@ -31,11 +31,10 @@ def dotted(tree: Any, key: str = "") -> dict[str, Any]:
     """Flattens nested dicts to dotted keys, each prefixed with `key`. A list counts as a value."""
     if not isinstance(tree, dict):
         return {key: tree}
-    return {
-        name: value
-        for part, node in tree.items()
-        for name, value in dotted(node, f"{key}.{part}" if key else str(part)).items()
-    }
+    found: dict[str, Any] = {}
+    for part, node in tree.items():
+        found |= dotted(node, f"{key}.{part}" if key else str(part))
+    return found
 
 
 # --- Values and overrides in Hydra's syntax ---
@@ -121,15 +120,13 @@ def without_replaced_defaults(draft: Draft, overrides: Sequence[str]) -> Draft:
 
     Groups that a command or a recipe chooses stay, and are rejected later.
     """
-    task = draft.tree.get("task")
-    names = task.get("replaces", ()) if isinstance(task, DictConfig) else ()
-    groups = [group for group in names if isinstance(draft.tree.get(group), DictConfig) and draft.tree[group]]
+    groups = [group for group in draft.group("task").get("replaces", ()) if draft.group(group)]
     if not groups:
         return draft
-    values: Any = OmegaConf.to_container(draft.tree)
-    defaults: Any = OmegaConf.to_container(compose_config("train", []))
-    overridden = [key_of(override).partition(".")[0] for override in overrides]
-    return draft.replace({g: {} for g in groups if g not in overridden and values[g].items() <= defaults[g].items()})
+    defaults = Draft(compose_config("train", []))
+    chosen = [key_of(override).partition(".")[0] for override in overrides]
+    unchanged = [group for group in groups if draft.group(group).items() <= defaults.group(group).items()]
+    return draft.replace({group: {} for group in unchanged if group not in chosen})
 
 
 def key_of(override: str) -> str:
@@ -203,12 +200,10 @@ def compose_each(config_name: str, overrides: Sequence[str], always: Sequence[st
     for override in overrides:
         try:
             variants = expand_sweep(override)[:MAX_COMPOSED]
-            if not is_group(override):
-                values += variants
-                continue
-            for variant in variants:
+            for variant in variants if is_group(override) else ():
                 compose_config(config_name, [*always, *groups, variant])
                 groups.append(variant)
+            values += () if is_group(override) else variants
         except CONFIG_ERRORS as e:
             problems.append(message(e, override))
     draft = Draft(compose_config(config_name, [*always, *groups]))

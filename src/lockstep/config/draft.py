@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lockstep.config.run_config import CLOSED, COMPONENTS, SEVERAL, Component, R
 from lockstep.config.schema import GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES
 from lockstep.config.targets import disallowed_targets, target_error
 from lockstep.config.validators import RUN_NAME, Validator
-from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.errors import UserError, raise_problems
 from lockstep.run import CONFIG_ADVICE, LOADER, RunFolder, explain_damage
 
 # --- Names of runs and sweeps ---
@@ -55,13 +55,17 @@ def name_of_job(model_and_data: str, env: Mapping[str, str] = os.environ) -> str
     """Under torchrun and SLURM, a name with the job's id, so all ranks and restarts agree without communicating."""
     if "TORCHELASTIC_RUN_ID" in env:
         if env["TORCHELASTIC_RUN_ID"] == "none":
-            raise UserError(
-                "torchrun without --rdzv-id or --standalone provides no id to name the run. Set run=<name>."
-            )
+            raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Set run=<name>.")
         return f"{model_and_data}-{env['TORCHELASTIC_RUN_ID']}"
     if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
         return f"{model_and_data}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
     return None
+
+
+def name_prefix(model: Component, data: Component) -> str:
+    """The start of a run's default name."""
+    name = re.sub(r"[^\w.+-]+", "-", f"{model.title}-{data.title}")
+    return name if RUN_NAME.fullmatch(name) else f"run{name}"
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,6 @@ class Draft:
     """A tree as Hydra composes it, with references between its keys. Immutable: `replace` returns a changed copy."""
 
     tree: DictConfig
-    random_keys: frozenset[str] = (
-        frozenset()
-    )  # keys with random values of this process; other processes would draw different ones
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> "Draft":
@@ -129,10 +130,6 @@ class Draft:
         return self.get("resume")
 
     @property
-    def init_from(self) -> str | None:
-        return self.get("init_from")
-
-    @property
     def folder(self) -> RunFolder:
         return RunFolder(Path(self.runs_dir) / str(self.run))
 
@@ -140,33 +137,12 @@ class Draft:
     def model_and_data(self) -> str:
         """The prefix of the run's default name."""
         model, data, task = (Component.of(self.group(name)) for name in ("model", "data", "task"))
-        name = re.sub(r"[^\w.+-]+", "-", f"{(model or task).title}-{data.title}")
-        return name if RUN_NAME.fullmatch(name) else f"run{name}"
+        return name_prefix(model or task, data)
 
     def group(self, name: str) -> dict[str, Any]:
-        """The values of a group; empty if the group is invalid, which `values_of` reports."""
-        try:
-            node = self.get(name)
-        except OmegaConfBaseException:
-            return {}
+        """The values of a group, with unresolved references; empty if the group is invalid, which `values_of` reports."""
+        node = raw_values(self.tree).get(name)
         return node if isinstance(node, dict) else {}
-
-    def with_run_identity(self, experiment: str | None = None) -> "Draft":
-        """A copy with a run name, a seed and ids for the loggers; adds the experiment to the loggers' tags."""
-        drawn: dict[str, Any] = {}
-        if self.run is None:
-            drawn["run"] = f"{self.model_and_data}-{timestamp()}"
-        if self.get("seed") is None:
-            drawn["seed"] = secrets.randbelow(2**31)
-        for name, logger in ((name, node) for name, node in self.group("logger").items() if isinstance(node, dict)):
-            if "id" in logger and logger["id"] is None:
-                drawn[f"logger.{name}.id"] = secrets.token_hex(4)
-            if experiment and "auto" in (tags := logger.get("tags") or ()) and experiment not in tags:
-                drawn[f"logger.{name}.tags"] = [experiment, *tags]
-        trainer = self.group("trainer")
-        if trainer.get("max_steps") == -1 and trainer.get("max_epochs", 1) is None:
-            drawn["trainer.max_epochs"] = 1
-        return Draft(self.replace(drawn).tree, frozenset(drawn))
 
 
 # --- Structure: a tree has exactly the groups, classes and keys that the engine reads ---
@@ -181,54 +157,33 @@ def advice() -> dict[str, dict[str, str]]:
     return table
 
 
-def missing_keys(draft: Draft, group: str = "") -> Iterator[str]:
-    """Missing keys of a group that the engine reads; with group="", those outside of groups."""
-    for key, kind in KEYS.items():
-        parent, _, name = key.rpartition(".")
-        if parent == group and (group in ("", *CLOSED) or name in NEEDED.get(group, ())) and not draft.has(key):
-            yield f"{key} is missing from the config, and the engine needs it. For example, set {key}={kind.example}."
-
-
 def structure_problems(draft: Draft) -> Iterator[str]:
-    """Groups that are missing or have no keys, and classes and keys that are missing from groups."""
-    yield from missing_keys(draft)
-    for group in (name for name in GROUPS if name not in RECIPES):
-        try:
-            node: Any = draft.tree.get(group)
-            node = OmegaConf.to_container(node) if isinstance(node, DictConfig) else node
-        except OmegaConfBaseException as e:  # a reference to a missing key
-            node = str(e).partition("\n")[0]
+    """Groups that are missing or have no keys, and classes that are missing from groups."""
+    tree = raw_values(draft.tree)
+    groups = [group for group in GROUPS if group not in RECIPES]
+    if isinstance(tree.get("task"), dict) and "metrics" in tree["task"]:
+        tree["task.metrics"] = tree["task"]["metrics"]
+        groups.append("task.metrics")
+    for group in groups:
+        node = tree.get(group)
         yield from disallowed_targets(node, group)
         if not isinstance(node, Mapping):
-            problem = f"{group}={to_text(node)} is invalid" if draft.has(group) else f"{group} is missing"
+            problem = f"{group}={to_text(node)} is invalid" if group in tree else f"{group} is missing"
             yield f"{problem}: the engine needs the keys of this group. Choose an option with {group}=<name>, or set single keys with {group}.<key>=<value>."
-        elif group in CLOSED:
-            yield from missing_keys(draft, group)
-        elif group in SEVERAL:
-            yield from named_nodes(node, group)
-        elif node or group not in OPTIONAL:
+        elif group in (*SEVERAL, "task.metrics"):
+            for name, each in node.items():
+                yield from target_error(each, f"{group}.{name}")
+        elif group not in CLOSED and (node or group not in OPTIONAL):
             yield from target_error(node, group)
-            yield from missing_keys(draft, group)
-            if group == "task" and "metrics" in node:
-                yield from named_nodes(node["metrics"], "task.metrics")
-
-
-def named_nodes(nodes: Any, key: str) -> Iterator[str]:
-    """Problems with a group of named nodes, such as `callbacks`."""
-    if not isinstance(nodes, Mapping):
-        yield f"{key}={to_text(nodes)} is invalid; expected classes by name, for example {key}={{}}."
-        return
-    for name, node in nodes.items():
-        yield from target_error(node, f"{key}.{name}")
 
 
 def unknown_keys(draft: Draft) -> Iterator[str]:
     """Keys added with `+key=value` that nothing reads."""
-    for group in ("", *CLOSED):
-        node: Any = draft.tree.get(group) if group else draft.tree
-        for key in (f"{group}.{name}".lstrip(".") for name in map(str, node if isinstance(node, DictConfig) else ())):
-            if key not in KEYS and (group or key not in GROUPS):
-                yield unknown_key(draft, key, "<value>")
+    tree = raw_values(draft.tree)
+    added = [str(key) for key in tree if key not in GROUPS]
+    added += [f"{group}.{name}" for group in CLOSED if isinstance(tree.get(group), dict) for name in tree[group]]
+    for key in (key for key in added if key not in KEYS):
+        yield unknown_key(draft, key, "<value>")
 
 
 def unknown_key(draft: Draft, key: str, value: str) -> str:
@@ -239,9 +194,7 @@ def unknown_key(draft: Draft, key: str, value: str) -> str:
     if instead := keys.get(key) or (key not in KEYS and keys.get(leaf)):
         return f"{key} is not a key of this project. Pass {instead.format(value=value)}."
     if key in KEYS:
-        return (
-            f"{key} is not a key of the chosen {group}. Remove it, or choose a different {group} with {group}=<name>."
-        )
+        return f"{key} is not a key of the chosen {group}. Remove it, or choose another {group} with {group}=<name>."
     parent, owner = key.rpartition(".")[0], draft.owner(key)
     names = [str(name) for name in owner if name != leaf] if isinstance(owner, DictConfig) else []
     if similar := nearest_key(key, [f"{parent}.{name}".lstrip(".") for name in names]):
@@ -252,38 +205,41 @@ def unknown_key(draft: Draft, key: str, value: str) -> str:
 
 
 def nearest_key(key: str, neighbours: Iterable[str] = ()) -> str:
-    """The most similar key: a similar name in the same group, or the same name in a similar group; empty if there is none."""
+    """A key with a similar name in the same group, or with the same name in a similar group; empty if there is none."""
     group, _, name = key.rpartition(".")
     every = [each.rpartition(".") for each in dict.fromkeys((*neighbours, *KEYS, *GROUPS))]
-    similar = [
-        f"{parent}.{leaf}".lstrip(".")
-        for parent, _, leaf in every
-        if (parent == group and did_you_mean(name, [leaf]))
-        or (leaf == name and (not group or did_you_mean(group, [parent])))
-    ]
-    return max(similar, key=lambda each: SequenceMatcher(None, each, key).ratio(), default="")
+    if close := get_close_matches(name, [leaf for parent, _, leaf in every if parent == group], 1):
+        return f"{group}.{close[0]}".lstrip(".")
+    same = [f"{parent}.{leaf}" for parent, _, leaf in every if leaf == name]
+    return next(iter(get_close_matches(key, same, 1, cutoff=0.6 if group else 0)), "")
 
 
 # --- The values of a tree ---
 
 
 def value_errors(draft: Draft, keys: Iterable[str] | None = None) -> dict[str, str]:
-    """The error of each of `keys` with an invalid value, except where the key that it refers to has the error.
+    """The error of each of `keys` that is missing or invalid, except where the key that it refers to has the error.
 
     Without `keys`: of all keys, except those that only a class outside of Lockstep reads, and keys that refer to them. Its signature
     decides.
     """
     errors: dict[str, str] = {}
-    references: dict[str, str] = {}
     for key in KEYS if keys is None else keys:
         node, (group, _, name) = draft.owner(key), key.rpartition(".")
         is_engines = group == "optim" and name in ENGINE[group]
-        is_read = draft.has(key) and (keys is not None or is_engines or is_shipped_node(node))
-        if is_read and (error := value_error(node, name, key, KEYS[key])):
-            references[key] = str(raw_values(node).get(name))[2:-1]
-            if references[key] not in KEYS or is_shipped_node(draft.owner(references[key])):
-                errors[key] = error
-    return {key: error for key, error in errors.items() if references[key] not in errors}
+        if draft.has(key):
+            is_read = keys is not None or is_engines or is_shipped_node(node)
+            errors[key] = (is_read and value_error(node, name, key, KEYS[key])) or ""
+        elif isinstance(node, DictConfig) and (group in ("", *CLOSED) or name in NEEDED.get(group, ())):
+            errors[key] = (
+                f"{key} is missing from the config, and the engine needs it. For example, set {key}={KEYS[key].example}."
+            )
+
+    def is_reported(key: str) -> bool:
+        reference = str(raw_values(draft.owner(key)).get(key.rpartition(".")[2]))[2:-1]
+        return reference not in KEYS or (is_shipped_node(draft.owner(reference)) and not errors.get(reference))
+
+    return {key: error for key, error in errors.items() if error and is_reported(key)}
 
 
 def raw_values(node: DictConfig) -> dict[Any, Any]:
@@ -294,11 +250,8 @@ def raw_values(node: DictConfig) -> dict[Any, Any]:
 
 def is_shipped_node(node: Any) -> bool:
     """Whether a node has no class, or a class that comes with Lockstep. True also for a value that is not a node."""
-    return (
-        not isinstance(node, DictConfig)
-        or "_target_" not in list(node.keys())
-        or Component.of(raw_values(node)).is_shipped
-    )
+    values = raw_values(node) if isinstance(node, DictConfig) else {}
+    return "_target_" not in values or Component.of(values).is_shipped
 
 
 def value_error(node: DictConfig, name: str, key: str, kind: Validator) -> str | None:
@@ -327,4 +280,4 @@ def values_of(draft: Draft) -> RunConfig:
 
 def as_yaml(config: RunConfig) -> str:
     """The content of config.yaml."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.plain()))
+    return OmegaConf.to_yaml(OmegaConf.create(config.values))

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,24 +56,18 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         return create if node.get("_partial_") else create()
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
-    except UserError:
-        raise
     except ValueError as e:
-        if re.match(r"(data|loader|model|optim|schedule|task)\.\w+=", str(e)):  # names a key
-            raise UserError(str(e)) from None
-        if not str(node["_target_"]).startswith(targets.TRUSTED):
+        names_a_key = re.match(r"(data|loader|model|optim|schedule|task)\.\w+=", str(e))
+        if isinstance(e, UserError) or not (names_a_key or str(node["_target_"]).startswith(targets.TRUSTED)):
             raise  # an error of the user's class, with its traceback
         separator = "." if str(e).partition("=")[0] in arguments else ": "  # a message may begin with the argument
-        raise UserError(f"{key}{separator}{e}") from None
+        raise UserError(str(e) if names_a_key else f"{key}{separator}{e}") from None
     except TypeError as e:
-        # The class may have passed a key on, through **kwargs, to a callee without such a parameter.
+        # The class may have passed a key on, through **kwargs, to a callee without such a parameter; a shipped one may need a key there.
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(e))
-        if unexpected and unexpected[1] in arguments and unexpected[1] not in (named or {}):
-            hint = did_you_mean(unexpected[1], [*(named or {}), *ENGINE.get(key, ())])
-            raise UserError(f"{key}.{unexpected[1]} is not an argument of {node['_target_']}{hint}.") from None
-        missing = re.search(r"missing \d+ required .*?'(\w+)'", str(e))  # an argument that a shipped class passes on
-        if missing and component.is_shipped:
-            raise UserError(f"{key}.{missing[1]} is missing: {node['_target_']} needs it.") from None
+        missing = re.search(r"missing \d+ required .*?'(\w+)'", str(e))
+        if (unexpected and unexpected[1] in arguments) or (missing and component.is_shipped):
+            raise UserError(f"{key}.{(unexpected or missing)[1]}: {e}.") from None  # type: ignore[index]
         raise
 
 
@@ -92,12 +86,10 @@ def has_base(component: Component, key: str, base: str) -> bool:
 
 
 def data_set_problems(data: Component) -> Iterator[str]:
-    """Problems with a data set: its class, the class's own checks, and its keys."""
-    if errors := list(target_problems({"data": data.node})):
-        yield from errors
-        return
-    yield from getattr(targets.target_of(data.target, "data"), "problems", lambda _: ())(data.kwargs)
+    """Problems with a data set: its class, its keys, and the class's own checks."""
     yield from problems(data.node, "data")
+    if not list(target_problems({"_target_": data.target}, "data")):
+        yield from getattr(targets.target_of(data.target, "data"), "problems", lambda _: ())(data.kwargs)
 
 
 def create_data(data: Component, loader: Loader) -> Any:
@@ -133,28 +125,18 @@ def create_module(task: Component, **given: Any) -> "pl.LightningModule":
     return create_object(task.without(*objects, *given), "task", **objects, **given)
 
 
-def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
-    """Problems with the `_target_` of nodes by key: it is missing, may not be named by a config, or does not exist."""
-    for key, node in nodes.items():
-        yield from (errors := list(targets.target_error(node, key)))
+def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
+    """Problems with the `_target_` of a node and of its nested nodes: it is missing, may not be named by a config, or does not exist."""
+    for each, part in {key: node, **dict(targets.nodes(node, key))}.items():
         try:
-            if not errors:
-                targets.target_of(node["_target_"], key)
+            targets.target_of(part.get("_target_"), each)
         except UserError as e:
             yield from e.problems
 
 
-def unknown_argument_errors(target: str, key: str, names: Iterable[str], parameters: Sequence[str]) -> Iterator[str]:
-    """An error for each of `names` that is not among the `parameters` of a target."""
-    for name in (name for name in names if name not in parameters):
-        hint = did_you_mean(name, [*parameters, *ENGINE.get(key, ())])
-        yield f"{key}.{name} is not an argument of {target}{hint}; it accepts {', '.join(parameters) or 'none'}."
-
-
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Problems with the keys of a node. If `given` is None, ignores missing arguments: the engine may add them."""
-    # The node may have no `_target_` itself.
-    if errors := list(target_problems({key: node, **dict(targets.nodes(node, key))})):
+    if errors := list(target_problems(node, key)):
         yield from errors
         return
     target: str = node["_target_"]
@@ -170,7 +152,8 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
             if f"{key}.{name}" not in KEYS or not Component.of(node).is_shipped:
                 yield from targets.type_problem(named[name], f"{key}.{name}", node[name])
         elif not takes_any:
-            yield from unknown_argument_errors(target, key, [name], names)
+            hint = did_you_mean(name, [*names, *engine])
+            yield f"{key}.{name} is not an argument of {target}{hint}; it accepts {', '.join(names) or 'none'}."
     if given is not None and not node.get("_partial_"):
         for name in names:
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:

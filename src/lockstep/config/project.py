@@ -63,16 +63,11 @@ def read(root: Path) -> Project | None:
         raise UserError(f"{file}: {e}. Correct the file.") from None
     if table is None:
         return None
-    packages = table.get("packages", []) if isinstance(table, dict) else None
-    if isinstance(table, dict) and (unknown := sorted(table.keys() - {"packages"})):
-        raise UserError(f"{file}: tool.lockstep has no key {unknown[0]}; its only key is packages.")
-    if not isinstance(packages, list) or not all(
-        isinstance(name, str) and all(map(str.isidentifier, name.split("."))) for name in packages
-    ):
-        raise UserError(
-            f'{file}: tool.lockstep.packages must be a list of package names. For example: packages = ["monai"].'
-        )
-    return Project(root, tuple(packages))
+    names = table.get("packages", []) if isinstance(table, dict) and table.keys() <= {"packages"} else None
+    if not isinstance(names, list) or not all(part.isidentifier() for name in names for part in str(name).split(".")):
+        example = 'packages = ["monai"]'
+        raise UserError(f"{file}: the only key of tool.lockstep is packages, a list of package names: {example}.")
+    return Project(root, tuple(names))
 
 
 @cache

@@ -1,6 +1,5 @@
 """Rules between config keys: devices, strategy, data, length, and limits of `exact.logical_ranks`. Free of torch."""
 
-import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -11,34 +10,20 @@ from lockstep.config.settings import Settings
 from lockstep.config.validators import is_devices
 from lockstep.machine.world import accelerator_of, available, number_from_env, why_no_gpu
 
-# Keys that `exact.logical_ranks` excludes, with their defaults and the reasons. In training and evaluation:
-EXACT = {
-    "compile": (
-        False,
-        "computes differently under each strategy, which is incompatible with {exact}. Remove one of them",
-    ),
-    "tf32": (False, "computes differently on each kind of GPU, which is incompatible with {exact}. Remove one of them"),
-}
+# Keys that `exact.logical_ranks` excludes, with the reasons. In training and evaluation:
+DIFFERS = "computes differently under each strategy or on each kind of GPU, which is incompatible with {exact}. Remove one of them"
+EXACT = {"compile": DIFFERS, "tf32": DIFFERS}
 # In training only. The last four keys are options of torch's DistributedDataParallel and all-reduce.
 ADDED = "has no effect with {exact}, which sums gradients itself. Remove it"
 EXACT_TRAINING = {
-    "trainer.accumulate_grad_batches": (
-        1,
-        "has no effect with {exact}, which divides the batch. Remove it; for smaller micro-batches set a larger exact.logical_ranks",
-    ),
-    "trainer.sync_batchnorm": (
-        False,
-        "is not supported with {exact}: each logical rank normalises its own samples. Remove it",
-    ),
-    "strategy.comm_hook": (
-        None,
-        "rounds the sums over processes, which is incompatible with {exact}. Remove one of them",
-    ),
-    "strategy.reduce_each_micro_batch": (False, "has no effect with {exact}, which always does so. Remove it"),
-    "strategy.bucket_cap_mb": (25, ADDED),
-    "strategy.gradient_as_bucket_view": (True, ADDED),
-    "strategy.static_graph": (False, ADDED),
-    "strategy.find_unused_parameters": (False, ADDED),
+    "trainer.accumulate_grad_batches": "has no effect with {exact}, which divides the batch. Remove it; for smaller micro-batches set a larger exact.logical_ranks",
+    "trainer.sync_batchnorm": "is not supported with {exact}: each logical rank normalises its own samples. Remove it",
+    "strategy.comm_hook": "rounds the sums over processes, which is incompatible with {exact}. Remove one of them",
+    "strategy.reduce_each_micro_batch": "has no effect with {exact}, which always does so. Remove it",
+    "strategy.bucket_cap_mb": ADDED,
+    "strategy.gradient_as_bucket_view": ADDED,
+    "strategy.static_graph": ADDED,
+    "strategy.find_unused_parameters": ADDED,
 }
 SCHEDULES = "lockstep.kit.schedules."
 ENDLESS = (f"{SCHEDULES}constant",)  # schedules that do not depend on the length of the run
@@ -58,39 +43,27 @@ def devices(settings: Settings) -> Iterator[str]:
         yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'none is visible'}. Set trainer.accelerator=cpu."
     elif count is not None and world.devices > count and not world.external:
         yield f"trainer.devices={text} requests {world.devices} {world.accelerator} devices; this machine has {count}. Set trainer.devices={count}, or trainer.accelerator=cpu."
-    if isinstance(ids, list) and is_devices(ids) and world.accelerator == "cpu":
-        yield f"trainer.devices={text} lists GPU ids, but a CPU has none. Set trainer.devices={world.devices}."
-    elif isinstance(ids, list) and is_devices(ids) and count and max(ids) >= count:
-        yield f"trainer.devices={text}: this machine has {count} {world.accelerator} devices, with the ids 0 to {count - 1}."
-    if world.one_process and not splits and world.devices > 1:
-        yield f"strategy={world.strategy} uses one device, but trainer.devices={text} requests {world.devices}. Set strategy=ddp, or trainer.devices=1."
-    if splits and world.accelerator == "cpu" and world.devices > 1:
-        yield f"strategy={world.strategy} splits batches across GPUs, but trainer.devices={text} on a CPU has none. Set strategy=ddp, or trainer.devices=1."
+    gpus = 0 if world.accelerator == "cpu" else count
+    if isinstance(ids, list) and is_devices(ids) and gpus is not None and max(ids) >= gpus:
+        yield f"trainer.devices={text} lists ids of GPUs; this run can use {gpus}, numbered from 0. Set trainer.devices=1."
+    if world.one_process and world.devices > 1 and (not splits or world.accelerator == "cpu"):
+        yield f"strategy={world.strategy} uses one process, but trainer.devices={text} requests {world.devices}. Set strategy=ddp, or trainer.devices=1."
     if world.one_process and world.nodes > 1:
         yield f"strategy={world.strategy} runs in one process, but trainer.num_nodes={world.nodes} needs several. Set strategy=ddp, or trainer.num_nodes=1."
     if not world.external:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-        if world.nodes > 1 and not world.one_process and (missing or "run" in settings.random_keys):
-            yield (
-                f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
-                "environment of each node, and run=<name>. Run torchrun --nnodes=... train.py, or set trainer.num_nodes=1."
-            )
+        if world.nodes > 1 and not world.one_process and (missing or cfg.run is None):
+            yield f"trainer.num_nodes={world.nodes} needs MASTER_ADDR, MASTER_PORT and NODE_RANK on each node and run=<name>, or torchrun --nnodes=... train.py."
         if (node := number_from_env(os.environ, "NODE_RANK", default=0)) >= max(1, world.nodes):
-            yield (
-                f"NODE_RANK={node} is set in the environment, but must be below trainer.num_nodes={world.nodes}. If it is left over "
-                "from a different job, run unset NODE_RANK; otherwise set trainer.num_nodes=<number of nodes>."
-            )
+            yield f"NODE_RANK={node} must be below trainer.num_nodes={world.nodes}. If it is left over from a different job, run unset NODE_RANK."
         return
     if count is not None and count < world.devices:
-        yield (
-            f"{world.external} started {world.devices} processes on this node, but {count} {world.accelerator} devices are visible to this "
-            f"process. Make all devices visible to each process: pass --gpus-per-node={world.devices}, not --gpus-per-task."
-        )
+        yield f"{world.external} started {world.devices} processes, but {count} {world.accelerator} devices are visible to each. Pass --gpus-per-node={world.devices}, not --gpus-per-task."
     if world.one_process and splits and world.devices * world.nodes > 1:
         yield f"strategy={world.strategy} runs in one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one process, or set strategy=ddp."
     if cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={text} contradicts {world.external}, which started {world.devices} processes on this node. Remove trainer.devices."
-    if "seed" in settings.random_keys and cfg.resume is None:
+    if cfg.seed is None and cfg.resume is None:
         yield f"seed=null would give each process that {world.external} started a different seed. Set seed=<number>."
     if cfg.trainer.num_nodes not in (1, world.nodes):
         yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Remove trainer.num_nodes."
@@ -107,23 +80,18 @@ def strategy(settings: Settings) -> Iterator[str]:
 
 def keys_without_effect(settings: Settings) -> dict[str, str]:
     """Keys without effect under the strategy or on the device, with messages: flags, or names that null disables."""
-    cfg, on_gpu, messages = settings.cfg, settings.world.accelerator == "cuda", dict[str, str]()
-    under = f"has no effect under strategy={settings.world.strategy}"
-    if cfg.tf32 and not on_gpu:
-        messages["tf32"] = (
-            f"has no effect on {settings.world.accelerator}: only NVIDIA GPUs support it. Set tf32=false."
-        )
-    if cfg.trainer.sync_batchnorm and settings.spec.splits_batches:
-        messages["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Set strategy=ddp."
-    if cfg.compile and settings.spec.splits_batches:
-        messages["compile"] = f"{under}: all replicas would run on the first device. Set strategy=ddp."
-    if cfg.checkpoint.sharded and not settings.spec.is_sharded:
-        messages["checkpoint.sharded"] = (
-            f"{under}, which shards nothing. Set strategy=fsdp, or checkpoint.sharded=false."
-        )
-    if cfg.strategy.get("comm_hook") and not on_gpu:
-        messages["strategy.comm_hook"] = "has no effect without GPUs. Set strategy.comm_hook=null."
-    return {key: f"{settings.setting_text(key)} {message}" for key, message in messages.items()}
+    cfg, world, spec = settings.cfg, settings.world, settings.spec
+    has_no_effect = {
+        "tf32": world.accelerator != "cuda",
+        "compile": spec.splits_batches,
+        "trainer.sync_batchnorm": spec.splits_batches,
+        "checkpoint.sharded": not spec.is_sharded,
+        "strategy.comm_hook": world.accelerator != "cuda",
+    }
+    values = {key: cfg.get(key) for key, is_idle in has_no_effect.items() if is_idle and cfg.get(key)}
+    under = f"has no effect under strategy={world.strategy} on {world.accelerator}"
+    off = {key: "false" if value is True else "null" for key, value in values.items()}
+    return {key: f"{key}={to_text(value)} {under}. Set {key}={off[key]}." for key, value in values.items()}
 
 
 # --- Bit-identical results on any number of processes (`exact.logical_ranks`) ---
@@ -136,10 +104,7 @@ def processes(settings: Settings) -> Iterator[str]:
     if ranks is None:
         return
     if ranks % world.size:
-        yield (
-            f"{exact} cannot be divided among {world.size} processes. Start 1, 2, 4 or another power of two up to {ranks}. A run keeps its "
-            "exact.logical_ranks; an evaluation with exact.logical_ranks=null gives metrics that are equal up to rounding."
-        )
+        yield f"{exact} cannot be divided among {world.size} processes. Start 1, 2, 4 or another power of two up to {ranks}; an evaluation may set exact.logical_ranks=null."
     if not settings.spec.adds_in_fixed_order:
         yield f"{exact} needs strategy=single, ddp or fsdp: strategy={settings.cfg.strategy.title} does not add gradients in a fixed order."
     if settings.spec.splits_batches:
@@ -152,25 +117,22 @@ def processes(settings: Settings) -> Iterator[str]:
         yield f"trainer.benchmark=true chooses kernels by their speed in this run, which is incompatible with {exact}. Remove trainer.benchmark."
     if world.accelerator != "cpu" and cfg.exact.threads != 1:
         yield f"{settings.setting_text('exact.threads')} has no effect on {world.accelerator}: it applies only to CPUs. Remove it."
-    yield from settings.exact_conflicts(EXACT)
+    yield from settings.conflicts(EXACT)
 
 
 def exact_training(settings: Settings) -> Iterator[str]:
     trainer, exact = settings.cfg.trainer, settings.setting_text("exact.logical_ranks")
     if settings.cfg.exact.logical_ranks is None:
         reason = "has no effect without exact.logical_ranks. Set exact.logical_ranks=8 as well, or remove it"
-        yield from settings.exact_conflicts({"exact.threads": (1, reason), "exact.digests": (False, reason)})
+        yield from settings.conflicts({"exact.threads": reason, "exact.digests": reason})
         return
     for key in COUNTED:
         count = settings.cfg.get(f"trainer.{key}")
         if isinstance(count, float) and count not in (0.0, 1.0):
             yield f"trainer.{key}={count} is a fraction of a process's micro-batches; with {exact} it must be a number of steps. Set trainer.{key}=10."
-    yield from settings.exact_conflicts(EXACT_TRAINING)
+    yield from settings.conflicts(EXACT_TRAINING)
     if settings.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
-        yield (
-            f"trainer.precision={trainer.precision} rounds the last elements of a shard differently, so {exact} is not supported with "
-            f"strategy={settings.world.strategy}. Set trainer.precision=bf16-mixed."
-        )
+        yield f"trainer.precision={trainer.precision} rounds the last elements of a shard differently, unlike {exact}. Set trainer.precision=bf16-mixed."
 
 
 # --- Data, batches and operations ---
@@ -185,16 +147,9 @@ def loading(settings: Settings) -> Iterator[str]:
         yield f"loader.on_device=true leaves no work for loader.num_workers={loader.num_workers}. Remove one of them."
     if loader.on_device is True and settings.transforms:
         yield f"loader.on_device=true is not supported with augment.{settings.transforms[0]}, which changes samples before they reach a device. Remove one of them."
-    for key in ("prefetch_factor", "persistent_workers"):
-        value = getattr(loader, key)
-        if value is not None and loader.num_workers in (0, "auto"):
-            yield f"loader.{key}={to_text(value)} has no effect without workers. Set loader.num_workers=2 as well, or remove it."
-
-
-def augmentation(settings: Settings) -> Iterator[str]:
-    """Creating the operations raises all errors in their arguments."""
-    _ = settings.operations
-    yield from ()
+    if loader.num_workers in (0, "auto"):
+        reason = "has no effect without workers. Set loader.num_workers=2 as well, or remove it"
+        yield from settings.conflicts({"loader.prefetch_factor": reason, "loader.persistent_workers": reason})
 
 
 def division(settings: Settings) -> Iterator[str]:
@@ -209,13 +164,9 @@ def division(settings: Settings) -> Iterator[str]:
     multiple, reason = settings.micro_batch_divisor
     count = settings.micro_batches
     if batch % (unit := count * multiple):
-        low, high = batch // unit * unit, (batch // unit + 1) * unit
+        sizes = " or ".join(str(size) for size in (batch // unit * unit, (batch // unit + 1) * unit) if size)
         detail = f", each a multiple of {multiple} samples ({reason} within a micro-batch)" if multiple > 1 else ""
-        yield (
-            f"loader.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches{detail}. "
-            f"Set loader.batch_size={f'{low} or {high}' if low else high}, or change trainer.devices, trainer.accumulate_grad_batches or "
-            "exact.logical_ranks, which divide it."
-        )
+        yield f"loader.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches{detail}. Set loader.batch_size={sizes}."
 
 
 def accumulation(settings: Settings) -> Iterator[str]:
@@ -232,18 +183,13 @@ def accumulation(settings: Settings) -> Iterator[str]:
 
 
 def length(settings: Settings) -> Iterator[str]:
-    trainer, epochs = settings.cfg.trainer, settings.epochs
-    if trainer.min_epochs and trainer.min_epochs > epochs:
-        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {epochs} epochs. Set trainer.max_epochs={trainer.min_epochs}."
-    if trainer.min_steps and -1 < trainer.max_steps < trainer.min_steps:
-        yield f"trainer.min_steps={trainer.min_steps} is more than trainer.max_steps={trainer.max_steps}. Remove one of them."
+    trainer = settings.cfg.trainer
     if trainer.check_val_every_n_epoch is None and not isinstance(trainer.val_check_interval, int):
         yield "trainer.check_val_every_n_epoch=null counts batches across epochs. Set trainer.val_check_interval=<number of batches> as well."
     schedule = settings.cfg.schedule.target
-    if math.isinf(epochs) and trainer.max_steps == -1 and schedule.startswith(SCHEDULES) and schedule not in ENDLESS:
+    is_endless = trainer.max_epochs == trainer.max_steps == -1
+    if is_endless and schedule.startswith(SCHEDULES) and schedule not in ENDLESS:
         yield "schedule: the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
-    if trainer.limit_train_batches == 0:
-        yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval with run=<name> instead of train."
 
 
 def why_not_fused(settings: Settings) -> str | None:
@@ -280,9 +226,9 @@ def optimizer(settings: Settings) -> Iterator[str]:
         yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."
     if optim.get("no_decay") is True and "weight_decay" in optim and not optim.get("weight_decay"):
         yield "optim.no_decay=true has no effect with optim.weight_decay=0. Remove it, or set optim.weight_decay=0.05."
-    if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
-        algorithm = trainer.gradient_clip_algorithm
-        yield f"trainer.gradient_clip_algorithm={algorithm} has no effect without trainer.gradient_clip_val. Set trainer.gradient_clip_val=1.0 as well."
+    if trainer.gradient_clip_val is None:
+        reason = "has no effect without trainer.gradient_clip_val. Set trainer.gradient_clip_val=1.0 as well"
+        yield from settings.conflicts({"trainer.gradient_clip_algorithm": reason})
 
 
 def monitored(settings: Settings) -> Iterator[str]:
@@ -302,15 +248,10 @@ def monitored(settings: Settings) -> Iterator[str]:
 
 def checkpoints(settings: Settings) -> Iterator[str]:
     """Keys about saving checkpoints and about initial weights."""
-    cfg, checkpoint = settings.cfg, settings.cfg.checkpoint
+    cfg = settings.cfg
     if not cfg.trainer.enable_checkpointing:
-        unused = {
-            "checkpoint.every_n_steps": checkpoint.every_n_steps,
-            "checkpoint.background=false": not checkpoint.background,
-        }
-        unused |= {f"logger.{name}.log_model": logger.get("log_model") for name, logger in cfg.logger.items()}
-        for key in (key for key, is_set in unused.items() if is_set):
-            yield f"{key} has no effect with trainer.enable_checkpointing=false. Remove one of them."
+        reason = "has no effect with trainer.enable_checkpointing=false. Remove one of them"
+        yield from settings.conflicts({"checkpoint.every_n_steps": reason, "checkpoint.background": reason})
     pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
     if cfg.init_from and (pretrained or path):
         yield "init_from and model.pretrained or model.checkpoint_path both set the initial weights. Remove one of them."

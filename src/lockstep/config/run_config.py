@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
 from lockstep.config import validators
-from lockstep.config.validators import FLAG, Validator, integer, limit_or_endless, number, one_of
+from lockstep.config.validators import FLAG, Validator, integer, number, one_of
 
 # Classes that shipped configs name, besides those of Lockstep; a test compares the two. `config/schema.py` validates the keys of these
 # classes alone: a key of the same name may mean something else to any other class, such as one that a clone adds to src/project.
@@ -83,9 +83,9 @@ class Trainer:
     devices: Annotated[int | str | list[int], validators.DEVICES]
     num_nodes: Annotated[int, integer(1, 2)]
     precision: Annotated[str, validators.PRECISION]
-    max_epochs: Annotated[int | None, limit_or_endless(5).or_null()]
+    max_epochs: Annotated[int | None, integer(1, 5).or_word(-1).or_null()]
     min_epochs: Annotated[int | None, integer(0, 1).or_null()]
-    max_steps: Annotated[int, limit_or_endless(200)]
+    max_steps: Annotated[int, integer(1, 200).or_word(-1)]
     min_steps: Annotated[int | None, integer(0, 100).or_null()]
     max_time: Annotated[str | dict[str, int] | None, validators.DURATION]
     limit_train_batches: Annotated[int | float | None, validators.BATCHES]
@@ -189,47 +189,36 @@ class RunConfig:
     compile: Flag
     channels_last: Flag
     tf32: Flag
+    values: dict[str, Any] = field(repr=False)  # all of it as a tree of plain values, as in YAML and checkpoints
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """The config of a tree of plain values, as `plain` returns it."""
-        parts: dict[str, Any] = {}
-        for name in (item.name for item in fields(cls)):
-            value = values[name]
-            if name in CLOSED:
-                value = (
-                    CLOSED[name](**{item.name: value[item.name] for item in fields(CLOSED[name])}) if value else None
-                )
-            elif name in COMPONENTS:
-                value = Component.of(value)
-            elif name in SEVERAL:
-                value = {key: Component.of(node) for key, node in value.items()}
-            parts[name] = value
-        return cls(**parts)
+        """The config of a tree of plain values."""
+        values = {item.name: values[item.name] for item in fields(cls) if item.name != "values"}
 
-    def plain(self) -> dict[str, Any]:
-        """The config as a tree of plain values, as in YAML and checkpoints."""
-        parts = {item.name: plain(getattr(self, item.name)) for item in fields(self)}
-        return parts | {"loader": parts["loader"] or {}}
+        def part(name: str, value: Any) -> Any:
+            if name in COMPONENTS:
+                return Component.of(value)
+            if name in SEVERAL:
+                return {key: Component.of(node) for key, node in value.items()}
+            return (CLOSED[name](**value) if value else None) if name in CLOSED else value
+
+        return cls(**{name: part(name, value) for name, value in values.items()}, values=values)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key."""
-        value: Any = self.plain()
-        for name in key.split("."):
-            if not isinstance(value, Mapping) or name not in value:
-                return default
-            value = value[name]
-        return value
+        """The value of `<key>` or `<group>.<key>`."""
+        group, _, name = key.partition(".")
+        return self.values[group].get(name, default) if name else self.values[group]
 
     def replace(self, values: Mapping[str, Any]) -> "RunConfig":
         """A copy with new values of dotted keys."""
-        tree = self.plain()
+        tree = {**self.values}
         for key, value in values.items():
             *path, name = key.split(".")
             node = tree
             for part in path:
                 node[part] = node = {**node[part]}
-            node[name] = plain(value)
+            node[name] = value
         return RunConfig.of(tree)
 
 
@@ -237,15 +226,6 @@ COMPONENTS = ("task", "model", "data", "strategy", "optim", "schedule")
 SEVERAL = ("augment", "callbacks", "logger")  # groups of named components
 # Groups with a fixed set of keys.
 CLOSED: dict[str, type[Any]] = {"loader": Loader, "trainer": Trainer, "checkpoint": Checkpoint, "exact": Exact}
-
-
-def plain(value: Any) -> Any:
-    """A part of a config as plain values."""
-    if isinstance(value, Component):
-        return value.node
-    if isinstance(value, tuple(CLOSED.values())):
-        return dict(vars(value))
-    return {key: plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def annotated(group: type[Any], prefix: str = "") -> Iterator[tuple[str, Validator]]:

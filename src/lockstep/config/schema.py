@@ -4,6 +4,9 @@ from lockstep.config import validators
 from lockstep.config.run_config import CLOSED, Request, RunConfig, annotated
 from lockstep.config.validators import FLAG, MONITOR, PATH, SHARE, TEXT, Validator, integer, number, numbers, one_of
 
+CLASS_NAMES = Validator(
+    lambda v: isinstance(v, list) and all(map(validators.is_text, v)), "a list of class names", "[Bottleneck]"
+)
 # Keys that are true or false.
 FLAGS = (
     "data.skip_broken", "data.channels_last", "optim.nesterov", "optim.no_decay", "callbacks.ema.warmup",
@@ -53,14 +56,6 @@ OF_COMPONENTS: dict[str, Validator] = {
     "callbacks.early_stopping.monitor": MONITOR,
     "callbacks.early_stopping.mode": one_of("max", "min"),
     "callbacks.early_stopping.check_on_train_epoch_end": one_of(True, False, None, example="false"),
-    "callbacks.freeze.parameters": Validator(
-        lambda v: validators.is_text(v) or (validators.is_texts(v) and v != []),
-        "body, or patterns of parameter names",
-        "[layer1.*]",
-    ),
-    "callbacks.freeze.unfreeze": Validator(
-        validators.is_unfrozen, "pairs of a parameter-name pattern and an epoch", "[[layer4.*,1]]"
-    ),
     "logger.wandb.mode": one_of("auto", "online", "offline"),
     "schedule.initial_fraction": SHARE,
     "schedule.final_fraction": SHARE,
@@ -74,7 +69,7 @@ OF_COMPONENTS: dict[str, Validator] = {
     "strategy.bucket_cap_mb": number(0, 25, above=True, high=1e6),
     "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
     "strategy.timeout_s": validators.TIMEOUT,
-    "strategy.blocks": Validator(validators.is_texts, "a list of class names", "[Bottleneck]").or_word("auto"),
+    "strategy.blocks": CLASS_NAMES.or_word("auto"),
 }
 # All keys that Lockstep reads itself.
 KEYS: dict[str, Validator] = {

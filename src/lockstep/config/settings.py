@@ -6,12 +6,14 @@ those of torchrun, must agree (callbacks/summary.py).
 
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.draft import name_prefix, timestamp
 from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import has_base, operations, pretraining
 from lockstep.config.run_config import Loader, Request, RunConfig
@@ -25,6 +27,15 @@ if TYPE_CHECKING:
 
 # Keys of `data` that accept `model`: the value of the network's pretraining.
 OF_NETWORK = ("mean", "std", "resize", "crop_pct", "interpolation")
+
+# Defaults of keys that other keys exclude, unless they are false or null.
+DEFAULTS = {
+    "trainer.accumulate_grad_batches": 1,
+    "exact.threads": 1,
+    "checkpoint.background": True,
+    "strategy.bucket_cap_mb": 25,
+    "strategy.gradient_as_bucket_view": True,
+}
 
 # --- The values of `auto` for this run and machine ---
 
@@ -55,20 +66,15 @@ class Settings:
     world: World
     request: Request | None = None  # of predict.py
     overrides: tuple[str, ...] | None = ()  # of the commands that started and resumed the run; None: unknown
-    random_keys: frozenset[str] = frozenset()  # see Draft
     built_groups: set[str] = field(default_factory=set, compare=False)  # groups whose objects this process has built
     # what the module was made for: `network` (num_classes, ...) and `metadata`. Checkpoints have it: predictions and exports need no data
     made_for: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, cfg: RunConfig, env: Mapping[str, str] = os.environ) -> "Settings":
-        trainer = cfg.trainer
-        return cls(
-            cfg,
-            world_of(
-                cfg.strategy.target, cfg.strategy.name, trainer.accelerator, trainer.devices, trainer.num_nodes, env
-            ),
-        )
+        strategy, trainer = cfg.strategy, cfg.trainer
+        world = world_of(strategy.target, strategy.name, trainer.accelerator, trainer.devices, trainer.num_nodes, env)
+        return cls(cfg, world)
 
     def replace(self, values: Mapping[str, Any]) -> "Settings":
         """A copy with new values of dotted keys."""
@@ -94,7 +100,7 @@ class Settings:
 
     @property
     def seed(self) -> int:
-        assert self.cfg.seed is not None  # set by Draft.with_run_identity
+        assert self.cfg.seed is not None  # set by with_run_identity
         return self.cfg.seed
 
     @property
@@ -145,11 +151,6 @@ class Settings:
         return operations(self.cfg.augment, self.cfg.data.get("image_size"))
 
     @property
-    def evaluates(self) -> bool:
-        """Whether the run only evaluates."""
-        return bool(self.cfg.trainer.limit_train_batches == 0)
-
-    @property
     def transforms(self) -> list[str]:
         """The transforms that run where samples are read."""
         return [name for name, operation in self.operations.items() if getattr(operation, "at_reading", True)]
@@ -160,14 +161,6 @@ class Settings:
     def micro_batches(self) -> int:
         """The number of micro-batches of each step, over all processes."""
         return self.cfg.exact.logical_ranks or self.world.size * self.cfg.trainer.accumulate_grad_batches
-
-    @property
-    def epochs(self) -> float:
-        """The number of epochs of the run; infinite without a limit."""
-        most = self.cfg.trainer.max_epochs
-        if most is None:
-            return 1 if self.cfg.trainer.max_steps == -1 else math.inf
-        return math.inf if most == -1 else most
 
     def epoch_batches(self, samples: int) -> int:
         """The number of micro-batches of a process in an epoch with `samples` training samples."""
@@ -181,9 +174,10 @@ class Settings:
 
     def total_steps(self, samples: int) -> float:
         """The number of optimizer steps of the run; infinite without a limit."""
-        most = self.cfg.trainer.max_steps
-        total = self.epochs * (self.epoch_batches(samples) // self.cfg.trainer.accumulate_grad_batches)
-        return min(total, most) if most != -1 else total
+        trainer, endless = self.cfg.trainer, (None, -1)
+        epochs = math.inf if trainer.max_epochs in endless else trainer.max_epochs
+        total: float = epochs * (self.epoch_batches(samples) // trainer.accumulate_grad_batches)
+        return total if trainer.max_steps in endless else min(total, trainer.max_steps)
 
     @property
     def micro_batch_divisor(self) -> tuple[int, str]:
@@ -217,13 +211,29 @@ class Settings:
         """A key and its value, as messages show them."""
         return f"{key}={to_text(self.cfg.get(key))}"
 
-    def exact_conflicts(self, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
-        """A message for each key of a table that differs from its default, with the reason why it must not."""
-        for key, (default, reason) in table.items():
-            if self.cfg.get(key, default) not in (default, None):
+    def conflicts(self, reasons: Mapping[str, str]) -> Iterator[str]:
+        """A message for each of these keys that does not have its default, with the reason why it must."""
+        for key, reason in reasons.items():
+            if self.cfg.get(key) not in (DEFAULTS.get(key, False), None):
                 yield f"{self.setting_text(key)} {reason.format(exact=self.setting_text('exact.logical_ranks'))}."
 
     # --- Values that are decided once per run ---
+
+    def with_run_identity(self, experiment: str | None = None) -> "Settings":
+        """A copy with a run name, a seed and ids for the loggers; adds the experiment to the loggers' tags."""
+        cfg, drawn = self.cfg, dict[str, Any]()
+        if cfg.run is None:
+            drawn["run"] = f"{name_prefix(cfg.model or cfg.task, cfg.data)}-{timestamp()}"
+        if cfg.seed is None:
+            drawn["seed"] = secrets.randbelow(2**31)
+        for name, logger in cfg.logger.items():
+            if "id" in logger and logger.get("id") is None:
+                drawn[f"logger.{name}.id"] = secrets.token_hex(4)
+            if experiment and "auto" in (tags := logger.get("tags") or ()) and experiment not in tags:
+                drawn[f"logger.{name}.tags"] = [experiment, *tags]
+        if cfg.trainer.max_steps == -1 and cfg.trainer.max_epochs is None:
+            drawn["trainer.max_epochs"] = 1
+        return self.replace(drawn)
 
     def with_auto_resolved(self, data: "DataSet | None", samples: int | None = None) -> "Settings":
         """A copy with a value for each `auto` that depends on the machine or on the number of training samples.

@@ -5,13 +5,12 @@ import inspect
 import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 from lockstep import PACKAGE
 from lockstep.config import project
 from lockstep.config.formatting import to_text
-from lockstep.config.renames import moved
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
 # --- What each key accepts: a class of the key's kind, or a function whose annotation says that it returns one ---
@@ -30,47 +29,34 @@ TRUSTED = (
     "lightning.pytorch.",
     "optuna.pruners.",
 )
-# Each base class, and the library modules that may define its subclasses. Lockstep and the project always may.
-BASES: dict[str, tuple[str, ...]] = {
-    "lockstep.data.dataset.DataSet": (),
-    "lockstep.data.dataset.Arrays": (),
-    "lockstep.kit.augment.operation.Operation": (),
-    "lightning.pytorch.core.module.LightningModule": (),
-    "lightning.pytorch.core.datamodule.LightningDataModule": ("lightning.pytorch.core.datamodule.",),
-    "lightning.pytorch.callbacks.callback.Callback": ("lightning.pytorch.callbacks.",),
-    "lightning.pytorch.loggers.logger.Logger": ("lightning.pytorch.loggers.",),
-    "lightning.pytorch.strategies.strategy.Strategy": ("lightning.pytorch.strategies.",),
-    "torch.nn.modules.module.Module": (
+# Each base class: the key that accepts its subclasses ("" for nested nodes only, which may be of any kind), and the library modules that
+# may define them. Lockstep and the project always may.
+BASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "lockstep.data.dataset.DataSet": ("data", ()),
+    "lockstep.data.dataset.Arrays": ("", ()),
+    "lockstep.kit.augment.operation.Operation": ("augment.*", ()),
+    "lightning.pytorch.core.module.LightningModule": ("task", ()),
+    "lightning.pytorch.core.datamodule.LightningDataModule": ("data", ("lightning.pytorch.core.datamodule.",)),
+    "lightning.pytorch.callbacks.callback.Callback": ("callbacks.*", ("lightning.pytorch.callbacks.",)),
+    "lightning.pytorch.loggers.logger.Logger": ("logger.*", ("lightning.pytorch.loggers.",)),
+    "lightning.pytorch.strategies.strategy.Strategy": ("strategy", ("lightning.pytorch.strategies.",)),
+    "torch.nn.modules.module.Module": ("model", (
         "torch.nn.", "torchvision.models.", "torchvision.ops.", "timm.models.", "timm.layers.", "timm.loss.",
-    ),
-    "torch.optim.optimizer.Optimizer": ("torch.optim.", "timm.optim."),
-    "torch.optim.lr_scheduler.LRScheduler": ("torch.optim.",),
-    "torchmetrics.metric.Metric": ("torchmetrics.",),
-    "torch.utils.data.dataset.Dataset": ("torchvision.datasets.",),
-    "optuna.pruners._base.BasePruner": ("optuna.pruners.",),
-    "builtins.object": (  # transforms without a common base
+    )),
+    "torch.optim.optimizer.Optimizer": ("optim", ("torch.optim.", "timm.optim.")),
+    "torch.optim.lr_scheduler.LRScheduler": ("schedule", ("torch.optim.",)),
+    "torchmetrics.metric.Metric": ("task.metrics.*", ("torchmetrics.",)),
+    "torch.utils.data.dataset.Dataset": ("", ("torchvision.datasets.",)),
+    "optuna.pruners._base.BasePruner": ("", ("optuna.pruners.",)),
+    "builtins.object": ("augment.*", (  # transforms have no common base
         "lockstep.kit.augment.", "torchvision.transforms.", "timm.data.auto_augment.", "timm.data.random_erasing.", "timm.data.transforms.",
         "albumentations.augmentations.", "albumentations.core.composition.",
-    ),
+    )),
 }  # fmt: skip
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import checks for a newer version online
 CLASS = "my_package.my_module.MyClass"  # in messages
 FUNCTIONS = ("timm.data.auto_augment.",)  # functions that create transforms, without a return annotation
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle file next to the data, which may run code
-# The kinds of a key, by the class names of their bases. A nested node may be of any kind, or anything of the project.
-COMPONENT_TYPES = {
-    "task": ("LightningModule",),
-    "model": ("Module",),
-    "data": ("DataSet", "LightningDataModule"),
-    "strategy": ("Strategy",),
-    "optim": ("Optimizer",),
-    "schedule": ("LRScheduler",),
-    "task.metrics.*": ("Metric",),
-    "augment.*": ("Operation", "object"),  # transforms have no common base
-    "callbacks.*": ("Callback",),
-    "logger.*": ("Logger",),
-}
-NESTED = ("Module", "Optimizer", "Dataset", "Metric")  # in messages
 
 
 def trusted() -> tuple[str, ...]:
@@ -79,9 +65,11 @@ def trusted() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*TRUSTED, *(f"{package}." for package in project.current().packages)]))
 
 
-def component_types(key: str) -> tuple[str, ...] | None:
-    """The kinds of a key; None for a nested node."""
-    return COMPONENT_TYPES.get(key) or COMPONENT_TYPES.get(f"{key.rpartition('.')[0]}.*")
+def bases_of(key: str) -> dict[str, tuple[str, ...]]:
+    """The bases that a key accepts, each with the library modules that may define subclasses; of a nested node, all."""
+    pattern = f"{key.rpartition('.')[0]}.*" if "." in key else key
+    accepted = {base: modules for base, (accepting, modules) in BASES.items() if accepting == pattern}
+    return accepted or {base: modules for base, (_, modules) in BASES.items()}
 
 
 def qualified_name(target: Any) -> str:
@@ -91,30 +79,23 @@ def qualified_name(target: Any) -> str:
 
 def is_allowed(target: Any, key: str) -> bool:
     """Whether a config may name `target` at `key`. Does not call `target`."""
-    while isinstance(target, partial):
-        target = target.func
-    path, kinds = qualified_name(target), component_types(key)
+    path, accepted = qualified_name(target), bases_of(key)
     # In a checkout, the project's packages include those of Lockstep.
     packages = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
     if path.startswith(UNPICKLING) or not callable(target):
         return False
-    if path.startswith((*packages, *FUNCTIONS)) and (kinds is None or "object" in kinds):
+    if path.startswith((*packages, *FUNCTIONS)) and "builtins.object" in accepted:
         return True
     cls = target
     if not isinstance(target, type):
-        try:
+        cls = None
+        with suppress(Exception):  # an unrelated annotation cannot be resolved, e.g. one under TYPE_CHECKING
             cls = typing.get_type_hints(getattr(target, "__func__", target)).get("return")
-        except Exception:  # an unrelated annotation cannot be resolved, e.g. one under TYPE_CHECKING
-            cls = None
         if not isinstance(cls, type) or cls is Any:
             return path.startswith(packages)
-    bases = {qualified_name(base) for base in cls.__mro__}
-    return any(
-        base in bases
-        and path.startswith(modules if base == "builtins.object" else (*modules, f"{PACKAGE.name}.", *packages))
-        for base, modules in BASES.items()
-        if kinds is None or base.rpartition(".")[2] in kinds
-    )
+    own = (f"{PACKAGE.name}.", *packages)
+    bases = accepted.keys() & {qualified_name(base) for base in cls.__mro__}
+    return any(path.startswith(accepted[base] + (() if base == "builtins.object" else own)) for base in bases)
 
 
 def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -146,10 +127,8 @@ def disallowed_targets(value: Any, key: str) -> Iterator[str]:
     for node_key, node in nodes(value, key):
         path = node["_target_"]
         if isinstance(path, str) and "." in path and not path.startswith(allowed):
-            yield (
-                f"{node_key}._target_={path} is not allowed in a config; allowed packages: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
-                "They include all packages and modules in src/. To allow another package, add it to [tool.lockstep] packages in your pyproject.toml."
-            )
+            packages = ", ".join(prefix.removesuffix(".") for prefix in allowed)
+            yield f"{node_key}._target_={path} is not allowed in a config; allowed packages: {packages}. Add yours to [tool.lockstep] packages in pyproject.toml."
 
 
 # --- Parameters of a class or function named by a config, with types, including those of base classes ---
@@ -168,36 +147,28 @@ def locate(path: str) -> Any:
         if target is not None and hasattr(target, part):
             target = getattr(target, part)
             continue
-        parent, module = ".".join(parts[:index]), ".".join(parts[: index + 1])
+        module = ".".join(parts[: index + 1])
         try:
             target = importlib.import_module(module)
         except ModuleNotFoundError as e:
             if e.name is None or not f"{module}.".startswith(f"{e.name}."):
                 raise  # raised by an import inside that module
-            if not parent:
-                raise LookupError(f"there is no package {part}") from None
-            raise LookupError(f"{parent} has no {part}{did_you_mean(part, dir(target))}") from None
+            raise LookupError(f"{e}{did_you_mean(part, dir(target))}") from None
     return target
 
 
-def target_of(path: str, key: str) -> Callable[..., Any]:
+def target_of(path: Any, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if a config may not name it or it does not exist."""
-    raise_problems(disallowed_targets({"_target_": path}, key))
-    if path != moved(path):
-        raise UserError(f"{key}._target_={path} was renamed to {moved(path)}. Update it.")
+    node = {"_target_": path}
+    raise_problems([*target_error(node, key), *disallowed_targets(node, key)])
     try:
         target: Callable[..., Any] = locate(path)
     except LookupError as e:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
     if not is_allowed(target, key):
-        if any(qualified_name(base).startswith("pytorch_lightning.") for base in getattr(target, "__mro__", ())):
-            raise UserError(
-                f"{key}._target_={path} is a class of the package pytorch_lightning. Lockstep supports the package lightning, which has the "
-                "same modules: replace `import pytorch_lightning` with `import lightning.pytorch`."
-            )
+        accepted = " or ".join(bases_of(key))
         raise UserError(
-            f"{key}._target_={path} is not allowed here: {key} accepts a subclass of {' or '.join(component_types(key) or NESTED)}, or a function "
-            "annotated to return one, from your own packages or from the library of that class."
+            f"{key}._target_={path} is not allowed here: {key} accepts a subclass of {accepted}, or a function annotated to return one."
         )
     return target
 
@@ -219,14 +190,11 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
             inherited = [p for p in list(signature(base).values())[1:] if p.kind is not p.VAR_POSITIONAL]  # no `self`
             if not rest or not inherited:
                 break
-            # any other class may keep what is in `**kwargs` itself
-            passes_all_on = path.startswith(PASSING_ON)
-            named = {name: p for name, p in result.items() if name not in rest or not passes_all_on}
-            optional = {
-                p.name: p.replace(default=INHERITED) if p.default is p.empty and accepts_keyword(p) else p
-                for p in inherited
-            }
-            result = optional | named
+            if path.startswith(PASSING_ON):  # any other class may keep what is in `**kwargs` itself
+                del result[rest[0]]
+            for p in inherited:
+                is_required = p.default is p.empty and accepts_keyword(p)
+                result.setdefault(p.name, p.replace(default=INHERITED) if is_required else p)
     except (LookupError, TypeError, ValueError):
         return None
     return result
@@ -235,10 +203,9 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
 def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters of a function. Annotations become types, unless one of them exists only for type checkers."""
     constructor: Any = function
-    try:
+    types: dict[str, Any] = {}
+    with suppress(Exception):
         types = typing.get_type_hints(constructor.__init__ if isinstance(function, type) else function)
-    except Exception:
-        types = {}
     named = inspect.signature(function).parameters
     return {name: p.replace(annotation=types.get(name, p.annotation)) for name, p in named.items()}
 
@@ -266,13 +233,13 @@ def type_problem(parameter: inspect.Parameter, key: str, value: Any) -> Iterator
         return
     from pydantic import TypeAdapter, ValidationError  # takes 0.1 s, which would delay --help
 
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+    error = f"{key}={to_text(value)} is invalid; expected {name}."
     try:
         parsed = TypeAdapter(annotation, config={"arbitrary_types_allowed": True}).validate_python(value)
-        is_wrong = isinstance(value, str | bool) and isinstance(parsed, int | float) and type(parsed) is not type(value)
+        if isinstance(value, str | bool) and isinstance(parsed, int | float) and type(parsed) is not type(value):
+            yield error
     except ValidationError:
-        is_wrong = True
+        yield error
     except Exception:  # pydantic does not support the annotation, or the annotated type has its own pydantic config
         return
-    if is_wrong:
-        name = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
-        yield f"{key}={to_text(value)} is invalid; expected {name or str(annotation).replace('typing.', '')}."

@@ -22,8 +22,12 @@ class Validator:
     takes: str
     example: str
 
-    def or_word(self, word: str | None) -> "Validator":
-        return Validator(lambda v: v == word or self.accepts(v), f"{self.takes}, or {to_text(word)}", self.example)
+    def or_word(self, word: str | int | None) -> "Validator":
+        return Validator(
+            lambda v: (type(v) is type(word) and v == word) or self.accepts(v),
+            f"{self.takes}, or {to_text(word)}",
+            self.example,
+        )
 
     def or_null(self) -> "Validator":
         return self.or_word(None)
@@ -32,15 +36,6 @@ class Validator:
 def integer(low: int, example: int, noun: str = "a whole number", high: int = MAX_INTEGER) -> Validator:
     text = f"{noun} of at least {low}" + (f" and at most {high}" if high < MAX_INTEGER else "")
     return Validator(lambda v: type(v) is int and low <= v <= high, text, str(example))
-
-
-def limit_or_endless(example: int) -> Validator:
-    """A number of epochs or steps; -1 means no limit. 0 is invalid, because it would train nothing."""
-    return Validator(
-        lambda v: type(v) is int and (v == -1 or 1 <= v <= MAX_INTEGER),
-        "a whole number of at least 1, or -1 for no limit",
-        str(example),
-    )
 
 
 def is_number(v: Any) -> bool:
@@ -66,10 +61,8 @@ def numbers(element: Validator, example: str, count: int | None = None, *, risin
         is_valid = isinstance(v, list) and count in (None, len(v)) and all(map(element.accepts, v))
         return is_valid and (not rising or v == sorted(set(v)))
 
-    takes = element.takes.removeprefix("a number ")
-    return Validator(
-        accepts, f"a list of {'increasing ' if rising else ''}{count or ''} numbers {takes}".replace("  ", " "), example
-    )
+    kind = "increasing numbers" if rising else f"{count} numbers" if count else "numbers"
+    return Validator(accepts, f"a list of {kind} {element.takes.removeprefix('a number ')}", example)
 
 
 def one_of(*values: Any, example: Any = None) -> Validator:
@@ -107,26 +100,13 @@ def is_path(v: Any) -> bool:
     return is_text(v) and "://" not in v
 
 
-def is_texts(v: Any) -> bool:
-    return isinstance(v, list) and all(map(is_text, v))
-
-
-def is_unfrozen(v: Any) -> bool:
-    pairs = isinstance(v, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in v)
-    return pairs and all(is_text(pattern) and integer(0, 1).accepts(epoch) for pattern, epoch in v)
-
-
 # --- Kinds of several keys ---
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
 
 FLAG = one_of(True, False, example="true")
 TEXT = Validator(is_text, f"UTF-8 text with at most {MAX_NAME_BYTES} bytes between slashes", "name")
-PATH = Validator(
-    is_path,
-    f"a path in UTF-8, local or in a mounted folder, with at most {MAX_NAME_BYTES} bytes between slashes; URLs are not supported",
-    "data",
-)
+PATH = Validator(is_path, f"a path with at most {MAX_NAME_BYTES} bytes between slashes; URLs are not supported", "data")
 TRAINED = Validator(
     lambda v: type(v) in (str, int) and is_path(str(v)),
     "the name of a run or the path of a checkpoint; URLs are not supported",
@@ -153,13 +133,9 @@ DURATION = Validator(
     is_duration, f"days:hours:minutes:seconds above 0, or numbers of {', '.join(TIME_UNITS)}", "00:01:30:00"
 ).or_null()
 INTERVAL = Validator(
-    lambda v: is_batches(v) and v > 0,
-    "a number of batches (an integer) or a fraction of an epoch (up to 1.0), above 0",
-    "0.5",
+    lambda v: is_batches(v) and v > 0, "batches of an epoch or a fraction of them, above 0", "0.5"
 ).or_null()
-POWER_OF_TWO = Validator(
-    lambda v: type(v) is int and 1 <= v <= 1024 and v.bit_count() == 1, "a power of two, up to 1024", "8"
-).or_null()
+POWER_OF_TWO = one_of(*(2**n for n in range(11)), None, example=8)
 INPUT = Validator(
     lambda v: isinstance(v, str) and v != "" and "\0" not in v and "://" not in v,
     "a folder, a glob, a CSV, a file, or one of test, val, train; URLs are not supported",

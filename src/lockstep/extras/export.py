@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy as copied
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from lockstep.checkpoints.weights import read
 from lockstep.config.draft import as_yaml
 from lockstep.config.formatting import warn
 from lockstep.config.instantiate import WEIGHTS, create_data
-from lockstep.config.run_config import Component, RunConfig
+from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import matching_kwargs, nodes, parameters, target_of
 from lockstep.data.dataset import Batch, DataSet
@@ -322,7 +322,7 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     else:
         task, net, argument = network_of_module(config, checkpoint, module, network)
         network_kwargs = config.task.get(argument)
-        config = replace(config, model=Component.of(network_kwargs))
+        config = config.replace({"model": network_kwargs})
     data, batch = samples_to_compare(config, metadata, files)
     candidate = NetworkToExport(config, network_kwargs, task, net, data, batch, network, argument)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ class Job:
         with process.seeded_and_restored(settings.seed):
             if (data := self.data(settings)) is not None:
                 data.keeps_whole = Augmentation(settings.operations).crops_from is not None
-                data.evaluates = settings.evaluates
+                data.evaluates = settings.cfg.trainer.limit_train_batches == 0
                 if rank_of() == 0 and (plan := data.storage_plan()):  # `prepare` may take long
                     print(plan, file=sys.stderr)
                 data.prepare()

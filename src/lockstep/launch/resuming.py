@@ -120,7 +120,7 @@ def for_training(draft: Draft, overrides: list[str]) -> Draft:
     Raises:
         UserError: there is nothing to continue, or the run folder is in use.
     """
-    if draft.init_from and draft.resume not in (None, "auto"):
+    if draft.get("init_from") and draft.resume not in (None, "auto"):
         reason = f"resume={draft.resume} and init_from are mutually exclusive"
         raise UserError(f"{reason}. Pass resume=auto to start from weights, or to continue if the run has begun.")
     if draft.resume == "auto" and not draft.get("trainer.enable_checkpointing"):
@@ -172,7 +172,7 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     inside = folder.is_relative_to(runs_dir)  # the run may have been moved there
     previous_name = str(folder.relative_to(runs_dir) if inside else saved.run)
     place = {"run": str(draft.run or previous_name), "runs_dir": draft.runs_dir}
-    result = result.replace({**place, "resume": str(checkpoint.path), "init_from": saved.init_from})  # for the record
+    result = result.replace({**place, "resume": str(checkpoint.path), "init_from": saved.get("init_from")})  # for the record
     result = drop_ineffective_keys(result, new_overrides)
     is_restart = was_restarted() and result.folder.report().get("resumed_from")
     if is_first() and result.run != previous_name and result.folder.has_config() and not is_restart:
@@ -279,6 +279,6 @@ def finished_run(settings: Settings, samples: int | None) -> RunFolder | None:
         return folder
     saved = plain(with_new_defaults(Draft.of_run(folder)).tree)
     # A config without a loader does not use the saved loader keys.
-    new, old = dotted(cfg.plain()), dotted(saved if cfg.loader else saved | {"loader": {}})
+    new, old = dotted(cfg.values), dotted(saved if cfg.loader else saved | {"loader": {}})
     changed = (key for key in {**new, **old} if new.get(key) != old.get(key))
     return folder if all(key.startswith(PLACE) for key in changed) else None

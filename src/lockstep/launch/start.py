@@ -13,7 +13,7 @@ from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
 from lockstep.config.checks import check, check_classes, step_problems
 from lockstep.config.compose import fixed_keys, key_of, needs_signature_check, without_replaced_defaults
-from lockstep.config.draft import Draft, missing_keys, value_error, value_errors, was_restarted
+from lockstep.config.draft import Draft, value_error, value_errors, was_restarted
 from lockstep.config.formatting import inline, pluralize, warn
 from lockstep.config.run_config import Request
 from lockstep.config.schema import EVALUATE, PREDICT
@@ -88,7 +88,7 @@ def start(job: Job, draft: Draft, overrides: list[str]) -> dict[str, Any]:
         TrainingFailed: training failed for a known reason, such as out of memory.
     """
     project.make_importable()
-    raise_problems([*fixed_keys(overrides), *missing_keys(draft)])
+    raise_problems(fixed_keys(overrides))
     kinds = ({} if job.trains else EVALUATE) | (PREDICT if job.name == "predict" else {})
     asked_for = (value_error(draft.tree, key, key, kind) for key, kind in kinds.items())
     raise_problems(filter(None, [*value_errors(draft, FIRST).values(), *asked_for]))
@@ -107,7 +107,8 @@ def start_training(job: Job, draft: Draft, overrides: list[str]) -> "Report":
     again = draft.resume == "auto"
     draft = resuming.for_training(draft, overrides)
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
-    settings = replace(check(draft.with_run_identity(experiment)), overrides=resuming.all_overrides(draft, overrides))
+    checked = check(draft).with_run_identity(experiment)
+    settings = replace(checked, overrides=resuming.all_overrides(draft, overrides))
     if rank_of() == 0:
         files.refuse_unwritable(settings.folder.path, "runs_dir")
     if not settings.cfg.resume:
@@ -138,7 +139,7 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
     from lockstep.launch import resuming
 
     draft = resuming.for_evaluation(asked, overrides, job.name)
-    settings = check(draft.with_run_identity(), evaluating=True)
+    settings = check(draft, evaluating=True).with_run_identity()
     if job.name == "predict":
         settings = with_request(settings, asked, overrides)
     raise_problems([*check_classes(settings, evaluating=True), *debug_problems(settings.world)])

@@ -53,7 +53,7 @@ class Background:
         self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
         for method in filter(partial(hasattr, logger), METHODS):
             setattr(logger, method, partial(self.add, getattr(logger, method)))
-        logger.log_hyperparams({**config.plain(), "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
+        logger.log_hyperparams({**config.values, "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
         write, batch_size, samples_key = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
 
         def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:

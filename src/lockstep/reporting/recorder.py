@@ -7,7 +7,6 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -134,7 +133,7 @@ class Recorder:
         folder.path.mkdir(parents=True, exist_ok=True)
         make_folder(folder.checkpoints)
         self.log.enter_context(log_to_file(folder.log_file))
-        folder.write_config(as_yaml(replace(self.config, resume=None)))
+        folder.write_config(as_yaml(self.config.replace({"resume": None})))
         folder.write_report(self.report)
 
     def add(self, **metrics: Any) -> None:
