@@ -51,7 +51,7 @@ def last(run: str) -> dict:
 
 def test_a_callback_keeps_hooks_of_its_own_instance(monkeypatch):
     calls, callback = [], LambdaCallback(on_train_batch_end=lambda *_: calls.append(1))
-    own, seeds = vars(callback)["on_train_batch_end"], StepSeed(0, None, masks_by_row=False)
+    own, seeds = vars(callback)["on_train_batch_end"], StepSeed(0, masks_by_row=False)
     strategy = SimpleNamespace(seeds=SimpleNamespace(reseed=lambda *_: None), micro_batch=0)
     seeds.arithmetic = LogicalRanks(4)
     trainer = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=4, strategy=strategy, global_step=0)

@@ -3,9 +3,9 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -50,7 +50,7 @@ def prepare(module: pl.LightningModule, trainer: pl.Trainer, *, sync_batchnorm: 
         compile_in_place(parts)
         strategy.lacks_call = bool(parts)
         for part in parts:
-            tell_first_call(part, strategy.note_call)
+            tell_first_call(part, partial(setattr, strategy, "lacks_call", False))
     strategy.divide(module)
 
 
@@ -113,23 +113,14 @@ def compile_in_place(parts: list[nn.Module]) -> None:
 #
 # Lightning saves optimizer states by index under ddp and by name under fsdp, and neither loads the other's.
 
+ONLY_WEIGHTS = "Pass init_from=<checkpoint> to start a new run from its weights."
 # Optimizer options for how this process computes a step. A checkpoint must not restore them: SGD has no fused kernel
 # for shards, and a fused optimizer unscales the gradients of 16-mixed itself.
 OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def copy_in_format_of(value: Any, parameter: Tensor) -> Any:
-    """A copy of an optimizer's value for `parameter`, in the parameter's memory format.
-
-    Without a copy, the optimizer would update the memory-mapped file, and some systems could then not replace that
-    file. Fused optimizers on CPUs (torch 2.13) traverse value and parameter in memory order: in different formats they
-    mix up the elements.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(value, DTensor) or value.shape != parameter.shape:  # shards are contiguous
-        return value.clone()
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+def processes_agree(text: str) -> bool:
+    return len({*all_gather_objects(text)}) == 1
 
 
 def call_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +165,7 @@ class DividedBatches(Strategy):
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
         if isinstance(dataloader, WrappedLoader):
             return dataloader
-        options: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
+        options: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": processes_agree}
         if trainer.training:
             self.training_loaders = None
             epochs: Any = loop.epoch_progress.current
@@ -197,13 +188,6 @@ class DividedBatches(Strategy):
 
     def wait(self, seconds: float) -> None:
         self.waited_s += seconds
-
-    def note_call(self) -> None:
-        self.lacks_call = False
-
-    def agree(self, text: str) -> bool:
-        """Whether all processes pass the same text. Every process must call it."""
-        return len({*all_gather_objects(text)}) == 1
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Periodically compares what the processes' loaders returned.
@@ -275,8 +259,12 @@ class DividedBatches(Strategy):
     @property
     def places(self) -> range | None:
         """Positions in the epoch of the training micro-batch that moves to the device, before Lightning counts it."""
-        known = [loader.batch_info[self.micro_batch + 1].places for loader in self.loaders_of(self.micro_batch + 1)]
-        return known[0] if len(known) == 1 else None
+        return self.positions("places", self.micro_batch + 1)
+
+    def positions(self, of: Literal["rows", "places"], micro_batch: int) -> range | None:
+        """Positions of the samples in the global batch (rows) or in the epoch (places), if all loaders agree."""
+        known = {getattr(loader.batch_info[micro_batch], of) for loader in self.loaders_of(micro_batch)}
+        return known.pop() if len(known) == 1 else None
 
     def share(self) -> float:
         """The weight of the current micro-batch in the mean of a step: 1, unless users' loaders divide unevenly."""
@@ -501,9 +489,7 @@ class PortableCheckpoint(DividedBatches):
         self.has_updated = True
         sizes = [len(saved["state"]) for saved in checkpoint["optimizer_states"]]
         if sizes != checkpoint.get("optimizer_sizes", sizes):
-            raise UserError(
-                "the checkpoint lacks states of the optimizers. Pass init_from=<checkpoint> to start a new run from its weights."
-            )
+            raise UserError(f"the checkpoint lacks states of the optimizers. {ONLY_WEIGHTS}")
         parameters = dict(self.lightning_module.named_parameters())
         for name, p in parameters.items():  # as hooks have left it
             p.requires_grad_(checkpoint.get("requires_grad", {}).get(name, p.requires_grad))
@@ -517,24 +503,33 @@ class PortableCheckpoint(DividedBatches):
             groups = self.named_groups(optimizer)
             if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(by_name) for by_name in groups]:
                 raise UserError(
-                    "the checkpoint's optimizer has different parameters than this network. Pass init_from=<checkpoint> to start a new run from its weights."
+                    f"the checkpoint's optimizer has different parameters than this network. {ONLY_WEIGHTS}"
                 )
             optimizer.load_state_dict(by_index(optimizer, groups, saved))
 
 
 def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved: dict[str, Any]) -> dict[str, Any]:
-    """Converts an optimizer's state from names to torch's indices, each value in the form of its parameter."""
+    """Converts an optimizer's state from names to torch's indices."""
     parameters = {name: p for by_name in groups for name, p in by_name.items()}
 
     def convert(name: str, key: str, value: Any) -> Any:
+        """A copy of a value in the form and the memory format of its parameter.
+
+        Without a copy, the optimizer would update the memory-mapped file, and some systems could then not replace that
+        file. Fused optimizers on CPUs (torch 2.13) traverse value and parameter in memory order: in different formats
+        they mix up the elements.
+        """
         p = parameters[name]
         value, expected = sharded_like(value, p), () if key == "step" else p.shape
+        if not isinstance(value, Tensor):
+            return value
         # A fused kernel works element by element: with such a value it would read and write out of bounds.
-        if "fused" in optimizer.defaults and isinstance(value, Tensor) and value.shape != expected:
-            raise UserError(
-                f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}. Pass init_from=<checkpoint> to start a new run from its weights."
-            )
-        return copy_in_format_of(value, p)
+        if "fused" in optimizer.defaults and value.shape != expected:
+            has = f"has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}"
+            raise UserError(f"the checkpoint's optimizer {has}. {ONLY_WEIGHTS}")
+        if isinstance(value, DTensor) or value.shape != p.shape:  # shards are contiguous
+            return value.clone()
+        return torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
 
     index = {name: i for i, name in enumerate(parameters)}
     state = {

@@ -241,26 +241,26 @@ def shard_module(
     common = max(dtypes, key=dtypes.count, default=torch.float32)
     unsharded = [p for p in parameters if p.dim() == 0 or (p.requires_grad and p.dtype != common)]
     ignored = metrics | {*unsharded}
-    root_ids = {id(p) for p in parameters} - {id(p) for p in ignored}
+    of_root = {*parameters} - ignored
     entries = [(child, name, p) for child in module.modules() for name, p in child.named_parameters(recurse=False)]
     root = Root(module, [], [p for p in unsharded if p.requires_grad])
     for child in dict.fromkeys(child for child, _, _ in entries):  # before FSDP2's hooks, which reshard them
         child.register_state_dict_pre_hook(root.keep_writes)
         child.register_load_state_dict_pre_hook(root.keep_writes)
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
-    ignored_ids, divided = {id(p) for p in ignored}, list[nn.Module]()
+    divided = list[nn.Module]()
     for block in reversed([block for block in blocks if not isinstance(block, Metric)]):
-        block_ids = {id(p) for p in block.parameters()}
-        if not is_shared(block, module) and block_ids.isdisjoint(ignored_ids):
-            root_ids -= block_ids
+        of_block = {*block.parameters()}
+        if not is_shared(block, module) and of_block.isdisjoint(ignored):
+            of_root -= of_block
             divided.append(block)
-    if vectors := [child for child in vectors if not root_ids & {id(p) for p in child.parameters()}]:
+    if vectors := [child for child in vectors if of_root.isdisjoint(child.parameters())]:
         root.blocks += fully_shard(vectors, reshard_after_forward=False, **options)[:1]
     for block in divided:
         root.blocks.append(fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **options))
         block.register_forward_pre_hook(root.first_block, prepend=True)
         block.register_forward_hook(refuse_gradients_of_gradients)
-    root.owners = [(child, name) for child, name, p in entries if id(p) in root_ids]
+    root.owners = [(child, name) for child, name, p in entries if p in of_root]
     for child in module.modules():  # a partial, so a copied network gets its own
         child.zero_grad = partial(zero_grad, weakref.ref(root), child)  # type: ignore[method-assign]
     add_base(module, ShardedModule)
@@ -327,10 +327,9 @@ def refuse_gradients_of_gradients(block: nn.Module, _: Any, output: Any) -> None
 
 def is_shared(block: nn.Module, module: nn.Module) -> bool:
     """Whether a module outside of a block shares parameters with it."""
-    inside = {*block.modules()}
-    block_ids = {id(p) for p in block.parameters()}
+    inside, of_block = {*block.modules()}, {*block.parameters()}
     outside = (child for child in module.modules() if child not in inside)
-    return any(id(p) in block_ids for child in outside for p in child.parameters(recurse=False))
+    return any(p in of_block for child in outside for p in child.parameters(recurse=False))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from lockstep.config.rules import COUNTED
 from lockstep.data.sampler import index_in_step
 from lockstep.errors import UserError
 from lockstep.machine.world import World
-from lockstep.training.optim import add_base, local_parts, padded_fused
+from lockstep.training.optim import local_parts
 
 Make = Callable[..., Optimizer]
 dist: Any = torch.distributed
@@ -111,10 +111,6 @@ class StepArithmetic:
         all_reduce(total, torch.distributed.ReduceOp.SUM, grads)
         return (total + squared_norm(unsharded) if shards and unsharded else total).sqrt()
 
-    def accumulation_setting(self, accumulate: int, world: int) -> str | None:
-        """The setting that gives each process `accumulate` micro-batches per step; None if no setting does."""
-        return f"trainer.accumulate_grad_batches={accumulate}"
-
     def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:
         """Called for each micro-batch, like the next two methods."""
 
@@ -134,9 +130,6 @@ class StepArithmetic:
 
     def optimizer_factory(self, make: Make, name: str, sharding: str | None) -> Make:
         return make
-
-    def prepared(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
-        return optimizer
 
 
 class LogicalRanks(StepArithmetic):
@@ -247,9 +240,6 @@ class LogicalRanks(StepArithmetic):
         norm = (total.double() / grid * (unit / unit.max()).square()).sum().sqrt() * unit.max()
         return norm.where(largest.isfinite().all(), torch.inf)
 
-    def accumulation_setting(self, accumulate: int, world: int) -> str | None:
-        return f"exact.logical_ranks={world * accumulate} in a new run" if accumulate.bit_count() == 1 else None
-
     def add_shards_of(self, modules: list[FSDPModule]) -> None:
         """In tree order, without dividing."""
         comm: Any = TreeReduceScatter()
@@ -268,9 +258,6 @@ class LogicalRanks(StepArithmetic):
             )
         # foreach=False: the first step is not fused, and this makes it compute element by element
         return partial(make, foreach=False) if "foreach" in parameters else make
-
-    def prepared(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
-        return padded_fused(optimizer) if optimizer.defaults.get("fused") and device.type == "cpu" else optimizer
 
 
 def all_reduce(x: Tensor, op: Any, grads: list[Tensor]) -> None:
@@ -310,10 +297,6 @@ class ExactClipping(Precision):
             torch.nn.utils.clip_grad_value_(parameters, clip_val)
         else:
             clip_by_norm([p.grad for p in parameters if p.grad is not None], clip_val, self.arithmetic)
-
-
-def clip_exactly(trainer: pl.Trainer, arithmetic: StepArithmetic) -> None:
-    add_base(trainer.precision_plugin, ExactClipping, arithmetic=arithmetic)
 
 
 # --- Sums in tree order ---

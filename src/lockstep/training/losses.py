@@ -16,37 +16,31 @@ from torch import Tensor
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 
-Tree = Any
-Change = Callable[[Any, str], Any]  # maps a value and its name in the tree to a new value
 DIMENSIONS = 8  # at most, of a tensor that is gathered
 
 # --- The samples of a batch or of an output: a tensor, or dicts, lists and tuples of tensors ---
 
 
-def by_sample(tree: Tree, size: int, on_samples: Change, on_other: Change, name: str) -> Tree:
-    """Applies `on_samples` to each value of `tree` that holds a batch of `size`, and `on_other` to other leaves.
+def by_sample(tree: Any, size: int, change: Callable[[Any], Any]) -> Any:
+    """Applies `change` to each value of `tree` that holds a batch of `size`. Other values stay.
 
     A value that holds a batch is a tensor whose first dimension is B, or a list or tuple of B items of any type. In
     dicts and other lists and tuples, such as (logits_BK, embedding_BE), each value is changed separately. A tuple of B
     tensors that all have B rows is treated as several outputs.
     """
-
-    def recurse(value: Any, suffix: str) -> Any:
-        return by_sample(value, size, on_samples, on_other, f"{name}{suffix}")
-
     if has_rows(tree, size):
-        return on_samples(tree, name)
+        return change(tree)
     if isinstance(tree, list | tuple):
         if len(tree) == size and not (isinstance(tree, tuple) and all(has_rows(value, size) for value in tree)):
-            return on_samples(tree, name)
-        values = [recurse(value, f"[{index}]") for index, value in enumerate(tree)]
+            return change(tree)
+        values = [by_sample(value, size, change) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a named tuple
     if isinstance(tree, Mapping):
         result: Any = copy.copy(tree)
         for key, value in tree.items():
-            result[key] = recurse(value, f"[{key!r}]")
+            result[key] = by_sample(value, size, change)
         return result
-    return on_other(tree, name)
+    return tree
 
 
 def has_rows(value: Any, size: int) -> bool:
@@ -55,19 +49,19 @@ def has_rows(value: Any, size: int) -> bool:
 
 def sample_at(batch: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
     """One sample of a batch of `size`, as stored. Its inputs may be in dicts and lists."""
-    sample: dict[str, Any] = by_sample(batch, size, lambda value, _: value[index], lambda value, _: value, "batch")
+    sample: dict[str, Any] = by_sample(batch, size, lambda value: value[index])
     return sample
 
 
 def samples_at(batch: Mapping[str, Any], indices: slice | list[int] | Tensor, size: int) -> dict[str, Any]:
     """The samples at `indices` of a batch of `size`. Values without an entry per sample do not change."""
 
-    def select(value: Any, _: str) -> Any:
+    def select(value: Any) -> Any:
         if isinstance(value, Tensor) or isinstance(indices, slice):
             return value[indices]
         return type(value)([value[index] for index in (indices.tolist() if isinstance(indices, Tensor) else indices)])
 
-    selected: dict[str, Any] = by_sample(batch, size, select, lambda value, _: value, "batch")
+    selected: dict[str, Any] = by_sample(batch, size, select)
     return selected
 
 

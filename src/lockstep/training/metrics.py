@@ -125,19 +125,19 @@ class TestPanels(pl.Callback):
     __test__ = False  # for pytest
 
     def __init__(self, contents: list[Any], *, compiled: bool) -> None:
-        self.worst, self.random, self.compiled = Kept(24, by_loss=True), Kept(16), compiled
+        self.contents, self.compiled = contents, compiled
+        self.kept = {"largest losses": Kept(24, by_loss=True), "random samples": Kept(16)}
         self.panels: dict[str, Any] = {}
         self.failed: set[str] = set()
-        self.contents = contents
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.task, device = pl_module, pl_module.device
+        self.task = pl_module
+        for kept in self.kept.values():
+            kept.to(pl_module.device)
         with self.attempt("test_panels"):
             self.panels = hook(pl_module, "test_panels", dict)()
             for panel in self.panels.values():
-                prepare(panel, device, of_panel=True)
-        self.worst.to(device)
-        self.random.to(device)
+                prepare(panel, pl_module.device, of_panel=True)
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
@@ -153,18 +153,15 @@ class TestPanels(pl.Callback):
         has_loss = isinstance(outputs, Mapping) and {"output", "loss"} <= outputs.keys()
         if dataloader_idx or not has_loss or not (isinstance(batch, Mapping) and "index" in batch):
             return
-        output, loss_B = outputs["output"], outputs["loss"]
-        with self.attempt("worst"):
-            self.worst.update(output, batch, loss_B)
-            self.random.update(output, batch, loss_B)
-        for name, panel in self.panels.items():
+        for name, panel in (self.kept | self.panels).items():
             if name not in self.failed:
                 with self.attempt(name):
-                    update(panel, batch_idx, output, batch, loss_B)
+                    update(panel, batch_idx, outputs["output"], batch, outputs["loss"])
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        with of_all_processes([self.worst, self.random]):
-            worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
+        every = [*self.kept.values()]
+        with of_all_processes(every):
+            worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in every)
         if not worst:
             if self.panels:
                 log.warning("the report has no panels: `test_step` returns no `output` and `loss`")
@@ -200,7 +197,7 @@ class TestPanels(pl.Callback):
             raw = data.raw("test", index_N)
             device_batch = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
             batch = trainer.precision_plugin.convert_input(data.evaluated.preprocess(device_batch))
-            with self.attempt("worst"):
+            with self.attempt("largest losses"):
                 with torch.no_grad(), trainer.precision_plugin.forward_context():
                     output = self.task(batch)
                 descriptions = hook(self.task, "describe", lambda *_: [{}] * size)(float32(output), batch)

@@ -65,12 +65,10 @@ class Means:
             if (node := nodes.pop()) is None or node in seen:
                 continue
             seen.add(node)
-            found = self.nodes.get(node)
-            if found is None and node.next_functions:
+            found = self.nodes.get(node, () if node.next_functions else (None, None))  # of a parameter
+            if not found:
                 nodes += [following for following, _ in node.next_functions]
-                continue
-            found = found or (None, None)  # a parameter
-            if not any(same_weights(found[0], weight_B) for weight_B, _ in reached):
+            elif not any(same_weights(found[0], weight_B) for weight_B, _ in reached):
                 reached.append(found)
         if len(reached) > 1:
             raise UserError(
@@ -121,15 +119,11 @@ def log_reduced(module: pl.LightningModule, values: Mapping[str, Tensor]) -> Non
         warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
 
 
-def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    with suppress(RuntimeError):
-        return module.trainer
-    return None
-
-
 def strategy_of(module: pl.LightningModule) -> Any:
     """The strategy; None without a Trainer."""
-    return getattr(trainer_of(module), "strategy", None)
+    with suppress(RuntimeError, AttributeError):
+        return module.trainer.strategy
+    return None
 
 
 def arithmetic_of(module: pl.LightningModule) -> StepArithmetic:
