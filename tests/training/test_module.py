@@ -83,7 +83,7 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     made.on_validation_start()
     logits_BK, label_B = samples(3000)
     seen(made, *((logits_BK[i : i + 100].to(dtype), label_B[i : i + 100]) for i in range(0, 3000, 100)))
-    assert made.measured("val")[0].loss_sum.dtype == torch.float64
+    assert made.measured("val")[0]["loss"][0].dtype == torch.float64
     assert logged(made) == pytest.approx(plainly(logits_BK.to(dtype).float(), label_B), rel=1e-5)
     errors = untrained(Regression, nn.Flatten()).to(dtype)
     errors.on_test_start()

@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -62,11 +61,10 @@ class ChangedInPlace(pl.LightningModule):
     modes: list[tuple[nn.Module, bool]]  # whether each module was training before an evaluation
 
     def configure_model(self) -> None:
-        if not self.configured:
-            self.configured = True
-            super().configure_model()
         if self.change:
             change, self.change = self.change, None
+            if not self.configured:
+                super().configure_model()
             change(self, self.trainer)
 
     def on_validation_model_eval(self) -> None:
@@ -179,7 +177,7 @@ class DividedBatches(Strategy):
             }
         else:
             assert trainer.state.fn
-            accumulate = max(1, self.arithmetic.evaluation_sums // trainer.world_size)
+            accumulate = max(1, self.arithmetic.evaluation_shares // trainer.world_size)
             part = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(trainer.state.fn, "val")
             limit = getattr(trainer, f"limit_{part}_batches")  # of the Trainer, in micro-batches
             limit = limit // accumulate if type(limit) is int else None
@@ -474,8 +472,6 @@ class PortableCheckpoint(DividedBatches):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         if not (state := optimizer.state_dict()):  # Lightning's mock optimizer if configure_optimizers returns None
             return {"state": {}, "param_groups": []}
         names = [list(by_name) for by_name in self.named_groups(optimizer)]

@@ -76,7 +76,7 @@ class StepArithmetic:
     Here Lightning and the strategy average gradients. Each process has its own batch statistics and random numbers.
     """
 
-    evaluation_sums = 1  # number of separate sums that an evaluation keeps of its losses
+    evaluation_shares = 1  # micro-batches of a batch of an evaluation, unless there are more processes
     # Whether results are bit-identical on any number of processes. If not, dropout masks belong to the samples
     # (training/dropout.py).
     same_bits = False
@@ -121,10 +121,6 @@ class StepArithmetic:
     def after_backward(self, module: pl.LightningModule) -> None:
         """Leaves the gradients and buffers of the global batch after the last micro-batch of a step."""
 
-    def evaluation_sum(self, module: Any, batch_idx: int) -> int:
-        """The index of the sum that an evaluation batch is added to."""
-        return 0
-
     def add_shards_of(self, modules: list[FSDPModule]) -> None:
         """Sets how FSDP2 sums gradients over processes."""
 
@@ -142,7 +138,7 @@ class LogicalRanks(StepArithmetic):
     same_bits = True
 
     def __init__(self, count: int) -> None:
-        self.count = self.evaluation_sums = count
+        self.count = self.evaluation_shares = count
         self.sums = TreeReduction()  # of the gradients, and of each logical rank's buffers as one vector
         self.first: list[Tensor] = []  # the gradients of the step's first logical rank
         self.before: list[Tensor] = []  # the buffers before the step
@@ -163,9 +159,6 @@ class LogicalRanks(StepArithmetic):
         counts = {key: options[key] * accumulate for key in COUNTED if type(options[key]) is int}
         deterministic = options["deterministic"] or world.accelerator == "cuda"
         return {**counts, "accumulate_grad_batches": accumulate, "deterministic": deterministic}
-
-    def evaluation_sum(self, module: Any, batch_idx: int) -> int:
-        return self.evaluation_parts(module.trainer, batch_idx)[0] % self.count
 
     def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:
         """Resets the buffers to their values before the step."""

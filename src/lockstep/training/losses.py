@@ -86,15 +86,13 @@ def partner_batch(batch: Batch) -> Batch:
 def one_per_sample(value_B: Any, task: Any, batch: Batch, method: str = "loss") -> Tensor:
     """Raises UserError if a task's loss or weight is not one number per sample."""
     count = len(batch["index"])
-    if method == "loss" and isinstance(value_B, Tensor) and value_B.dim() == 1:
-        value_B = task.own_rows(value_B)
-    if isinstance(value_B, Tensor) and value_B.shape == (count,):
-        return value_B
-    description = f"shape {tuple(value_B.shape)}" if isinstance(value_B, Tensor) else f"type {type(value_B).__name__}"
-    advice = "Compute it with reduction='none', then average the elements of each sample: loss.flatten(1).mean(1)."
+    own_B = task.own_rows(value_B) if isinstance(value_B, Tensor) and value_B.dim() == 1 else value_B
+    if isinstance(own_B, Tensor) and own_B.shape == (count,):
+        return own_B
+    description = f"shape {tuple(own_B.shape)}" if isinstance(own_B, Tensor) else f"type {type(own_B).__name__}"
     raise UserError(
-        f"task={type(task).__name__}: `{method}` returns {description} for {count} samples; expected one number per sample, shape ({count},). "
-        f"{advice if method == 'loss' else 'Return None if all samples have equal weight.'}"
+        f"task={type(task).__name__}: `{method}` returns {description} for {count} samples; expected one number per sample, shape ({count},). Compute a "
+        "loss with reduction='none', then average the elements of each sample: loss.flatten(1).mean(1). Weights may be None."
     )
 
 

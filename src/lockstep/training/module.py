@@ -50,9 +50,8 @@ class Means:
         A row therefore does not depend on the number of processes, nor on checkpoints, which sum over the processes.
         """
         sums, dtype = self.train if module.trainer.training else self.evaluation, exact_on(module.device)
-        previous = sums.get(name, (0.0, 0.0))
         weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
-        sums[name] = previous[0] + total.detach().float().to(dtype), previous[1] + weight
+        add_to_sums(sums, name, total.detach().float().to(dtype), weight)
 
     def weigh(self, loss: Tensor) -> None:
         """Adds the weight of a micro-batch to that of its step, whose gradients are divided by it after the last one.
@@ -261,9 +260,13 @@ def sum_over_processes(sums: Sums) -> Sums:
     per_process = all_gather_objects({name: (float(total), float(weight)) for name, (total, weight) in sums.items()})
     result: Sums = {}
     for name, (total, weight) in (item for process_sums in per_process for item in process_sums.items()):
-        previous = result.get(name, (0.0, 0.0))
-        result[name] = previous[0] + total, previous[1] + weight
+        add_to_sums(result, name, total, weight)
     return result
+
+
+def add_to_sums(sums: Sums, name: str, total: Any, weight: Any) -> None:
+    previous = sums.get(name, (0.0, 0.0))
+    sums[name] = previous[0] + total, previous[1] + weight
 
 
 def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:
