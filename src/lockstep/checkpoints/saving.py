@@ -420,8 +420,6 @@ class LastCheckpoint(Checkpoint):
 
     def begin_step(self, trainer: Trainer) -> None:
         """Waits for the update of a module that accumulates gradients itself."""
-        if trainer.strategy.is_trial is None:  # type: ignore[attr-defined]
-            trainer.strategy.try_saving()  # type: ignore[attr-defined]
         self.is_due |= bool(self.every_n_steps and steps_done(trainer) % self.every_n_steps == 0)
         if self.is_due and not trainer.strategy.lacks_update:  # type: ignore[attr-defined]
             self.save(trainer)

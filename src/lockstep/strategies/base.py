@@ -327,10 +327,8 @@ class PortableCheckpoint(DividedBatches):
 
     omitted: frozenset[str] = frozenset()  # what checkpoints leave out
     agreed_at = 0  # the step after which the ranks were last compared
-    tried: dict[str, Any] | None = None  # the content of a checkpoint before the first step
     hidden: list[Logger]  # loggers of the trainer, set before the barrier that shows them
     trained: Mapping[str, bool] = {}  # `requires_grad` of each parameter before training
-    is_trial: bool | None = None  # whether the content of a checkpoint is only checked; None before the first step
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """The parts of a network that are computed one after the other, if the strategy handles them separately."""
@@ -352,9 +350,6 @@ class PortableCheckpoint(DividedBatches):
         load_into(self.lightning_module, checkpoint["state_dict"], "the checkpoint", strict=strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        if self.is_trial:
-            self.tried = checkpoint
-            return
         self.make_loadable(checkpoint)
         self.write(checkpoint, Path(filepath))
         self.require_agreement()
@@ -371,8 +366,7 @@ class PortableCheckpoint(DividedBatches):
     def barrier(self, name: str | None = None) -> None:
         if name == "pre_setup":
             self.lightning_module.trainer.loggers = self.hidden
-        if not self.is_trial:  # a hook may have failed on one rank alone
-            super().barrier(name)  # type: ignore[safe-super]
+        super().barrier(name)  # type: ignore[safe-super]
 
     def setup(self, trainer: pl.Trainer) -> None:
         self.seeds = StepSeeds(self.seed, self.arithmetic, trainer)
@@ -387,21 +381,6 @@ class PortableCheckpoint(DividedBatches):
         if self.lightning_module.trainer.world_size > 1 and step != self.agreed_at:
             self.agreed_at = step
             require_same_values(self.lightning_module, self.optimizers, self.root_device, step)
-
-    def try_saving(self) -> None:
-        """Checks what a checkpoint would hold before the first step, without writing it."""
-        self.is_trial, self.tried = True, None
-        try:
-            self.lightning_module.trainer.save_checkpoint("", weights_only=False)
-        except UserError:
-            raise
-        except Exception as e:  # a user's hook may need what a step creates; the first checkpoint shows its error
-            log.debug("the content of a checkpoint is unknown before the first step: %s", e)
-        finally:
-            self.is_trial = False
-        if self.reduce_boolean_decision(self.tried is not None):
-            self.make_loadable(self.tried or {})
-        self.tried = None
 
     def make_loadable(self, checkpoint: dict[str, Any]) -> None:
         """Leaves out what torch.load rejects with weights_only=True, and records what a hook left out.

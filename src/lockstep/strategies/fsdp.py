@@ -165,7 +165,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
             return full.cpu() if self.is_global_zero else None
 
-        return state if self.sharded_checkpoints or self.is_trial else map_leaves(state, unshard)
+        return state if self.sharded_checkpoints else map_leaves(state, unshard)
 
     def share_buffers(self) -> None:
         """Copies rank 0's running statistics to all processes, before validations and checkpoints.
