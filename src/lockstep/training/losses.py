@@ -170,8 +170,7 @@ RESERVED = ("index", "path", "row", "error")  # columns of a table of prediction
 
 def validated_columns(columns: Mapping[str, Any], *, targets: bool = False) -> dict[str, Any]:
     """Raises UserError if predictions have a column that Lockstep writes; with `targets`, they may have targets."""
-    reserved = [name for name in columns if name in RESERVED or name.startswith("target/")]
-    if reserved := [name for name in reserved if not targets or name.partition("/")[0] != "target"]:
+    if reserved := [name for name in columns if name in RESERVED or (name.startswith("target/") and not targets)]:
         raise UserError(
             f"the predictions have a column {reserved[0]}, a name that Lockstep uses in tables of predictions. Reserved names: {', '.join(RESERVED)} and target/... Rename the column."
         )
