@@ -282,22 +282,21 @@ def adopt_changes(trainer: Trainer, checkpoint: dict[str, Any], *, config_change
     Changed schedules repeat their steps, which also sets the learning rates. Those that need metrics keep their history.
     """
     now, then = constructed(trainer), checkpoint["constructed"]
-    if now == then and not config_changed:
-        return
-    new = [differing(*pair) for pair in zip(then["schedules"], now["schedules"], strict=False)]
-    schedules = list(zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], new, strict=False))
+    changed = config_changed or now["schedules"] != then["schedules"]
+    states = checkpoint["lr_schedulers"], then["schedules"], now["schedules"]
+    schedules = list(zip(trainer.lr_scheduler_configs, *states, strict=False))
     optimizers = zip(trainer.optimizers, checkpoint["optimizer_states"], then["groups"], strict=False)
     for optimizer, optimizer_state, then_groups in optimizers:
         own = [(config.scheduler, *rest) for config, *rest in schedules if config.scheduler.optimizer is optimizer]
         # the number of steps alone decides the learning rate, and not a metric or a method of its own
         kinds = {isinstance(each, LRScheduler) and not isinstance(each, ReduceLROnPlateau) for each, *_ in own}
-        repeats = kinds == {True}
-        for scheduler, state, new in own:
+        repeats = changed and kinds == {True}
+        for scheduler, state, before, after in own:
             if repeats:
                 repeat_steps(scheduler, state)
                 continue
-            state.update(new)
-            if not isinstance(scheduler, ReduceLROnPlateau):
+            state.update(differing(before, after))
+            if changed and not isinstance(scheduler, ReduceLROnPlateau):
                 log.warning(STALE, type(scheduler).__name__)
         for group, before, after in zip(optimizer_state["param_groups"], then_groups, options(optimizer), strict=False):
             group.update(differing({} if repeats else before, after))
