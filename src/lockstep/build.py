@@ -151,7 +151,7 @@ def optimizer(settings: Settings, networks: Callable[[], Sequence[nn.Module]]) -
             options["params"] = optim.groups(networks()[0], given, **rates, **asked) if asked else given
         made = make(**options)
         made.of_config = True  # type: ignore[attr-defined]
-        return ways.prepared(made, made.param_groups[0]["params"][0].device)
+        return optim.padded_fused(made) if ways.same_bits else made
 
     return create
 

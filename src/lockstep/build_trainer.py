@@ -32,9 +32,10 @@ from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process
 from lockstep.reporting.loggers import MetricsCsv
 from lockstep.strategies.base import DividedBatches
-from lockstep.training.arithmetic import LogicalRanks, StepArithmetic, clip_exactly
+from lockstep.training.arithmetic import ExactClipping, LogicalRanks, StepArithmetic
 from lockstep.training.batches import Loaders
 from lockstep.training.module import Means
+from lockstep.training.optim import add_base
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -79,9 +80,9 @@ def module_hooks(settings: Settings, loaders: Loaders, loggers: Sequence[Logger]
     )
 
 
-def random_numbers(settings: Settings, loaders: Loaders) -> step_seed.StepSeed:
+def random_numbers(settings: Settings) -> step_seed.StepSeed:
     by_row = not arithmetic(settings).same_bits and not settings.cfg.compile
-    return step_seed.StepSeed(settings.seed, loaders, masks_by_row=by_row)
+    return step_seed.StepSeed(settings.seed, masks_by_row=by_row)
 
 
 def arithmetic(settings: Settings) -> StepArithmetic:
@@ -156,7 +157,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     logs = loggers(settings)
     # before the chosen callbacks, which may log, draw or count when a batch begins
     position = saving.Position(cfg, settings.made_for, begin)
-    first = [module_hooks(settings, loaders, logs), position, random_numbers(settings, loaders)]
+    first = [module_hooks(settings, loaders, logs), position, random_numbers(settings)]
     every = [*first, *chosen, *own]
     return lightning_trainer(settings, callbacks=every, logger=logs)
 
@@ -165,7 +166,7 @@ def evaluator(settings: Settings, loaders: Loaders, *more: pl.Callback, loggers:
     """A Trainer that tests or predicts only, with the strategy and precision of the config. It logs nothing itself."""
     shown = [summary.Progress()] if settings.cfg.trainer.enable_progress_bar else []
     # Preemption comes last: it may raise a different error while callbacks clean up after an error.
-    own = [random_numbers(settings, loaders), *shown, *more, stopping.Preemption(None)]
+    own = [random_numbers(settings), *shown, *more, stopping.Preemption(None)]
     every = [module_hooks(settings, loaders, loggers), *own]
     made = lightning_trainer(settings, callbacks=every, logger=False, enable_checkpointing=False, profiler=None)
     log_by(made, LogsNothing)
@@ -229,7 +230,7 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
     made.callbacks += bars  # type: ignore[attr-defined]  # Lightning rejects them; callbacks/module_hooks.py reports them
-    clip_exactly(made, ways)
+    add_base(made.precision_plugin, ExactClipping, arithmetic=ways)
     without_sigterm_handler(made)
     log_by(made, StepsFromOne)
     return made

@@ -419,18 +419,6 @@ class Prefixed(Plain):
         return super().load_state_dict({n.removeprefix("net."): v for n, v in state_dict.items()}, *args, **kwargs)
 
 
-class OfRankZero(Plain):
-    """One rank's hook needs what a step creates."""
-
-    def training_step(self, batch, batch_idx):
-        self.later = batch_idx
-        return super().training_step(batch, batch_idx)
-
-    def on_save_checkpoint(self, checkpoint):
-        if self.global_rank == 0:
-            checkpoint["later"] = self.later
-
-
 class Ending(Plain):
     """An iterator of its own ends within a step."""
 

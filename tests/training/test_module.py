@@ -17,10 +17,11 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from lockstep import DataSet, Task
 from lockstep.kit.tasks import Classification, Regression, Segmentation
 from lockstep.strategies import SingleDevice, change_in_place
-from lockstep.training.arithmetic import StepArithmetic, clip_exactly
+from lockstep.training.arithmetic import ExactClipping, StepArithmetic
 from lockstep.training.losses import sample_at, samples_at
 from lockstep.training.metrics import named_values
 from lockstep.training.module import Means, call_own_train
+from lockstep.training.optim import add_base
 
 
 def untrained(task: type[Task], net: nn.Module) -> Task:
@@ -82,7 +83,7 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_weights(dtype):
     made.on_validation_start()
     logits_BK, label_B = samples(3000)
     seen(made, *((logits_BK[i : i + 100].to(dtype), label_B[i : i + 100]) for i in range(0, 3000, 100)))
-    assert made.measured("val")[0].loss_sum.dtype == torch.float64
+    assert made.measured("val")[0]["loss"][0].dtype == torch.float64
     assert logged(made) == pytest.approx(plainly(logits_BK.to(dtype).float(), label_B), rel=1e-5)
     errors = untrained(Regression, nn.Flatten()).to(dtype)
     errors.on_test_start()
@@ -209,7 +210,7 @@ def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
     """16-mixed: Lightning unscales them before clipping, but not for fused optimizers, whose steps skip infinite ones unasked."""
     made, scaler = untrained(Regression, nn.Linear(2, 1)), torch.amp.GradScaler("cpu", init_scale=1024.0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    clip_exactly(SimpleNamespace(precision_plugin=plugin), StepArithmetic())
+    add_base(plugin, ExactClipping, arithmetic=StepArithmetic())
     twin = nn.Linear(2, 1)
     twin.load_state_dict(made.net.state_dict())
     optimizer = torch.optim.SGD(made.parameters(), lr=0.5, fused=fused)

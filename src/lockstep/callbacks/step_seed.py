@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lockstep.strategies.base import PortableCheckpoint
 from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic, completes_step, steps_done
-from lockstep.training.batches import Loaders
 from lockstep.training.seeds import StepSeeds, derive_seed, seed_generators
 
 # Hooks around a forward. Nobody draws there as a rule, so seeding for each is left out where none is used.
@@ -39,8 +38,8 @@ def seeds_of(trainer: Trainer) -> StepSeeds:
 class StepSeed(Callback):
     """Comes before the user's callbacks, which may draw random numbers too."""
 
-    def __init__(self, seed: int, loaders: Loaders, *, masks_by_row: bool) -> None:
-        self.seed, self.loaders, self.masks_by_row = seed, loaders, masks_by_row
+    def __init__(self, seed: int, *, masks_by_row: bool) -> None:
+        self.seed, self.masks_by_row = seed, masks_by_row
         self.arithmetic = StepArithmetic()
         self.used = set[str]()  # the hooks of AROUND that are used
         self.replaced: list[tuple[Any, str, Any]] = []  # hooks during training, with those of the instance itself
@@ -105,8 +104,9 @@ class StepSeed(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.masks_by_row:
-            rows = self.loaders.rows(trainer, batch_idx)  # None if unknown: then each process draws its own masks
-            devices = strategy_of(trainer).device_rows(rows) if rows else {}
+            strategy = strategy_of(trainer)
+            rows = strategy.positions("rows", strategy.micro_batch)  # None if unknown: each process draws its own masks
+            devices = strategy.device_rows(rows) if rows else {}
             dropout.begin(dropout.MicroBatch(self.seed, steps_done(trainer), devices) if rows else None)
         seeds_of(trainer).begin_batch(batch_idx, draws="on_train_batch_start" in self.used)
 

@@ -183,8 +183,7 @@ class Progress(Callback):
             self.line = ProgressLine("step", total_steps(trainer), steps_done(trainer))
 
     def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
-        if not trainer.strategy.is_trial:  # type: ignore[attr-defined]
-            self.saved_s = time.monotonic()
+        self.saved_s = time.monotonic()
 
     def latest_row(self, trainer: Trainer) -> str:
         metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}

@@ -87,14 +87,12 @@ class Checkpoint:
 
     def require_position(self, *names: str) -> None:
         """Raises UserError if a part is missing that training needs to continue; `names`: those of one kind of run."""
-        if "loops" in self.values and "gradient_order" not in self.values:
+        if missing := [name for name in (*POSITION, "gradient_order", *names) if name not in self.values]:
+            why = "does not record where training stopped"
+            if "loops" in self.values and "gradient_order" in missing:  # it drew other random numbers
+                why = "was saved by an earlier version of Lockstep and can be resumed with lockstep==0.2"
             raise UserError(
-                f"{self.path} was saved by an earlier version of Lockstep, which drew other random numbers. Resume it with lockstep==0.2, or start "
-                f"a new run from its weights: init_from={self.path} run=<new name>."
-            )
-        if missing := [name for name in (*POSITION, *names) if name not in self.values]:
-            raise UserError(
-                f"{self.path} does not record where training stopped: it has no {', '.join(missing)}. Pass init_from={self.path} run=<new name> to start a new run from its weights."
+                f"{self.path} {why}: it has no {', '.join(missing)}. Pass init_from={self.path} run=<new name> to start a new run from its weights."
             )
 
 

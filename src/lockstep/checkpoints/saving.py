@@ -281,24 +281,22 @@ def adopt_changes(trainer: Trainer, checkpoint: dict[str, Any], *, config_change
 
     Changed schedules repeat their steps, which also sets the learning rates. Those that need metrics keep their history.
     """
-    now = constructed(trainer)
-    then = checkpoint.get("constructed") or now
-    new = [differing(*pair) for pair in zip(then["schedules"], now["schedules"], strict=False)]
-    schedules = list(zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], new, strict=False))
+    now, then = constructed(trainer), checkpoint["constructed"]
+    changed = config_changed or now["schedules"] != then["schedules"]
+    states = checkpoint["lr_schedulers"], then["schedules"], now["schedules"]
+    schedules = list(zip(trainer.lr_scheduler_configs, *states, strict=False))
     optimizers = zip(trainer.optimizers, checkpoint["optimizer_states"], then["groups"], strict=False)
     for optimizer, optimizer_state, then_groups in optimizers:
         own = [(config.scheduler, *rest) for config, *rest in schedules if config.scheduler.optimizer is optimizer]
-        changed = any(config_changed or new for _, _, new in own)
         # the number of steps alone decides the learning rate, and not a metric or a method of its own
-        repeats = changed and all(
-            isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau) for scheduler, *_ in own
-        )
-        for scheduler, state, new in own:
+        kinds = {isinstance(each, LRScheduler) and not isinstance(each, ReduceLROnPlateau) for each, *_ in own}
+        repeats = changed and kinds == {True}
+        for scheduler, state, before, after in own:
             if repeats:
                 repeat_steps(scheduler, state)
-            else:
-                state.update(new)
-            if changed and not repeats and not isinstance(scheduler, ReduceLROnPlateau):
+                continue
+            state.update(differing(before, after))
+            if changed and not isinstance(scheduler, ReduceLROnPlateau):
                 log.warning(STALE, type(scheduler).__name__)
         for group, before, after in zip(optimizer_state["param_groups"], then_groups, options(optimizer), strict=False):
             group.update(differing({} if repeats else before, after))
@@ -421,8 +419,6 @@ class LastCheckpoint(Checkpoint):
 
     def begin_step(self, trainer: Trainer) -> None:
         """Waits for the update of a module that accumulates gradients itself."""
-        if trainer.strategy.is_trial is None:  # type: ignore[attr-defined]
-            trainer.strategy.try_saving()  # type: ignore[attr-defined]
         self.is_due |= bool(self.every_n_steps and steps_done(trainer) % self.every_n_steps == 0)
         if self.is_due and not trainer.strategy.lacks_update:  # type: ignore[attr-defined]
             self.save(trainer)

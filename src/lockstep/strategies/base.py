@@ -3,13 +3,12 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -50,7 +49,7 @@ def prepare(module: pl.LightningModule, trainer: pl.Trainer, *, sync_batchnorm: 
         compile_in_place(parts)
         strategy.lacks_call = bool(parts)
         for part in parts:
-            tell_first_call(part, strategy.note_call)
+            tell_first_call(part, partial(setattr, strategy, "lacks_call", False))
     strategy.divide(module)
 
 
@@ -62,11 +61,10 @@ class ChangedInPlace(pl.LightningModule):
     modes: list[tuple[nn.Module, bool]]  # whether each module was training before an evaluation
 
     def configure_model(self) -> None:
-        if not self.configured:
-            self.configured = True
-            super().configure_model()
         if self.change:
             change, self.change = self.change, None
+            if not self.configured:
+                super().configure_model()
             change(self, self.trainer)
 
     def on_validation_model_eval(self) -> None:
@@ -113,23 +111,14 @@ def compile_in_place(parts: list[nn.Module]) -> None:
 #
 # Lightning saves optimizer states by index under ddp and by name under fsdp, and neither loads the other's.
 
+ONLY_WEIGHTS = "Pass init_from=<checkpoint> to start a new run from its weights."
 # Optimizer options for how this process computes a step. A checkpoint must not restore them: SGD has no fused kernel
 # for shards, and a fused optimizer unscales the gradients of 16-mixed itself.
 OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def copy_in_format_of(value: Any, parameter: Tensor) -> Any:
-    """A copy of an optimizer's value for `parameter`, in the parameter's memory format.
-
-    Without a copy, the optimizer would update the memory-mapped file, and some systems could then not replace that
-    file. Fused optimizers on CPUs (torch 2.13) traverse value and parameter in memory order: in different formats they
-    mix up the elements.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(value, DTensor) or value.shape != parameter.shape:  # shards are contiguous
-        return value.clone()
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+def processes_agree(text: str) -> bool:
+    return len({*all_gather_objects(text)}) == 1
 
 
 def call_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +163,7 @@ class DividedBatches(Strategy):
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
         if isinstance(dataloader, WrappedLoader):
             return dataloader
-        options: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": self.agree}
+        options: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": processes_agree}
         if trainer.training:
             self.training_loaders = None
             epochs: Any = loop.epoch_progress.current
@@ -188,7 +177,7 @@ class DividedBatches(Strategy):
             }
         else:
             assert trainer.state.fn
-            accumulate = max(1, self.arithmetic.evaluation_sums // trainer.world_size)
+            accumulate = max(1, self.arithmetic.evaluation_shares // trainer.world_size)
             part = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(trainer.state.fn, "val")
             limit = getattr(trainer, f"limit_{part}_batches")  # of the Trainer, in micro-batches
             limit = limit // accumulate if type(limit) is int else None
@@ -197,13 +186,6 @@ class DividedBatches(Strategy):
 
     def wait(self, seconds: float) -> None:
         self.waited_s += seconds
-
-    def note_call(self) -> None:
-        self.lacks_call = False
-
-    def agree(self, text: str) -> bool:
-        """Whether all processes pass the same text. Every process must call it."""
-        return len({*all_gather_objects(text)}) == 1
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Periodically compares what the processes' loaders returned.
@@ -275,8 +257,12 @@ class DividedBatches(Strategy):
     @property
     def places(self) -> range | None:
         """Positions in the epoch of the training micro-batch that moves to the device, before Lightning counts it."""
-        known = [loader.batch_info[self.micro_batch + 1].places for loader in self.loaders_of(self.micro_batch + 1)]
-        return known[0] if len(known) == 1 else None
+        return self.positions("places", self.micro_batch + 1)
+
+    def positions(self, of: Literal["rows", "places"], micro_batch: int) -> range | None:
+        """Positions of the samples in the global batch (rows) or in the epoch (places), if all loaders agree."""
+        known = {getattr(loader.batch_info[micro_batch], of) for loader in self.loaders_of(micro_batch)}
+        return known.pop() if len(known) == 1 else None
 
     def share(self) -> float:
         """The weight of the current micro-batch in the mean of a step: 1, unless users' loaders divide unevenly."""
@@ -341,10 +327,8 @@ class PortableCheckpoint(DividedBatches):
 
     omitted: frozenset[str] = frozenset()  # what checkpoints leave out
     agreed_at = 0  # the step after which the ranks were last compared
-    tried: dict[str, Any] | None = None  # the content of a checkpoint before the first step
     hidden: list[Logger]  # loggers of the trainer, set before the barrier that shows them
     trained: Mapping[str, bool] = {}  # `requires_grad` of each parameter before training
-    is_trial: bool | None = None  # whether the content of a checkpoint is only checked; None before the first step
 
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """The parts of a network that are computed one after the other, if the strategy handles them separately."""
@@ -366,9 +350,6 @@ class PortableCheckpoint(DividedBatches):
         load_into(self.lightning_module, checkpoint["state_dict"], "the checkpoint", strict=strict)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-        if self.is_trial:
-            self.tried = checkpoint
-            return
         self.make_loadable(checkpoint)
         self.write(checkpoint, Path(filepath))
         self.require_agreement()
@@ -385,8 +366,7 @@ class PortableCheckpoint(DividedBatches):
     def barrier(self, name: str | None = None) -> None:
         if name == "pre_setup":
             self.lightning_module.trainer.loggers = self.hidden
-        if not self.is_trial:  # a hook may have failed on one rank alone
-            super().barrier(name)  # type: ignore[safe-super]
+        super().barrier(name)  # type: ignore[safe-super]
 
     def setup(self, trainer: pl.Trainer) -> None:
         self.seeds = StepSeeds(self.seed, self.arithmetic, trainer)
@@ -401,21 +381,6 @@ class PortableCheckpoint(DividedBatches):
         if self.lightning_module.trainer.world_size > 1 and step != self.agreed_at:
             self.agreed_at = step
             require_same_values(self.lightning_module, self.optimizers, self.root_device, step)
-
-    def try_saving(self) -> None:
-        """Checks what a checkpoint would hold before the first step, without writing it."""
-        self.is_trial, self.tried = True, None
-        try:
-            self.lightning_module.trainer.save_checkpoint("", weights_only=False)
-        except UserError:
-            raise
-        except Exception as e:  # a user's hook may need what a step creates; the first checkpoint shows its error
-            log.debug("the content of a checkpoint is unknown before the first step: %s", e)
-        finally:
-            self.is_trial = False
-        if self.reduce_boolean_decision(self.tried is not None):
-            self.make_loadable(self.tried or {})
-        self.tried = None
 
     def make_loadable(self, checkpoint: dict[str, Any]) -> None:
         """Leaves out what torch.load rejects with weights_only=True, and records what a hook left out.
@@ -486,8 +451,6 @@ class PortableCheckpoint(DividedBatches):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         if not (state := optimizer.state_dict()):  # Lightning's mock optimizer if configure_optimizers returns None
             return {"state": {}, "param_groups": []}
         names = [list(by_name) for by_name in self.named_groups(optimizer)]
@@ -501,9 +464,7 @@ class PortableCheckpoint(DividedBatches):
         self.has_updated = True
         sizes = [len(saved["state"]) for saved in checkpoint["optimizer_states"]]
         if sizes != checkpoint.get("optimizer_sizes", sizes):
-            raise UserError(
-                "the checkpoint lacks states of the optimizers. Pass init_from=<checkpoint> to start a new run from its weights."
-            )
+            raise UserError(f"the checkpoint lacks states of the optimizers. {ONLY_WEIGHTS}")
         parameters = dict(self.lightning_module.named_parameters())
         for name, p in parameters.items():  # as hooks have left it
             p.requires_grad_(checkpoint.get("requires_grad", {}).get(name, p.requires_grad))
@@ -517,24 +478,33 @@ class PortableCheckpoint(DividedBatches):
             groups = self.named_groups(optimizer)
             if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(by_name) for by_name in groups]:
                 raise UserError(
-                    "the checkpoint's optimizer has different parameters than this network. Pass init_from=<checkpoint> to start a new run from its weights."
+                    f"the checkpoint's optimizer has different parameters than this network. {ONLY_WEIGHTS}"
                 )
             optimizer.load_state_dict(by_index(optimizer, groups, saved))
 
 
 def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved: dict[str, Any]) -> dict[str, Any]:
-    """Converts an optimizer's state from names to torch's indices, each value in the form of its parameter."""
+    """Converts an optimizer's state from names to torch's indices."""
     parameters = {name: p for by_name in groups for name, p in by_name.items()}
 
     def convert(name: str, key: str, value: Any) -> Any:
+        """A copy of a value in the form and the memory format of its parameter.
+
+        Without a copy, the optimizer would update the memory-mapped file, and some systems could then not replace that
+        file. Fused optimizers on CPUs (torch 2.13) traverse value and parameter in memory order: in different formats
+        they mix up the elements.
+        """
         p = parameters[name]
         value, expected = sharded_like(value, p), () if key == "step" else p.shape
+        if not isinstance(value, Tensor):
+            return value
         # A fused kernel works element by element: with such a value it would read and write out of bounds.
-        if "fused" in optimizer.defaults and isinstance(value, Tensor) and value.shape != expected:
-            raise UserError(
-                f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}. Pass init_from=<checkpoint> to start a new run from its weights."
-            )
-        return copy_in_format_of(value, p)
+        if "fused" in optimizer.defaults and value.shape != expected:
+            has = f"has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}"
+            raise UserError(f"the checkpoint's optimizer {has}. {ONLY_WEIGHTS}")
+        if isinstance(value, DTensor) or value.shape != p.shape:  # shards are contiguous
+            return value.clone()
+        return torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
 
     index = {name: i for i, name in enumerate(parameters)}
     state = {

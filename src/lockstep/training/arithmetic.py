@@ -24,7 +24,7 @@ from lockstep.config.rules import COUNTED
 from lockstep.data.sampler import index_in_step
 from lockstep.errors import UserError
 from lockstep.machine.world import World
-from lockstep.training.optim import add_base, local_parts, padded_fused
+from lockstep.training.optim import local_parts
 
 Make = Callable[..., Optimizer]
 dist: Any = torch.distributed
@@ -76,7 +76,7 @@ class StepArithmetic:
     Here Lightning and the strategy average gradients. Each process has its own batch statistics and random numbers.
     """
 
-    evaluation_sums = 1  # number of separate sums that an evaluation keeps of its losses
+    evaluation_shares = 1  # micro-batches of a batch of an evaluation, unless there are more processes
     # Whether results are bit-identical on any number of processes. If not, dropout masks belong to the samples
     # (training/dropout.py).
     same_bits = False
@@ -111,10 +111,6 @@ class StepArithmetic:
         all_reduce(total, torch.distributed.ReduceOp.SUM, grads)
         return (total + squared_norm(unsharded) if shards and unsharded else total).sqrt()
 
-    def accumulation_setting(self, accumulate: int, world: int) -> str | None:
-        """The setting that gives each process `accumulate` micro-batches per step; None if no setting does."""
-        return f"trainer.accumulate_grad_batches={accumulate}"
-
     def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:
         """Called for each micro-batch, like the next two methods."""
 
@@ -125,18 +121,11 @@ class StepArithmetic:
     def after_backward(self, module: pl.LightningModule) -> None:
         """Leaves the gradients and buffers of the global batch after the last micro-batch of a step."""
 
-    def evaluation_sum(self, module: Any, batch_idx: int) -> int:
-        """The index of the sum that an evaluation batch is added to."""
-        return 0
-
     def add_shards_of(self, modules: list[FSDPModule]) -> None:
         """Sets how FSDP2 sums gradients over processes."""
 
     def optimizer_factory(self, make: Make, name: str, sharding: str | None) -> Make:
         return make
-
-    def prepared(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
-        return optimizer
 
 
 class LogicalRanks(StepArithmetic):
@@ -149,7 +138,7 @@ class LogicalRanks(StepArithmetic):
     same_bits = True
 
     def __init__(self, count: int) -> None:
-        self.count = self.evaluation_sums = count
+        self.count = self.evaluation_shares = count
         self.sums = TreeReduction()  # of the gradients, and of each logical rank's buffers as one vector
         self.first: list[Tensor] = []  # the gradients of the step's first logical rank
         self.before: list[Tensor] = []  # the buffers before the step
@@ -170,9 +159,6 @@ class LogicalRanks(StepArithmetic):
         counts = {key: options[key] * accumulate for key in COUNTED if type(options[key]) is int}
         deterministic = options["deterministic"] or world.accelerator == "cuda"
         return {**counts, "accumulate_grad_batches": accumulate, "deterministic": deterministic}
-
-    def evaluation_sum(self, module: Any, batch_idx: int) -> int:
-        return self.evaluation_parts(module.trainer, batch_idx)[0] % self.count
 
     def before_forward(self, module: pl.LightningModule, batch_idx: int) -> None:
         """Resets the buffers to their values before the step."""
@@ -247,9 +233,6 @@ class LogicalRanks(StepArithmetic):
         norm = (total.double() / grid * (unit / unit.max()).square()).sum().sqrt() * unit.max()
         return norm.where(largest.isfinite().all(), torch.inf)
 
-    def accumulation_setting(self, accumulate: int, world: int) -> str | None:
-        return f"exact.logical_ranks={world * accumulate} in a new run" if accumulate.bit_count() == 1 else None
-
     def add_shards_of(self, modules: list[FSDPModule]) -> None:
         """In tree order, without dividing."""
         comm: Any = TreeReduceScatter()
@@ -268,9 +251,6 @@ class LogicalRanks(StepArithmetic):
             )
         # foreach=False: the first step is not fused, and this makes it compute element by element
         return partial(make, foreach=False) if "foreach" in parameters else make
-
-    def prepared(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
-        return padded_fused(optimizer) if optimizer.defaults.get("fused") and device.type == "cpu" else optimizer
 
 
 def all_reduce(x: Tensor, op: Any, grads: list[Tensor]) -> None:
@@ -310,10 +290,6 @@ class ExactClipping(Precision):
             torch.nn.utils.clip_grad_value_(parameters, clip_val)
         else:
             clip_by_norm([p.grad for p in parameters if p.grad is not None], clip_val, self.arithmetic)
-
-
-def clip_exactly(trainer: pl.Trainer, arithmetic: StepArithmetic) -> None:
-    add_base(trainer.precision_plugin, ExactClipping, arithmetic=arithmetic)
 
 
 # --- Sums in tree order ---

@@ -1,7 +1,7 @@
 """The batches of a run."""
 
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import wraps
 from itertools import count
 from typing import Any
 
@@ -17,7 +17,6 @@ from lockstep.data.sampler import key_of
 from lockstep.data.standard import WrappedLoader, wrapped_loaders
 from lockstep.errors import UserError
 
-HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader")
 # Lightning's stage in which a module creates the data of a part.
 STAGE_OF = {
     "train": TrainerFn.FITTING,
@@ -36,7 +35,7 @@ class Loaders:
         self.data, self.module = data, module
         self.holder: Any = data or module  # without data, Lightning uses the module's dataloaders
         # A random split made in `setup` is the same in training and in each evaluation.
-        seed_hook(self.holder, "setup", lambda: ("setup", module.trainer.strategy.seed, 0))  # type: ignore[attr-defined]
+        self.seed_hook("setup", lambda: 0)
 
     @property
     def position(self) -> tuple[str, ...]:
@@ -70,7 +69,8 @@ class Loaders:
     def notes(self) -> list[str]:
         """Notes on what limits Lockstep's promises or is ignored."""
         notes, name = [note for loader in self.training for note in loader.notes], type(self.module).__name__
-        unused = [hook for hook in HOOKS if self.data and is_overridden(hook, self.module)]  # as in Lightning
+        hooks = (f"{part}_dataloader" for part in STAGE_OF)
+        unused = [hook for hook in hooks if self.data and is_overridden(hook, self.module)]  # as in Lightning
         if unused:
             notes.append(f"{name}'s {unused[0]} is not used: {type(self.data).__name__} provides the batches")
         return notes
@@ -91,17 +91,29 @@ class Loaders:
         return is_overridden(f"{step}_step", self.module) and self.provides(f"{loader}_dataloader")
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Called before the Trainer requests a loader."""
-        for hook in (f"{part}_dataloader" for part in STAGE_OF):
-            seed_hook(self.holder, hook, partial(key_of_loader, trainer, hook))
+        """Called before the Trainer requests a loader. One that is created several times draws other numbers in each epoch."""
+        interval: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        for part in STAGE_OF:
+            self.seed_hook(f"{part}_dataloader", lambda: epochs.processed // interval * interval if interval else 0)
 
-    def rows(self, trainer: pl.Trainer, batch_idx: int) -> range | None:
-        """The positions of the micro-batch's samples in the global batch, if known."""
-        strategy: Any = trainer.strategy
-        positions = {
-            loader.batch_info[strategy.micro_batch].rows for loader in strategy.loaders_of(strategy.micro_batch)
-        }
-        return positions.pop() if len(positions) == 1 else None
+    def seed_hook(self, name: str, epoch: Callable[[], int]) -> None:
+        """Makes a hook draw the same random numbers in each process and after each resume.
+
+        A dataloader hook may draw a subset, and `setup` may draw a split.
+        """
+        method = getattr(self.holder, name)
+        if hasattr(method, "draws_apart"):  # wrapped by an earlier Trainer
+            return
+
+        @wraps(method)
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            seed: int = self.module.trainer.strategy.seed  # type: ignore[attr-defined]
+            with IsolatedRandomState(int(key_of(name, seed, epoch())[0])):
+                return method(*args, **kwargs)
+
+        seeded.draws_apart = True  # type: ignore[attr-defined]
+        setattr(self.holder, name, seeded)
 
     # --- Prediction ---
 
@@ -141,28 +153,3 @@ class Loaders:
             are_indices = all(isinstance(key, int | np.integer) for key in record.keys or [None])
             indices = [*map(int, (record.keys if are_indices else record.places) or [])]
             yield self.data.indices(indices) if hasattr(self.data, "indices") else indices
-
-
-def seed_hook(holder: Any, hook: str, key: Callable[[], tuple[str, int, int]]) -> None:
-    """Makes a hook draw the same random numbers in each process and after each resume.
-
-    A dataloader hook may draw a subset, and `setup` may draw a split.
-    """
-    method = getattr(holder, hook)
-
-    if hasattr(method, "draws_apart"):  # wrapped by an earlier Trainer
-        return
-
-    @wraps(method)
-    def seeded(*args: Any, **kwargs: Any) -> Any:
-        with IsolatedRandomState(int(key_of(*key())[0])):
-            return method(*args, **kwargs)
-
-    seeded.draws_apart = True  # type: ignore[attr-defined]
-    setattr(holder, hook, seeded)
-
-
-def key_of_loader(trainer: pl.Trainer, hook: str) -> tuple[str, int, int]:
-    """The random key of a loader, with the epoch in which the loader is created if it is created several times."""
-    interval, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-    return hook, trainer.strategy.seed, epoch // interval * interval if interval else 0  # type: ignore[attr-defined]

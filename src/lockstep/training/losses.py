@@ -16,37 +16,31 @@ from torch import Tensor
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 
-Tree = Any
-Change = Callable[[Any, str], Any]  # maps a value and its name in the tree to a new value
 DIMENSIONS = 8  # at most, of a tensor that is gathered
 
 # --- The samples of a batch or of an output: a tensor, or dicts, lists and tuples of tensors ---
 
 
-def by_sample(tree: Tree, size: int, on_samples: Change, on_other: Change, name: str) -> Tree:
-    """Applies `on_samples` to each value of `tree` that holds a batch of `size`, and `on_other` to other leaves.
+def by_sample(tree: Any, size: int, change: Callable[[Any], Any]) -> Any:
+    """Applies `change` to each value of `tree` that holds a batch of `size`. Other values stay.
 
     A value that holds a batch is a tensor whose first dimension is B, or a list or tuple of B items of any type. In
     dicts and other lists and tuples, such as (logits_BK, embedding_BE), each value is changed separately. A tuple of B
     tensors that all have B rows is treated as several outputs.
     """
-
-    def recurse(value: Any, suffix: str) -> Any:
-        return by_sample(value, size, on_samples, on_other, f"{name}{suffix}")
-
     if has_rows(tree, size):
-        return on_samples(tree, name)
+        return change(tree)
     if isinstance(tree, list | tuple):
         if len(tree) == size and not (isinstance(tree, tuple) and all(has_rows(value, size) for value in tree)):
-            return on_samples(tree, name)
-        values = [recurse(value, f"[{index}]") for index, value in enumerate(tree)]
+            return change(tree)
+        values = [by_sample(value, size, change) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a named tuple
     if isinstance(tree, Mapping):
         result: Any = copy.copy(tree)
         for key, value in tree.items():
-            result[key] = recurse(value, f"[{key!r}]")
+            result[key] = by_sample(value, size, change)
         return result
-    return on_other(tree, name)
+    return tree
 
 
 def has_rows(value: Any, size: int) -> bool:
@@ -55,19 +49,19 @@ def has_rows(value: Any, size: int) -> bool:
 
 def sample_at(batch: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
     """One sample of a batch of `size`, as stored. Its inputs may be in dicts and lists."""
-    sample: dict[str, Any] = by_sample(batch, size, lambda value, _: value[index], lambda value, _: value, "batch")
+    sample: dict[str, Any] = by_sample(batch, size, lambda value: value[index])
     return sample
 
 
 def samples_at(batch: Mapping[str, Any], indices: slice | list[int] | Tensor, size: int) -> dict[str, Any]:
     """The samples at `indices` of a batch of `size`. Values without an entry per sample do not change."""
 
-    def select(value: Any, _: str) -> Any:
+    def select(value: Any) -> Any:
         if isinstance(value, Tensor) or isinstance(indices, slice):
             return value[indices]
         return type(value)([value[index] for index in (indices.tolist() if isinstance(indices, Tensor) else indices)])
 
-    selected: dict[str, Any] = by_sample(batch, size, select, lambda value, _: value, "batch")
+    selected: dict[str, Any] = by_sample(batch, size, select)
     return selected
 
 
@@ -92,15 +86,13 @@ def partner_batch(batch: Batch) -> Batch:
 def one_per_sample(value_B: Any, task: Any, batch: Batch, method: str = "loss") -> Tensor:
     """Raises UserError if a task's loss or weight is not one number per sample."""
     count = len(batch["index"])
-    if method == "loss" and isinstance(value_B, Tensor) and value_B.dim() == 1:
-        value_B = task.own_rows(value_B)
-    if isinstance(value_B, Tensor) and value_B.shape == (count,):
-        return value_B
-    description = f"shape {tuple(value_B.shape)}" if isinstance(value_B, Tensor) else f"type {type(value_B).__name__}"
-    advice = "Compute it with reduction='none', then average the elements of each sample: loss.flatten(1).mean(1)."
+    own_B = task.own_rows(value_B) if isinstance(value_B, Tensor) and value_B.dim() == 1 else value_B
+    if isinstance(own_B, Tensor) and own_B.shape == (count,):
+        return own_B
+    description = f"shape {tuple(own_B.shape)}" if isinstance(own_B, Tensor) else f"type {type(own_B).__name__}"
     raise UserError(
-        f"task={type(task).__name__}: `{method}` returns {description} for {count} samples; expected one number per sample, shape ({count},). "
-        f"{advice if method == 'loss' else 'Return None if all samples have equal weight.'}"
+        f"task={type(task).__name__}: `{method}` returns {description} for {count} samples; expected one number per sample, shape ({count},). Compute a "
+        "loss with reduction='none', then average the elements of each sample: loss.flatten(1).mean(1). Weights may be None."
     )
 
 
@@ -178,8 +170,7 @@ RESERVED = ("index", "path", "row", "error")  # columns of a table of prediction
 
 def validated_columns(columns: Mapping[str, Any], *, targets: bool = False) -> dict[str, Any]:
     """Raises UserError if predictions have a column that Lockstep writes; with `targets`, they may have targets."""
-    reserved = [name for name in columns if name in RESERVED or name.startswith("target/")]
-    if reserved := [name for name in reserved if not targets or name.partition("/")[0] != "target"]:
+    if reserved := [name for name in columns if name in RESERVED or (name.startswith("target/") and not targets)]:
         raise UserError(
             f"the predictions have a column {reserved[0]}, a name that Lockstep uses in tables of predictions. Reserved names: {', '.join(RESERVED)} and target/... Rename the column."
         )

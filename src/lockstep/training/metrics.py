@@ -15,45 +15,16 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.compat.metric_states import of_all_processes, prepare, update
+from lockstep.compat.metric_states import exact_on, of_all_processes, prepare, update
 from lockstep.errors import UserError
 from lockstep.kit.panels import Gallery, Kept, Sample
 from lockstep.machine.world import all_gather_objects
-from lockstep.training.arithmetic import tree_sum
 from lockstep.training.losses import float32, sample_at, samples_at
-from lockstep.training.module import arithmetic_of, hook, log_reduced
+from lockstep.training.module import Sums, add_to_sums, hook, log_reduced, sum_over_processes
 
 log = logging.getLogger("lockstep")
 
 # --- Evaluation metrics from sums over samples, not from means of means, so they do not depend on the world size ---
-
-
-class MeanLoss(Metric):
-    """The weighted mean of per-sample losses, and the number of samples.
-
-    With several `sums`, one for each logical rank, the sums are added in one fixed tree.
-    """
-
-    full_state_update = False
-    loss_sum: Tensor
-    weight_sum: Tensor
-    count: Tensor
-
-    def __init__(self, sums: int = 1) -> None:
-        super().__init__()
-        self.add_state("loss_sum", torch.zeros(sums), dist_reduce_fx="sum")  # exact once prepared
-        self.add_state("weight_sum", torch.zeros(sums), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, loss_B: Tensor, weight_B: Tensor | None, sum_index: int = 0) -> None:
-        weighted_B = loss_B if weight_B is None else loss_B * weight_B
-        self.loss_sum[sum_index] += weighted_B.sum(dtype=self.loss_sum.dtype)
-        self.weight_sum[sum_index] += len(loss_B) if weight_B is None else weight_B.sum(dtype=self.weight_sum.dtype)
-        self.count += len(loss_B)
-
-    def compute(self) -> dict[str, Tensor]:
-        loss = tree_sum(self.loss_sum) / tree_sum(self.weight_sum)
-        return {"loss": loss.float(), "count": self.count.to(self.loss_sum.dtype)}
 
 
 def named_values(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
@@ -75,19 +46,21 @@ def named_values(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tenso
     return {f"{name}/{label}": value for label, value in zip(labels, values, strict=True)}
 
 
+NOTHING: Sums = {"loss": (0.0, 0.0), "count": (0.0, 0.0)}
+
+
 class Measured(NamedTuple):
     """The mean loss and the metrics of an evaluation set, of the samples of all processes."""
 
-    mean_loss: MeanLoss
+    sums: Sums  # of the loss, and of the number of samples
     metrics: Mapping[str, Metric]
 
     @classmethod
     def of(cls, module: pl.LightningModule, metrics: Mapping[str, Metric]) -> Self:
         """They are no children of `module`, and need not be."""
-        mean_loss = MeanLoss(arithmetic_of(module).evaluation_sums)
-        for metric in (mean_loss, *metrics.values()):
+        for metric in metrics.values():
             prepare(metric, module.device)  # sums exactly
-        return cls(mean_loss, metrics)
+        return cls({**NOTHING}, metrics)
 
     def update(
         self,
@@ -98,19 +71,26 @@ class Measured(NamedTuple):
         inputs: Mapping[str, tuple[Any, ...]],
     ) -> None:
         """Adds a batch. `inputs`: the arguments of each metric."""
-        self.mean_loss.update(loss_B, weight_B, arithmetic_of(module).evaluation_sum(module, batch_idx))
+        exact = exact_on(module.device)
+        weight = len(loss_B) if weight_B is None else weight_B.sum(dtype=exact)
+        weighted_B = loss_B if weight_B is None else loss_B * weight_B
+        add_to_sums(self.sums, "loss", weighted_B.sum(dtype=exact), weight)
+        add_to_sums(self.sums, "count", len(loss_B), 0)
         for name, metric in self.metrics.items():
             update(metric, batch_idx, *inputs[name])
 
     def log(self, module: pl.LightningModule, part: str, names: Sequence[Any]) -> None:
         """Logs the values of all processes as `part`/..., and begins anew. `names`: of the values of a metric with several."""
-        metrics = [self.mean_loss, *self.metrics.values()]
-        with of_all_processes(metrics):
-            values = self.mean_loss.compute()
+        totals = sum_over_processes(self.sums)
+        loss, weight = totals["loss"]
+        values = {"loss": torch.tensor(loss / weight if weight else torch.nan)}
+        values["count"] = torch.tensor(totals["count"][0], dtype=torch.float64)
+        self.sums.update(NOTHING)
+        with of_all_processes([*self.metrics.values()]):
             for name, metric in self.metrics.items():
                 values |= named_values(name, metric.compute(), names)
         log_reduced(module, {f"{part}/{name}": value for name, value in values.items()})
-        for metric in metrics:
+        for metric in self.metrics.values():
             metric.reset()
 
 
@@ -125,19 +105,19 @@ class TestPanels(pl.Callback):
     __test__ = False  # for pytest
 
     def __init__(self, contents: list[Any], *, compiled: bool) -> None:
-        self.worst, self.random, self.compiled = Kept(24, by_loss=True), Kept(16), compiled
+        self.contents, self.compiled = contents, compiled
+        self.kept = {"largest losses": Kept(24, by_loss=True), "random samples": Kept(16)}
         self.panels: dict[str, Any] = {}
         self.failed: set[str] = set()
-        self.contents = contents
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.task, device = pl_module, pl_module.device
+        self.task = pl_module
+        for kept in self.kept.values():
+            kept.to(pl_module.device)
         with self.attempt("test_panels"):
             self.panels = hook(pl_module, "test_panels", dict)()
             for panel in self.panels.values():
-                prepare(panel, device, of_panel=True)
-        self.worst.to(device)
-        self.random.to(device)
+                prepare(panel, pl_module.device, of_panel=True)
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
@@ -153,18 +133,15 @@ class TestPanels(pl.Callback):
         has_loss = isinstance(outputs, Mapping) and {"output", "loss"} <= outputs.keys()
         if dataloader_idx or not has_loss or not (isinstance(batch, Mapping) and "index" in batch):
             return
-        output, loss_B = outputs["output"], outputs["loss"]
-        with self.attempt("worst"):
-            self.worst.update(output, batch, loss_B)
-            self.random.update(output, batch, loss_B)
-        for name, panel in self.panels.items():
+        for name, panel in (self.kept | self.panels).items():
             if name not in self.failed:
                 with self.attempt(name):
-                    update(panel, batch_idx, output, batch, loss_B)
+                    update(panel, batch_idx, outputs["output"], batch, outputs["loss"])
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        with of_all_processes([self.worst, self.random]):
-            worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
+        every = [*self.kept.values()]
+        with of_all_processes(every):
+            worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in every)
         if not worst:
             if self.panels:
                 log.warning("the report has no panels: `test_step` returns no `output` and `loss`")
@@ -200,7 +177,7 @@ class TestPanels(pl.Callback):
             raw = data.raw("test", index_N)
             device_batch = move_data_to_device(samples_at(raw, [*range(size)], size), self.task.device)
             batch = trainer.precision_plugin.convert_input(data.evaluated.preprocess(device_batch))
-            with self.attempt("worst"):
+            with self.attempt("largest losses"):
                 with torch.no_grad(), trainer.precision_plugin.forward_context():
                     output = self.task(batch)
                 descriptions = hook(self.task, "describe", lambda *_: [{}] * size)(float32(output), batch)

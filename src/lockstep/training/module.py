@@ -50,9 +50,8 @@ class Means:
         A row therefore does not depend on the number of processes, nor on checkpoints, which sum over the processes.
         """
         sums, dtype = self.train if module.trainer.training else self.evaluation, exact_on(module.device)
-        previous = sums.get(name, (0.0, 0.0))
         weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
-        sums[name] = previous[0] + total.detach().float().to(dtype), previous[1] + weight
+        add_to_sums(sums, name, total.detach().float().to(dtype), weight)
 
     def weigh(self, loss: Tensor) -> None:
         """Adds the weight of a micro-batch to that of its step, whose gradients are divided by it after the last one.
@@ -65,12 +64,10 @@ class Means:
             if (node := nodes.pop()) is None or node in seen:
                 continue
             seen.add(node)
-            found = self.nodes.get(node)
-            if found is None and node.next_functions:
+            found = self.nodes.get(node, () if node.next_functions else (None, None))  # of a parameter
+            if not found:
                 nodes += [following for following, _ in node.next_functions]
-                continue
-            found = found or (None, None)  # a parameter
-            if not any(same_weights(found[0], weight_B) for weight_B, _ in reached):
+            elif not any(same_weights(found[0], weight_B) for weight_B, _ in reached):
                 reached.append(found)
         if len(reached) > 1:
             raise UserError(
@@ -121,15 +118,11 @@ def log_reduced(module: pl.LightningModule, values: Mapping[str, Tensor]) -> Non
         warnings.filterwarnings("ignore", message=rf".*`self\.log\('{re.escape(name)}', \.\.\., sync_dist=True\)`")
 
 
-def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    with suppress(RuntimeError):
-        return module.trainer
-    return None
-
-
 def strategy_of(module: pl.LightningModule) -> Any:
     """The strategy; None without a Trainer."""
-    return getattr(trainer_of(module), "strategy", None)
+    with suppress(RuntimeError, AttributeError):
+        return module.trainer.strategy
+    return None
 
 
 def arithmetic_of(module: pl.LightningModule) -> StepArithmetic:
@@ -267,9 +260,13 @@ def sum_over_processes(sums: Sums) -> Sums:
     per_process = all_gather_objects({name: (float(total), float(weight)) for name, (total, weight) in sums.items()})
     result: Sums = {}
     for name, (total, weight) in (item for process_sums in per_process for item in process_sums.items()):
-        previous = result.get(name, (0.0, 0.0))
-        result[name] = previous[0] + total, previous[1] + weight
+        add_to_sums(result, name, total, weight)
     return result
+
+
+def add_to_sums(sums: Sums, name: str, total: Any, weight: Any) -> None:
+    previous = sums.get(name, (0.0, 0.0))
+    sums[name] = previous[0] + total, previous[1] + weight
 
 
 def call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> None:

@@ -68,11 +68,16 @@ def advice(trainer: pl.Trainer, batches: Loaders, settings: Settings) -> OutOfMe
         return OutOfMemory(f"the network and its optimizer do not fit in memory, even without a batch. {OTHERWISE}")
     batch, accumulate, world = data.batch_size, trainer.accumulate_grad_batches, trainer.world_size
     text = f"a micro-batch of {batch // (world * accumulate)} does not fit in memory."
-    setting_of = arithmetic_of(batches.module).accumulation_setting
-    counts = (count for count in settings.accumulations if count > accumulate and setting_of(count, world))
-    count = None if batches.needs_whole else next(counts, None)
-    if count is None:
+    is_logical = arithmetic_of(batches.module).same_bits
+    larger = (count for count in settings.accumulations if count > accumulate)
+    count = next((count for count in larger if count.bit_count() == 1 or not is_logical), None)
+    if count is None or batches.needs_whole:
         return OutOfMemory(f"{text} {batches.needs_whole or 'There is no smaller one.'} {OTHERWISE}")
+    setting = (
+        f"exact.logical_ranks={world * count} in a new run"
+        if is_logical
+        else f"trainer.accumulate_grad_batches={count}"
+    )
     return OutOfMemory(
-        f"{text} A size of {batch // (world * count)} may fit: set {setting_of(count, world)}; the global batch stays {batch}."
+        f"{text} A size of {batch // (world * count)} may fit: set {setting}; the global batch stays {batch}."
     )

@@ -194,7 +194,9 @@ class PaddedFusedStep(Optimizer):
 
 
 def padded_fused(optimizer: Optimizer) -> Optimizer:
-    """Pads the fused steps of `optimizer` from now on, and returns it."""
+    """Pads the fused steps of an optimizer on a CPU from now on, and returns it."""
+    if not optimizer.defaults.get("fused") or optimizer.param_groups[0]["params"][0].device.type != "cpu":
+        return optimizer
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.is_contiguous():  # shards are contiguous
