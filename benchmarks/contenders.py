@@ -132,9 +132,9 @@ class ByTurns(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.turns.begin()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, batch: Any, *__: Any) -> None:
         self.turns.waited_s = self.data.waited_s + getattr(trainer.strategy, "waited_s", 0.0)
-        if completes_step(trainer, batch_idx):
+        if completes_step(trainer):
             self.turns.stepped(len(batch["index"]) * trainer.accumulate_grad_batches)
 
 

@@ -18,7 +18,7 @@ from lockstep.data.standard import wrapped_loaders
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.machine.world import all_gather_objects
 from lockstep.reporting.console import print_line
-from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
+from lockstep.training.arithmetic import logs_row, total_steps
 from lockstep.training.batches import Loaders
 from lockstep.training.module import arithmetic_of
 from lockstep.training.optim import begin_momentum
@@ -113,10 +113,8 @@ class ModuleHooks(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         begin_momentum(optimizer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if completes_step(trainer, batch_idx) and is_logging_step(trainer, steps_done(trainer)):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if logs_row(trainer):
             self.log_means(trainer, pl_module)
 
     def log_means(self, trainer: Trainer, pl_module: LightningModule) -> None:

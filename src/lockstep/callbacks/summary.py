@@ -27,7 +27,7 @@ from lockstep.reporting.console import ProgressLine, clock, print_line
 from lockstep.run import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import NORMS, SYNCHRONISED
-from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
+from lockstep.training.arithmetic import completes_step, logs_row, steps_done, total_steps
 from lockstep.training.batches import Loaders
 from lockstep.training.dropout import LAYERS
 from lockstep.training.module import arithmetic_of
@@ -199,11 +199,9 @@ class Progress(Callback):
             saved = "" if self.saved_s is None else f"saved {clock(time.monotonic() - self.saved_s)} ago"
             self.line.show(f"epoch {trainer.current_epoch + 1}", steps_done(trainer), detail, self.row, saved)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.line is not None and completes_step(trainer, batch_idx):
-            if is_logging_step(trainer, steps_done(trainer)):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.line is not None and completes_step(trainer):
+            if logs_row(trainer):
                 self.row = self.latest_row(trainer)
             self.show(trainer)
 
@@ -313,7 +311,7 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.unit = unit_of(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.began_s is None:
             self.began_s, self.waited_s = time.perf_counter(), waited_s(trainer)
         if self.first_step_s is None and not is_compiled(pl_module):  # torch does not compile what a mode sees
@@ -322,20 +320,18 @@ class Throughput(Callback):
     def on_exception(self, *_: Any) -> None:
         self.counted.close()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self.samples += (samples := samples_in_all(trainer, batch))
         self.counted.close()
         if self.first_step_s is None and self.began_s is not None:
             self.flops_per_sample = self.flops.total * trainer.world_size / samples if samples else None
             synchronise_device(trainer)  # SYNC: once a run
             self.first_step_s = time.perf_counter() - self.began_s
-        if completes_step(trainer, batch_idx) and is_logging_step(trainer, steps_done(trainer)):
+        if logs_row(trainer):
             self.close(trainer)
             self.began_s = time.perf_counter()  # includes the wait for the next batch
-            for samples, seconds, _ in self.windows[-1:]:
-                pl_module.log(f"train/{self.unit}_per_s", torch.tensor(samples / seconds))
+            for each in self.windows[-1:]:
+                pl_module.log(f"train/{self.unit}_per_s", torch.tensor(each[0] / each[1]))
                 if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
                     pl_module.log("train/peak_memory_gib", peak / 2**30)
 

@@ -310,7 +310,7 @@ class DividedBatches(Strategy):
         """Divides the gradients of a step with several micro-batches by its weights, after the last one."""
         super().post_backward(closure_loss)
         trainer, weight = self.lightning_module.trainer, self.means.step_weight
-        if weight is not None and completes_step(trainer, self.micro_batch):
+        if weight is not None and completes_step(trainer):
             mean: Any = self.reduce(weight.clone(), reduce_op="mean")
             grads = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
             scale_gradients(grads, (trainer.accumulate_grad_batches / mean).where(mean > 0, 0.0))

@@ -134,12 +134,12 @@ class Recorder(pl.Callback):
             if tensor.requires_grad:
                 tensor.register_hook(backward)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.step["loss"][self.micro] = next((float(each.detach().mean()) for each in tensors(outputs)), math.nan)
         self.record.setdefault("of_steps", sorted(trainer.callback_metrics))
         while self.hooks:
             self.hooks.pop().remove()
-        if not completes_step(trainer, batch_idx):
+        if not completes_step(trainer):
             return
         self.step["end"] = weights(module)
         if steps_done(trainer) == self.plan["kill"]:
