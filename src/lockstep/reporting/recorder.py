@@ -25,18 +25,17 @@ from lockstep.config.draft import as_yaml
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.errors import Outcome, UserError, outcome_of, raise_problems
-from lockstep.kit.panels import Content
 from lockstep.machine import process
 from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import log_to_file, show_run
 from lockstep.reporting.loggers import Background, ChosenLoggers
-from lockstep.run import SEPARATOR, RunFolder, metrics_of_test, provenance, validation_metrics_at
+from lockstep.run import SEPARATOR, RunFolder, provenance, validation_metrics_at
 from lockstep.training.arithmetic import steps_done
 
 log = logging.getLogger("lockstep")
 # Writes the page of a run that is done or has failed, like write_page of extras/page.py.
-Page = Callable[[RunFolder, RunConfig, dict[str, Any], pl.Trainer | None, Sequence[Content]], None]
+Page = Callable[[RunFolder, RunConfig, dict[str, Any], pl.Trainer | None, Sequence[Any]], None]
 
 
 def from_callbacks(trainer: pl.Trainer | None, method: str) -> list[Any]:
@@ -90,11 +89,10 @@ class Recorder:
         self.restore: Callable[[], None] | None = None  # restores the folder to its state at the start of the run
         self.resumed_at = 0  # steps done before this start
         self.was_done = False  # before this start
-        self.tested_before: list[str] = []  # metrics of a test before the run was resumed
         self.trainer: pl.Trainer | None = None
         # Evaluations after training. Includes a validation if the checkpoint to test has not been validated.
         self.stages: list[str] = []
-        self.panels: list[Content] = []  # about the test set
+        self.panels: list[Any] = []  # about the test set
         self.was_validated = True
         self.checkpoint_step = 0  # step of the tested checkpoint
 
@@ -126,7 +124,6 @@ class Recorder:
             if previous := folder.report():
                 self.report["started"] = previous.get("started", self.report["started"])
                 self.report["restarts"] = int(previous.get("restarts") or 0) + 1
-                self.tested_before = metrics_of_test(previous)
                 self.was_done = previous.get("status") == "done"
         elif folder.has_config():
             raise UserError(f"{folder.path} exists. Set resume=auto to continue it, or run=<new name>.")
@@ -144,7 +141,7 @@ class Recorder:
         self.report |= metrics | ({"evaluated": SEPARATOR.join(metrics)} if is_test else {})
         if self.rank == 0:
             if is_test and self.report["resumed_from"]:
-                self.folder.drop_tests([*self.tested_before, *metrics])
+                self.folder.drop_tests(metrics)
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, self.report["train/steps"] if is_test else self.checkpoint_step)
             self.folder.write_report(self.report)
@@ -211,7 +208,8 @@ class Recorder:
         if outcome.status == "refused" or (outcome.status == "failed" and self.was_done):
             # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
             return any(step_of(path) > self.resumed_at for path in checkpoint_paths(self.folder.path))
-        return outcome.status == "done" or bool(self.steps() or self.report["resumed_from"])
+        has_begun = self.trainer is not None and self.trainer.lightning_module and steps_done(self.trainer)
+        return outcome.status == "done" or bool(has_begun or self.report["resumed_from"])
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
         """Writes the report and its page, ends the loggers, and prints the result."""
@@ -225,7 +223,3 @@ class Recorder:
             self.chosen.end(self.report, panels)
         if error is None and self.trainer is not None:
             show_run(self.folder, self.config, self.report, self.trainer.lightning_module)
-
-    def steps(self) -> int:
-        """Steps done now and before this start."""
-        return steps_done(self.trainer) if self.trainer and self.trainer.lightning_module else 0
