@@ -149,19 +149,17 @@ class Freeze(Callback):
         """Modules with statistics that are in evaluation mode until a later epoch."""
         return {module for module, names in self.at_rest.items() if any(self.thaws[name] < math.inf for name in names)}
 
-    def is_frozen(self, name: str, epoch: int) -> bool:
-        return epoch < self.thaws.get(name, 0)
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Modules with buffers are in evaluation mode while they are frozen: all their parameters, else their buffers."""
-        net, epoch = getattr(pl_module, "net", pl_module), trainer.current_epoch
-        self.without_gradient = [p for name, p in net.named_parameters() if self.is_frozen(name, epoch)]
+        net = getattr(pl_module, "net", pl_module)
+        frozen = {name for name, thaws in self.thaws.items() if trainer.current_epoch < thaws}
+        self.without_gradient = [p for name, p in net.named_parameters() if name in frozen]
         for path, module in net.named_modules():
             buffers = [name for name, _ in module.named_buffers(path, recurse=False)]
             names = [name for name, _ in module.named_parameters(path)]
             if not any(True for _ in module.parameters(recurse=False)):
                 names += buffers
-            is_frozen = all(self.is_frozen(name, epoch) for name in names)
+            is_frozen = frozen.issuperset(names)
             if buffers and module.training and is_frozen:
                 self.at_rest[module] = names
                 module.training = False  # not its children, such as dropout

@@ -93,7 +93,7 @@ class Recorder(pl.Callback):
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(stepped)
         self.summary: Any = next(each for each in trainer.callbacks if hasattr(each, "data_info"))  # type: ignore[attr-defined]
-        config = self.summary.config
+        config = self.summary.settings.cfg
         self.traced = not config.compile and (self.plan["traced"] or steps_done(trainer) + 1)  # hooks break graphs
         self.record["facts"] = checked.facts(config, self.summary.data_info["data/sha256"])
         called = (pair for pair in module.named_modules() if type(pair[1]).forward is not nn.Module.forward)
