@@ -255,7 +255,7 @@ def test_a_bug_in_a_logger_is_told_and_keeps_no_other_from_its_end(status, tmp_p
     buggy.log_metrics({})
     until(lambda: begun[0].warned)
     buggy.log_metrics({})
-    loggers.ChosenLoggers(begun, RunFolder(tmp_path)).end({"status": status}, [])
+    loggers.end_run(begun, RunFolder(tmp_path), {"status": status}, [])
     assert fine.end.status == buggy.end.status == status
     assert "logger.buggy failed with KeyError: 'my bug'" in caplog.text and "in bug" in caplog.text  # its line of code
 

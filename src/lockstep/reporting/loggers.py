@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -29,7 +28,6 @@ from lockstep.config.run_config import RunConfig
 from lockstep.errors import UserError
 from lockstep.machine.world import unreachable
 from lockstep.run import RunFolder
-from lockstep.training.arithmetic import steps_done
 
 log = logging.getLogger("lockstep")
 
@@ -121,44 +119,25 @@ class RunEnd:
     checkpoint: Path | None = None  # the tested checkpoint: a file, or the folder of a sharded one
 
 
-class ChosenLoggers(pl.Callback):
-    """Creates the loggers' runs after the first step: a run that fails before it leaves nothing on a server.
-
-    Truncates the logs at the checkpoint's step, so a resumed run writes no row twice.
-    """
-
-    def __init__(self, backgrounds: Sequence[Background], folder: RunFolder) -> None:
-        self.backgrounds, self.folder = backgrounds, folder
-
-    def start(self) -> None:
-        for background in self.backgrounds:
-            background.start()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if steps := steps_done(trainer):
-            self.folder.truncate_logs(steps)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if steps_done(trainer):
-            self.start()
-
-    def end(self, report: Mapping[str, Any], panels: Sequence[Any]) -> None:
-        """Reports the end of the run to all loggers and waits for them."""
-        status, page, checkpoint = report["status"], self.folder.page_file, report.get("checkpoint")
-        end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
-        if is_done := status == "done":
-            path = self.folder.path / checkpoint if checkpoint else None
-            end = replace(end, page=page if page.is_file() else None, panels=panels, checkpoint=path)
-        for background in (each for each in self.backgrounds if each.thread.ident):
-            logger = background.logger
-            if hasattr(logger, "on_run_end"):
-                logger.on_run_end(end)
-            logger.finalize("success" if is_done else "failed")  # a second time, for the test metrics
-            uploads = end.checkpoint and getattr(logger, "log_model", False)
-            background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
-            if isinstance(logger, WandbLogger):
-                # in this thread: otherwise the next job of a multirun would continue this W&B run
-                logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
+def end_run(
+    backgrounds: Sequence[Background], folder: RunFolder, report: Mapping[str, Any], panels: Sequence[Any]
+) -> None:
+    """Reports the end of the run to all loggers and waits for them."""
+    status, page, checkpoint = report["status"], folder.page_file, report.get("checkpoint")
+    end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
+    if is_done := status == "done":
+        path = folder.path / checkpoint if checkpoint else None
+        end = replace(end, page=page if page.is_file() else None, panels=panels, checkpoint=path)
+    for background in (each for each in backgrounds if each.thread.ident):
+        logger = background.logger
+        if hasattr(logger, "on_run_end"):
+            logger.on_run_end(end)
+        logger.finalize("success" if is_done else "failed")  # a second time, for the test metrics
+        uploads = end.checkpoint and getattr(logger, "log_model", False)
+        background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
+        if isinstance(logger, WandbLogger):
+            # in this thread: otherwise the next job of a multirun would continue this W&B run
+            logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
 
 
 def flat(params: dict[Any, Any]) -> dict[str, Any]:
