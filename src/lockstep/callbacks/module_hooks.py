@@ -82,8 +82,6 @@ class ModuleHooks(Callback):
     due: dict[int, float] = field(default_factory=dict)  # metrics not yet passed to a scheduler, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:  # for values that are not averaged over all processes
-            warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         # Lockstep's datamodule calls the module's hooks
         warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         adopt(trainer, reports=stage == "fit")

@@ -136,9 +136,9 @@ class RunSummary(Callback):
 
     def report_metrics(self) -> dict[str, Any]:
         """Results, and where the time of training went: waiting for data, validation, saving, and steps (the rest)."""
-        trainer = self.loaders.module.trainer
-        saved = getattr(trainer.strategy.checkpoint_io, "stalled_s", 0.0)
-        parts = {"wait": waited_s(trainer), "validation": self.validated_s, "saving": saved}
+        strategy: Any = self.loaders.module.trainer.strategy
+        saved = strategy.checkpoint_io.stalled_s
+        parts = {"wait": strategy.waited_s, "validation": self.validated_s, "saving": saved}
         times = {"steps": max(0.0, time.perf_counter() - self.began_s - sum(parts.values())), **parts}
         found: dict[str, Any] = {f"time/{name}_s": seconds for name, seconds in times.items()}
         if len(self.loaders.training) == 1:  # perhaps a user's
@@ -251,12 +251,6 @@ class Progress(Callback):
 # --- Training speed over all processes, fraction of time waiting for data (both without validation), and memory ---
 
 
-def waited_s(trainer: Trainer) -> float:
-    """Time spent waiting for batches, of Lockstep and of users' loaders."""
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    return float(getattr(data, "waited_s", 0.0) + getattr(trainer.strategy, "waited_s", 0.0))
-
-
 def unit_of(trainer: Trainer) -> str:
     return str(getattr(trainer.datamodule, "unit", "samples"))  # type: ignore[attr-defined]
 
@@ -304,12 +298,10 @@ class Throughput(Callback):
         self.samples = 0.0
         self.began_s: float | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.unit = unit_of(trainer)
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.began_s is None:
-            self.began_s, self.waited_s = time.perf_counter(), waited_s(trainer)
+            self.began_s, self.unit = time.perf_counter(), unit_of(trainer)
+            self.waited_s = trainer.strategy.waited_s  # type: ignore[attr-defined]
         if self.first_step_s is None and not is_compiled(pl_module):  # torch does not compile what a mode sees
             self.counted.enter_context(self.flops)
 
@@ -334,7 +326,7 @@ class Throughput(Callback):
     def close(self, trainer: Trainer) -> None:
         if self.began_s is not None and self.samples:
             synchronise_device(trainer)  # SYNC: once every log_every_n_steps
-            waited = waited_s(trainer)
+            waited: float = trainer.strategy.waited_s  # type: ignore[attr-defined]
             self.windows.append((self.samples, time.perf_counter() - self.began_s, waited - self.waited_s))
             self.waited_s = waited
         self.samples, self.began_s = 0, None

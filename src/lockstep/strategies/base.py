@@ -167,7 +167,7 @@ class DividedBatches(Strategy):
     gathers = False  # whether the module computes with the samples of other processes
     gathered: tuple[int, slice] | None = None  # in this step: their number, and which are this process's
     lacks_update = False  # whether manual optimization has gradients for its next update; no checkpoint has them
-    waited_s = 0.0  # how long training in this process has waited for users' loaders
+    waited_s = 0.0  # how long training in this process has waited for loaders, augmentation and preprocessing
     training_loaders: list[WrappedLoader] | None = None  # users' loaders; None until a step needs them
 
     def process_dataloader(self, dataloader: object) -> object:
