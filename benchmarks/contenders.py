@@ -127,14 +127,14 @@ class ByTurns(pl.Callback):
     """Must be the last callback, so that the work of the other callbacks counts as part of the step."""
 
     def __init__(self, turns: Turns, data: DataModule) -> None:
-        self.turns, self.data = turns, data
+        self.turns = turns
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.turns.begin()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.turns.waited_s = self.data.waited_s + getattr(trainer.strategy, "waited_s", 0.0)
-        if completes_step(trainer, batch_idx):
+    def on_train_batch_end(self, trainer: pl.Trainer, _: Any, outputs: Any, batch: Any, *__: Any) -> None:
+        self.turns.waited_s = trainer.strategy.waited_s  # type: ignore[attr-defined]
+        if completes_step(trainer):
             self.turns.stepped(len(batch["index"]) * trainer.accumulate_grad_batches)
 
 

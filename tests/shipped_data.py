@@ -62,7 +62,7 @@ def stand_in_trainer(*, precision: Any = None, training: bool = True, device: st
     return SimpleNamespace(
         training=training, testing=False, predicting=False, current_epoch=0,
         precision_plugin=precision or SimpleNamespace(convert_input=lambda batch: batch),
-        strategy=SimpleNamespace(root_device=torch.device(device), seed=0, places=range(0)),
+        strategy=SimpleNamespace(root_device=torch.device(device), seed=0, places=range(0), waited_s=0.0),
         lightning_module=SimpleNamespace(
             on_before_batch_transfer=lambda batch, _: batch, on_after_batch_transfer=lambda batch, _: batch
         ),

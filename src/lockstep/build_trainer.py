@@ -132,7 +132,7 @@ def trainer(settings: Settings, module: pl.LightningModule, data: Any, *more: pl
     }
     own: list[pl.Callback] = [
         stopping.RankAgreement(shared),
-        summary.RunSummary(loaders, data_info, model, cfg, settings.made_for, settings.overrides),
+        summary.RunSummary(loaders, data_info, model, settings),
         *more,
     ]
     if cfg.trainer.enable_progress_bar:

@@ -58,6 +58,7 @@ def trainer_at(step: int, **more: object) -> SimpleNamespace:
     return SimpleNamespace(
         global_step=step, accumulate_grad_batches=1, num_training_batches=1000, is_last_batch=False,
         lightning_module=SimpleNamespace(automatic_optimization=True), **more,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=step - 1)),
     )  # fmt: skip
 
 
@@ -69,15 +70,15 @@ def test_the_average_follows_its_definition(warmup, decays):
         module.weight.data = torch.arange(3) + float(step**2)
         module.running_mean.fill_(step)
         module.num_batches_tracked.fill_(step)
-        ema.on_train_batch_end(trainer_at(step), module, None, None, step - 1)
+        ema.on_train_batch_end(trainer_at(step), module)
         if step % 2:  # the first step, the third, ...
             now = torch.cat([module.weight.detach(), module.running_mean]).double()
             expected = now if expected is None else torch.lerp(now, expected, next(numbers))
     before, module.tied = module.weight.clone(), module.weight  # a tied weight is swapped once
-    ema.swap(module)
+    ema.swap(None, module)
     assert torch.cat([module.tied.detach(), module.running_mean]).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
     assert int(module.num_batches_tracked) == 9
-    ema.swap(module)
+    ema.swap(None, module)
     assert torch.equal(module.weight, before)
 
 
@@ -96,7 +97,7 @@ def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step
         while not trainer.should_stop:
             clock.now_s += 0.1
             trainer.global_step += 1
-            timer.on_train_batch_end(trainer, None, None, None, trainer.global_step - 1)
+            timer.on_train_batch_end(trainer)
         stopped.append((trainer.global_step, next(looks)))
     assert stopped[0] == stopped[1]
     assert 600 <= stopped[0][0] < 615 and stopped[0][1] < 70

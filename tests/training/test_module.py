@@ -191,7 +191,7 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient(count):
     made = untrained(Segmentation, net)
     strategy.means, strategy._lightning_module = Means(), made
     progress = SimpleNamespace(current=SimpleNamespace(ready=count))
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress, batch_idx=count - 1))
     strategy.share = lambda: 1.0
     made.trainer = SimpleNamespace(
         accumulate_grad_batches=count, strategy=strategy, training=True, barebones=False, fit_loop=loop, num_training_batches=count

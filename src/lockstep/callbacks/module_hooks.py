@@ -18,7 +18,7 @@ from lockstep.data.standard import wrapped_loaders
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.machine.world import all_gather_objects
 from lockstep.reporting.console import print_line
-from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
+from lockstep.training.arithmetic import logs_row, total_steps
 from lockstep.training.batches import Loaders
 from lockstep.training.module import arithmetic_of
 from lockstep.training.optim import begin_momentum
@@ -82,8 +82,6 @@ class ModuleHooks(Callback):
     due: dict[int, float] = field(default_factory=dict)  # metrics not yet passed to a scheduler, by its index
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:  # for values that are not averaged over all processes
-            warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         # Lockstep's datamodule calls the module's hooks
         warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         adopt(trainer, reports=stage == "fit")
@@ -113,10 +111,8 @@ class ModuleHooks(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         begin_momentum(optimizer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if completes_step(trainer, batch_idx) and is_logging_step(trainer, steps_done(trainer)):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if logs_row(trainer):
             self.log_means(trainer, pl_module)
 
     def log_means(self, trainer: Trainer, pl_module: LightningModule) -> None:

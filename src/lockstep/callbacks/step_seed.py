@@ -115,7 +115,7 @@ class StepSeed(Callback):
             seeds_of(trainer).reseed("zero_grad", steps_done(trainer))
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        if self.deferred and completes_step(trainer, strategy_of(trainer).micro_batch):
+        if self.deferred and completes_step(trainer):
             seeds_of(trainer).reseed("zero_grad", steps_done(trainer))
             for call in self.deferred:
                 call()

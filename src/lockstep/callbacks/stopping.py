@@ -19,7 +19,7 @@ from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFaile
 from lockstep.machine import process
 from lockstep.machine.world import all_gather_objects
 from lockstep.reporting.console import print_line
-from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done
+from lockstep.training.arithmetic import completes_step, logs_row, steps_done
 
 # --- Asking all processes about once a second, at the same step in each ---
 
@@ -134,11 +134,9 @@ class Timer(callbacks.Timer):
         super().on_train_start(trainer, pl_module)
         self.poll = Poll(steps_done(trainer))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if completes_step(trainer, batch_idx) and self.poll(trainer, lambda: (self.time_remaining() or 0) <= 0):
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        if completes_step(trainer) and self.poll(trainer, lambda: (self.time_remaining() or 0) <= 0):
+            super().on_train_batch_end(trainer)
 
 
 # --- A metric that no longer improves ---
@@ -181,15 +179,12 @@ class FiniteLoss(Callback):
     def __init__(self) -> None:
         self.seen: deque[tuple[int, Tensor, Any]] = deque(maxlen=LOSSES)  # step, loss, indices of the samples
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else None  # manual optimization may return anything
-        complete = completes_step(trainer, batch_idx)
         if isinstance(loss, Tensor):
             indices = batch.get("index") if isinstance(batch, dict) else None
-            self.seen.append((steps_done(trainer) + (not complete), loss.detach(), indices))
-        if complete and is_logging_step(trainer, steps_done(trainer)):
+            self.seen.append((steps_done(trainer) + (not completes_step(trainer)), loss.detach(), indices))
+        if logs_row(trainer):
             self.look(trainer)
 
     def look(self, trainer: Trainer, pl_module: Any = None) -> None:

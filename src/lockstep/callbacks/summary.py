@@ -5,7 +5,7 @@ Nothing is measured within a batch.
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,25 +17,22 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
 from lockstep.checkpoints.saving import ModelCheckpoint
-from lockstep.compat.torch import Operations, is_compiled
+from lockstep.compat.torch import is_compiled, operations
 from lockstep.config import checked
 from lockstep.config.formatting import metric, pluralize
-from lockstep.config.run_config import RunConfig
+from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import ProgressLine, clock, print_line
 from lockstep.run import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import NORMS, SYNCHRONISED
-from lockstep.training.arithmetic import completes_step, is_logging_step, steps_done, total_steps
+from lockstep.training.arithmetic import completes_step, logs_row, steps_done, total_steps
 from lockstep.training.batches import Loaders
 from lockstep.training.dropout import LAYERS
 from lockstep.training.module import arithmetic_of
 
 # --- The line about the result: what is known without trying, or a check ---
-
-BATCH_NORM = "batch normalisation uses the statistics of each process's own samples. Set trainer.sync_batchnorm=true"
-DRAWS = "{} draws its own dropout in each process. Set its dropout to 0 and use nn.Dropout layers"
 
 
 def dependence(loaders: Loaders, later: Collection[nn.Module], *, compiled: bool) -> str:
@@ -47,10 +44,10 @@ def dependence(loaders: Loaders, later: Collection[nn.Module], *, compiled: bool
     modules = {name: each for name, each in loaders.module.named_modules() if each.training or each in later}
     otherwise = "" if loaders.needs_whole else ", or set exact.logical_ranks=8"
     if any(isinstance(each, NORMS) and not isinstance(each, SYNCHRONISED) for each in modules.values()):
-        return BATCH_NORM + otherwise
+        return f"batch normalisation uses the statistics of each process's own samples. Set trainer.sync_batchnorm=true{otherwise}"
     for name, each in modules.items():
         if isinstance(each, nn.MultiheadAttention | nn.RNNBase) and each.dropout:
-            return DRAWS.format(f"{type(each).__name__} {name}") + otherwise
+            return f"{type(each).__name__} {name} draws its own dropout in each process. Set its dropout to 0 and use nn.Dropout layers{otherwise}"
     drawn = any(isinstance(each, tuple(LAYERS)) and vars(each)["p"] for each in modules.values())
     return "a compiled network draws its own dropout in each process. Remove compile=true" if compiled and drawn else ""
 
@@ -77,22 +74,19 @@ class RunSummary(Callback):
     loaders: Loaders
     data_info: Mapping[str, Any]
     model: str
-    config: RunConfig
-    made_for: Mapping[str, Mapping[str, Any]]  # see Settings
-    overrides: Sequence[str] | None = None
+    settings: Settings
     changes: list[str] = field(default_factory=list)
     across_processes: str | None = None
-    batch: dict[str, int | None] = field(default_factory=dict)  # from its loader, if it is a user's
     began_s: float = 0.0  # when training began in this process
     validated_s: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run may change and a reader of its metrics must see, as text."""
-        config = self.config
+        config = self.settings.cfg
         nodes = {"model": config.model.node, "task": config.task.node}
         nodes["data"] = {key: config.data.get(key) for key in ("mean", "std")}
         values = {f"{group}.{key}": value for group, node in nodes.items() for key, value in node.items()}
-        values |= {f"network argument {key}": value for key, value in self.made_for.get("network", {}).items()}
+        values |= {f"network argument {key}": value for key, value in self.settings.made_for.get("network", {}).items()}
         values |= dict(library.split(" ", 1) for library in versions().split(", "))
         values["the SHA-256 of the data"] = self.data_info["data/sha256"]
         return {key: str(value) for key, value in values.items()}
@@ -103,8 +97,9 @@ class RunSummary(Callback):
         self.changes = [f"{key} was {state.get(key)} and is now {now.get(key)}" for key in different]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        typed = [each for each in self.overrides or () if each.startswith(("optim.", "optim="))]
-        if typed and self.config.optim and not any(hasattr(each, "of_config") for each in trainer.optimizers):
+        config, overrides = self.settings.cfg, self.settings.overrides
+        typed = [each for each in overrides or () if each.startswith(("optim.", "optim="))]
+        if typed and config.optim and not any(hasattr(each, "of_config") for each in trainer.optimizers):
             raise UserError(
                 f"{typed[0]} has no effect: configure_optimizers of {type(pl_module).__name__} does not call the `optimizer` of its constructor."
             )
@@ -118,21 +113,19 @@ class RunSummary(Callback):
         steps = total_steps(trainer)
         length = "no fixed number of steps" if math.isinf(steps) else pluralize(steps, "step")
         print_line(
-            f"{self.config.run}: {self.model} ({parameters:,} parameters{trained_part}) · {self.config.data.title}{self.samples()} · "
-            f"{self.config.strategy.name}, {replicas} · {loaders.title(trainer)} · {trainer.precision} · {length}{done}"
+            f"{config.run}: {self.model} ({parameters:,} parameters{trained_part}) · {config.data.title}{self.samples()} · "
+            f"{config.strategy.name}, {replicas} · {loaders.title(trainer)} · {trainer.precision} · {length}{done}"
         )
         later = {module for each in trainer.callbacks for module in getattr(each, "trained_later", ())}  # type: ignore[attr-defined]
         if trainer.is_global_zero:
-            known = dependence(loaders, later, compiled=self.config.compile)
-            quote = checked.quoted(self.config, self.data_info["data/sha256"], self.overrides)
+            known = dependence(loaders, later, compiled=config.compile)
+            quote = checked.quoted(config, self.data_info["data/sha256"], overrides)
             self.across_processes = result_line(known, quote, str(trainer.precision))
             print_line(f"result: {self.across_processes}")
         for change in self.changes:
             print_line(f"changed since the checkpoint: {change}")
         for note in dict.fromkeys(loaders.notes):
             print_line(f"data: {note}")
-        training = loaders.training
-        self.batch = {"batch_size": training[0].size} if len(training) == 1 else {}
         self.began_s = time.perf_counter()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -143,17 +136,20 @@ class RunSummary(Callback):
 
     def report_metrics(self) -> dict[str, Any]:
         """Results, and where the time of training went: waiting for data, validation, saving, and steps (the rest)."""
-        trainer = self.loaders.module.trainer
-        saved = getattr(trainer.strategy.checkpoint_io, "stalled_s", 0.0)
-        parts = {"wait": waited_s(trainer), "validation": self.validated_s, "saving": saved}
+        strategy: Any = self.loaders.module.trainer.strategy
+        saved = strategy.checkpoint_io.stalled_s
+        parts = {"wait": strategy.waited_s, "validation": self.validated_s, "saving": saved}
         times = {"steps": max(0.0, time.perf_counter() - self.began_s - sum(parts.values())), **parts}
-        found = {f"time/{name}_s": seconds for name, seconds in times.items()}
-        return found | {"across_processes": self.across_processes} | self.batch
+        found: dict[str, Any] = {f"time/{name}_s": seconds for name, seconds in times.items()}
+        if len(self.loaders.training) == 1:  # perhaps a user's
+            found["batch_size"] = self.loaders.training[0].size
+        return found | {"across_processes": self.across_processes}
 
     def samples(self) -> str:
         """The source of the samples and the size of each part, as far as they are known."""
-        source = f" from {self.data_info['data/source']}" if self.data_info["data/source"] else ""
-        counts = [(part, self.data_info[f"data/{part}"]) for part in ("train", "val", "test")]
+        info = self.data_info
+        source = f" from {info['data/source']}" if info["data/source"] else ""
+        counts = [(part, info[f"data/{part}"]) for part in ("train", "val", "test")]
         return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else source
 
 
@@ -198,11 +194,9 @@ class Progress(Callback):
             saved = "" if self.saved_s is None else f"saved {clock(time.monotonic() - self.saved_s)} ago"
             self.line.show(f"epoch {trainer.current_epoch + 1}", steps_done(trainer), detail, self.row, saved)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.line is not None and completes_step(trainer, batch_idx):
-            if is_logging_step(trainer, steps_done(trainer)):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.line is not None and completes_step(trainer):
+            if logs_row(trainer):
                 self.row = self.latest_row(trainer)
             self.show(trainer)
 
@@ -256,12 +250,6 @@ class Progress(Callback):
 # --- Training speed over all processes, fraction of time waiting for data (both without validation), and memory ---
 
 
-def waited_s(trainer: Trainer) -> float:
-    """Time spent waiting for batches, of Lockstep and of users' loaders."""
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    return float(getattr(data, "waited_s", 0.0) + getattr(trainer.strategy, "waited_s", 0.0))
-
-
 def unit_of(trainer: Trainer) -> str:
     return str(getattr(trainer.datamodule, "unit", "samples"))  # type: ignore[attr-defined]
 
@@ -300,7 +288,7 @@ class Throughput(Callback):
     """
 
     def __init__(self) -> None:
-        self.counted, self.flops = ExitStack(), Operations()
+        self.counted, self.flops = ExitStack(), operations()
         self.flops_per_sample: float | None = None
         self.unit = "samples"
         self.windows: list[tuple[float, float, float]] = []  # samples, seconds, seconds spent waiting for data
@@ -309,39 +297,35 @@ class Throughput(Callback):
         self.samples = 0.0
         self.began_s: float | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.unit = unit_of(trainer)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.began_s is None:
-            self.began_s, self.waited_s = time.perf_counter(), waited_s(trainer)
+            self.began_s, self.unit = time.perf_counter(), unit_of(trainer)
+            self.waited_s = trainer.strategy.waited_s  # type: ignore[attr-defined]
         if self.first_step_s is None and not is_compiled(pl_module):  # torch does not compile what a mode sees
             self.counted.enter_context(self.flops)
 
     def on_exception(self, *_: Any) -> None:
         self.counted.close()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self.samples += (samples := samples_in_all(trainer, batch))
         self.counted.close()
         if self.first_step_s is None and self.began_s is not None:
-            self.flops_per_sample = self.flops.total * trainer.world_size / samples if samples else None
+            self.flops_per_sample = self.flops.get_total_flops() * trainer.world_size / samples if samples else None
             synchronise_device(trainer)  # SYNC: once a run
             self.first_step_s = time.perf_counter() - self.began_s
-        if completes_step(trainer, batch_idx) and is_logging_step(trainer, steps_done(trainer)):
+        if logs_row(trainer):
             self.close(trainer)
             self.began_s = time.perf_counter()  # includes the wait for the next batch
-            for samples, seconds, _ in self.windows[-1:]:
-                pl_module.log(f"train/{self.unit}_per_s", torch.tensor(samples / seconds))
+            for each in self.windows[-1:]:
+                pl_module.log(f"train/{self.unit}_per_s", torch.tensor(each[0] / each[1]))
                 if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
                     pl_module.log("train/peak_memory_gib", peak / 2**30)
 
     def close(self, trainer: Trainer) -> None:
         if self.began_s is not None and self.samples:
             synchronise_device(trainer)  # SYNC: once every log_every_n_steps
-            waited = waited_s(trainer)
+            waited: float = trainer.strategy.waited_s  # type: ignore[attr-defined]
             self.windows.append((self.samples, time.perf_counter() - self.began_s, waited - self.waited_s))
             self.waited_s = waited
         self.samples, self.began_s = 0, None

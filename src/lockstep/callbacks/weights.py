@@ -40,11 +40,9 @@ class EMA(Callback):
         self.average: list[Tensor] = []  # of `tensors`, from the first step on
 
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = steps_done(trainer)
-        if not completes_step(trainer, batch_idx) or (step - 1) % self.update_every_n_steps:
+        if not completes_step(trainer) or (step - 1) % self.update_every_n_steps:
             return
         current = tensors(pl_module)
         if not self.average:
@@ -59,29 +57,26 @@ class EMA(Callback):
                 old.copy_(new)
 
     @torch.no_grad()
-    def swap(self, pl_module: LightningModule) -> None:
+    def swap(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Swaps the values of average and weights in place: the optimizer keeps its tensors."""
         for average, weight in zip(self.average, tensors(pl_module) if self.average else (), strict=True):
             saved = weight.clone()
             weight.copy_(average)
             average.copy_(saved)
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.swap(pl_module)
-
-    on_validation_epoch_end = on_validation_epoch_start
+    on_validation_epoch_start = on_validation_epoch_end = swap
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.swap(pl_module)
+        self.swap(trainer, pl_module)
         self.average = []
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self.average:
             return
-        self.swap(pl_module)
+        self.swap(trainer, pl_module)
         state = trainer.strategy.lightning_module_state_dict()
         average = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-        self.swap(pl_module)
+        self.swap(trainer, pl_module)
         checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], average
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -154,19 +149,17 @@ class Freeze(Callback):
         """Modules with statistics that are in evaluation mode until a later epoch."""
         return {module for module, names in self.at_rest.items() if any(self.thaws[name] < math.inf for name in names)}
 
-    def is_frozen(self, name: str, epoch: int) -> bool:
-        return epoch < self.thaws.get(name, 0)
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Modules with buffers are in evaluation mode while they are frozen: all their parameters, else their buffers."""
-        net, epoch = getattr(pl_module, "net", pl_module), trainer.current_epoch
-        self.without_gradient = [p for name, p in net.named_parameters() if self.is_frozen(name, epoch)]
+        net = getattr(pl_module, "net", pl_module)
+        frozen = {name for name, thaws in self.thaws.items() if trainer.current_epoch < thaws}
+        self.without_gradient = [p for name, p in net.named_parameters() if name in frozen]
         for path, module in net.named_modules():
             buffers = [name for name, _ in module.named_buffers(path, recurse=False)]
             names = [name for name, _ in module.named_parameters(path)]
             if not any(True for _ in module.parameters(recurse=False)):
                 names += buffers
-            is_frozen = all(self.is_frozen(name, epoch) for name in names)
+            is_frozen = frozen.issuperset(names)
             if buffers and module.training and is_frozen:
                 self.at_rest[module] = names
                 module.training = False  # not its children, such as dropout
@@ -204,10 +197,8 @@ class Digests(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.gradients = [(n, digest(p.grad)) for n, p in pl_module.named_parameters() if p.grad is not None]
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if not completes_step(trainer, batch_idx):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if not completes_step(trainer):
             return
         strategy: Any = trainer.strategy  # has logical ranks: the option needs them
         digests = {rank: digest(loss.reshape(1)) for rank, loss in strategy.arithmetic.losses.items()}

@@ -238,10 +238,8 @@ class LivePage(pl.Callback):
         self.first_step, self.began_s = steps_done(trainer), time.monotonic()
         self.due_s = self.began_s + self.EVERY_S
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if completes_step(trainer, batch_idx):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if completes_step(trainer):
             self.renew(trainer, pl_module)
 
     def on_train_batch_start(

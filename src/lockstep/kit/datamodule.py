@@ -35,7 +35,6 @@ class DataModule(pl.LightningDataModule):
             "persistent_workers": num_workers > 0 and persistent_workers is not False,
             "collate_fn": default_convert,  # a part returns whole batches
         }
-        self.waited_s = 0.0  # how long training in this process has waited for augmentation and preprocessing
         self.predicted = "test"  # the part that predict_dataloader loads
         self.problems: list[str] | None = None  # why samples of the current batch could not be read
         self.splits = parts.splits(dataset, batch_size=batch_size, **options)  # by part of the run
@@ -152,7 +151,7 @@ class DataModule(pl.LightningDataModule):
         # for half and double precision; Lightning converts batches before this hook only
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
-            self.waited_s += time.perf_counter() - began_s
+            strategy.waited_s += time.perf_counter() - began_s
         module = trainer.lightning_module
         values = batch if self.named else tuple(value for name, value in batch.items() if name != "index")
         return module.on_after_batch_transfer(values, dataloader_idx)

@@ -127,7 +127,6 @@ NOISE = (
     r"GPU available but not used",  # only with trainer.accelerator=cpu, so the user chose it
     r".*does not have many workers which may be a bottleneck",  # images are in memory, so workers would only copy them
     r".*The number of training batches .* is smaller than the logging interval",  # short runs are intended
-    r".*It is recommended to use `self.log\(.*sync_dist=True\)`",  # torchmetrics has already reduced these values
     r".*Checkpoint directory .* exists and is not empty",  # resuming
     r".*The dirpath has changed from",  # resuming under another run name
     r".*The `srun` command is available on your system but is not used",  # if SLURM is installed; config/rules.py checks this

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -26,11 +25,9 @@ from lockstep.compat.lightning import without_anonymous_user
 from lockstep.config.compose import dotted
 from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import RunConfig
-from lockstep.errors import UserError, chain
-from lockstep.kit.panels import Content, Matrix, Share, Table
+from lockstep.errors import UserError
 from lockstep.machine.world import unreachable
 from lockstep.run import RunFolder
-from lockstep.training.arithmetic import steps_done
 
 log = logging.getLogger("lockstep")
 
@@ -49,7 +46,6 @@ class Background:
         self.logger, self.name, self.warned = logger, name, False
         self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self.began_s = math.inf  # start of the running call; infinite without one
-        self.bug: Exception | None = None
         self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
         for method in filter(partial(hasattr, logger), METHODS):
             setattr(logger, method, partial(self.add, getattr(logger, method)))
@@ -57,9 +53,7 @@ class Background:
         write, batch_size, samples_key = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
 
         def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
-            """Adds the number of samples that the optimizer has seen, as a second x-axis. Raises a bug of earlier calls."""
-            if self.bug is not None:
-                raise self.bug
+            """Adds the number of samples that the optimizer has seen, as a second x-axis."""
             seen = {samples_key: step * batch_size} if step is not None and batch_size else {}
             write({**seen, **metrics}, step)
 
@@ -90,17 +84,14 @@ class Background:
             try:
                 call()
             except Exception as e:
-                # an OSError is a failed connection, or a file that cannot be written
-                if is_user_code_error(e) and not any(isinstance(x, OSError) for x in chain(e)):
-                    self.bug = e
-                else:
-                    self.warn(f"failed with {type(e).__name__}: {e}")
+                self.warn(f"failed with {type(e).__name__}: {e}", e if is_user_code_error(e) else None)
             self.began_s = math.inf
 
-    def warn(self, what: str) -> None:
+    def warn(self, what: str, bug: Exception | None = None) -> None:
         if not self.warned:
             self.warned = True
-            log.warning("logger.%s %s. Training continues without it; metrics.csv has all metrics.", self.name, what)
+            text = "logger.%s %s. Training continues without it; metrics.csv has all metrics."
+            log.warning(text, self.name, what, exc_info=bug)
 
     def finish(self, wait_s: float) -> None:
         """Waits for the queued calls, until the running call has taken `wait_s` seconds, and ends the thread."""
@@ -109,8 +100,6 @@ class Background:
         self.thread.join(max(0.0, end_s - time.monotonic()))
         if self.thread.is_alive():
             self.warn("does not respond")
-        if self.bug is not None:
-            log.warning("logger.%s failed", self.name, exc_info=self.bug)
 
 
 # --- Start and end of all loggers ---
@@ -126,52 +115,29 @@ class RunEnd:
     error: str | None
     step: int
     page: Path | None = None  # report.html, if it exists; this and the fields below are set only if status is done
-    panels: Sequence[Content] = ()  # the page's panels about the test set
+    panels: Sequence[Any] = ()  # the page's panels about the test set
     checkpoint: Path | None = None  # the tested checkpoint: a file, or the folder of a sharded one
 
 
-class ChosenLoggers(pl.Callback):
-    """Creates the loggers' runs after the first step: a run that fails before it leaves nothing on a server.
-
-    Truncates the logs at the checkpoint's step, so a resumed run writes no row twice.
-    """
-
-    def __init__(self, backgrounds: Sequence[Background], folder: RunFolder) -> None:
-        self.backgrounds, self.folder = backgrounds, folder
-
-    def start(self) -> None:
-        for background in self.backgrounds:
-            background.start()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if steps := steps_done(trainer):
-            self.folder.truncate_logs(steps)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if steps_done(trainer):
-            self.start()
-
-    def end(self, report: Mapping[str, Any], panels: Sequence[Content]) -> None:
-        """Reports the end of the run to all loggers and waits for them. Then raises the first bug of a custom logger."""
-        status, page, checkpoint = report["status"], self.folder.page_file, report.get("checkpoint")
-        end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
-        if is_done := status == "done":
-            path = self.folder.path / checkpoint if checkpoint else None
-            end = replace(end, page=page if page.is_file() else None, panels=panels, checkpoint=path)
-        begun = [background for background in self.backgrounds if background.thread.ident]
-        for background in begun:
-            logger = background.logger
-            if hasattr(logger, "on_run_end"):
-                logger.on_run_end(end)
-            logger.finalize("success" if is_done else "failed")  # a second time, for the test metrics
-            uploads = end.checkpoint and getattr(logger, "log_model", False)
-            background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
-            if isinstance(logger, WandbLogger):
-                # in this thread: otherwise the next job of a multirun would continue this W&B run
-                logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
-        for bug in (background.bug for background in begun):
-            if bug is not None and is_done:  # otherwise the error that ended the run matters more
-                raise bug
+def end_run(
+    backgrounds: Sequence[Background], folder: RunFolder, report: Mapping[str, Any], panels: Sequence[Any]
+) -> None:
+    """Reports the end of the run to all loggers and waits for them."""
+    status, page, checkpoint = report["status"], folder.page_file, report.get("checkpoint")
+    end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
+    if is_done := status == "done":
+        path = folder.path / checkpoint if checkpoint else None
+        end = replace(end, page=page if page.is_file() else None, panels=panels, checkpoint=path)
+    for background in (each for each in backgrounds if each.thread.ident):
+        logger = background.logger
+        if hasattr(logger, "on_run_end"):
+            logger.on_run_end(end)
+        logger.finalize("success" if is_done else "failed")  # a second time, for the test metrics
+        uploads = end.checkpoint and getattr(logger, "log_model", False)
+        background.finish(UPLOAD_S if uploads else LATE_S if is_done else SHORT_S)
+        if isinstance(logger, WandbLogger):
+            # in this thread: otherwise the next job of a multirun would continue this W&B run
+            logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
 
 
 def flat(params: dict[Any, Any]) -> dict[str, Any]:
@@ -218,12 +184,14 @@ class MetricsCsv(Logger):
 # --- TensorBoard: it cannot show report.html, so it gets the path and the tables as text ---
 
 
-def markdown(panel: Table | Matrix) -> str:
-    if isinstance(panel, Matrix):
-        rows = [(name, *row) for name, row in zip(panel.names, panel.values, strict=True)]
-        panel = Table(panel.title, ["", *panel.names], rows, panel.note)
-    texts = [[f"{cell.value:.4f}" if isinstance(cell, Share) else str(cell) for cell in row] for row in panel.rows]
-    lines = [panel.columns, ["---"] * len(panel.columns), *texts]
+def markdown(panel: Any) -> str:
+    """A table, or the counts of a confusion matrix."""
+    if hasattr(panel, "rows"):
+        columns, rows = panel.columns, panel.rows
+    else:
+        columns, rows = ["", *panel.names], [(name, *row) for name, row in zip(panel.names, panel.values, strict=True)]
+    texts = [[f"{cell.value:.4f}" if hasattr(cell, "value") else str(cell) for cell in row] for row in rows]
+    lines = [columns, ["---"] * len(columns), *texts]
     table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
     return f"### {panel.title}\n{panel.note}\n\n{table}"
 
@@ -241,7 +209,7 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
-        tables = [markdown(panel) for panel in end.panels if isinstance(panel, Table | Matrix)]
+        tables = [markdown(panel) for panel in end.panels if hasattr(panel, "rows") or hasattr(panel, "values")]
         if end.page:
             self.experiment.add_text("report", "\n\n".join([f"Full report: {end.page}", *tables]), end.step)
         self.experiment.add_text("status", f"{end.status}: {end.error}" if end.error else end.status, end.step)
@@ -294,18 +262,9 @@ class Wandb(WandbLogger):
 
 
 def wandb(
-    *,
-    run_dir: Path,
-    run: str,
-    project: str,
-    entity: str | None,
-    group: str | None,
-    tags: list[str],
-    id: str | None,
-    mode: str,
-    log_model: bool = False,
+    *, run_dir: Path, run: str, tags: list[str], mode: str, log_model: bool = False, **identity: Any
 ) -> WandbLogger:
-    """W&B's logger. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides `auto`."""
+    """W&B's logger. `identity`: such as `project` and `id`. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides `auto`."""
     import wandb as client
 
     if mode == "auto":
@@ -314,8 +273,8 @@ def wandb(
     if mode == "online":
         # otherwise it waits forever for a lost server
         settings.finish_timeout = float(os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else LATE_S))
-    identity: dict[str, Any] = {"project": project, "entity": entity, "group": group, "name": run, "id": id}
-    logger = Wandb(**identity, tags=list(tags), save_dir=str(run_dir), resume="allow", mode=mode, settings=settings)
+    given: dict[str, Any] = {**identity, "name": run, "tags": list(tags), "save_dir": str(run_dir)}
+    logger = Wandb(**given, resume="allow", mode=mode, settings=settings)
     logger.log_model = log_model
     without_anonymous_user(logger)
     return logger

@@ -24,18 +24,17 @@ from lockstep.config.draft import as_yaml
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.errors import Outcome, UserError, outcome_of, raise_problems
-from lockstep.kit.panels import Content
 from lockstep.machine import process
 from lockstep.machine.files import make_folder
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import log_to_file, show_run
-from lockstep.reporting.loggers import Background, ChosenLoggers
-from lockstep.run import SEPARATOR, RunFolder, metrics_of_test, provenance, validation_metrics_at
+from lockstep.reporting.loggers import Background, end_run
+from lockstep.run import SEPARATOR, RunFolder, provenance, validation_metrics_at
 from lockstep.training.arithmetic import steps_done
 
 log = logging.getLogger("lockstep")
 # Writes the page of a run that is done or has failed, like write_page of extras/page.py.
-Page = Callable[[RunFolder, RunConfig, dict[str, Any], pl.Trainer | None, Sequence[Content]], None]
+Page = Callable[[RunFolder, RunConfig, dict[str, Any], pl.Trainer | None, Sequence[Any]], None]
 
 
 def from_callbacks(trainer: pl.Trainer | None, method: str) -> list[Any]:
@@ -69,7 +68,7 @@ def first_report(settings: Settings) -> dict[str, Any]:
     }
 
 
-class Recorder:
+class Recorder(pl.Callback):
     """Keeps the run's report up to date, from the status `running` to the final one.
 
     `begin` writes the first files, after everything is built. A run that fails before its first step leaves none.
@@ -84,16 +83,15 @@ class Recorder:
         self.report, self.page = first_report(settings), page
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter at the end of training
-        self.log = ExitStack()
-        self.chosen: ChosenLoggers | None = None  # on rank 0: loggers besides metrics.csv
+        self.closes_log = ExitStack()
+        self.backgrounds: list[Background] = []  # on rank 0: loggers besides metrics.csv
         self.restore: Callable[[], None] | None = None  # restores the folder to its state at the start of the run
         self.resumed_at = 0  # steps done before this start
         self.was_done = False  # before this start
-        self.tested_before: list[str] = []  # metrics of a test before the run was resumed
         self.trainer: pl.Trainer | None = None
         # Evaluations after training. Includes a validation if the checkpoint to test has not been validated.
         self.stages: list[str] = []
-        self.panels: list[Content] = []  # about the test set
+        self.panels: list[Any] = []  # about the test set
         self.was_validated = True
         self.checkpoint_step = 0  # step of the tested checkpoint
 
@@ -113,9 +111,8 @@ class Recorder:
             self.open()
             names = [name for name in self.config.logger if name != "csv"]
             named = zip(names, trainer.loggers[:-1], strict=True)  # the last is metrics.csv
-            backgrounds = [Background(logger, name, self.config, self.report) for name, logger in named]
-            self.chosen = ChosenLoggers(backgrounds, self.folder)
-            trainer.callbacks.append(self.chosen)  # type: ignore[attr-defined]
+            self.backgrounds = [Background(logger, name, self.config, self.report) for name, logger in named]
+            trainer.callbacks.append(self)  # type: ignore[attr-defined]
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
@@ -125,16 +122,24 @@ class Recorder:
             if previous := folder.report():
                 self.report["started"] = previous.get("started", self.report["started"])
                 self.report["restarts"] = int(previous.get("restarts") or 0) + 1
-                self.tested_before = metrics_of_test(previous)
                 self.was_done = previous.get("status") == "done"
         elif folder.has_config():
             raise UserError(f"{folder.path} exists. Set resume=auto to continue it, or run=<new name>.")
         self.restore = folder.snapshot_restorer()
         folder.path.mkdir(parents=True, exist_ok=True)
         make_folder(folder.checkpoints)
-        self.log.enter_context(log_to_file(folder.log_file))
+        self.closes_log.enter_context(log_to_file(folder.log_file))
         folder.write_config(as_yaml(self.config.replace({"resume": None})))
         folder.write_report(self.report)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if steps := steps_done(trainer):
+            self.folder.truncate_logs(steps)  # a resumed run writes no row twice
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Creates the loggers' runs after the first step: a run that fails before it leaves nothing on a server."""
+        for background in self.backgrounds if steps_done(trainer) else ():
+            background.start()
 
     def add(self, **metrics: Any) -> None:
         """Adds metrics to the report and the loggers: of a validation if training had none, then of the test."""
@@ -143,7 +148,7 @@ class Recorder:
         self.report |= metrics | ({"evaluated": SEPARATOR.join(metrics)} if is_test else {})
         if self.rank == 0:
             if is_test and self.report["resumed_from"]:
-                self.folder.drop_tests([*self.tested_before, *metrics])
+                self.folder.drop_tests(metrics)
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, self.report["train/steps"] if is_test else self.checkpoint_step)
             self.folder.write_report(self.report)
@@ -152,8 +157,8 @@ class Recorder:
         """Adds the measurements of training. Returns the checkpoint to test, if any. Call it on every rank."""
         trainer, report = self.trainer, self.report
         assert trainer is not None
-        if self.chosen:
-            self.chosen.start()  # if there was no step left to train
+        for background in self.backgrounds:
+            background.start()  # if there was no step left to train
         checkpoint = best_checkpoint(trainer)
         monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
         self.checkpoint_step = step_of(Path(checkpoint)) if checkpoint else steps_done(trainer)
@@ -196,7 +201,7 @@ class Recorder:
         if self.restore is None:  # not begun, or not rank 0
             return
         keeps = self.keeps(outcome)
-        with self.log:  # closes the log at the end
+        with self.closes_log:  # closes the log at the end
             if not self.folder.path.is_dir():  # removed meanwhile
                 return
             if outcome.error:  # train.log gets the traceback of an unexpected error
@@ -210,7 +215,8 @@ class Recorder:
         if outcome.status == "refused" or (outcome.status == "failed" and self.was_done):
             # without a new checkpoint, a finished run keeps its report, and the checkpoint that it names
             return any(step_of(path) > self.resumed_at for path in checkpoint_paths(self.folder.path))
-        return outcome.status == "done" or bool(self.steps() or self.report["resumed_from"])
+        has_begun = self.trainer is not None and self.trainer.lightning_module and steps_done(self.trainer)
+        return outcome.status == "done" or bool(has_begun or self.report["resumed_from"])
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
         """Writes the report and its page, ends the loggers, and prints the result."""
@@ -220,11 +226,6 @@ class Recorder:
                 if self.page:
                     self.page(self.folder, self.config, self.report, self.trainer, panels)
             self.folder.write_report(self.report)  # now, because a logger's server may be slow
-        if self.chosen:
-            self.chosen.end(self.report, panels)
+        end_run(self.backgrounds, self.folder, self.report, panels)
         if error is None and self.trainer is not None:
             show_run(self.folder, self.config, self.report, self.trainer.lightning_module)
-
-    def steps(self) -> int:
-        """Steps done now and before this start."""
-        return steps_done(self.trainer) if self.trainer and self.trainer.lightning_module else 0

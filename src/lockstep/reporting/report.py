@@ -22,8 +22,6 @@ from lockstep.run import OF_RANK_0, RunFolder, explain_damage, metrics_of_test
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lockstep.kit.panels import Content
-
 # An iframe keeps the styles and the script of the page apart from those of the notebook.
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" height="640" style="border:0"></iframe>'
 
@@ -35,9 +33,9 @@ KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"  # keys of panels.jso
 def saved_kinds() -> dict[str, type[Any]]:
     """The classes in panels.json by name."""
     from lockstep.data.dataset import Sound
-    from lockstep.kit import panels as panel
+    from lockstep.kit import panels as kit
 
-    kinds = (*get_args(panel.Content), panel.Mask, panel.Picture, panel.Sample, panel.Share, Sound, panel.Tokens)
+    kinds = (*get_args(kit.Content), kit.Mask, kit.Picture, kit.Sample, kit.Share, Sound, kit.Tokens)
     return {kind.__name__: kind for kind in kinds}
 
 
@@ -55,13 +53,11 @@ def decode(encoded: dict[str, Any]) -> Any:
     return saved_kinds()[encoded.pop(KIND)](**encoded) if KIND in encoded else encoded
 
 
-def read_panels(path: Path) -> "list[Content]":
+def read_panels(path: Path) -> list[Any]:
     """The panels in `path`; empty without the file. Raises UserError if it is damaged."""
-    from lockstep.kit.panels import Content
-
     with explain_damage(path, "Remove the file; report.html shows the same panels."):
         panels = json.loads(read_text(path), object_hook=decode) if path.exists() else []
-        if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
+        if not isinstance(panels, list) or not all(hasattr(panel, "title") for panel in panels):
             raise ValueError("it does not contain panels")
     return panels
 
@@ -112,7 +108,7 @@ class Report(dict[str, Any]):
         return {name: Curve(*map(list, zip(*points, strict=True))) for name, points in columns.items()}
 
     @cached_property
-    def panels(self) -> "dict[str, Content]":
+    def panels(self) -> dict[str, Any]:
         """The page's panels about the test set by title, as in `report.panels["Largest losses"].samples`."""
         return {panel.title: panel for panel in read_panels(self.run_folder.panels_file)}
 

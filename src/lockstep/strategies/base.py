@@ -156,7 +156,7 @@ class DividedBatches(Strategy):
     gathers = False  # whether the module computes with the samples of other processes
     gathered: tuple[int, slice] | None = None  # in this step: their number, and which are this process's
     lacks_update = False  # whether manual optimization has gradients for its next update; no checkpoint has them
-    waited_s = 0.0  # how long training in this process has waited for users' loaders
+    waited_s = 0.0  # how long training in this process has waited for loaders, augmentation and preprocessing
     training_loaders: list[WrappedLoader] | None = None  # users' loaders; None until a step needs them
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -296,7 +296,7 @@ class DividedBatches(Strategy):
         """Divides the gradients of a step with several micro-batches by its weights, after the last one."""
         super().post_backward(closure_loss)
         trainer, weight = self.lightning_module.trainer, self.means.step_weight
-        if weight is not None and completes_step(trainer, self.micro_batch):
+        if weight is not None and completes_step(trainer):
             mean: Any = self.reduce(weight.clone(), reduce_op="mean")
             grads = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
             scale_gradients(grads, (trainer.accumulate_grad_batches / mean).where(mean > 0, 0.0))

@@ -42,10 +42,10 @@ def steps_done(trainer: pl.Trainer) -> int:
     return int(total.processed)
 
 
-def completes_step(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Whether the micro-batch `batch_idx` of an epoch is the last of its optimizer step."""
-    is_last = batch_idx + 1 == trainer.num_training_batches or trainer.is_last_batch
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or is_last
+def completes_step(trainer: pl.Trainer) -> bool:
+    """Whether the current micro-batch is the last of its optimizer step."""
+    done = trainer.fit_loop.epoch_loop.batch_idx + 1
+    return done % trainer.accumulate_grad_batches == 0 or done == trainer.num_training_batches or trainer.is_last_batch
 
 
 def micro_batch_index(trainer: pl.Trainer, batch_idx: int) -> int:
@@ -61,10 +61,10 @@ def total_steps(trainer: pl.Trainer) -> float:
     return math.inf if steps < 0 else steps
 
 
-def is_logging_step(trainer: pl.Trainer, step: int) -> bool:
-    """Whether a row is logged after `step` optimizer steps."""
+def logs_row(trainer: pl.Trainer) -> bool:
+    """Whether a row is logged after the current micro-batch."""
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by the Trainer's connector
-    return step % interval == 0
+    return completes_step(trainer) and steps_done(trainer) % interval == 0
 
 
 # --- The two ways to compute a step ---

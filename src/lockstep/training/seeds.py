@@ -68,7 +68,7 @@ class StepSeeds:
             return
         # an update draws the same numbers with accumulation as without, and with several logical ranks as with one
         part = 1 + self.batch % trainer.accumulate_grad_batches
-        if self.arithmetic.same_bits or completes_step(trainer, self.batch):
+        if self.arithmetic.same_bits or completes_step(trainer):
             part = 0
         self.reseed(phase, steps_done(trainer), part, self.counts[phase])
         self.counts[phase] += 1

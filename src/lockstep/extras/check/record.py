@@ -93,7 +93,7 @@ class Recorder(pl.Callback):
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(stepped)
         self.summary: Any = next(each for each in trainer.callbacks if hasattr(each, "data_info"))  # type: ignore[attr-defined]
-        config = self.summary.config
+        config = self.summary.settings.cfg
         self.traced = not config.compile and (self.plan["traced"] or steps_done(trainer) + 1)  # hooks break graphs
         self.record["facts"] = checked.facts(config, self.summary.data_info["data/sha256"])
         called = (pair for pair in module.named_modules() if type(pair[1]).forward is not nn.Module.forward)
@@ -134,12 +134,12 @@ class Recorder(pl.Callback):
             if tensor.requires_grad:
                 tensor.register_hook(backward)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.step["loss"][self.micro] = next((float(each.detach().mean()) for each in tensors(outputs)), math.nan)
         self.record.setdefault("of_steps", sorted(trainer.callback_metrics))
         while self.hooks:
             self.hooks.pop().remove()
-        if not completes_step(trainer, batch_idx):
+        if not completes_step(trainer):
             return
         self.step["end"] = weights(module)
         if steps_done(trainer) == self.plan["kill"]:
