@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
 from lockstep.checkpoints.saving import ModelCheckpoint
-from lockstep.compat.torch import is_compiled, operations
+from lockstep.compat.torch import Operations, is_compiled
 from lockstep.config import checked
 from lockstep.config.formatting import metric, pluralize
 from lockstep.config.settings import Settings
@@ -288,7 +288,7 @@ class Throughput(Callback):
     """
 
     def __init__(self) -> None:
-        self.counted, self.flops = ExitStack(), operations()
+        self.counted, self.flops = ExitStack(), Operations()
         self.flops_per_sample: float | None = None
         self.unit = "samples"
         self.windows: list[tuple[float, float, float]] = []  # samples, seconds, seconds spent waiting for data
@@ -311,7 +311,7 @@ class Throughput(Callback):
         self.samples += (samples := samples_in_all(trainer, batch))
         self.counted.close()
         if self.first_step_s is None and self.began_s is not None:
-            self.flops_per_sample = self.flops.get_total_flops() * trainer.world_size / samples if samples else None
+            self.flops_per_sample = self.flops.total * trainer.world_size / samples if samples else None
             synchronise_device(trainer)  # SYNC: once a run
             self.first_step_s = time.perf_counter() - self.began_s
         if logs_row(trainer):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules import _functions
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 # --- Whether torch is computing gradients ---
 #
@@ -68,17 +69,27 @@ def is_compiled(module: nn.Module) -> bool:
 
 # --- Counting operations ---
 #
-# torch.utils.flop_counter.FlopCounterMode (torch 2.13) lacks the attention of CPUs. Remove this when it counts that:
-# tests/compat/test_torch.py::test_torch_does_not_count_the_attention_of_cpus fails then.
+# torch.utils.flop_counter.FlopCounterMode (torch 2.13) lacks the attention of CPUs, and adds hooks to all modules. Remove this when it counts
+# that: tests/compat/test_torch.py::test_torch_does_not_count_the_attention_of_cpus fails then.
+
+aten = torch.ops.aten
+ATTENTION = "_scaled_dot_product_flash_attention"
+FORMULAS: dict[Any, Callable[..., int]] = flop_registry | {
+    getattr(aten, f"{ATTENTION}_for_cpu{suffix}"): flop_registry[getattr(aten, ATTENTION + suffix)]
+    for suffix in ("", "_backward")
+}
 
 
-def operations() -> FlopCounterMode:
-    """Counts floating-point operations."""
-    counted, aten, name = FlopCounterMode(display=False), torch.ops.aten, "_scaled_dot_product_flash_attention"
-    for suffix in ("", "_backward"):
-        of_gpu = flop_registry[getattr(aten, name + suffix)]
-        counted.flop_registry[getattr(aten, f"{name}_for_cpu{suffix}")] = of_gpu
-    return counted
+class Operations(TorchDispatchMode):
+    """Counts floating-point operations, as torch's FlopCounterMode, but without its hooks of all modules."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if formula := FORMULAS.get(func.overloadpacket):
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 # --- torch.nn.SyncBatchNorm without waiting for the GPU ---
