@@ -3,6 +3,7 @@
 from itertools import chain
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -23,8 +24,10 @@ def rows(batch: Any) -> list[tuple[float, ...]]:
 class Process:
     """One of several, at a place of an epoch."""
 
-    def __init__(self, given: DataLoader, rank: int, world: int, accumulate: int, **more: Any) -> None:
-        self.done, self.epoch = 0, EPOCH
+    def __init__(
+        self, given: DataLoader, rank: int = 0, world: int = 1, accumulate: int = 1, epoch: int = EPOCH, **more: Any
+    ) -> None:
+        self.done, self.epoch = 0, epoch
         division = {"seed": SEED, "rank": rank, "world": world, "accumulate": accumulate, **more}
         loader = wrap_loader(given, Division(**division, position=lambda: (self.epoch, self.done)))
         assert isinstance(loader, StandardLoader | StreamLoader)
@@ -38,15 +41,25 @@ class Process:
             self.done += 1
         return found
 
+    def rows_from(self, done: int = 0) -> list[tuple[float, ...]]:
+        """Rows of all micro-batches."""
+        return [row for _, share in self.epoch_from(done) for row in share]
+
 
 def joined(per_rank: list[list], accumulate: int, contiguous: bool) -> list[list[tuple[float, ...]]]:
-    """The global batches of the micro-batches of all processes; those with weight 0 belong to none."""
-    assert len({len(found) for found in per_rank}) == 1
+    """The global batches of the micro-batches of all processes. Checks their sizes and weights; weight 0 is no part."""
+    assert len({len(micros) for micros in per_rank}) == 1
     steps = []
     for step in range(0, len(per_rank[0]), accumulate):
-        mine = [found[step : step + accumulate] for found in per_rank]
-        ordered = chain(*mine) if contiguous else chain(*zip(*mine, strict=True))
-        steps.append([row for weight, share in ordered for row in share if weight])
+        mine = [micros[step : step + accumulate] for micros in per_rank]
+        shares = [*chain(*mine)] if contiguous else [*chain(*zip(*mine, strict=True))]
+        parts = [share for weight, share in shares if weight]
+        batch = [row for share in parts for row in share]
+        assert {len(share) for share in parts} <= {len(batch) // len(parts), -(-len(batch) // len(parts))}
+        for weight, share in shares:  # the mean over all shares is that over the global batch
+            assert weight == pytest.approx(len(share) * len(shares) / len(batch)) if weight else len(share) <= 2
+        assert mine[0][0][0] > 0  # rank 0, which logs, has a sample
+        steps.append(batch)
     return steps
 
 

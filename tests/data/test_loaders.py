@@ -5,16 +5,16 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from in_process import report
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
-from shipped_data import divided, stand_in_trainer, training_batches
-from torch.utils.data import DataLoader, StackDataset, TensorDataset, default_convert, get_worker_info
+from shipped_data import divided, stand_in_trainer
+from torch.utils.data import ConcatDataset, DataLoader, StackDataset, TensorDataset, default_convert, get_worker_info
 
-from lockstep.data import loaders
 from lockstep.data.dataset import Arrays, DataSet, content_of
 from lockstep.data.loaders import MicroBatches
 from lockstep.data.parts import Part, batch_of
@@ -30,174 +30,99 @@ def arrays() -> Arrays:
     return Arrays(input=images, target=random.integers(0, 10, 103))
 
 
-class MapStyle:
-    """A custom object, which gives several at a time."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.arrays = arrays.arrays
-
-    def __len__(self) -> int:
-        return 103
-
-    def __getitems__(self, indices):
-        return {name: array[indices] for name, array in self.arrays.items()}
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("at_once", [1, 10 * 60 * 2, 2**19])  # a batch, three, all
-@pytest.mark.parametrize("trains", [True, False])
-def test_samples_in_any_form_give_the_same_batches_from_this_process_and_workers(
-    arrays, trains, at_once, workers, monkeypatch
-):
-    monkeypatch.setattr(loaders, "AT_ONCE", at_once)
-    named = {name: torch.from_numpy(array) for name, array in arrays.arrays.items()}
-    forms = (
-        arrays,
-        Arrays(**arrays.arrays).to("cpu"),
-        TensorDataset(*named.values()),
-        StackDataset(**named),
-        MapStyle(arrays),
-    )
-    split = Split(103, 10, 90) if trains else Split(103, 0, 103, shuffled=False)
-    options = {"batch_size": 20, "sampler": ComputedOrder(90), "drop_last": True} if trains else {"batch_size": 40}
-    options |= {"collate_fn": default_convert, "num_workers": workers}
-    both = [
-        [[batch for batch, _ in divided(DataLoader(Part(form, split), **options), seed=3, rank=rank, world=2, trains=trains)] for form in forms]
-        for rank in (0, 1)
-    ]  # fmt: skip
-    seen = []
-    for of_forms in both:
-        for several in zip(*of_forms, strict=True):
-            index_B = several[0]["index"]
-            seen += index_B.tolist()
-            for batch in several:
-                assert batch.keys() == {*named, "index"}
-                assert torch.equal(batch["index"], index_B)
-                assert all(torch.equal(batch[name], values[index_B]) for name, values in named.items())
-    assert len(seen) == len({*seen}) == (80 if trains else 103)
+def test_any_form_of_samples_gives_the_same_batches(arrays, at_once, workers, monkeypatch):
+    monkeypatch.setattr("lockstep.data.loaders.AT_ONCE", at_once)
+    values = {name: torch.from_numpy(array) for name, array in arrays.arrays.items()}
+    tensors, batches = TensorDataset(*values.values()), SimpleNamespace(__getitems__=lambda indices: arrays[indices])
+    split, order = Split(103, 10, 90), ComputedOrder(90)
+    options = {"sampler": order, "drop_last": True, "collate_fn": default_convert, "num_workers": workers}
+    for form in (arrays, Arrays(**arrays.arrays).to("cpu"), tensors, StackDataset(**values), batches):
+        loader = DataLoader(Part(form, split), 20, **options)
+        ranks = [divided(loader, seed=3, rank=rank, world=2) for rank in (0, 1)]
+        indices = []
+        for batch, _ in (item for step in zip(*ranks, strict=True) for item in step):
+            indices += batch["index"].tolist()
+            assert batch.keys() == {*values, "index"}
+            assert all(torch.equal(batch[name], value[batch["index"]]) for name, value in values.items())
+        assert indices == split.indices(order.at(np.arange(80), 3, 0)).tolist()
+
+
+def module_of(samples, trainer, **options) -> DataModule:
+    """A datamodule that trains and tests on the same samples."""
+    data = DataSet()
+    data.train = data.test = samples
+    module = DataModule(data, batch_size=4, eval_batch_size=8, **options)
+    module.trainer = trainer
+    return module
 
 
 @pytest.mark.parametrize(("device", "asked", "size", "expected"), [
     ("cuda", "auto", 100, True),  # a tenth of what is free
-    ("cuda", "auto", 101, False), ("cuda", True, 900, True), ("cuda", False, 1, False), ("cpu", "auto", 1, False),
+    ("cuda", "auto", 101, False), ("cuda", True, 900, True), ("cuda", False, 10, False), ("cpu", "auto", 10, False),
 ])  # fmt: skip
-def test_images_live_on_the_gpu_if_they_are_asked_to_or_take_little_of_it(device, asked, size, expected, monkeypatch):
+def test_on_device_decides_which_images_live_on_the_gpu(device, asked, size, expected, monkeypatch):
     moved = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 4000))
     monkeypatch.setattr(Arrays, "to", lambda _, device: moved.append(device))
-    data = DataSet()
-    data.train, data.test = (Arrays(input=np.zeros((count, 1), np.uint8)) for count in (9, size))
-    made = DataModule(data, batch_size=1, eval_batch_size=1, on_device=asked)
-    made.trainer = stand_in_trainer(device=device)
-    made.test_dataloader()
+    images = Arrays(input=np.zeros((size, 1), np.uint8))
+    module_of(images, stand_in_trainer(device=device), on_device=asked).test_dataloader()
     assert moved == [torch.device(device)] * expected
 
 
-def test_what_changes_single_samples_reads_them_from_the_host(arrays):
-    """Also where a validation has moved the same arrays to a GPU. Texts are not moved."""
+def test_a_transform_of_single_samples_reads_from_the_host(arrays):
+    """Also after a validation has moved the same arrays to a GPU. Texts are never moved."""
     arrays.on_device = {"input": pytest.fail}
     part = Part(arrays, Split(103, 0, 103, shuffled=False), lambda batch: {**batch, "input": batch["input"] + 1})
     assert torch.equal(part[3]["input"][0], torch.from_numpy(arrays.arrays["input"][3]) + 1)
     assert Arrays(input=np.zeros(2), text=np.array(["a", "b"])).to("cpu").on_device == {}
 
 
-class OneByOne(list):
-    """Its samples draw nothing, and there is no `__getitems__`."""
-
-    draws_random_numbers = False
-
-
-class Listed(OneByOne):
-    def __getitems__(self, indices: list[int]) -> list:
-        return [self[index] for index in indices]
+def test_a_dataset_that_draws_nothing_may_return_a_list():
+    samples = StackDataset(input=torch.arange(10.0))
+    for dataset in (samples, ConcatDataset([samples])):  # with and without `__getitems__`
+        dataset.draws_random_numbers = False
+        batches = [batch["input"] for batch, _ in divided(DataLoader(dataset, 4))]
+        assert torch.cat(batches).tolist() == [*range(10)]
 
 
-@pytest.mark.parametrize("kind", [OneByOne, Listed])
-def test_a_dataset_that_draws_nothing_may_return_samples_one_by_one(kind):
-    samples = kind({"input": torch.full((2,), float(index))} for index in range(10))
-    found = torch.cat([batch["input"] for batch, _ in divided(DataLoader(samples, 4))])
-    assert found[:, 0].tolist() == [float(index) for index in range(10)]
-
-
-def test_lists_of_several_lengths_or_shapes_stay_lists():
-    values = (
-        [[1.0], [2.0, 3.0]],
-        [np.ones((2, 4)), np.ones((3, 4))],
-        [torch.ones(1), torch.ones(2)],
-        [torch.ones(2)] * 2,
-    )
-
-    class Ragged:
-        def __getitems__(self, indices: list[int]) -> dict:
-            return {"input": np.ones((len(indices), 3)), "tags": [["a"], ["b", "c"]], "tokens": value}
-
-    for value in values:
-        batch = batch_of(Ragged(), np.arange(2))
-        assert batch["tokens"] is value and batch["tags"] == [["a"], ["b", "c"]]
-
-
-@pytest.mark.parametrize(("samples", "told"), [
-    ([(1, 2, 3)] * 4, "a sample of list is a tuple; expected a dict of named values, or"),
-    ([torch.ones(2)] * 4, "a sample of list is a Tensor; expected"),
+@pytest.mark.parametrize("value", [
+    [["a"], ["b", "c"]], [[1.0], [2.0, 3.0]], [np.ones(2), np.ones(3)], [torch.ones(1), torch.ones(2)], [torch.ones(2)] * 2,
 ])  # fmt: skip
-def test_samples_of_a_torch_dataset_that_form_no_batch_are_rejected(samples, told):
-    with pytest.raises(UserError, match=told):
-        batch_of(samples, np.arange(4))
+def test_lists_of_several_lengths_or_shapes_stay_lists(value):
+    samples = SimpleNamespace(__getitems__=lambda _: {"input": np.ones((2, 3)), "value": value})
+    assert batch_of(samples, [0, 1])["value"] is value
 
 
-# --- the datamodule ---
-
-
-class TwoInputs(DataSet):
-    """With the names of files."""
-
-    def __init__(self):
-        right, files = [torch.full((3,), i, dtype=torch.uint8) for i in range(20)], [f"{i}.png" for i in range(20)]
-        self.train = self.test = StackDataset(left=range(20), right=right, file=files)
-
-    def preprocess(self, batch):
-        return {**batch, "right": batch["right"] / 255}
+@pytest.mark.parametrize("sample", [(1, 2, 3), torch.ones(2)])
+def test_samples_that_form_no_batch_are_rejected(sample):
+    with pytest.raises(UserError, match=f"of list is a {type(sample).__name__}; expected a dict of named values, or"):
+        batch_of([sample] * 4, np.arange(4))
 
 
 def test_arrays_may_be_lists_tensors_and_texts():
-    data = DataSet()
-    data.train = data.test = Arrays(
-        input=torch.arange(20.0), target=list(range(20)), name=np.array([*"abcdefghijklmnopqrst"])
-    )
-    made = DataModule(data, batch_size=4, eval_batch_size=8)
-    made.trainer = stand_in_trainer()
-    batch = next(training_batches(made))
-    assert batch["input"].tolist() == batch["target"].tolist() == batch["index"].tolist()
-    assert batch["name"] == [chr(ord("a") + index) for index in batch["index"].tolist()]
+    batch = batch_of(Arrays(input=torch.arange(3.0), target=[0, 1, 2], name=np.array(["a", "b", "c"])), [2, 0])
+    assert batch["input"].tolist() == batch["target"].tolist() == batch["index"].tolist() == [2, 0]
+    assert batch["name"] == ["c", "a"]
     with pytest.raises(UserError, match=r"have the lengths {'input': 3, 'target': 2}"):
         Arrays(input=[1, 2, 3], target=[1, 2])
+    one, other = (Arrays(name=np.array([f"a{i}" for i in range(3)], object)) for _ in range(2))  # equal, not the same
+    assert content_of(one) == content_of(other) != content_of(Arrays(name=np.array(["a0", "a1", "b"], object)))
 
 
-def test_the_fingerprint_of_texts_that_are_objects_is_one_of_the_texts():
-    names = [["".join(["a", str(i)]) for i in range(3)] for _ in range(2)]  # equal, and not the same
-    one, other, third = (Arrays(name=np.array(each, dtype=object)) for each in (*names, ["a0", "a1", "b"]))
-    assert content_of(one) == content_of(other) != content_of(third)
-
-
-@pytest.mark.parametrize(
-    ("plugin", "expected", "workers"),
-    [(DoublePrecision(), torch.float64, 0), (HalfPrecision("bf16-true"), torch.bfloat16, 1)],
-)
+@pytest.mark.parametrize(("plugin", "expected", "workers"), [
+    (DoublePrecision(), torch.float64, 0), (HalfPrecision("bf16-true"), torch.bfloat16, 1),
+])  # fmt: skip
 def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected, workers):
-    data = DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, num_workers=workers)
-    data.trainer = stand_in_trainer(precision=plugin)
-    batch = data.on_after_batch_transfer(next(divided(data.train_dataloader()))[0], 0)
+    samples = StackDataset(left=range(20), right=torch.arange(20.0), file=[f"{i}.png" for i in range(20)])
+    module = module_of(samples, stand_in_trainer(precision=plugin), num_workers=workers)
+    batch = module.on_after_batch_transfer(next(divided(module.train_dataloader()))[0], 0)
     assert [batch[name].dtype for name in ("left", "right", "index")] == [torch.int64, expected, torch.int64]
-    assert batch["file"] == [f"{place}.png" for place in batch["index"].tolist()]
-    assert data.raw("train", [0, 1, 2])["file"] == ["0.png", "1.png", "2.png"]
-    assert data.dataset.show(data.raw("train", [0])) == {}  # a page shows `input`, which this data lacks
-    with pytest.raises(UserError, match=r"loader.on_device=true has no effect"):
-        DataModule(TwoInputs(), batch_size=4, eval_batch_size=8, on_device=True)  # it is not held in memory
-    *_, (last, _) = divided(data.test_dataloader()[0], trains=False)
-    assert last["file"] == [f"{place}.png" for place in range(16, 20)]
-
-
-# --- worker processes ---
+    assert batch["file"] == [f"{index}.png" for index in batch["index"].tolist()]
+    assert module.dataset.show(module.raw("train", [0])) == {}  # a page shows `input`, which this data lacks
+    with pytest.raises(UserError, match=r"loader.on_device=true has no effect"):  # read one by one
+        module_of(samples, None, on_device=True)
 
 
 @pytest.fixture
@@ -251,12 +176,9 @@ def test_a_worker_without_shared_memory_fails(monkeypatch, fork):
 
 
 def test_spawned_workers_map_the_file_again(arrays, tmp_path):
-    for name, array in arrays.arrays.items():
-        np.save(tmp_path / f"{name}.npy", array)
-    mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in arrays.arrays}
-    content = pickle.dumps(Arrays(**mapped))
-    assert len(content) < 1000 < arrays.nbytes
-    for name, found in pickle.loads(content).__getitems__(range(103)).items():
-        assert np.array_equal(found, arrays.arrays[name])
-    part = pickle.loads(pickle.dumps(Arrays(input=mapped["input"][7:])))
-    assert np.array_equal(part.arrays["input"], arrays.arrays["input"][7:])
+    np.save(tmp_path / "images.npy", arrays.arrays["input"])
+    mapped = np.load(tmp_path / "images.npy", mmap_mode="r")
+    assert len(pickle.dumps(Arrays(input=mapped))) < 1000 < mapped.nbytes
+    for part in (mapped, mapped[7:]):
+        received = pickle.loads(pickle.dumps(Arrays(input=part)))
+        assert np.array_equal(received.arrays["input"], part)
