@@ -10,7 +10,7 @@ import torch
 from in_process import state
 
 import lockstep
-from lockstep.errors import OutOfMemory, RunFailed
+from lockstep.errors import ProcessDied, RunFailed
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You passed in a `.*_dataloader` but have no", "ignore:Be aware that when using `ckpt_path`"
@@ -94,7 +94,7 @@ def test_a_killed_rank_draws_the_same_again(forked, tmp_path, monkeypatch):
     hook = tmp_path / "hook.py"
     hook.write_text(KILL)
     monkeypatch.setenv(forked_processes.HOOK, str(hook))
-    with pytest.raises((RunFailed, OutOfMemory)):  # how a SIGKILL is explained
+    with pytest.raises((RunFailed, ProcessDied)):  # how a SIGKILL is explained
         train("Everything", "parts", *typed)
     monkeypatch.delenv(forked_processes.HOOK)
     assert distance(whole, train("Everything", "parts", "resume=auto", *typed)) == 0

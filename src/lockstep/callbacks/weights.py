@@ -113,6 +113,8 @@ class Freeze(Callback):
     def __init__(self, parameters: str | Sequence[str] = BODY, unfreeze: Sequence[tuple[str, int]] = ()) -> None:
         self.patterns = [parameters] if isinstance(parameters, str) else list(parameters)
         self.unfreeze = list(unfreeze)
+        if not self.patterns:
+            raise ValueError("parameters=[] freezes nothing. Remove callbacks.freeze.")
         self.thaws: dict[str, float] = {}  # frozen parameters and buffers: the epoch from which each is trained
         self.without_gradient: list[nn.Parameter] = []  # in this epoch
         # in training mode until they were frozen (the network's own `train` may keep others in evaluation mode), each

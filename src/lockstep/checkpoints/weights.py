@@ -161,6 +161,10 @@ def divide(content: Any) -> tuple[Any, dict[str, Any]]:
     def note(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
+        if tuple(leaf.placements) != (Shard(0),):
+            raise ValueError(
+                f"only tensors sharded by rows over one mesh dimension can be saved, not {leaf.placements}"
+            )
         name = PLACEHOLDER + "/".join(map(str, path))
         first, _ = row_range(leaf.shape[0], leaf.device_mesh.get_local_rank(), leaf.device_mesh.size())
         shards[name] = {"first": first, "shape": list(leaf.shape), "rows": leaf.to_local().detach()}

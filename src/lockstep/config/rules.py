@@ -190,6 +190,12 @@ def length(settings: Settings) -> Iterator[str]:
     is_endless = trainer.max_epochs == trainer.max_steps == -1
     if is_endless and schedule.startswith(SCHEDULES) and schedule not in ENDLESS:
         yield "schedule: the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
+    if trainer.limit_train_batches == 0:
+        yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval with run=<name> instead of train."
+    limits = {"epochs": (trainer.min_epochs, trainer.max_epochs), "steps": (trainer.min_steps, trainer.max_steps)}
+    for unit, (low, high) in limits.items():
+        if -1 < (high or -1) < (low or 0):
+            yield f"trainer.min_{unit}={low} is more than trainer.max_{unit}={high}. Remove one of them."
 
 
 def why_not_fused(settings: Settings) -> str | None:
@@ -252,6 +258,8 @@ def checkpoints(settings: Settings) -> Iterator[str]:
     if not cfg.trainer.enable_checkpointing:
         reason = "has no effect with trainer.enable_checkpointing=false. Remove one of them"
         yield from settings.conflicts({"checkpoint.every_n_steps": reason, "checkpoint.background": reason})
+        for name in (name for name, logger in cfg.logger.items() if logger.get("log_model")):
+            yield f"logger.{name}.log_model {reason}."
     pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
     if cfg.init_from and (pretrained or path):
         yield "init_from and model.pretrained or model.checkpoint_path both set the initial weights. Remove one of them."

@@ -6,6 +6,7 @@ import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lockstep import PACKAGE
@@ -79,6 +80,8 @@ def qualified_name(target: Any) -> str:
 
 def is_allowed(target: Any, key: str) -> bool:
     """Whether a config may name `target` at `key`. Does not call `target`."""
+    while isinstance(target, partial):
+        target = target.func
     path, accepted = qualified_name(target), bases_of(key)
     # In a checkout, the project's packages include those of Lockstep.
     packages = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))

@@ -106,7 +106,9 @@ PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true
 
 FLAG = one_of(True, False, example="true")
 TEXT = Validator(is_text, f"UTF-8 text with at most {MAX_NAME_BYTES} bytes between slashes", "name")
-PATH = Validator(is_path, f"a path with at most {MAX_NAME_BYTES} bytes between slashes; URLs are not supported", "data")
+PATH = Validator(
+    is_path, f"a path in UTF-8 with at most {MAX_NAME_BYTES} bytes between slashes; URLs are not supported", "data"
+)
 TRAINED = Validator(
     lambda v: type(v) in (str, int) and is_path(str(v)),
     "the name of a run or the path of a checkpoint; URLs are not supported",

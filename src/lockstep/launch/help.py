@@ -102,7 +102,7 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
         names = sorted(every, key=GROUPS.__contains__)  # single keys first
     yield "Keys. Set with <key>=<value>:"
     for name in names:
-        yield from config.group(name)
+        yield from config.group(name) if job.trains else [config.key(name)]
     if not job.trains:
         yield "\nThe others are those of the run; strategy, trainer.devices, trainer.precision and data.root may be changed."
     yield "\n--json prints only the result, as JSON, on standard output."

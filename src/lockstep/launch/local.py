@@ -111,7 +111,7 @@ def script(name: str) -> Path:
 
 
 def load(path: Path) -> Job:
-    """The JOB of a script."""
+    """The JOB of a script. Raises UserError if the script has none."""
     # Not with runpy, which does not guarantee that functions can be used afterwards.
     spec = util.spec_from_file_location(f"lockstep_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -124,7 +124,9 @@ def load(path: Path) -> Job:
         sys.path.remove(str(path.parent))
         sys.modules.pop("train", None)
         sys.modules |= {"train": earlier} if earlier else {}
-    job: Job = module.JOB
+    job: Job | None = getattr(module, "JOB", None)
+    if not isinstance(job, Job):
+        raise UserError(f'{path} has no JOB. Add JOB = launch.Job("{path.stem}", <function>, data) to it.')
     return replace(job, script=path)
 
 

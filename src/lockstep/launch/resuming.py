@@ -130,7 +130,8 @@ def for_training(draft: Draft, overrides: list[str]) -> Draft:
 
 def is_first() -> bool:
     """Whether this is the first process. Only it checks the folder: the others may already see files of the first."""
-    return rank_of() == 0 and number_from_env(os.environ, "NODE_RANK", default=0) == 0
+    by_launcher = external_launcher(os.environ) is not None
+    return rank_of() == 0 and (by_launcher or number_from_env(os.environ, "NODE_RANK", default=0) == 0)
 
 
 def new_run_settings(settings: Settings, *, again: bool) -> Settings:
@@ -168,11 +169,14 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     new_overrides = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
     # A recipe on the command line defines the whole config. Otherwise, keys that are not passed keep saved values.
     recipe = draft.resume == "auto" and any(key_of(o) in RECIPES for o in new_overrides)
-    result = restore_auto_values(draft if recipe else merge_saved(saved, draft, new_overrides), saved)
     inside = folder.is_relative_to(runs_dir)  # the run may have been moved there
     previous_name = str(folder.relative_to(runs_dir) if inside else saved.run)
+    result = draft if recipe else merge_saved(saved, draft, new_overrides)
+    result = restore_auto_values(result, saved, with_ids=str(draft.run or previous_name) == previous_name)
     place = {"run": str(draft.run or previous_name), "runs_dir": draft.runs_dir}
-    result = result.replace({**place, "resume": str(checkpoint.path), "init_from": saved.get("init_from")})  # for the record
+    result = result.replace(
+        {**place, "resume": str(checkpoint.path), "init_from": saved.get("init_from")}
+    )  # for the record
     result = drop_ineffective_keys(result, new_overrides)
     is_restart = was_restarted() and result.folder.report().get("resumed_from")
     if is_first() and result.run != previous_name and result.folder.has_config() and not is_restart:
@@ -190,9 +194,10 @@ def all_overrides(draft: Draft, overrides: Sequence[str]) -> tuple[str, ...] | N
     return None if previous is None else recorded_overrides(overrides, previous)
 
 
-def restore_auto_values(new: Draft, saved: Draft, auto: Mapping[str, Any] = AUTO) -> Draft:
+def restore_auto_values(new: Draft, saved: Draft, auto: Mapping[str, Any] = AUTO, *, with_ids: bool = True) -> Draft:
     """Restores what was decided at the first start of the run: the values of `auto`, the seed and the loggers' ids."""
-    undecided = {**auto, "seed": None, **{f"logger.{name}.id": None for name in saved.group("logger")}}
+    ids = {f"logger.{name}.id": None for name in saved.group("logger")} if with_ids else {}
+    undecided = {**auto, "seed": None, **ids}
     keys = [key for key, value in undecided.items() if new.has(key) and new.get(key) == value and saved.has(key)]
     return new.replace({key: saved.get(key) for key in keys})
 

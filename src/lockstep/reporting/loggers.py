@@ -43,7 +43,7 @@ class Background:
 
     def __init__(self, logger: Logger, name: str, config: RunConfig, report: Mapping[str, Any]) -> None:
         """Collects calls, the first with the config, until `start`."""
-        self.logger, self.name, self.warned = logger, name, False
+        self.logger, self.name, self.warned = logger, name, set[bool]()
         self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self.began_s = math.inf  # start of the running call; infinite without one
         self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
@@ -88,8 +88,8 @@ class Background:
             self.began_s = math.inf
 
     def warn(self, what: str, bug: Exception | None = None) -> None:
-        if not self.warned:
-            self.warned = True
+        if (is_bug := bug is not None) not in self.warned:  # each kind once
+            self.warned.add(is_bug)
             text = "logger.%s %s. Training continues without it; metrics.csv has all metrics."
             log.warning(text, self.name, what, exc_info=bug)
 
@@ -197,15 +197,18 @@ def markdown(panel: Any) -> str:
 
 
 class TensorBoard(TensorBoardLogger):
-    """Shows the run as a row in the HParams tab, next to all metrics."""
+    """Shows the config as text, and the run as a row in the HParams tab, next to all metrics."""
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
         from torch.utils.tensorboard.summary import hparams
 
         super().log_hyperparams(params)  # adds them to `hparams`, which is written to hparams.yaml
+        values = flat(dict(self.hparams))  # hyperparameters of a module come later, when the row has begun
+        rows = [f"| {key} | {value} |" for key, value in values.items()]
+        self.experiment.add_text("config", "\n".join(["| key | value |", "| --- | --- |", *rows]), 0)
         # Part 1 is the row of the run. Part 0 would restrict the metrics that are shown.
-        self.experiment.file_writer.add_summary(hparams(flat(dict(self.hparams)), {})[1])
+        self.experiment.file_writer.add_summary(hparams(values, {})[1])
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
@@ -262,9 +265,18 @@ class Wandb(WandbLogger):
 
 
 def wandb(
-    *, run_dir: Path, run: str, tags: list[str], mode: str, log_model: bool = False, **identity: Any
+    *,
+    run_dir: Path,
+    run: str,
+    project: str,
+    entity: str | None,
+    group: str | None,
+    tags: list[str],
+    id: str | None,
+    mode: str,
+    log_model: bool = False,
 ) -> WandbLogger:
-    """W&B's logger. `identity`: such as `project` and `id`. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides `auto`."""
+    """W&B's logger. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides `auto`."""
     import wandb as client
 
     if mode == "auto":
@@ -273,8 +285,8 @@ def wandb(
     if mode == "online":
         # otherwise it waits forever for a lost server
         settings.finish_timeout = float(os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else LATE_S))
-    given: dict[str, Any] = {**identity, "name": run, "tags": list(tags), "save_dir": str(run_dir)}
-    logger = Wandb(**given, resume="allow", mode=mode, settings=settings)
+    identity: dict[str, Any] = {"project": project, "entity": entity, "group": group, "name": run, "id": id}
+    logger = Wandb(**identity, tags=list(tags), save_dir=str(run_dir), resume="allow", mode=mode, settings=settings)
     logger.log_model = log_model
     without_anonymous_user(logger)
     return logger
