@@ -66,9 +66,8 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         # The class may have passed a key on, through **kwargs, to a callee without such a parameter; a shipped one may need a key there.
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(e))
         missing = re.search(r"missing \d+ required .*?'(\w+)'", str(e))
-        if (unexpected and unexpected[1] in arguments.keys() - (named or {}).keys()) or (
-            missing and component.is_shipped
-        ):
+        passed_on = arguments.keys() - (named or {}).keys()
+        if (unexpected and unexpected[1] in passed_on) or (missing and component.is_shipped):
             raise UserError(f"{key}.{(unexpected or missing)[1]}: {e}.") from None  # type: ignore[index]
         raise
 

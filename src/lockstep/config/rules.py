@@ -194,7 +194,7 @@ def length(settings: Settings) -> Iterator[str]:
         yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval with run=<name> instead of train."
     limits = {"epochs": (trainer.min_epochs, trainer.max_epochs), "steps": (trainer.min_steps, trainer.max_steps)}
     for unit, (low, high) in limits.items():
-        if -1 < (high or -1) < (low or 0):
+        if low and high and -1 < high < low:
             yield f"trainer.min_{unit}={low} is more than trainer.max_{unit}={high}. Remove one of them."
 
 

@@ -173,10 +173,8 @@ def resume_draft(draft: Draft, overrides: list[str]) -> Draft:
     previous_name = str(folder.relative_to(runs_dir) if inside else saved.run)
     result = draft if recipe else merge_saved(saved, draft, new_overrides)
     result = restore_auto_values(result, saved, with_ids=str(draft.run or previous_name) == previous_name)
-    place = {"run": str(draft.run or previous_name), "runs_dir": draft.runs_dir}
-    result = result.replace(
-        {**place, "resume": str(checkpoint.path), "init_from": saved.get("init_from")}
-    )  # for the record
+    place = {"run": str(draft.run or previous_name), "runs_dir": draft.runs_dir, "resume": str(checkpoint.path)}
+    result = result.replace({**place, "init_from": saved.get("init_from")})  # for the record
     result = drop_ineffective_keys(result, new_overrides)
     is_restart = was_restarted() and result.folder.report().get("resumed_from")
     if is_first() and result.run != previous_name and result.folder.has_config() and not is_restart:
