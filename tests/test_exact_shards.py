@@ -1,5 +1,6 @@
 """exact.logical_ranks: the same command ends with the same bits, whoever computes the logical ranks."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from in_process import Crash, rows, state
 
 import lockstep
 from lockstep.extras.comparison import agree, compare, find
-from lockstep.extras.panels import encode
 from lockstep.training import seeds
 from lockstep.training.arithmetic import TreeReduction
 
@@ -77,8 +77,8 @@ def differences(runs: Path, one: str, other: str) -> list[str]:
     """Also in what the page shows of the test."""
     pair = [find(name, runs) for name in (one, other)]
     found = compare(*pair, exact=True, tolerance=0.0)
-    panels = [{title: panel for title, panel in run.panels.items() if title != "What the network saw"} for run in pair]
-    shown = [[encode(panel) for panel in each.values()] for each in panels]
+    panels = [json.loads(run.run_folder.panels_file.read_text()) for run in pair]
+    shown = [[panel for panel in each if panel["title"] != "What the network saw"] for each in panels]
     parts = [] if equal_up_to_rounding(*shown) else ["the panels differ"]
     return [*parts, *(line for section in ("log", "metrics", "weights") for line in found[section])]
 

@@ -51,7 +51,6 @@ from lockstep.reporting.recorder import Page, Recorder
 from lockstep.training import optim
 from lockstep.training.arithmetic import total_steps
 from lockstep.training.batches import Loaders
-from lockstep.training.metrics import TestPanels
 from lockstep.training.module import call_own_train, changed_frozen
 from lockstep.training.oom import oom_advice
 
@@ -299,7 +298,7 @@ def evaluate(
     stage: str = "test",
     run: Recorder | None = None,
 ) -> dict[str, float]:
-    """The test (or `val`) metrics of a module, or of a checkpoint, for which `make` creates the module. `run` gets the panels of a test.
+    """The test (or `val`) metrics of a module, or of a checkpoint, for which `make` creates the module. Callbacks of `run` that report panels see a test.
 
     For a checkpoint with averaged weights, `test/acc` is the metric of the average and `test/raw/acc` that of the raw weights.
     For a LightningModule's `test_acc`, the latter is `raw/test_acc`.
@@ -319,7 +318,8 @@ def evaluate(
             f"no {verb}: {type(module).__name__} has no {step}_step, or the data has no {stage}_dataloader"
         )
         return {}
-    panels = [TestPanels(run.panels, compiled=settings.cfg.compile)] if run and stage == "test" else []
+    callbacks: list[Any] = run.trainer.callbacks if run and run.trainer and stage == "test" else []  # type: ignore[attr-defined]
+    panels = [each for each in callbacks if hasattr(each, "report_panels")]
 
     def metrics_of(loaders: Loaders, *more: pl.Callback) -> dict[str, float]:
         trainer = evaluator(settings, loaders, *more, loggers=run.trainer.loggers if run and run.trainer else ())

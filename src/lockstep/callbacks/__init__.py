@@ -1,7 +1,7 @@
 """Callbacks: each observes one thing. Configs name those imported here; build_trainer.py adds the others.
 
 A callback's `report_metrics() -> dict` adds metrics to report.json; `report_panels() -> list` adds panels to
-report.html.
+report.html, and makes the callback see the test.
 """
 
 from lockstep.callbacks.stopping import EarlyStopping as EarlyStopping

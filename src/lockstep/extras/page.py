@@ -22,6 +22,7 @@ from lockstep.config.settings import Settings
 from lockstep.data.dataset import picture
 from lockstep.extras.panels import classes_of, is_right, write_panels
 from lockstep.extras.render import chart, render, with_colours
+from lockstep.extras.test_panels import TestPanels
 from lockstep.kit.panels import Content, Gallery, Sample
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import in_runs_dir, print_line, time_left, warnings_in
@@ -220,16 +221,17 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     return [Sample(*row) for row in zip(index_B, labels, pictures, strict=False)]
 
 
-class LivePage(pl.Callback):
+class LivePage(TestPanels):
     """Rewrites report.html while the run trains, on rank 0: every EVERY_S seconds, or less often if it took over 1% of the time.
 
-    Also shows the first batch: its images after augmentation, with the normalisation undone.
+    Also shows the test set, and the first batch: its images after augmentation, with the normalisation undone.
     """
 
     EVERY_S, PAUSE = 2.0, 100  # PAUSE: a multiple of the time that a page takes
-    samples: list[Sample] | None = None  # of the first batch
+    first_samples: list[Sample] | None = None  # of the first batch
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__(compiled=settings.cfg.compile)
         self.folder, self.settings = settings.folder, settings
         self.first_step, self.began_s, self.due_s, self.every_s = 0, 0.0, math.inf, self.EVERY_S
 
@@ -245,15 +247,18 @@ class LivePage(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.samples is None:
+        if self.first_samples is None:
             found = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
             # A LightningDataModule may have an attribute of this name.
             metadata: dict[str, Any] = found if isinstance(found, dict) else {}
-            self.samples = samples_of(batch, metadata) if trainer.is_global_zero else []
+            self.first_samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:
-        note = "The first training batch, after augmentation" + (", of the first process." if self.samples else "")
-        return [Gallery("What the network saw", self.samples, note)] if self.samples else []
+        note = "The first training batch, after augmentation" + (
+            ", of the first process." if self.first_samples else ""
+        )
+        first = [Gallery("What the network saw", self.first_samples, note)] if self.first_samples else []
+        return [*self.contents, *first]
 
     def renew(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the page if it is due."""

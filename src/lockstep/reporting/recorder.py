@@ -91,7 +91,6 @@ class Recorder(pl.Callback):
         self.trainer: pl.Trainer | None = None
         # Evaluations after training. Includes a validation if the checkpoint to test has not been validated.
         self.stages: list[str] = []
-        self.panels: list[Any] = []  # about the test set
         self.was_validated = True
         self.checkpoint_step = 0  # step of the tested checkpoint
 
@@ -220,7 +219,7 @@ class Recorder(pl.Callback):
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
         """Writes the report and its page, ends the loggers, and prints the result."""
-        panels = [*self.panels, *chain.from_iterable(from_callbacks(self.trainer, "report_panels"))]
+        panels = [*chain.from_iterable(from_callbacks(self.trainer, "report_panels"))]
         if keeps:
             with suppress(*([Exception] if error else [])):  # the error that ended the run matters more
                 if self.page:

@@ -1,4 +1,4 @@
-"""The report of a run in Python: its metrics, curves and panels. Free of torch until the panels are read."""
+"""The report of a run in Python: its metrics, curves and panels. Free of torch."""
 
 import base64
 import io
@@ -7,10 +7,11 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from lockstep.config.compose import dotted
 from lockstep.config.formatting import metric
@@ -29,18 +30,8 @@ FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" h
 KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"  # keys of panels.json, which extras/panels.py writes
 
 
-@cache
-def saved_kinds() -> dict[str, type[Any]]:
-    """The classes in panels.json by name."""
-    from lockstep.data.dataset import Sound
-    from lockstep.kit import panels as kit
-
-    kinds = (*get_args(kit.Content), kit.Mask, kit.Picture, kit.Sample, kit.Share, Sound, kit.Tokens)
-    return {kind.__name__: kind for kind in kinds}
-
-
 def decode(encoded: dict[str, Any]) -> Any:
-    """A value of panels.json."""
+    """A value of panels.json. A panel, or a part of one, has the attributes of its class, and the name of the class as `kind`."""
     import numpy as np
     from PIL import Image
 
@@ -50,7 +41,7 @@ def decode(encoded: dict[str, Any]) -> Any:
     if ARRAY in encoded:
         dtype, shape, text = encoded[ARRAY]
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).reshape(shape)
-    return saved_kinds()[encoded.pop(KIND)](**encoded) if KIND in encoded else encoded
+    return SimpleNamespace(kind=encoded.pop(KIND), **encoded) if KIND in encoded else encoded
 
 
 def read_panels(path: Path) -> list[Any]:
