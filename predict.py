@@ -8,6 +8,7 @@ python predict.py run=first input=<folder> output=predictions.parquet top_k=5
 from typing import TYPE_CHECKING
 
 from lockstep import launch
+from lockstep.extras.requests import with_request
 from train import data, module
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def predict(config: launch.Settings, data: "DataSet | None") -> None:
         prediction.show_predictions(config, build.evaluation_info(config), found)
 
 
-JOB = launch.Job("predict", predict, data)
+JOB = launch.Job("predict", predict, data, request=with_request)
 
 if __name__ == "__main__":
     launch.main(JOB)

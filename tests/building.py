@@ -6,8 +6,9 @@ import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from lockstep import Task, build, launch
+from lockstep import build, launch
 from lockstep.config.settings import Settings
+from lockstep.kit.task import Task
 
 
 def batches(settings: Settings) -> Any:

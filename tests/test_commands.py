@@ -134,7 +134,7 @@ def test_a_rank_that_fails_alone_ends_all_and_its_words_are_on_the_screen(code, 
     env = hook(
         tmp_path,
         "import os, signal",
-        "from lockstep import Task",
+        "from lockstep.kit.task import Task",
         "original = Task.mean_loss",
         "def hook(self, *args):",
         "    loss = original(self, *args)",

@@ -10,13 +10,13 @@ import yaml
 from in_process import Crash, end_before_the_test, logged_steps, options, report, rows, same, state
 
 import lockstep
-from lockstep import Task
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft
 from lockstep.config.run_config import CLOSED
 from lockstep.errors import Preempted, UserError
+from lockstep.kit.task import Task
 from lockstep.launch import resuming
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process as machine_signals

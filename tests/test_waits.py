@@ -11,8 +11,9 @@ from fake_gpu import DEVICE, fake_gpu
 from in_process import config_of, options
 from measuring import ready
 
-from lockstep import Task, build, launch
+from lockstep import build, launch
 from lockstep.config.settings import Settings
+from lockstep.kit.task import Task
 from lockstep.kit.tasks import Classification, LanguageModel, Multilabel, Regression
 from lockstep.machine.world import World
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lockstep.errors import DataChanged, UserError, did_you_mean, explain_os_error, raise_problems
     from lockstep.extras import testing
     from lockstep.extras.frozen import frozen
-    from lockstep.kit.task import Task
     from lockstep.machine import files, system, world
     from lockstep.reporting.report import Report
     from lockstep.training import losses, optim
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 # What projects and lockstep.kit use. docs/python.md lists them.
 __all__ = [
-    "Arrays", "Batch", "DataChanged", "DataSet", "Generators", "Indices", "Measured", "Module", "Sound", "Task", "UserError", "add_arrays",
+    "Arrays", "Batch", "DataChanged", "DataSet", "Generators", "Indices", "Measured", "Module", "Sound", "UserError", "add_arrays",
     "did_you_mean", "evaluate", "explain_os_error", "files", "formatting", "frozen", "is_pillow", "leaves_of", "load_model", "load_report", "losses",
     "optim", "parts", "predict", "raise_problems", "rand", "sampler", "sweep", "system", "testing", "train", "world",
 ]  # fmt: skip
@@ -50,7 +49,6 @@ HOMES = {
     "errors": ("DataChanged", "UserError", "did_you_mean", "explain_os_error", "raise_problems"),
     "extras": ("testing",),
     "extras.frozen": ("frozen",),
-    "kit.task": ("Task",),
     "machine": ("files", "system", "world"),
     "training": ("losses", "optim"),
     "training.dropout": ("rand",),

@@ -39,11 +39,10 @@ from lockstep.config.project import is_user_code_error
 from lockstep.config.rules import optimizer_node
 from lockstep.config.run_config import Component
 from lockstep.config.settings import Settings
-from lockstep.config.targets import target_of
+from lockstep.config.targets import locate, target_of
 from lockstep.data.dataset import DataSet
 from lockstep.data.parts import MATCHED, NAMES, Targets
 from lockstep.errors import TrainingFailed, UserError, raise_problems
-from lockstep.kit.datamodule import DataModule
 from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
@@ -101,7 +100,8 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
     settings.built_groups.update(("loader", "augment"))
     # a module that requires the metadata of the data knows the names in its batches
     named: bool = cfg.task.get("named_batches", "metadata" in required_arguments(cfg.task))
-    module = DataModule(data, operations=settings.operations if cfg.augment else {}, named=named, **vars(cfg.loader))
+    make: type[pl.LightningDataModule] = locate(data.datamodule)
+    module: Any = make(data, operations=settings.operations, named=named, **vars(cfg.loader))
     module.targets.metadata = plain(module.metadata, "metadata")
     return module
 

@@ -19,8 +19,8 @@ from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
 from torchmetrics.wrappers import ClasswiseWrapper
 
-from lockstep import Task
 from lockstep.compat.metric_states import in_order
+from lockstep.kit.task import Task
 from lockstep.launch import local
 
 BATCH, COUNTS, WORLDS = 4, (5, 6), (2, 3)

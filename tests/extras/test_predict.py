@@ -19,7 +19,7 @@ import lockstep
 from lockstep.errors import UserError
 from lockstep.extras import tables
 from lockstep.extras.prediction import lock_output
-from lockstep.launch.start import output_problems
+from lockstep.extras.requests import output_problems
 
 pytestmark = pytest.mark.xdist_group("predict")
 CPU = ["trainer.accelerator=cpu"]

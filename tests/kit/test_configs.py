@@ -6,13 +6,13 @@ import building
 import pytest
 from torchmetrics import MeanMetric
 
-from lockstep import Task
 from lockstep.config import formatting
 from lockstep.config.checks import resolve
 from lockstep.config.compose import options
 from lockstep.config.targets import target_of
 from lockstep.errors import UserError
 from lockstep.kit import tasks
+from lockstep.kit.task import Task
 from lockstep.reporting.report import headline
 
 ABOUT = {**{key: ["a", "b"] for key in ("classes", "labels", "targets", "vocabulary")}, "sequence_length": 4}

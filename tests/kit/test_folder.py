@@ -14,6 +14,7 @@ from lockstep import Arrays
 from lockstep.data.splits import splits
 from lockstep.errors import UserError
 from lockstep.kit import folder
+from lockstep.kit.augment import RandomResizedCrop
 from lockstep.kit.folder import Folder
 from lockstep.kit.images import Files, Packed
 from lockstep.kit.pixels import Frame, to_array
@@ -174,14 +175,14 @@ def test_cache_and_workers_give_the_same_pixels(root, channels, monkeypatch):
 
 @pytest.mark.parametrize("decode", ["auto", "cache", "workers"])
 @pytest.mark.parametrize("room", [60, 59, 0], ids=["all", "all but train", "none"])
-@pytest.mark.parametrize("keeps_whole", [False, True])
-def test_an_evaluation_reads_what_training_has_stored(root, decode, room, keeps_whole, monkeypatch):
+@pytest.mark.parametrize("crops", [False, True])
+def test_an_evaluation_reads_what_training_has_stored(root, decode, room, crops, monkeypatch):
     monkeypatch.setattr(folder, "CACHE_BYTES", room * 3 * 8 * 8)
     trained, evaluated = (made(root, decode=decode, presize=None if decode == "cache" else 2) for _ in range(2))
-    trained.keeps_whole, evaluated.evaluates = keeps_whole, True
+    trained.operations, evaluated.evaluates = {"crop": RandomResizedCrop(image_size=8)} if crops else {}, True
     parts = {part for part, form in trained.stored.items() if isinstance(form, Frame)}
     held = {"val", "test"} if room and decode != "workers" else set()
-    is_train = decode == "cache" or (decode == "auto" and room == 60 and not keeps_whole)
+    is_train = decode == "cache" or (decode == "auto" and room == 60 and not crops)
     assert parts == ({"val", "test"} if decode == "cache" else held) | ({"train"} if is_train else set())
     assert evaluated.stored == {**trained.stored, "train": None}
 
@@ -294,7 +295,7 @@ def test_files_are_stored_smaller_where_that_is_asked_for(tmp_path, crops):
     }
     plain, data = (Folder(**options, presize=presize) for presize in (None, 4))
     for each in (plain, data):
-        each.keeps_whole = crops
+        each.operations = {"crop": RandomResizedCrop(image_size=8)} if crops else {}
         told = each.storage_plan()
         assert (each is data and not crops) if told is None else "images. " in told and str(tmp_path / "cache") in told
         each.prepare()

@@ -15,8 +15,8 @@ from torchmetrics.classification import (
     MultilabelAveragePrecision,
 )
 
-from lockstep import Task
 from lockstep.kit.panels import Kept, PrecisionRecall, Share, Table, largest, wilson
+from lockstep.kit.task import Task
 from lockstep.kit.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
 
 random = torch.Generator().manual_seed(0)

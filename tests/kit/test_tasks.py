@@ -10,8 +10,8 @@ import torch
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.detection import MeanAveragePrecision
 
-from lockstep import Task
 from lockstep.errors import UserError
+from lockstep.kit.task import Task
 from lockstep.kit.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation
 from lockstep.kit.tasks.regression import R2
 from lockstep.reporting.report import headline

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep import DataSet, Task
+from lockstep import DataSet
+from lockstep.kit.task import Task
 
 COUNT, CHANNELS, LONGEST = 96, 4, 3  # 3: the index of one of the longest
 

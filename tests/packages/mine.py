@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanSquaredError, Metric
 
-from lockstep import Task
+from lockstep.kit.task import Task
 from lockstep.kit.tasks import Classification
 
 

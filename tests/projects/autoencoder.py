@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep import Arrays, Task
+from lockstep import Arrays
 from lockstep.kit import Images
 from lockstep.kit.panels import Content, Gallery, Kept, Panel, Sample
+from lockstep.kit.task import Task
 
 SIDE = 4
 

@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
-from lockstep import DataSet, Task
+from lockstep import DataSet
+from lockstep.kit.task import Task
 from lockstep.kit.tasks import Classification, Regression, Segmentation
 from lockstep.strategies import SingleDevice, change_in_place
 from lockstep.training.arithmetic import ExactClipping, StepArithmetic

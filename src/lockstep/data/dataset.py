@@ -306,8 +306,9 @@ class DataSet:
         """The file of each sample of a part, in order, for prediction tables; None if the samples are not files."""
         return None
 
-    # Set before `prepare`: whether training samples stay uncropped, for random crops; whether the run only evaluates.
-    keeps_whole, evaluates = False, False
+    evaluates = False  # whether the run only evaluates; set before `prepare`
+    operations: Mapping[str, Any] = {}  # of `augment`, by name; set before `prepare`
+    datamodule: ClassVar[str] = "lockstep.kit.datamodule.DataModule"  # the class of its LightningDataModule
 
     def storage_plan(self) -> str | None:
         """What `prepare` will decode and into which folder, and how fast samples are read, as text; None: nothing."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lockstep import Task
 from lockstep.build import load_module
 from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, map_leaves
 from lockstep.checkpoints.saving import Position
@@ -38,6 +37,7 @@ from lockstep.extras.render import MARKDOWN
 from lockstep.extras.tables import input_files
 from lockstep.kit import pixels
 from lockstep.kit.images import FRAMING, NEEDED, Images
+from lockstep.kit.task import Task
 from lockstep.launch.resuming import config_of
 from lockstep.machine.files import atomic_replace, remove, write_text
 from lockstep.machine.process import seeded_and_restored

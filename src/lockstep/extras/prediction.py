@@ -31,6 +31,7 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.panels import encode
 from lockstep.extras.render import render
+from lockstep.extras.requests import gallery_of
 from lockstep.extras.tables import (
     LISTED,
     Inputs,
@@ -45,7 +46,6 @@ from lockstep.kit import Images
 from lockstep.kit.datamodule import DataModule
 from lockstep.kit.panels import Lines, Mask, Picture, Sample
 from lockstep.kit.pixels import Frame
-from lockstep.launch.start import gallery_of
 from lockstep.machine.files import (
     atomic_replace,
     locked,

@@ -13,7 +13,6 @@ import numpy as np
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lockstep import Task
 from lockstep.config.formatting import inline
 from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import Component
@@ -24,6 +23,7 @@ from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, wr
 from lockstep.kit.folder import fold_name
 from lockstep.kit.listing import MISSING, SEPARATORS, Check, Listing, find_inputs, target_problem
 from lockstep.kit.pixels import file_name_text, read_error_text
+from lockstep.kit.task import Task
 from lockstep.machine.files import to_json
 from lockstep.training.losses import validated_columns
 from lockstep.training.module import WholeBatchNeeded, hook

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep import Arrays, UserError, did_you_mean, explain_os_error, formatting, raise_problems, sampler
+from lockstep.kit.augment import Augmentation
 from lockstep.kit.cache import ROOM, Cached, Parts, cache_folder, decode_once, file_state, key_of, load_cache_or_none
 from lockstep.kit.images import Files, Images, Packed, read_all, with_decode_arguments
 from lockstep.kit.listing import SEPARATORS, SHOWN, Listing, class_folders, explain_root_error, from_csv
@@ -149,13 +150,14 @@ class Folder(Images):
         """How the cache stores each part: as squares, as JPEGs with this shorter side in pixels, or not at all."""
         side = round(self.presize * max(self.frame.size, self.eval_frame.size)) if self.presize else None
         forms: dict[str, Frame | int | None] = dict.fromkeys(self.places, side)
+        keeps_whole = Augmentation(self.operations).crops_from is not None  # for random crops
         budget = 0 if self.asked == "workers" else CACHE_BYTES if self.asked == "auto" else math.inf
         for part in reversed(self.places):  # train is last, so an evaluation without it makes the same choices
             frame = self.frame if part == "train" else self.eval_frame
             budget -= len(self.places[part]) * self.channels * frame.size**2
             if part == "train" and self.evaluates:
                 forms[part] = None
-            elif budget >= 0 and not (part == "train" and self.keeps_whole and self.asked == "auto"):
+            elif budget >= 0 and not (part == "train" and keeps_whole and self.asked == "auto"):
                 forms[part] = frame
         return forms
 

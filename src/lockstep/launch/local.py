@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import PACKAGE, ROOT, TEMPLATE, WHEEL
 from lockstep.config import project
 from lockstep.config.draft import Draft
+from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
 from lockstep.errors import Preempted, ProcessDied, RunFailed, UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import INTERRUPTED
@@ -42,6 +43,8 @@ class Job:
     # Creates the data set, or returns None for a LightningDataModule. Called once in each process.
     data: Callable[[Settings], Any]
     page: "Page | None" = None  # writes the page of a run that ends, even if it fails before `run` is called
+    # Completes the request of a command and checks it, before anything is imported or read. Gets the keys that are typed.
+    request: Callable[[Settings, Request, list[str]], Settings] | None = None
     script: Path = field(default_factory=lambda: Path(sys.argv[0]).resolve())  # executed by the run's other processes
 
     @property
@@ -70,11 +73,9 @@ class Job:
         """
         if settings.loader is None or (settings.request and settings.request.part is None):  # files are predicted
             return None
-        from lockstep.kit.augment.samples import Augmentation
-
         with process.seeded_and_restored(settings.seed):
             if (data := self.data(settings)) is not None:
-                data.keeps_whole = Augmentation(settings.operations).crops_from is not None
+                data.operations = settings.operations
                 data.evaluates = settings.cfg.trainer.limit_train_batches == 0
                 if rank_of() == 0 and (plan := data.storage_plan()):  # `prepare` may take long
                     print(plan, file=sys.stderr)

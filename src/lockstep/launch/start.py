@@ -1,12 +1,10 @@
 """From a composed config to the processes of a run: checks the config, prepares the data, starts them."""
 
 import gc
-import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.finding import checkpoint_if_any
@@ -17,8 +15,8 @@ from lockstep.config.draft import Draft, value_error, value_errors, was_restarte
 from lockstep.config.formatting import inline, pluralize, warn
 from lockstep.config.run_config import Request
 from lockstep.config.schema import EVALUATE, PREDICT
-from lockstep.config.settings import OF_NETWORK, Settings, workers
-from lockstep.errors import UserError, did_you_mean, raise_problems
+from lockstep.config.settings import OF_NETWORK, Settings
+from lockstep.errors import UserError, raise_problems
 from lockstep.launch import local
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
@@ -140,8 +138,9 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
 
     draft = resuming.for_evaluation(asked, overrides, job.name)
     settings = check(draft, evaluating=True).with_run_identity()
-    if job.name == "predict":
-        settings = with_request(settings, asked, overrides)
+    if job.request:
+        request = Request(**{key: asked.get(key) for key in PREDICT})
+        settings = job.request(settings, request, [*map(key_of, overrides)])
     raise_problems([*check_classes(settings, evaluating=True), *debug_problems(settings.world)])
     settings, data, _ = prepare_data(job, settings)
     path = settings.evaluation_file(job.name)
@@ -150,54 +149,6 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
     # the file may be on a different node's disk; on a read-only disk it is of an earlier evaluation
     is_new = path.exists() and path.stat().st_mtime_ns != before
     return dict(json.loads(files.read_text(path))) if is_new else {}
-
-
-# --- The request of a predict.py command line, checked before anything is imported or read ---
-
-TABLES = (".csv", ".json", ".jsonl", ".parquet")  # extensions of the files that prediction writes
-FEW = 256  # up to this number of files, no workers are needed
-
-
-def with_request(settings: Settings, asked: Draft, overrides: list[str]) -> Settings:
-    """The settings of a run with the request of a command line.
-
-    Raises:
-        UserError: the request is invalid; lists all problems.
-    """
-    from lockstep.data.sampler import PARTS
-    from lockstep.kit.listing import LISTS, find_inputs
-    from lockstep.kit.pixels import ENDINGS
-
-    cfg, folder = settings.cfg, settings.folder.path
-    folder = folder if folder.is_dir() else Path(settings.tested_checkpoint).parent  # a checkpoint that was moved
-    request = Request(**{key: asked.get(key) for key in PREDICT})
-    output = Path(request.output or folder / "predictions.csv").expanduser()
-    part = request.input if request.input in (*PARTS, "predict") else None
-    raise_problems(output_problems(output, request.overwrite, request.gallery))
-    endings = ENDINGS if cfg.data.target.startswith("lockstep.") else ("",)  # a user's class defines what it reads
-    paths = [] if part else find_inputs(request.input, endings).paths
-    files.refuse_unwritable(output.parent, "output")
-    typed = "loader.num_workers" in map(key_of, overrides) and cfg.loader and cfg.loader.num_workers != "auto"
-    if part is None and not typed:
-        many = len(paths) > FEW or Path(request.input).suffix.lower() in LISTS  # a list may be long
-        settings = settings.replace({"loader.num_workers": workers(None, settings.world) if many else 0})
-    return replace(settings, request=replace(request, output=str(output), part=part))
-
-
-def gallery_of(output: Path) -> Path:
-    return output.with_name(f"{output.stem}-gallery.html")
-
-
-def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
-    page = gallery_of(output)
-    if output.suffix not in TABLES:
-        yield f"output={output}: the file extension must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, list(TABLES))}."
-    elif output.exists() and (output.is_dir() or not overwrite):
-        yield f"output={output} already exists. Set a different file, or overwrite=true."
-    elif gallery and page.exists() and not overwrite:
-        yield f"gallery=true: {page} already exists. Set a different output=, or overwrite=true."
-    if output.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        yield f"output={output}: Parquet needs pyarrow, which is not installed. Run uv pip install pyarrow, or set output={output.with_suffix('.csv')}."
 
 
 # --- Runs the job ---

@@ -6,10 +6,10 @@ import torch
 from timm.data.mixup import mixup_target
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
-from lockstep import Task
 from lockstep.errors import UserError
 from lockstep.kit import Images
 from lockstep.kit.augment import Augmentation, Cutmix, Flip, Mixup, MixupOrCutmix, RandomErasing
+from lockstep.kit.task import Task
 from lockstep.kit.tasks import Classification, Regression, Segmentation
 from lockstep.training.losses import partner_batch, weighted_loss
 

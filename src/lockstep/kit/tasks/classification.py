@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep import Batch, Task, UserError
+from lockstep import Batch, UserError
 from lockstep.kit.panels import Calibration, Confusion, Panel, PrecisionRecall, wilson
-from lockstep.kit.task import Targets, loss_factors, validate_outputs
+from lockstep.kit.task import Targets, Task, loss_factors, validate_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lockstep import Task
 from lockstep.kit.panels import Content, Lines, Panel, Tokens
-from lockstep.kit.task import Targets, validate_outputs
+from lockstep.kit.task import Targets, Task, validate_outputs
 
 
 class LanguageModel(Task):

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAccuracy, MultilabelStatScores
 
-from lockstep import Task, UserError
+from lockstep import UserError
 from lockstep.kit.panels import ByLabel, Panel, PrecisionRecall
-from lockstep.kit.task import Targets, loss_factors, validate_outputs
+from lockstep.kit.task import Targets, Task, loss_factors, validate_outputs
 
 
 class Multilabel(Task):

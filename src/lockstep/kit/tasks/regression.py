@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from lockstep import Task
 from lockstep.kit.panels import Bars, Content, Inputs, Kept, Panel, Points
-from lockstep.kit.task import Targets
+from lockstep.kit.task import Targets, Task
 
 SAMPLES = 1000  # points in a scatter plot
 TARGETS = 6  # targets that are plotted

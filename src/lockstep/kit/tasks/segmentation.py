@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
-from lockstep import Task
 from lockstep.kit.panels import ByPixel, Mask, Panel
-from lockstep.kit.task import Targets, validate_outputs
+from lockstep.kit.task import Targets, Task, validate_outputs
 
 
 class Segmentation(Task):
