@@ -2,7 +2,6 @@
 
 import csv
 import glob
-import io
 import os
 import re
 from collections import Counter
@@ -21,6 +20,7 @@ LISTS = (".csv", ".tsv", ".txt")  # endings of files that list other files
 SHOWN = 10  # most lines or files in a message
 PART_NAMES = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 NUMBER = re.compile(r"^\d+[ _-]|[ _-]?\d{4}$")  # around the names of parts: 01_train, train2017
+LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 Row = dict[str, str]  # cells by column
 Check = Callable[[Row], str | None]
 
@@ -52,38 +52,40 @@ def explain_root_error(root: Path) -> AbstractContextManager[None]:
     return explain_os_error(f"data.root={root} cannot be read", "Make it readable, or set data.root=<folder>.")
 
 
-def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) -> list[Row]:
-    """The rows of a CSV with a column `path`, separated by commas, semicolons or tabs. Skips blank lines.
+def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) -> dict[str, list[str]]:
+    """The columns of a CSV with a column `path`, separated by commas, semicolons or tabs. Skips blank lines.
 
-    `check` receives the cells of a row. It may change them, and returns an error message or None.
+    Dicts of rows would take five times the memory of the paths. `check` receives the cells of a row. It may change them, and returns an error message or None.
 
     Raises:
         UserError: the file is not a CSV, has no rows or lacks a column, or rows are invalid.
     """
-    line, rows, problems = 0, list[Row](), list[str]()
+    line, table, problems = 0, dict[str, list[str]](), list[str]()
     try:
         content = files.read_bytes(path, follows=True)
         text, separators = content.decode("utf-8-sig"), "\t" if path.suffix.lower() == ".tsv" else ",;\t"
         separator = next((candidate for candidate in separators if candidate in text.partition("\n")[0]), ",")
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        reader = csv.DictReader((found[0] for found in LINES.finditer(text)), delimiter=separator, strict=True)
         columns = reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
         line = reader.line_num
         if missing := [name for name in needed if columns.count(name) != 1]:
             raise UserError(
                 f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns, each once: {','.join(needed)} or {alternative}."
             )
+        table = {name: [] for name in columns}
         for row in reader:
             line = reader.line_num
             if problem := row_problem(path.parent, row) or check(row):
                 problems.append(f"{path}, line {line}: {problem}")
-            rows.append(row)
+            for name in columns:
+                table[name].append(row[name])
     except (csv.Error, UnicodeDecodeError, OSError) as e:
         line = content.count(b"\n", 0, e.start) if isinstance(e, UnicodeDecodeError) else line
         raise UserError(f"{path}, line {line + 1}: not a valid UTF-8 CSV ({e}). Repair or replace it.") from None
-    if not rows:
+    if not table["path"]:
         raise UserError(f"{path} lists no images after its first line.")
     raise_problems(problems[:SHOWN] + [f"{len(problems) - SHOWN:,} more lines have errors."] * (len(problems) > SHOWN))
-    return rows
+    return table
 
 
 def row_problem(base: Path, row: dict[Any, Any]) -> str | None:
@@ -119,9 +121,8 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
     path, left_out = Path(source).expanduser(), ""
     with explain_os_error(f"{key}={source} cannot be read", "Make it readable, or pass a different folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
-            rows = read_csv(path, ("path",), "path,target", check or (lambda _: None))
-            targets = [row["target"] for row in rows if "target" in row]
-            return Listing(path.parent, [row["path"] for row in rows], targets)
+            table = read_csv(path, ("path",), "path,target", check or (lambda _: None))
+            return Listing(path.parent, table["path"], table.get("target", []))
         if path.is_file():
             return Listing(Path(), [str(path)])
         if path.is_dir():
@@ -256,10 +257,10 @@ def from_csv(path: Path, kind: str = "class") -> Listing:
             return f"{file} is also in an earlier line, with a different target or split. Remove one of them."
         return target_problem(row["target"], kind)
 
-    rows = read_csv(path, ("path", "target"), "path,target,split", check)
-    for column in rows[0] if "split" not in rows[0] else ():
-        if None not in (found := {part_of(row[column]) for row in rows}) and len(found) > 1:
+    table = read_csv(path, ("path", "target"), "path,target,split", check)
+    for column, cells in table.items() if "split" not in table else ():
+        if None not in (found := set(map(part_of, cells))) and len(found) > 1:
             raise UserError(f"{path}: the column {column} has part names. Rename it to split, or rename its values.")
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")
-    return Listing(path.parent, [row["path"] for row in rows], [row["target"] for row in rows], parts)
+    return Listing(path.parent, table["path"], table["target"], parts)
