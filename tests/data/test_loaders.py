@@ -20,6 +20,7 @@ from lockstep.data.loaders import MicroBatches
 from lockstep.data.parts import Part, batch_of
 from lockstep.data.sampler import ComputedOrder, Split
 from lockstep.errors import ProcessDied, UserError
+from lockstep.extras.panels import shown
 from lockstep.kit.datamodule import DataModule
 
 
@@ -120,7 +121,7 @@ def test_inputs_get_the_precision_of_the_network_and_texts_stay(plugin, expected
     batch = module.on_after_batch_transfer(next(divided(module.train_dataloader()))[0], 0)
     assert [batch[name].dtype for name in ("left", "right", "index")] == [torch.int64, expected, torch.int64]
     assert batch["file"] == [f"{index}.png" for index in batch["index"].tolist()]
-    assert module.dataset.show(module.raw("train", [0])) == {}  # a page shows `input`, which this data lacks
+    assert shown(module.dataset, module.raw("train", [0])) == {}  # a page shows `input`, which this data lacks
     with pytest.raises(UserError, match=r"loader.on_device=true has no effect"):  # read one by one
         module_of(samples, None, on_device=True)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 
 from lockstep import DataSet
+from lockstep.extras.panels import shown
 from lockstep.kit.task import Task
 from lockstep.kit.tasks import Classification, Regression, Segmentation
 from lockstep.strategies import SingleDevice, change_in_place
@@ -284,7 +285,7 @@ def test_a_sample_of_several_inputs_is_taken_out_of_a_batch_for_the_report():
         assert (sample["target"].item(), sample["file"], len(sample)) == (1, "b", 3)
         values = sample["input"].values() if isinstance(inputs, dict) else sample["input"]
         assert [value.tolist() for value in values] == [[2, 3], [4, 5, 6, 7]]
-        assert DataSet().show(sample) == {}
+        assert shown(DataSet(), sample) == {}
 
 
 def test_a_batch_may_hold_other_things_than_samples():

@@ -219,7 +219,6 @@ def leaves_of(value: Any) -> Iterator[Any]:
 # task reads. The datamodule adds `index` (int64, each sample's index in its part).
 
 Batch = dict[str, Any]
-SHOWN = 2**15  # most samples of a sound that a page plays
 
 
 @dataclass(frozen=True)
@@ -229,17 +228,6 @@ class Sound:
     wave_T: Any
     rate: int
     file: str = ""
-
-
-def picture(value: Any) -> NDArray[np.uint8] | None:
-    """uint8 image_CHW; None unless `value` is an image of 1 or 3 channels. Other dtypes are scaled from black to white."""
-    image_CHW = np.asarray(value)
-    if image_CHW.ndim != 3 or image_CHW.shape[0] not in (1, 3):
-        return None
-    if image_CHW.dtype != np.uint8:
-        image_CHW = image_CHW.astype(np.float32)
-        image_CHW = (image_CHW - image_CHW.min()) / max(1e-12, np.ptp(image_CHW)) * 255
-    return image_CHW.round().clip(0, 255).astype(np.uint8)
 
 
 class DataSet:
@@ -346,28 +334,9 @@ class DataSet:
         """Width and height at which the predicted mask of a file is saved; None: those of the network's output."""
         return None
 
-    def show(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """What a page shows for a sample, by name: an `image` (uint8, CHW), a Sound, texts, numbers.
-
-        The default handles images of 1 or 3 channels, texts, and data described in `metadata`: sounds (`sample_rate`),
-        tokens (`vocabulary`), table columns (`inputs`).
-        """
-        value, metadata = sample.get("input"), self.metadata
-        if isinstance(value, str):
-            return {"text": value}
-        if isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(hasattr(x, "shape") for x in value)):
-            return {}  # several inputs
-        if (image_CHW := picture(value)) is not None:
-            return {"image": image_CHW}
-        array = np.asarray(value)
-        if "sample_rate" in metadata and array.ndim in (1, 2):
-            wave_T = array.reshape(-1, array.shape[-1])[0, :SHOWN]
-            peak = 32768.0 if wave_T.dtype == np.int16 else max(1.0, float(np.abs(wave_T).max(initial=0)))
-            return {"sound": Sound((wave_T / peak * 32767).astype(np.int16), int(metadata["sample_rate"]))}
-        if "vocabulary" in metadata and array.ndim == 1 and array.dtype.kind in "iu":
-            return {"text": "".join(str(metadata["vocabulary"][token]) for token in array)}
-        names = metadata.get("inputs", ())
-        return dict(zip(names, array.tolist(), strict=True)) if array.shape == (len(names),) else {}
+    def show(self, sample: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What a page shows for a sample, by name: an `image` (uint8, CHW), a Sound, texts, numbers. None: what its type and `metadata` tell."""
+        return None
 
     def model_kwargs(self) -> dict[str, Any]:
         """Arguments for the network, such as `in_channels`. Only those in its signature are passed."""

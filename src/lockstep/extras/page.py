@@ -19,8 +19,7 @@ from lockstep.config.formatting import is_fraction, metric
 from lockstep.config.project import command
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
-from lockstep.data.dataset import picture
-from lockstep.extras.panels import classes_of, is_right, write_panels
+from lockstep.extras.panels import classes_of, is_right, picture, write_panels
 from lockstep.extras.render import chart, render, with_colours
 from lockstep.extras.test_panels import TestPanels
 from lockstep.kit.panels import Content, Gallery, Sample

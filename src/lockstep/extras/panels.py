@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lockstep.config.formatting import metric
-from lockstep.data.dataset import Sound
+from lockstep.data.dataset import DataSet, Sound
 from lockstep.extras.render import ENVIRONMENT, chart, thin_out, with_colours
 from lockstep.kit.panels import Bars, Content, Gallery, Lines, Mask, Matrix, Picture, Points, Sample, Tokens
 from lockstep.machine.files import write_text
@@ -64,6 +64,51 @@ def blend(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | No
 
 def colour_of(classes: Any) -> NDArray[np.float32]:
     return COLOURS[np.where(np.asarray(classes) > 0, (np.asarray(classes) - 1) % (len(COLOURS) - 1) + 1, 0)]
+
+
+# --- What a sample of any data shows ---
+
+PLAYED = 2**15  # most samples of a sound that a page plays
+
+
+def picture(value: Any) -> NDArray[np.uint8] | None:
+    """uint8 image_CHW; None unless `value` is an image of 1 or 3 channels. Other dtypes are scaled from black to white."""
+    image_CHW = np.asarray(value)
+    if image_CHW.ndim != 3 or image_CHW.shape[0] not in (1, 3):
+        return None
+    if image_CHW.dtype != np.uint8:
+        image_CHW = image_CHW.astype(np.float32)
+        image_CHW = (image_CHW - image_CHW.min()) / max(1e-12, np.ptp(image_CHW)) * 255
+    return image_CHW.round().clip(0, 255).astype(np.uint8)
+
+
+def shown(dataset: DataSet, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """What a page shows for a sample, by name: what the data set's `show` returns.
+
+    Otherwise images of 1 or 3 channels, texts, and data described in `metadata`: sounds (`sample_rate`), tokens
+    (`vocabulary`), table columns (`inputs`).
+    """
+    if (own := dataset.show(sample)) is not None:
+        return own
+    value, metadata = sample.get("input"), dataset.metadata
+    if isinstance(value, str):
+        return {"text": value}
+    if isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(hasattr(x, "shape") for x in value)):
+        return {}  # several inputs
+    if (image_CHW := picture(value)) is not None:
+        return {"image": image_CHW}
+    array = np.asarray(value)
+    if "sample_rate" in metadata and array.ndim in (1, 2):
+        wave_T = array.reshape(-1, array.shape[-1])[0, :PLAYED]
+        peak = 32768.0 if wave_T.dtype == np.int16 else max(1.0, float(np.abs(wave_T).max(initial=0)))
+        return {"sound": Sound((wave_T / peak * 32767).astype(np.int16), int(metadata["sample_rate"]))}
+    if "vocabulary" in metadata and array.ndim == 1 and array.dtype.kind in "iu":
+        return {"text": "".join(str(metadata["vocabulary"][token]) for token in array)}
+    names = metadata.get("inputs", ())
+    return dict(zip(names, array.tolist(), strict=True)) if array.shape == (len(names),) else {}
+
+
+# --- Data URIs ---
 
 
 def data_uri(image: Image.Image) -> str:

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lockstep.compat.metric_states import of_all_processes, prepare, update
+from lockstep.extras.panels import shown
 from lockstep.kit.panels import Content, Gallery, Kept, Sample
 from lockstep.machine.world import all_gather_objects
 from lockstep.training.losses import float32, sample_at, samples_at
@@ -114,7 +115,7 @@ class TestPanels(pl.Callback):
                 ):
                     file = {"file": "/".join(Path(files[index]).parts[-2:])} if files is not None else {}
                     values = {"loss": losses[index], **file, **description}
-                    columns = data.dataset.show(sample_at(raw, row, size))
+                    columns = shown(data.dataset, sample_at(raw, row, size))
                     image = columns.pop("image", None)
                     # a column of the data may have the same name
                     inputs = {f"input {name}" if name in values else name: value for name, value in columns.items()}

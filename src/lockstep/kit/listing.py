@@ -2,6 +2,7 @@
 
 import csv
 import glob
+import io
 import os
 import re
 from collections import Counter
@@ -20,7 +21,6 @@ LISTS = (".csv", ".tsv", ".txt")  # endings of files that list other files
 SHOWN = 10  # most lines or files in a message
 PART_NAMES = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 NUMBER = re.compile(r"^\d+[ _-]|[ _-]?\d{4}$")  # around the names of parts: 01_train, train2017
-LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 Row = dict[str, str]  # cells by column
 Check = Callable[[Row], str | None]
 
@@ -60,25 +60,27 @@ def read_csv(path: Path, needed: Sequence[str], alternative: str, check: Check) 
     Raises:
         UserError: the file is not a CSV, has no rows or lacks a column, or rows are invalid.
     """
-    line, table, problems = 0, dict[str, list[str]](), list[str]()
+    line, problems = 0, list[str]()
     try:
         content = files.read_bytes(path, follows=True)
-        text, separators = content.decode("utf-8-sig"), "\t" if path.suffix.lower() == ".tsv" else ",;\t"
-        separator = next((candidate for candidate in separators if candidate in text.partition("\n")[0]), ",")
-        reader = csv.DictReader((found[0] for found in LINES.finditer(text)), delimiter=separator, strict=True)
+        first = content.decode("utf-8-sig").partition("\n")[0]
+        separators = "\t" if path.suffix.lower() == ".tsv" else ",;\t"
+        separator = next((each for each in separators if each in first), ",")
+        lines = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
+        reader = csv.DictReader(lines, delimiter=separator, strict=True)
         columns = reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
         line = reader.line_num
         if missing := [name for name in needed if columns.count(name) != 1]:
             raise UserError(
                 f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns, each once: {','.join(needed)} or {alternative}."
             )
-        table = {name: [] for name in columns}
+        table: dict[str, list[str]] = {name: [] for name in columns}
         for row in reader:
             line = reader.line_num
             if problem := row_problem(path.parent, row) or check(row):
                 problems.append(f"{path}, line {line}: {problem}")
-            for name in columns:
-                table[name].append(row[name])
+            for name, cells in table.items():
+                cells.append(row[name])
     except (csv.Error, UnicodeDecodeError, OSError) as e:
         line = content.count(b"\n", 0, e.start) if isinstance(e, UnicodeDecodeError) else line
         raise UserError(f"{path}, line {line + 1}: not a valid UTF-8 CSV ({e}). Repair or replace it.") from None
@@ -110,7 +112,7 @@ class Listing:
     left_out: str = ""  # the files and folders that are ignored
 
 
-def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check | None = None, key: str = "input") -> Listing:  # fmt: skip
+def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images", check: Check = lambda _: None, key: str = "input") -> Listing:  # fmt: skip
     """The files of a folder (recursively), a glob, a CSV or TSV with a column `path`, or a single file.
 
     `check` is passed to `read_csv`. `key`: what names the source, in messages.
@@ -121,7 +123,7 @@ def find_inputs(source: str, endings: tuple[str, ...] = ENDINGS, unit: str = "im
     path, left_out = Path(source).expanduser(), ""
     with explain_os_error(f"{key}={source} cannot be read", "Make it readable, or pass a different folder or file."):
         if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
-            table = read_csv(path, ("path",), "path,target", check or (lambda _: None))
+            table = read_csv(path, ("path",), "path,target", check)
             return Listing(path.parent, table["path"], table.get("target", []))
         if path.is_file():
             return Listing(Path(), [str(path)])
