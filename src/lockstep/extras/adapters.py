@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -218,9 +218,10 @@ class Torchvision(WrappedDataset):
         import torchvision
 
         dataset_class = getattr(torchvision.datasets, self.dataset)
+        create = partial(dataset_class, **{"root": str(self.root), **self.arguments})
         has_splits = "split" in inspect.signature(dataset_class).parameters and "split" not in self.arguments
         key, choices = ("split", SPLITS) if has_splits else ("train", {"train": (True,), "val": (), "test": (False,)})
-        parts = {part: self.first_part(dataset_class, key, choices[part]) for part in PARTS}
+        parts = {part: self.first_part(create, key, choices[part]) for part in PARTS}
         if parts["test"] is None and parts["val"] is not None:
             parts |= {"test": parts["val"], "val": None}
             self.notice = f"{self.dataset} has no test split: its validation split is the test set, and validation samples are taken from train."
@@ -228,28 +229,27 @@ class Torchvision(WrappedDataset):
             raise UserError(f"torchvision.datasets.{self.dataset} has no test split. Use data=folder, which adds one.")
         return parts
 
-    def first_part(self, dataset_class: Callable[..., Any], key: str, values: Iterable[Any]) -> Any:
+    def first_part(self, create: Callable[..., Any], key: str, values: Iterable[Any]) -> Any:
         """The first of these parts that the data set has; None if it has none."""
         for value in values:
             try:
-                return self.make(dataset_class, {key: value})
+                return self.make(partial(create, **{key: value}))
             except (ValueError, TypeError) as e:  # it has no such value, or no such argument
                 if isinstance(e, UserError) or f"argument {key}" not in str(e).replace("'", ""):
                     raise
         return None
 
-    def make(self, dataset_class: Callable[..., Any], part: Mapping[str, Any]) -> Any:
+    def make(self, create: Callable[..., Any]) -> Any:
         """Opens the data set on disk, or else downloads it."""
-        kwargs = {"root": str(self.root), **self.arguments, **part}
         try:
-            return dataset_class(**kwargs)
+            return create()
         except (RuntimeError, OSError) as e:
             error: Exception = e
         if self.asked == "download" or (self.asked == "auto" and not has_photos(self.root)):
             try:
                 with suppress(TypeError), one_download(self.cache, self.dataset, self.root):  # some have no `download`
                     self.source = "download"
-                    return dataset_class(**kwargs, download=True)
+                    return create(download=True)
             except (RuntimeError, OSError) as e:
                 error = e
         raise UserError(
@@ -373,15 +373,14 @@ class HuggingFace(WrappedDataset):
         strata: Any = targets["train"] if "classes" in self.names else np.zeros(len(train), int)
         fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
         part_N = divide_parts(np.full(len(train), "train"), strata, fractions)
-        rows = {
-            part: self.open_table(table, np.arange(len(table)), targets[part]) for part, table in self.tables.items()
-        }
-        split = {part: np.flatnonzero(part_N == part) for part in ("train", *fractions)}
-        return rows | {part: self.open_table(train, index_N, targets["train"]) for part, index_N in split.items()}
+        parts = {part: (part, np.arange(len(table))) for part, table in self.tables.items()}
+        parts |= {part: ("train", np.flatnonzero(part_N == part)) for part in ("train", *fractions)}
+        return {part: self.open_rows(source, index_N, targets[source]) for part, (source, index_N) in parts.items()}
 
-    def open_table(self, table: Any, index_N: Indices, target_N: NDArray[Any] | None) -> Rows:
+    def open_rows(self, part: str, index_N: Indices, target_N: NDArray[Any] | None) -> Rows:
         from datasets import Image
 
+        table = self.tables[part]
         classes = getattr(table.features[self.columns["target"]], "names", None)
         images = [column for column, feature in table.features.items() if isinstance(feature, Image)]
         for column in images:
