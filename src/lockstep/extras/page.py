@@ -170,7 +170,6 @@ def write_page(
         "config": as_yaml(config),
         "report": report,
         "progress": progress,
-        "unit": report.get("unit", "samples"),
         "headline": headline_parts(module, report),
         "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(log_lines)],
         "last_rows": metrics[-ROWS:] * failed,

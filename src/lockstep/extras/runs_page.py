@@ -74,10 +74,10 @@ def best_run(runs: Sequence[Report], monitor: str) -> Report | None:
 
 def confusion(run: Report) -> Values | None:
     """The confusion matrix in the raw panels.json: decoding it would import torch."""
-    with suppress(Exception):  # the file is missing or damaged
+    with suppress(Exception):  # the file is missing or damaged, or has no matrix
         panels = json.loads(read_text(run.run_folder.panels_file))
-        matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
-        return matrix and {key: matrix[key] for key in ("names", "values")}
+        matrix = next(panel for panel in panels if panel["__panel__"] == "Matrix")
+        return {key: matrix[key] for key in ("names", "values")}
     return None
 
 
